@@ -1,0 +1,103 @@
+"""Time moe_fp8's ops on this GPU, beside DeepGEMM where `--peer` names it.
+
+Exit code 0 where every shape was right and timed, 1 where some were not (they are listed last), 2 for
+bad arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from . import gemm, host, logits
+from .compare import Session
+from .peer import DeepGemm, load
+from .results import RESULTS, ResultsFile, device_slug, git_commit, today
+
+RUNNERS: dict[str, Callable[[Session, DeepGemm | None, int], None]] = {
+    "dense": gemm.run_dense,
+    "contiguous": gemm.run_contiguous,
+    "masked": gemm.run_masked,
+    "mqa_logits": logits.run_mqa_logits,
+    "paged_mqa_logits": logits.run_paged_mqa_logits,
+    "paged_metadata": logits.run_paged_metadata,
+    "host": host.run_host,
+    "compile": host.run_compile,
+    "warmup": host.run_warmup,
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "--class",
+        dest="classes",
+        default=",".join(RUNNERS),
+        help="comma-separated classes (default: all); the rows of other classes in the file stay",
+    )
+    parser.add_argument("--quick", action="store_true", help="every third shape, 5 replays: a smoke test")
+    parser.add_argument("--out", type=Path, help="results file (default: benchmarks/results/DEVICE.json)")
+    parser.add_argument("--peer", type=Path, help="folder with deep_gemm/ or deep_gemm.zip")
+    parser.add_argument("--commit", help="what is measured, where this is not a git clone")
+    parser.add_argument("--seed", type=int, default=20_261)
+    return parser
+
+
+def environment(commit: str | None) -> dict[str, str]:
+    """What the numbers depend on: the head of the results file."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "device": device_slug(properties.name),
+        "device_name": properties.name,
+        "driver": _driver_version(),
+        "cuda": str(torch.version.cuda),
+        "torch": torch.__version__,
+        "commit": commit or git_commit(),
+        "date": today(),
+    }
+
+
+def _driver_version() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def main() -> int:
+    parser = _parser()
+    options = parser.parse_args()
+    classes = [name.strip() for name in options.classes.split(",") if name.strip()]
+    unknown = [name for name in classes if name not in RUNNERS]
+    if unknown:
+        parser.error(f"unknown class {', '.join(unknown)}: choose from {', '.join(RUNNERS)}")
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device: benchmarks run on a Hopper GPU")
+    torch.manual_seed(options.seed)
+    facts = environment(options.commit)
+    path = options.out or RESULTS / f"{facts['device']}.json"
+    session = Session(ResultsFile(path, facts), replays=5 if options.quick else 20, failures=[])
+    peer = load(options.peer)
+    print(f"{facts} peer={peer.name if peer else None}", flush=True)
+    for name in classes:
+        started = time.perf_counter()
+        try:
+            RUNNERS[name](session, peer, 3 if options.quick else 1)
+        except Exception as error:  # a broken class must not cost the others their device time
+            session.fail(name, error)
+        torch.cuda.empty_cache()
+        print(f"-- {name}: {time.perf_counter() - started:.1f} s", flush=True)
+    for failure in session.failures:
+        print(f"FAILED {failure}", file=sys.stderr)
+    return 1 if session.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""One shape from checked outputs to a row: the part that every GPU class shares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .results import ResultsFile, Row
+from .timing import Call, Replay, alternate
+
+_SHOWN = ("us", "tflops", "gbs", "ceiling_share", "ratio", "rel_error")
+
+
+class WrongResult(Exception):
+    """A contestant's output is not what float64 says; it is not timed."""
+
+
+@dataclass
+class Contestant:
+    """`calls` has one capture-safe call an input set; `check` runs the first set and returns its error."""
+
+    name: str
+    calls: Sequence[Call]
+    check: Callable[[], float]
+
+
+@dataclass
+class Session:
+    """Where rows go and how long each shape is timed."""
+
+    results: ResultsFile
+    replays: int
+    failures: list[str]
+
+    def compare(self, row: Row, contestants: Sequence[Contestant], num_calls: int, tolerance: float) -> None:
+        """Check every contestant, time them alternating, complete `row` and store it.
+
+        The first contestant is ours: if it is wrong, nothing is timed and the shape counts as failed.
+        A peer that is wrong or raises is left out, with the reason in the row's notes.
+        """
+        label = f"{row.cls} {_terms(row)}"
+        ours, *peers = contestants
+        try:
+            row.rel_error = _checked(ours, tolerance)
+            replays = [Replay(ours.calls, num_calls)]
+        except Exception as error:
+            torch.cuda.synchronize()
+            self.fail(label, error)
+            return
+        names: list[str] = []
+        for peer in peers:
+            try:
+                row.notes[f"{peer.name} rel_error"] = float(f"{_checked(peer, tolerance):.4g}")
+                replays.append(Replay(peer.calls, num_calls))
+                names.append(peer.name)
+            except Exception as error:
+                row.notes[f"{peer.name} left out"] = f"{type(error).__name__}: {error}"[:300]
+        row.us, *peer_us = alternate(replays, self.replays)
+        row.peers = dict(zip(names, peer_us, strict=True))
+        self.store(row)
+
+    def store(self, row: Row) -> None:
+        written = self.results.add(row)
+        facts = " ".join(f"{name}={written[name]}" for name in _SHOWN if written[name] is not None)
+        peers = " ".join(f"{name}={us}" for name, us in written["peers"].items())
+        print(f"{row.cls} {_terms(row)}: {facts} {peers} {row.notes or ''}".rstrip(), flush=True)
+
+    def fail(self, label: str, error: Exception) -> None:
+        message = f"{label}: {type(error).__name__}: {error}"
+        self.failures.append(message)
+        print(f"FAILED {message}", flush=True)
+
+
+def _checked(contestant: Contestant, tolerance: float) -> float:
+    error = contestant.check()
+    torch.cuda.synchronize()
+    if math.isnan(error) or error > tolerance:
+        raise WrongResult(f"{contestant.name}: relative error {error:.3g}, at most {tolerance:g} is right")
+    return error
+
+
+def _terms(row: Row) -> str:
+    return " ".join(f"{name}={value}" for name, value in row.shape.items())

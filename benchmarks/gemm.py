@@ -1,0 +1,209 @@
+"""Classes dense, contiguous and masked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_fp8
+
+from . import inputs
+from .compare import Contestant, Session
+from .peer import DeepGemm
+from .results import Row, shape_dict
+from .shapes import CONTIGUOUS, DENSE, MASKED, DenseShape, GroupedShape, aligned_starts
+from .timing import Call, l2_bytes, plan_rotation
+
+#: fp8 values and their scales.
+Quantized = tuple[Tensor, Tensor]
+
+#: bf16 output rounding is about 1.7e-3.
+TOLERANCE = 3e-3
+
+#: Rows of an expert's buffer in masked mode: what a low-latency dispatch of 128 tokens from 8 ranks reserves.
+_MASKED_ROWS = 1024
+
+
+def run_dense(session: Session, peer: DeepGemm | None, step: int) -> None:
+    for shape in DENSE[::step]:
+        _dense(session, peer, shape)
+        torch.cuda.empty_cache()
+
+
+def run_contiguous(session: Session, peer: DeepGemm | None, step: int) -> None:
+    for shape in CONTIGUOUS[::step]:
+        _contiguous(session, peer, shape)
+        torch.cuda.empty_cache()
+
+
+def run_masked(session: Session, peer: DeepGemm | None, step: int) -> None:
+    for shape in MASKED[::step]:
+        _masked(session, peer, shape)
+        torch.cuda.empty_cache()
+
+
+def gemm_bytes(counts: Sequence[int], n: int, k: int) -> float:
+    """Least traffic: weights of experts that have rows, valid rows in and, as bf16, out; scales with each."""
+    active = sum(1 for count in counts if count)
+    weights = n * k + 4 * -(-n // 128) * (k // 128)
+    return active * weights + sum(counts) * (k + 4 * (k // 128) + 2 * n)
+
+
+def _row(cls: str, shape: DenseShape | GroupedShape, counts: Sequence[int]) -> Row:
+    flops = 2.0 * sum(counts) * shape.n * shape.k
+    return Row(cls, shape_dict(shape), 0.0, flops, gemm_bytes(counts, shape.n, shape.k))
+
+
+def _poisoned(*size: int) -> Tensor:
+    return torch.full(size, float("nan"), device=inputs.DEVICE, dtype=torch.bfloat16)
+
+
+def _dense(session: Session, peer: DeepGemm | None, shape: DenseShape) -> None:
+    m, n, k = shape.m, shape.n, shape.k
+    num_sets, num_calls = plan_rotation(n * k, l2_bytes())
+    a = [inputs.activations(m, k) for _ in range(num_sets)]
+    b = [inputs.weights(n, k) for _ in range(num_sets)]
+
+    def contestant(name: str, outs: list[Tensor], calls: list[Call]) -> Contestant:
+        def check() -> float:
+            calls[0]()
+            return inputs.gemm_error(outs[0], *a[0], *b[0])
+
+        return Contestant(name, calls, check)
+
+    outs = [_poisoned(m, n) for _ in range(num_sets)]
+    calls: list[Call] = [partial(moe_fp8.gemm_fp8, *a[i], *b[i], out=outs[i]) for i in range(num_sets)]
+    contestants = [contestant("moe_fp8", outs, calls)]
+    if peer is not None:
+        outs = [_poisoned(m, n) for _ in range(num_sets)]
+        calls = [partial(peer.gemm, a[i][0], peer.aligned(a[i][1]), *b[i], outs[i]) for i in range(num_sets)]
+        contestants.append(contestant(peer.name, outs, calls))
+    session.compare(_row("dense", shape, [m]), contestants, num_calls, TOLERANCE)
+
+
+def _expert_error(
+    out: Tensor,
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    starts: Sequence[int],
+    counts: Sequence[int],
+) -> float:
+    """The worst expert's error; `starts` are rows of `a` and of `out`."""
+    worst = 0.0
+    for expert, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        if count:
+            rows = slice(start, start + count)
+            error = inputs.gemm_error(out[rows], a[0][rows], a[1][rows], b[0][expert], b[1][expert])
+            worst = inputs.worse(worst, error)
+    return worst
+
+
+def _int32(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, device=inputs.DEVICE, dtype=torch.int32)
+
+
+def _m_indices(starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+    indices = torch.full((starts[-1],), -1, dtype=torch.int32)
+    for expert, count in enumerate(counts):
+        indices[starts[expert] : starts[expert] + count] = expert
+    return indices.to(inputs.DEVICE)
+
+
+def _contiguous(session: Session, peer: DeepGemm | None, shape: GroupedShape) -> None:
+    num_experts, n, k = shape.num_experts, shape.n, shape.k
+    counts = shape.counts()
+    aligned = aligned_starts(counts)
+    ragged = [sum(counts[:expert]) for expert in range(num_experts + 1)]
+    starts = ragged if shape.layout == "offsets" else aligned
+    psum = _int32([start + count for start, count in zip(aligned[:-1], counts, strict=True)])
+    m_indices = _m_indices(aligned, counts) if shape.layout == "m_indices" else None
+    # Engines pass no hint with m_indices; with the others they know how many rows they routed.
+    index: dict[str, Any] = {"psum": psum, "expected_m": shape.rows_per_expert}
+    if shape.layout == "offsets":
+        index = {"offsets": _int32(ragged), "expected_m": shape.rows_per_expert}
+    elif m_indices is not None:
+        index = {"m_indices": m_indices}
+    num_sets, num_calls = plan_rotation(num_experts * n * k, l2_bytes())
+    b = [inputs.weights(n, k, num_experts) for _ in range(num_sets)]
+
+    def contestant(
+        name: str, rows: Sequence[int], a: list[Quantized], outs: list[Tensor], calls: list[Call]
+    ) -> Contestant:
+        def check() -> float:
+            calls[0]()
+            return _expert_error(outs[0], a[0], b[0], rows[:-1], counts)
+
+        return Contestant(name, calls, check)
+
+    a = [inputs.activations(starts[-1], k) for _ in range(num_sets)]
+    outs = [_poisoned(starts[-1], n) for _ in range(num_sets)]
+    calls: list[Call] = [
+        partial(moe_fp8.grouped_gemm_fp8_contiguous, *a[i], *b[i], **index, out=outs[i])
+        for i in range(num_sets)
+    ]
+    contestants = [contestant("moe_fp8", starts, a, outs, calls)]
+    if peer is not None:
+        # The peer knows no ragged offsets: there it computes the same experts in its psum layout.
+        if shape.layout == "offsets":
+            a = [inputs.activations(aligned[-1], k) for _ in range(num_sets)]
+        outs = [_poisoned(aligned[-1], n) for _ in range(num_sets)]
+        calls = [
+            partial(peer.grouped_contiguous, a[i][0], peer.aligned(a[i][1]), *b[i], outs[i], psum, m_indices)
+            for i in range(num_sets)
+        ]
+        contestants.append(contestant(peer.name, aligned, a, outs, calls))
+    session.compare(_row("contiguous", shape, counts), contestants, num_calls, TOLERANCE)
+
+
+def _masked(session: Session, peer: DeepGemm | None, shape: GroupedShape) -> None:
+    num_experts, n, k = shape.num_experts, shape.n, shape.k
+    counts = shape.counts()
+    rows = max(_MASKED_ROWS, -(-max(counts) // 128) * 128)
+    masked_m = _int32(counts)
+    num_sets, num_calls = plan_rotation(num_experts * n * k, l2_bytes())
+    a = [inputs.expert_activations(num_experts, rows, k) for _ in range(num_sets)]
+    b = [inputs.weights(n, k, num_experts) for _ in range(num_sets)]
+
+    def contestant(name: str, outs: list[Tensor], calls: list[Call]) -> Contestant:
+        def check() -> float:
+            calls[0]()
+            fp8, scale = a[0]
+            flat = (fp8.flatten(0, 1), scale.flatten(0, 1))
+            starts = range(0, num_experts * rows, rows)
+            return _expert_error(outs[0].flatten(0, 1), flat, b[0], starts, counts)
+
+        return Contestant(name, calls, check)
+
+    outs = [_poisoned(num_experts, rows, n) for _ in range(num_sets)]
+    calls: list[Call] = [
+        partial(
+            moe_fp8.grouped_gemm_fp8_masked,
+            *a[i],
+            *b[i],
+            masked_m,
+            expected_m=shape.rows_per_expert,
+            out=outs[i],
+        )
+        for i in range(num_sets)
+    ]
+    contestants = [contestant("moe_fp8", outs, calls)]
+    if peer is not None:
+        outs = [_poisoned(num_experts, rows, n) for _ in range(num_sets)]
+        calls = [
+            partial(
+                peer.grouped_masked,
+                a[i][0],
+                peer.aligned(a[i][1]),
+                *b[i],
+                outs[i],
+                masked_m,
+                shape.rows_per_expert,
+            )
+            for i in range(num_sets)
+        ]
+        contestants.append(contestant(peer.name, outs, calls))
+    session.compare(_row("masked", shape, counts), contestants, num_calls, TOLERANCE)

@@ -1,0 +1,148 @@
+"""Classes host, compile and warmup: what the CPU does before a kernel runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+
+import torch
+
+import moe_fp8
+from moe_fp8.jit.compiler import compile_kernel
+from moe_fp8.warmup import PlanOptions, load_model, plan
+
+from . import inputs
+from .compare import Session
+from .logits import num_sms
+from .peer import DeepGemm
+from .results import ROOT, Row
+from .shapes import PagedShape, expert_counts
+from .timing import Call
+
+_CALLS = 200
+_ROUNDS = 15
+_MODEL = ROOT / "tests" / "configs" / "deepseek_v32.json"
+_TP, _EP = 8, 8
+
+
+def run_host(session: Session, peer: DeepGemm | None, step: int) -> None:
+    """Host time of one eager call: enqueued without waiting; small shapes keep the queue short."""
+    a, a_scale = inputs.activations(64, 2048)
+    b, b_scale = inputs.weights(576, 2048)
+    out = torch.empty(64, 576, device=inputs.DEVICE, dtype=torch.bfloat16)
+    theirs: Call | None = None
+    if peer is not None:
+        theirs = partial(peer.gemm, a, peer.aligned(a_scale), b, b_scale, out)
+    _eager(session, "gemm_fp8", partial(moe_fp8.gemm_fp8, a, a_scale, b, b_scale, out=out), peer, theirs)
+
+    counts = expert_counts(8, 16, "spread")
+    experts_a = inputs.expert_activations(8, 64, 2048)
+    experts_b = inputs.weights(576, 2048, 8)
+    masked_m = torch.tensor(counts, device=inputs.DEVICE, dtype=torch.int32)
+    out3 = torch.empty(8, 64, 576, device=inputs.DEVICE, dtype=torch.bfloat16)
+    if peer is not None:
+        scale = peer.aligned(experts_a[1])
+        theirs = partial(peer.grouped_masked, experts_a[0], scale, *experts_b, out3, masked_m, 16)
+    masked = partial(moe_fp8.grouped_gemm_fp8_masked, *experts_a, *experts_b, masked_m, 16, out3)
+    _eager(session, "grouped_gemm_fp8_masked", masked, peer, theirs)
+
+    x = torch.randn(64, 2048, device=inputs.DEVICE, dtype=torch.bfloat16)
+    _eager(session, "quantize_fp8", partial(moe_fp8.quantize_fp8, x), None, None)
+
+    paged = inputs.paged_inputs(PagedShape(4, 1024))
+    schedule = moe_fp8.paged_mqa_logits_metadata(paged.lengths, 64, num_sms())
+    arguments = (paged.q, paged.kv_cache, paged.weights, paged.lengths, paged.block_table)
+    width = paged.max_context_len
+    logits = torch.empty(4, width, device=inputs.DEVICE)
+    if peer is not None:
+        their_schedule = peer.paged_metadata(paged.lengths, 64, num_sms())
+        theirs = partial(peer.paged_mqa_logits, *arguments, their_schedule, width)
+    call = partial(moe_fp8.paged_mqa_logits_fp8, *arguments, schedule, width, logits)
+    _eager(session, "paged_mqa_logits_fp8", call, peer, theirs)
+
+
+def _eager(session: Session, op: str, ours: Call, peer: DeepGemm | None, theirs: Call | None) -> None:
+    try:
+        calls = [ours] if theirs is None else [ours, theirs]
+        times: list[list[float]] = [[] for _ in calls]
+        for call in calls:
+            _loop(call)
+        for _ in range(_ROUNDS):
+            for call, samples in zip(calls, times, strict=True):
+                samples.append(_loop(call))
+    except Exception as error:
+        session.fail(f"host {op}", error)
+        return
+    row = Row("host", {"op": op}, statistics.median(times[0]))
+    if peer is not None and theirs is not None:
+        row.peers[peer.name] = statistics.median(times[1])
+    session.store(row)
+
+
+def _loop(call: Call) -> float:
+    """Microseconds of host time a call; the device starts idle and is waited for outside the timing."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(_CALLS):
+        call()
+    elapsed = time.perf_counter() - started
+    torch.cuda.synchronize()
+    return elapsed / _CALLS * 1e6
+
+
+def run_compile(session: Session, peer: DeepGemm | None, step: int) -> None:
+    """NVRTC on one core: every kernel of DeepSeek-V3.2's plan; the peer's first call of a new shape."""
+    specs = plan(load_model(_MODEL), PlanOptions(tp=_TP, ep=_EP, next_n=2, num_sms=num_sms())).specs
+    by_name: dict[str, list[float]] = {}
+    for spec in specs[::step]:
+        try:
+            by_name.setdefault(spec.name, []).append(compile_kernel(spec).compile_seconds)
+        except Exception as error:
+            session.fail(f"compile {spec}", error)
+    first_call = None if peer is None else _first_call_us(peer)
+    for name, seconds in by_name.items():
+        row = Row("compile", {"kernel": name, "num_kernels": len(seconds)}, statistics.median(seconds) * 1e6)
+        row.notes["max_us"] = round(max(seconds) * 1e6)
+        if first_call is not None and peer is not None and name == "gemm_fp8":
+            row.peers[peer.name] = first_call
+        session.store(row)
+
+
+def _first_call_us(peer: DeepGemm) -> float:
+    """The peer's first call of a shape that no class times, in microseconds."""
+    a, a_scale = inputs.activations(64, 3072)
+    b, b_scale = inputs.weights(4416, 3072)
+    scale = peer.aligned(a_scale)
+    out = torch.empty(64, 4416, device=inputs.DEVICE, dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    peer.gemm(a, scale, b, b_scale, out)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) * 1e6
+
+
+def run_warmup(session: Session, peer: DeepGemm | None, step: int) -> None:
+    """The startup script for DeepSeek-V3.2, TP8 EP8, in a fresh process: an empty store, then a full one."""
+    with tempfile.TemporaryDirectory() as folder:
+        for store in ("empty", "full"):
+            command = [sys.executable, "-m", "moe_fp8.warmup", "--quiet", "--cache-dir", folder]
+            command += ["--model", str(_MODEL), "--tp", str(_TP), "--ep", str(_EP)]
+            started = time.perf_counter()
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            seconds = time.perf_counter() - started
+            if done.returncode != 0:
+                error = RuntimeError(f"exit code {done.returncode}: {done.stderr.strip()[-500:]}")
+                session.fail(f"warmup store={store}", error)
+                return
+            shape = {"model": _MODEL.stem, "tp": _TP, "ep": _EP, "store": store}
+            row = Row("warmup", shape, seconds * 1e6)
+            summary = json.loads(done.stdout)
+            row.notes = {name: summary.get(name) for name in ("kernels", "compiled", "loaded", "device")}
+            row.notes["cores"] = len(os.sched_getaffinity(0))
+            session.store(row)

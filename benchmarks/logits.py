@@ -1,0 +1,158 @@
+"""Classes mqa_logits, paged_mqa_logits and paged_metadata: the sparse-attention indexer."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import moe_fp8
+
+from . import inputs
+from .compare import Contestant, Session
+from .inputs import MqaInputs, PagedInputs
+from .peer import DeepGemm
+from .results import Row, shape_dict
+from .shapes import MQA_LOGITS, PAGED_METADATA, PAGED_MQA_LOGITS, MqaShape, PagedShape
+from .timing import Call, l2_bytes, plan_rotation
+
+#: fp32 outputs; the tensor core's sum over 128 products keeps fewer bits than fp32.
+TOLERANCE = 2e-3
+
+
+def run_mqa_logits(session: Session, peer: DeepGemm | None, step: int) -> None:
+    for shape in MQA_LOGITS[::step]:
+        _mqa(session, peer, shape)
+        torch.cuda.empty_cache()
+
+
+def run_paged_mqa_logits(session: Session, peer: DeepGemm | None, step: int) -> None:
+    for shape in PAGED_MQA_LOGITS[::step]:
+        _paged(session, peer, shape)
+        torch.cuda.empty_cache()
+
+
+def run_paged_metadata(session: Session, peer: DeepGemm | None, step: int) -> None:
+    for shape in PAGED_METADATA[::step]:
+        _metadata(session, peer, shape)
+
+
+def num_sms() -> int:
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def _mqa(session: Session, peer: DeepGemm | None, shape: MqaShape) -> None:
+    m, n, heads, dim = shape.num_queries, shape.context, shape.heads, shape.head_dim
+    set_bytes = n * (dim + 4) + m * heads * (dim + 4)
+    num_sets, num_calls = plan_rotation(set_bytes, l2_bytes(), max_sets=16)
+    sets = [inputs.mqa_inputs(shape) for _ in range(num_sets)]
+    # One output for all sets, as the peer's allocation inside a graph also comes to one buffer.
+    out = torch.full((m, n), float("nan"), device=inputs.DEVICE)
+
+    def ours(s: MqaInputs) -> object:
+        return moe_fp8.mqa_logits_fp8(s.q, s.k, s.k_scale, s.weights, s.ks, s.ke, out=out)
+
+    def check_ours() -> float:
+        ours(sets[0])
+        return inputs.mqa_error(out, sets[0])
+
+    contestants = [Contestant("moe_fp8", [partial(ours, s) for s in sets], check_ours)]
+    if peer is not None:
+        theirs = peer
+
+        def call(s: MqaInputs) -> Tensor:
+            return theirs.mqa_logits(s.q, s.k, s.k_scale, s.weights, s.ks, s.ke, n)
+
+        contestants.append(
+            Contestant(
+                peer.name,
+                [partial(call, s) for s in sets],
+                lambda: inputs.mqa_error(call(sets[0]), sets[0]),
+            )
+        )
+    pairs = sum(range(n - m + 1, n + 1))
+    row = Row(
+        "mqa_logits",
+        shape_dict(shape),
+        0.0,
+        flops=2.0 * heads * dim * pairs,
+        nbytes=set_bytes + 4.0 * pairs,
+    )
+    session.compare(row, contestants, num_calls, TOLERANCE)
+
+
+def _paged(session: Session, peer: DeepGemm | None, shape: PagedShape) -> None:
+    tokens = sum(shape.lengths())
+    num_sets, num_calls = plan_rotation(tokens * (shape.head_dim + 4), l2_bytes())
+    sets = [inputs.paged_inputs(shape) for _ in range(num_sets)]
+    width = sets[0].max_context_len
+    out = torch.full((shape.batch * shape.next_n, width), float("nan"), device=inputs.DEVICE)
+    schedule = moe_fp8.paged_mqa_logits_metadata(
+        sets[0].lengths, shape.block_size, num_sms(), next_n=shape.next_n
+    )
+
+    def ours(s: PagedInputs) -> object:
+        return moe_fp8.paged_mqa_logits_fp8(
+            s.q, s.kv_cache, s.weights, s.lengths, s.block_table, schedule, width, out=out
+        )
+
+    def check_ours() -> float:
+        ours(sets[0])
+        return inputs.paged_error(out, sets[0])
+
+    contestants = [Contestant("moe_fp8", [partial(ours, s) for s in sets], check_ours)]
+    if peer is not None:
+        theirs = peer
+        their_schedule = theirs.paged_metadata(sets[0].lengths, shape.block_size, num_sms())
+
+        def call(s: PagedInputs) -> Tensor:
+            return theirs.paged_mqa_logits(
+                s.q, s.kv_cache, s.weights, s.lengths, s.block_table, their_schedule, width
+            )
+
+        contestants.append(
+            Contestant(
+                peer.name,
+                [partial(call, s) for s in sets],
+                lambda: inputs.paged_error(call(sets[0]), sets[0]),
+            )
+        )
+    pairs = tokens * shape.next_n
+    row = Row(
+        "paged_mqa_logits",
+        shape_dict(shape),
+        0.0,
+        flops=2.0 * shape.heads * shape.head_dim * pairs,
+        nbytes=tokens * (shape.head_dim + 4.0) + 4.0 * pairs,
+    )
+    session.compare(row, contestants, num_calls, TOLERANCE)
+
+
+def _metadata(session: Session, peer: DeepGemm | None, shape: PagedShape) -> None:
+    lengths = inputs.paged_lengths(shape)
+
+    def ours() -> Tensor:
+        return moe_fp8.paged_mqa_logits_metadata(lengths, shape.block_size, num_sms(), next_n=shape.next_n)
+
+    def check_ours() -> float:
+        expected = moe_fp8.paged_mqa_logits_metadata(
+            lengths.cpu(), shape.block_size, num_sms(), next_n=shape.next_n
+        )
+        return 0.0 if torch.equal(ours().cpu(), expected) else float("inf")
+
+    calls: list[Call] = [ours]
+    contestants = [Contestant("moe_fp8", calls, check_ours)]
+    if peer is not None:
+        theirs = peer
+
+        def call() -> Tensor:
+            return theirs.paged_metadata(lengths, shape.block_size, num_sms())
+
+        def check() -> float:
+            # Its schedule has its own chunk size: only the shape and the end can be compared.
+            return 0.0 if call().shape == (num_sms() + 1, 2) else float("inf")
+
+        contestants.append(Contestant(peer.name, [call], check))
+    row = Row("paged_metadata", {"batch": shape.batch, "next_n": shape.next_n}, 0.0)
+    session.compare(row, contestants, 16, 0.0)

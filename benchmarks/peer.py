@@ -1,0 +1,122 @@
+"""DeepGEMM as a peer: where it is found and the calls that an engine makes on Hopper.
+
+It is an oracle for speed and results. Nothing here is imported unless `--peer` names a folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CUDA_HOME = "/usr/local/cuda"
+
+
+class DeepGemm:
+    """The `deep_gemm` module of `folder` (a `deep_gemm/` package or `deep_gemm.zip`).
+
+    Activation scales must be MN-major and TMA-aligned, as `moe_fp8.to_mn_major` makes them: the peer
+    then reads them as they are and launches no conversion, which `__init__`'s callers check once per
+    input through `aligned`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if "CUDA_HOME" not in os.environ and Path(_CUDA_HOME, "bin/nvcc").exists():
+            os.environ["CUDA_HOME"] = _CUDA_HOME
+        if not (folder / "deep_gemm").is_dir():
+            archive = folder / "deep_gemm.zip"
+            if not archive.exists():
+                raise FileNotFoundError(f"neither {folder}/deep_gemm/ nor {archive} exists")
+            target = tempfile.mkdtemp(prefix="deep_gemm-")
+            zipfile.ZipFile(archive).extractall(target)
+            folder = Path(target)
+        sys.path.insert(0, str(folder.resolve()))
+        self._module: Any = importlib.import_module("deep_gemm")
+        self._module.set_mk_alignment_for_contiguous_layout(128)
+        self.name = f"deep_gemm-{self._module.__version__}"
+
+    def aligned(self, scale: Tensor) -> Tensor:
+        """`scale` in the layout that the peer reads without a conversion kernel."""
+        result: Tensor = self._module.get_mn_major_tma_aligned_tensor(scale)
+        return result
+
+    def gemm(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> None:
+        self._module.fp8_gemm_nt((a, a_scale), (b, b_scale), out, disable_ue8m0_cast=True)
+
+    def grouped_contiguous(
+        self,
+        a: Tensor,
+        a_scale: Tensor,
+        b: Tensor,
+        b_scale: Tensor,
+        out: Tensor,
+        psum: Tensor,
+        m_indices: Tensor | None,
+    ) -> None:
+        """By `m_indices` [M] where given, else by `psum` [E]."""
+        self._module.m_grouped_fp8_gemm_nt_contiguous(
+            (a, a_scale),
+            (b, b_scale),
+            out,
+            psum if m_indices is None else m_indices,
+            use_psum_layout=m_indices is None,
+            disable_ue8m0_cast=True,
+        )
+
+    def grouped_masked(
+        self,
+        a: Tensor,
+        a_scale: Tensor,
+        b: Tensor,
+        b_scale: Tensor,
+        out: Tensor,
+        masked_m: Tensor,
+        expected_m: int,
+    ) -> None:
+        self._module.m_grouped_fp8_gemm_nt_masked(
+            (a, a_scale), (b, b_scale), out, masked_m, expected_m, disable_ue8m0_cast=True
+        )
+
+    def mqa_logits(
+        self, q: Tensor, k: Tensor, k_scale: Tensor, weights: Tensor, ks: Tensor, ke: Tensor, width: int
+    ) -> Tensor:
+        """Compressed logits [M, width]; with ks = 0 that is the full matrix."""
+        result: Tensor = self._module.fp8_fp4_mqa_logits((q, None), (k, k_scale), weights, ks, ke, width)
+        return result
+
+    def paged_metadata(self, context_lens: Tensor, block_size: int, num_sms: int) -> Tensor:
+        """`context_lens` int32 [B, next_n]."""
+        result: Tensor = self._module.get_paged_mqa_logits_metadata(context_lens, block_size, num_sms)
+        return result
+
+    def paged_mqa_logits(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        weights: Tensor,
+        context_lens: Tensor,
+        block_table: Tensor,
+        metadata: Tensor,
+        max_context_len: int,
+    ) -> Tensor:
+        """`context_lens` int32 [B, next_n], each token's own length."""
+        result: Tensor = self._module.fp8_fp4_paged_mqa_logits(
+            (q, None), kv_cache, weights, context_lens, block_table, metadata, max_context_len
+        )
+        return result
+
+
+def load(folder: Path | None) -> DeepGemm | None:
+    """The peer in `folder`, or None where no folder was named. Raises what its import raises."""
+    if folder is None:
+        return None
+    peer = DeepGemm(folder)
+    torch.cuda.synchronize()
+    return peer

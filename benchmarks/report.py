@@ -1,0 +1,174 @@
+"""Tables for the README and docs, written from benchmarks/results/*.json and never by hand.
+
+`python -m benchmarks.report` rewrites the text between the markers of every file in `TARGETS`; with
+`--check` it changes nothing and exits 1 where a file differs. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from .results import CLASSES, RESULTS, ROOT
+
+BEGIN = "<!-- {name}: written by `make tables` -->"
+END = "<!-- end of {name} -->"
+
+Results = list[dict[str, Any]]
+
+_TITLES = {
+    "dense": "`gemm_fp8`",
+    "contiguous": "`grouped_gemm_fp8_contiguous`",
+    "masked": "`grouped_gemm_fp8_masked`",
+    "mqa_logits": "`mqa_logits_fp8`",
+    "paged_mqa_logits": "`paged_mqa_logits_fp8`",
+    "paged_metadata": "`paged_mqa_logits_metadata`",
+    "topk": "`indexer_topk`",
+    "moe_layer": "MoE layer",
+    "host": "host time of an eager call",
+    "compile": "compile of one kernel",
+    "warmup": "warmup",
+    "serve": "serving",
+}
+
+
+def load_results(folder: Path = RESULTS) -> Results:
+    """Every device's file, in order of device name."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def summary(results: Results) -> str:
+    """One line a class: shapes, geometric mean and least of the ratio to the best peer."""
+    if not results:
+        return "No device has been measured yet."
+    parts = []
+    for device in results:
+        lines = [
+            f"On one {_name(device)} ({_versions(device)}), peer time / our time:",
+            "",
+            "| class | shapes | geometric mean | least | most |",
+            "|---|---|---|---|---|",
+        ]
+        for cls, rows in _by_class(device):
+            ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
+            if ratios:
+                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+                lines.append(
+                    f"| {_TITLES[cls]} | {len(ratios)} | {mean:.2f} | {min(ratios):.2f} | {max(ratios):.2f} |"
+                )
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def full(results: Results) -> str:
+    """Every row of every class of every device."""
+    if not results:
+        return "No device has been measured yet."
+    parts = []
+    for device in results:
+        parts.append(f"## {_name(device)}\n\nLast run: {_versions(device)}.")
+        parts += [_table(cls, rows) for cls, rows in _by_class(device)]
+    return "\n\n".join(parts)
+
+
+#: File, marker name, generator: one marked section each.
+TARGETS: list[tuple[Path, str, Callable[[Results], str]]] = [
+    (ROOT / "README.md", "benchmarks", summary),
+    (ROOT / "docs" / "benchmarks.md", "results", full),
+]
+
+
+def _by_class(device: dict[str, Any]) -> Iterable[tuple[str, Results]]:
+    for cls in CLASSES:
+        rows = [row for row in device["rows"] if row["class"] == cls]
+        if rows:
+            yield cls, rows
+
+
+def _name(device: dict[str, Any]) -> str:
+    return str(device.get("device_name", device["device"].upper()))
+
+
+def _versions(device: dict[str, Any]) -> str:
+    return (
+        f"driver {device['driver']}, CUDA {device['cuda']}, PyTorch {device['torch']}, "
+        f"{device['date']}, commit `{device['commit']}`"
+    )
+
+
+def _table(cls: str, rows: Results) -> str:
+    dimensions = list(dict.fromkeys(name for row in rows for name in row["shape"]))
+    peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    figures = [name for name in ("tflops", "gbs", "ceiling_share") if any(row[name] for row in rows)]
+    checked = any(row["rel_error"] is not None for row in rows)
+    header = [*dimensions, "us", *(f"{peer} us" for peer in peers)]
+    header += ["ratio"] if peers else []
+    header += [_FIGURES[name] for name in figures] + (["rel. error"] if checked else [])
+    lines = [f"### {_TITLES[cls]}", "", _line(header), _line(["---"] * len(header))]
+    for row in rows:
+        cells = [str(row["shape"].get(name, "")) for name in dimensions]
+        cells += [_number(row["us"]), *(_number(row["peers"].get(peer)) for peer in peers)]
+        cells += [_number(row["ratio"], 2)] if peers else []
+        cells += [_number(row[name], 2 if name == "ceiling_share" else 0) for name in figures]
+        cells += [f"{row['rel_error']:.1e}" if row["rel_error"] is not None else ""] if checked else []
+        lines.append(_line(cells))
+    commits = sorted({f"{row['date']}, commit `{row['commit']}`" for row in rows})
+    return "\n".join([*lines, "", f"Measured {'; '.join(commits)}."])
+
+
+_FIGURES = {"tflops": "TFLOP/s", "gbs": "GB/s", "ceiling_share": "share of ceiling"}
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None, digits: int | None = None) -> str:
+    """Thousands separated; without `digits`, as many as show three significant figures."""
+    if value is None:
+        return ""
+    if digits is None:
+        digits = max(0, 2 - math.floor(math.log10(value))) if 0 < value < 100 else 0
+    return f"{value:,.{digits}f}"
+
+
+def rewritten(text: str, name: str, body: str) -> str:
+    """`text` with `body` between the markers of `name`; raises ValueError without the two markers."""
+    begin, end = BEGIN.format(name=name), END.format(name=name)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"expected one {begin!r} and after it one {end!r}")
+    head, rest = text.split(begin)
+    tail = rest.split(end)[1]
+    return f"{head}{begin}\n\n{body}\n\n{end}{tail}"
+
+
+def stale(targets: Iterable[tuple[Path, str, Callable[[Results], str]]], results: Results) -> dict[Path, str]:
+    """Files whose marked section is not what `results` give, with their right text."""
+    wrong = {}
+    for path, name, generate in targets:
+        text = path.read_text()
+        right = rewritten(text, name, generate(results))
+        if right != text:
+            wrong[path] = right
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a table is stale")
+    check = parser.parse_args().check
+    wrong = stale(TARGETS, load_results())
+    for path, text in wrong.items():
+        if not check:
+            path.write_text(text)
+        print(f"{path.relative_to(ROOT)}: {'stale: run `make tables`' if check else 'written'}")
+    return 1 if check and wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

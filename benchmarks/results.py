@@ -1,0 +1,149 @@
+"""The results file of one device: rows of many classes, each class from one run. Standard library only."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import subprocess
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+
+CLASSES = (
+    "dense",
+    "contiguous",
+    "masked",
+    "mqa_logits",
+    "paged_mqa_logits",
+    "paged_metadata",
+    "topk",
+    "moe_layer",
+    "host",
+    "compile",
+    "warmup",
+    "serve",
+)
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What a device cannot exceed: reads in GB/s as measured by streaming loads, dense FP8 by datasheet."""
+
+    read_gbs: float
+    fp8_tflops: float
+
+
+#: A device without a measured read bandwidth has no entry, and its rows no ceiling share.
+CEILINGS = {"h200": Ceiling(read_gbs=4550, fp8_tflops=1979)}
+
+
+@dataclass
+class Row:
+    """One timed shape. `us` is ours; `peers` maps a peer to its time; `rel_error` is against float64."""
+
+    cls: str
+    shape: dict[str, Any]
+    us: float
+    flops: float = 0.0
+    nbytes: float = 0.0
+    peers: dict[str, float] = field(default_factory=dict)
+    rel_error: float | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self, device: str) -> dict[str, Any]:
+        row: dict[str, Any] = {"class": self.cls, "shape": self.shape, "us": _round(self.us)}
+        row["tflops"] = _round(self.flops / self.us / 1e6) if self.flops else None
+        row["gbs"] = _round(self.nbytes / self.us / 1e3) if self.nbytes else None
+        row["ceiling_share"] = self._ceiling_share(CEILINGS.get(device))
+        row["peers"] = {name: _round(us) for name, us in self.peers.items()}
+        row["ratio"] = _round(min(self.peers.values()) / self.us) if self.peers else None
+        row["rel_error"] = _round(self.rel_error) if self.rel_error is not None else None
+        if self.notes:
+            row["notes"] = self.notes
+        return row
+
+    def _ceiling_share(self, ceiling: Ceiling | None) -> float | None:
+        """The least time that the bytes and the arithmetic allow, over the time taken."""
+        if ceiling is None or not (self.flops or self.nbytes):
+            return None
+        floor = max(self.nbytes / ceiling.read_gbs / 1e3, self.flops / ceiling.fp8_tflops / 1e6)
+        return _round(floor / self.us)
+
+
+def shape_dict(shape: Any) -> dict[str, Any]:
+    """A shape's dimensions by name."""
+    if not is_dataclass(shape) or isinstance(shape, type):
+        raise TypeError(f"expected a shape dataclass, got {shape!r}")
+    return asdict(shape)
+
+
+class ResultsFile:
+    """`path` as it grows: every `add` publishes the file again.
+
+    The rows that an earlier run left of a class go when the first row of that class is added, so that
+    the rows of a class always come from one run. Other classes stay. Raises ValueError where
+    the file belongs to another device.
+    """
+
+    def __init__(self, path: Path, environment: dict[str, Any]) -> None:
+        self.path = path
+        self.environment = environment
+        self._begun: set[str] = set()
+        self._rows: list[dict[str, Any]] = []
+        if path.exists():
+            data = json.loads(path.read_text())
+            if data["device"] != environment["device"]:
+                raise ValueError(f"{path} holds results of {data['device']}, this is {environment['device']}")
+            self._rows = data["rows"]
+
+    def add(self, row: Row) -> dict[str, Any]:
+        """Add one row and write the file; returns the row as written."""
+        if row.cls not in CLASSES:
+            raise ValueError(f"unknown class {row.cls!r}: one of {', '.join(CLASSES)}")
+        if row.cls not in self._begun:
+            self._begun.add(row.cls)
+            self._rows = [old for old in self._rows if old["class"] != row.cls]
+        written = row.to_json(self.environment["device"])
+        written["date"] = self.environment["date"]
+        written["commit"] = self.environment["commit"]
+        self._rows.append(written)
+        self._rows.sort(key=lambda old: CLASSES.index(old["class"]))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(".tmp")
+        lines = ",\n".join("  " + json.dumps(old) for old in self._rows)
+        head = json.dumps(self.environment, indent=1)[:-2]
+        temporary.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
+        os.replace(temporary, self.path)
+        return written
+
+
+def device_slug(name: str) -> str:
+    """'NVIDIA H100 80GB HBM3' -> 'h100': the name of a device's results file."""
+    for word in name.lower().replace("-", " ").split():
+        if re.fullmatch(r"[a-z]+\d+", word):
+            return word
+    return "_".join(name.lower().split())
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+
+
+def git_commit() -> str:
+    """The commit being measured, with '-dirty' where the tree differs from it; 'unknown' outside a clone."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def _round(value: float) -> float:
+    """Four significant digits: no more is reproducible."""
+    return float(f"{value:.4g}")

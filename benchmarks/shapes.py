@@ -1,0 +1,156 @@
+"""What is timed: one list of shapes a class, in the field's terms. Standard library only."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+Skew = Literal["equal", "spread", "zipf", "routed"]
+ContiguousLayout = Literal["m_indices", "psum", "offsets"]
+
+#: Rows between segment starts in `m_indices` and `psum`.
+ALIGNMENT = 128
+
+
+@dataclass(frozen=True)
+class DenseShape:
+    m: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class GroupedShape:
+    """`rows_per_expert` is the mean; `skew` says how the experts share the total."""
+
+    layout: Literal["m_indices", "psum", "offsets", "masked"]
+    num_experts: int
+    rows_per_expert: int
+    n: int
+    k: int
+    skew: Skew = "equal"
+
+    def counts(self) -> list[int]:
+        """Valid rows of every expert; the same on every machine."""
+        return expert_counts(self.num_experts, self.rows_per_expert, self.skew)
+
+
+@dataclass(frozen=True)
+class MqaShape:
+    """Causal prefill: query i sees keys up to `context - num_queries + i`, inclusive."""
+
+    num_queries: int
+    context: int
+    heads: int = 64
+    head_dim: int = 128
+
+
+@dataclass(frozen=True)
+class PagedShape:
+    """`context` is the mean length; lengths spread evenly from 0.7 to 1.3 of it."""
+
+    batch: int
+    context: int
+    next_n: int = 1
+    heads: int = 64
+    head_dim: int = 128
+    block_size: int = 64
+
+    def lengths(self) -> list[int]:
+        return expert_counts(self.batch, self.context, "spread")
+
+
+def expert_counts(num_experts: int, mean: int, skew: Skew) -> list[int]:
+    """`num_experts` counts with exactly that mean.
+
+    equal: all the same. spread: evenly from 0.7 to 1.3 of the mean. zipf: the r-th busiest expert has
+    a share proportional to 1/r. routed: every row picks its expert at random, so that at few rows
+    some experts are empty.
+    """
+    rng = random.Random(20_261)
+    total = num_experts * mean
+    if skew == "equal" or num_experts == 1:
+        return [mean] * num_experts
+    if skew == "routed":
+        counts = [0] * num_experts
+        for _ in range(total):
+            counts[rng.randrange(num_experts)] += 1
+        return counts
+    if skew == "spread":
+        shares = [0.7 + 0.6 * i / (num_experts - 1) for i in range(num_experts)]
+    else:
+        shares = [1 / (rank + 1) for rank in range(num_experts)]
+    scale = total / sum(shares)
+    counts = [int(share * scale) for share in shares]
+    for i in range(total - sum(counts)):
+        counts[i % num_experts] += 1
+    rng.shuffle(counts)
+    return counts
+
+
+def aligned_starts(counts: list[int]) -> list[int]:
+    """First row of every expert where segments start at multiples of `ALIGNMENT`; last entry: total rows."""
+    starts = [0]
+    for count in counts:
+        starts.append(starts[-1] + -(-count // ALIGNMENT) * ALIGNMENT)
+    return starts
+
+
+DENSE = [
+    DenseShape(1, 4096, 7168),
+    DenseShape(16, 7168, 2048),
+    DenseShape(64, 4096, 7168),
+    DenseShape(64, 7168, 2048),
+    DenseShape(64, 2112, 7168),
+    DenseShape(128, 4096, 7168),
+    DenseShape(128, 7168, 16384),
+    DenseShape(1024, 4096, 7168),
+    DenseShape(4096, 4096, 7168),
+    DenseShape(4096, 24576, 1536),
+    DenseShape(4096, 7168, 16384),
+]
+
+CONTIGUOUS = [
+    GroupedShape("m_indices", 4, 8192, 4096, 7168),
+    GroupedShape("m_indices", 8, 4096, 7168, 2048),
+    GroupedShape("m_indices", 32, 1024, 4096, 7168),
+    GroupedShape("m_indices", 64, 256, 4096, 7168),
+    GroupedShape("m_indices", 64, 256, 7168, 2048),
+    GroupedShape("psum", 32, 128, 4096, 7168, "zipf"),
+    GroupedShape("offsets", 32, 128, 4096, 7168, "zipf"),
+    GroupedShape("psum", 32, 1, 4096, 7168, "routed"),
+    GroupedShape("psum", 32, 4, 4096, 7168, "routed"),
+    GroupedShape("psum", 32, 16, 4096, 7168, "routed"),
+    GroupedShape("psum", 32, 64, 4096, 7168, "routed"),
+    GroupedShape("offsets", 32, 4, 4096, 7168, "routed"),
+    GroupedShape("offsets", 32, 64, 4096, 7168, "routed"),
+    GroupedShape("psum", 32, 4, 7168, 2048, "routed"),
+    GroupedShape("psum", 32, 16, 7168, 2048, "routed"),
+]
+
+MASKED = [
+    GroupedShape("masked", 32, 4, 4096, 7168, "spread"),
+    GroupedShape("masked", 32, 20, 4096, 7168, "spread"),
+    GroupedShape("masked", 32, 20, 7168, 2048, "spread"),
+    GroupedShape("masked", 32, 64, 4096, 7168, "spread"),
+    GroupedShape("masked", 6, 20, 4096, 7168, "spread"),
+    GroupedShape("masked", 8, 128, 7168, 2048, "spread"),
+    GroupedShape("masked", 32, 192, 4096, 7168, "spread"),
+    GroupedShape("masked", 4, 256, 7168, 2048, "spread"),
+    GroupedShape("masked", 1, 1024, 7168, 2048, "spread"),
+    GroupedShape("masked", 6, 1024, 4096, 7168, "spread"),
+]
+
+MQA_LOGITS = [MqaShape(2048, 8192), MqaShape(4096, 16384), MqaShape(2048, 65536)]
+
+PAGED_MQA_LOGITS = [
+    PagedShape(1, 131072),
+    PagedShape(8, 65536),
+    PagedShape(64, 4096),
+    PagedShape(64, 32768),
+    PagedShape(64, 8192, next_n=2),
+    PagedShape(256, 4096),
+]
+
+PAGED_METADATA = [PagedShape(1, 4096), PagedShape(64, 4096), PagedShape(256, 4096)]

@@ -1,0 +1,82 @@
+"""FP8 MoE operators for NVIDIA Hopper: JIT-compiled kernels behind CUDA-graph-safe PyTorch ops.
+
+Names load on first use, so that planning and compiling (`moe_fp8.warmup`, `moe-fp8`) need no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_fp8.errors import (
+        ArgumentError,
+        CompileError,
+        ConfigError,
+        ContractError,
+        DriverError,
+        JitError,
+        JitMissError,
+        MoeFp8Error,
+        ToolchainError,
+        UnsupportedError,
+    )
+    from moe_fp8.jit.runtime import JitCounters, counters, freeze, is_frozen, unfreeze
+    from moe_fp8.ops import (
+        gemm_fp8,
+        grouped_gemm_fp8_contiguous,
+        grouped_gemm_fp8_masked,
+        implicit_scale_conversions,
+        mqa_logits_fp8,
+        paged_mqa_logits_fp8,
+        paged_mqa_logits_metadata,
+        quantize_fp8,
+        quantize_fp8_blocks,
+        to_mn_major,
+    )
+
+__all__ = [
+    "ArgumentError",
+    "CompileError",
+    "ConfigError",
+    "ContractError",
+    "DriverError",
+    "JitCounters",
+    "JitError",
+    "JitMissError",
+    "MoeFp8Error",
+    "ToolchainError",
+    "UnsupportedError",
+    "counters",
+    "freeze",
+    "gemm_fp8",
+    "grouped_gemm_fp8_contiguous",
+    "grouped_gemm_fp8_masked",
+    "implicit_scale_conversions",
+    "is_frozen",
+    "mqa_logits_fp8",
+    "paged_mqa_logits_fp8",
+    "paged_mqa_logits_metadata",
+    "quantize_fp8",
+    "quantize_fp8_blocks",
+    "to_mn_major",
+    "unfreeze",
+]
+
+_RUNTIME_NAMES = ("JitCounters", "counters", "freeze", "is_frozen", "unfreeze")
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _RUNTIME_NAMES:
+        home = "moe_fp8.jit.runtime"
+    else:
+        home = "moe_fp8.errors" if name.endswith("Error") else "moe_fp8.ops"
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

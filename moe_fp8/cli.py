@@ -1,0 +1,182 @@
+"""`moe-fp8`: what a model needs warm, building it, checking that it is there, and what is wrong here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from moe_fp8.doctor import diagnose
+from moe_fp8.errors import MoeFp8Error, ToolchainError
+from moe_fp8.jit.build import BuildReport
+from moe_fp8.specs import KernelSpec
+from moe_fp8.warmup.arguments import (
+    EXIT_CODES,
+    EXIT_FAILED,
+    EXIT_OK,
+    add_build_arguments,
+    add_plan_arguments,
+    add_store_arguments,
+    complain,
+    plan_from,
+    store_from,
+)
+from moe_fp8.warmup.planner import Plan
+from moe_fp8.warmup.run import build_plan, missing_kernels
+from moe_fp8.warmup.tables import build_table, console, plan_table, rows_table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `moe-fp8`; the exit code."""
+    arguments = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = arguments.command
+    try:
+        code = command(arguments)
+        sys.stdout.flush()
+        return code
+    except MoeFp8Error as error:
+        return complain(error)
+    except BrokenPipeError:
+        # The reader of a pipe has seen enough; keep the interpreter from flushing into it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moe-fp8",
+        description=__doc__,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(
+        name: str, function: Callable[[argparse.Namespace], int], text: str
+    ) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name, help=text, description=text, epilog=EXIT_CODES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        sub.set_defaults(command=function)
+        sub.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+        return sub
+
+    plan = command("plan", _plan, "show every distinct kernel that a model can launch; compiles nothing")
+    add_plan_arguments(plan)
+    plan.add_argument("--rows", action="store_true", help="also show every use: module, shape, layout, rows")
+
+    build = command("build", _build, "compile every kernel of a model's plan; needs no GPU")
+    add_plan_arguments(build)
+    add_store_arguments(build)
+    add_build_arguments(build)
+
+    check = command("check", _check, "fail where a kernel of a plan has not been built; compiles nothing")
+    add_plan_arguments(check)
+    add_store_arguments(check)
+
+    doctor = command("doctor", _doctor, "look at this machine: driver, GPU, NVRTC, torch, kernel cache")
+    add_store_arguments(doctor)
+    return parser
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    plan = plan_from(arguments)
+    keys = _keys(plan)
+    if arguments.json:
+        _print_json(plan.to_dict(keys))
+        return EXIT_OK
+    out = console()
+    out.print(plan_table(plan, keys))
+    if arguments.rows:
+        out.print(rows_table(plan))
+    return EXIT_OK
+
+
+def _keys(plan: Plan) -> dict[KernelSpec, str] | None:
+    """The keys, or None with a word on stderr: a plan can be read without a compiler at hand."""
+    try:
+        return plan.keys()
+    except ToolchainError as error:
+        print(f"note: no keys are shown: {error}", file=sys.stderr)
+        return None
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    plan = plan_from(arguments)
+    report = build_plan(plan, store_from(arguments), arguments.jobs, False if arguments.quiet else None)
+    if arguments.json:
+        _print_json(_build_dict(report))
+    else:
+        console().print(build_table(report))
+    for row in report.rows:
+        if row.spill_bytes:
+            print(f"warning: {row.spec} spills {row.spill_bytes} bytes of registers", file=sys.stderr)
+    return EXIT_OK
+
+
+def _build_dict(report: BuildReport) -> dict[str, Any]:
+    return {
+        "compiled": report.compiled,
+        "cached": report.cached,
+        "seconds": report.seconds,
+        "kernels": [
+            {
+                "kernel": str(row.spec),
+                "key": row.key,
+                "cached": row.cached,
+                "seconds": row.seconds,
+                "registers": row.registers,
+                "spill_bytes": row.spill_bytes,
+                "local_bytes": row.local_bytes,
+                "warnings": list(row.warnings),
+            }
+            for row in report.rows
+        ],
+    }
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    plan = plan_from(arguments)
+    store = store_from(arguments)
+    missing = missing_kernels(plan, store)
+    if arguments.json:
+        _print_json(
+            {
+                "ok": not missing,
+                "store": None if store.root is None else str(store.root),
+                "kernels": len(plan.specs),
+                "missing": [{"kernel": str(spec), "key": key} for spec, key in missing.items()],
+            }
+        )
+    else:
+        for spec, key in missing.items():
+            print(f"missing {key} {spec}")
+        print(f"{len(plan.specs) - len(missing)} of {len(plan.specs)} kernels are in {store.root}")
+    if missing:
+        print("error: run `moe-fp8 build` with the same arguments on this NVRTC version", file=sys.stderr)
+    return EXIT_FAILED if missing else EXIT_OK
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    findings = diagnose(arguments.cache_dir)
+    ok = all(finding.status != "fail" for finding in findings)
+    if arguments.json:
+        _print_json({"ok": ok, "findings": [finding.to_dict() for finding in findings]})
+    else:
+        for finding in findings:
+            print(f"{finding.status:4}  {finding.name:14}  {finding.detail}")
+            if finding.remedy:
+                print(f"{'':22}remedy: {finding.remedy}")
+    return EXIT_OK if ok else EXIT_FAILED
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, indent=2))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

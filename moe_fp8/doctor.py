@@ -1,0 +1,122 @@
+"""What this machine has of what the package needs, and the remedy for what it has not."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from moe_fp8.errors import MoeFp8Error
+from moe_fp8.jit import driver
+from moe_fp8.jit.sources import package_sources
+from moe_fp8.jit.toolchain import nvrtc, nvrtc_version
+from moe_fp8.settings import settings
+
+Status = Literal["ok", "warn", "fail"]
+
+_HOPPER = (9, 0)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at. "warn": planning and building work without it; "fail": they do not."""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        """As JSON types."""
+        return asdict(self)
+
+
+def diagnose(cache_dir: Path | None = None) -> tuple[Finding, ...]:
+    """Look at everything; raises nothing for what is missing. `cache_dir` overrides the setting's."""
+
+    def cache() -> Finding:
+        return _cache(cache_dir)
+
+    checks: tuple[tuple[str, Callable[[], Finding]], ...] = (
+        ("python", _python),
+        ("NVRTC", _nvrtc),
+        ("kernel sources", _sources),
+        ("kernel cache", cache),
+        ("torch", _torch),
+        ("GPU", _gpu),
+    )
+    return tuple(_guarded(name, check) for name, check in checks)
+
+
+def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except MoeFp8Error as error:
+        # These messages end in their remedy already.
+        return Finding(name, "warn" if name == "GPU" else "fail", str(error).splitlines()[0])
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    detail = f"{version} on {platform.system()} {platform.machine()}"
+    if sys.version_info < (3, 10) or platform.system() != "Linux":
+        return Finding("python", "fail", detail, "use Python 3.10 to 3.13 on Linux")
+    return Finding("python", "ok", detail)
+
+
+def _nvrtc() -> Finding:
+    nvrtc()
+    major, minor = nvrtc_version()
+    return Finding("NVRTC", "ok", f"{major}.{minor}")
+
+
+def _sources() -> Finding:
+    closures = [package_sources().closure(name) for name in ("gemm_fp8", "quantize_fp8")]
+    headers = {name for closure in closures for name, _ in closure.headers}
+    return Finding("kernel sources", "ok", f"found, {len(headers)} headers")
+
+
+def _cache(cache_dir: Path | None) -> Finding:
+    folder = settings().cache_dir if cache_dir is None else cache_dir
+    name = "kernel cache"
+    remedy = "set MOE_FP8_CACHE_DIR (or pass --cache-dir) to a folder that only this user can write"
+    if folder is None:
+        return Finding(name, "warn", "no folder: kernels are kept in memory only", remedy)
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    status = existing.stat()
+    if not existing.is_dir():
+        return Finding(name, "warn", f"{existing} is not a folder", remedy)
+    if existing == folder and (status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022):
+        return Finding(name, "warn", f"{folder} can be written by other users and is not used", remedy)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return Finding(name, "warn", f"{folder} is read-only: new kernels are kept in memory only", remedy)
+    if existing != folder:
+        return Finding(name, "ok", f"{folder}, to be created")
+    return Finding(name, "ok", f"{folder}, {len(list(folder.glob('*.kernel')))} kernels")
+
+
+def _torch() -> Finding:
+    try:
+        return Finding("torch", "ok", metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        remedy = "pip install 'torch>=2.11,<2.14'; planning and building do without"
+        return Finding("torch", "warn", "not installed: the ops cannot be called", remedy)
+
+
+def _gpu() -> Finding:
+    info = driver.device_info()
+    cc = ".".join(map(str, info.cc))
+    version = ".".join(map(str, info.driver_version))
+    detail = f"{info.name}, compute capability {cc}, {info.num_sms} SMs, driver for CUDA {version}"
+    if info.cc != _HOPPER:
+        return Finding(
+            "GPU", "warn", detail, "the kernels need compute capability 9.0: H100, H200, H20 or GH200"
+        )
+    if info.driver_version < (13, 0):
+        return Finding("GPU", "warn", detail, "install driver 580 or newer: cubins of CUDA 13 need it")
+    return Finding("GPU", "ok", detail)

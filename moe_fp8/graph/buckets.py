@@ -1,0 +1,57 @@
+"""The batch sizes for which a graph is captured."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+
+from moe_fp8.errors import ArgumentError
+
+
+class BatchBuckets:
+    """Increasing batch sizes; a batch of n rows runs in the smallest bucket that holds n.
+
+    `sizes` are positive ints in any order, duplicates allowed. Raises `ArgumentError` when there is
+    none, or one is not positive.
+    """
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        self.sizes: tuple[int, ...] = tuple(sorted(set(sizes)))
+        if not self.sizes or self.sizes[0] < 1:
+            raise ArgumentError(
+                "BatchBuckets", "sizes", "at least one size, all of them positive", self.sizes
+            )
+
+    @classmethod
+    def up_to(cls, largest: int) -> BatchBuckets:
+        """Powers of two up to 8, then multiples of 8; `largest` itself is always a bucket.
+
+        Fine steps, since a padded row costs a graph of that size its whole share of the work.
+        """
+        if largest < 1:
+            raise ArgumentError("BatchBuckets.up_to", "largest", "a positive int", largest)
+        sizes = [size for size in (1, 2, 4) if size < largest]
+        sizes.extend(range(8, largest, 8))
+        return cls([*sizes, largest])
+
+    @property
+    def largest(self) -> int:
+        return self.sizes[-1]
+
+    def bucket(self, rows: int) -> int:
+        """Smallest size >= rows. Raises `ArgumentError` for rows < 1 or above the largest bucket."""
+        if not 1 <= rows <= self.largest:
+            raise ArgumentError(
+                "BatchBuckets.bucket",
+                "rows",
+                f"1 to {self.largest}",
+                rows,
+                "split the batch or add a larger bucket",
+            )
+        return self.sizes[bisect_left(self.sizes, rows)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.sizes)
+
+    def __len__(self) -> int:
+        return len(self.sizes)

@@ -1,0 +1,76 @@
+"""Fixed device memory from which a captured graph reads its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from moe_fp8.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """One input: shape of a row (without the batch dimension), dtype, and what a padded row holds.
+
+    `pad` must make a padded row harmless to the step: context length 0, page 0 where page 0 belongs
+    to no request, token 0.
+    """
+
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+    pad: int | float = 0
+
+
+class StaticBuffers:
+    """Tensors `[capacity, *row_shape]` whose addresses never change.
+
+    A graph captured over `view(bucket)` reads whatever `load` last copied there. All rows start as
+    padding.
+    """
+
+    def __init__(
+        self, specs: Mapping[str, BufferSpec], capacity: int, device: torch.device | str
+    ) -> None:
+        self.specs = dict(specs)
+        self.capacity = capacity
+        self.device = torch.device(device)
+        self._tensors = {
+            name: torch.full((capacity, *spec.row_shape), spec.pad, dtype=spec.dtype, device=self.device)
+            for name, spec in self.specs.items()
+        }
+
+    def view(self, bucket: int) -> dict[str, torch.Tensor]:
+        """The first `bucket` rows of every buffer: contiguous, at a fixed address."""
+        return {name: tensor[:bucket] for name, tensor in self._tensors.items()}
+
+    def load(self, inputs: Mapping[str, torch.Tensor], bucket: int) -> int:
+        """Copies rows in, pads up to `bucket`, and returns the number of rows.
+
+        `inputs` has exactly the names of the specs; each tensor is `[rows, *row_shape]` with one
+        `rows` <= bucket for all, of the spec's dtype, on any device. A copy from the host is ordered
+        with the current stream; the host tensor may be reused at once. Not for use inside a capture.
+        Raises `ArgumentError` for a missing or unknown name and for a wrong shape or dtype.
+        """
+        if inputs.keys() != self.specs.keys():
+            raise ArgumentError(
+                "StaticBuffers.load", "inputs", f"the names {sorted(self.specs)}", sorted(inputs)
+            )
+        rows = next(iter(inputs.values())).shape[0]
+        for name, value in inputs.items():
+            spec = self.specs[name]
+            if value.dtype != spec.dtype or value.shape != (rows, *spec.row_shape) or rows > bucket:
+                raise ArgumentError(
+                    "StaticBuffers.load",
+                    name,
+                    f"{spec.dtype} of shape ({rows}, {', '.join(map(str, spec.row_shape))}) "
+                    f"with at most {bucket} rows",
+                    f"{value.dtype} of shape {tuple(value.shape)}",
+                )
+        for name, value in inputs.items():
+            buffer = self._tensors[name]
+            buffer[:rows].copy_(value)
+            if rows < bucket:
+                buffer[rows:bucket].fill_(self.specs[name].pad)
+        return rows

@@ -1,0 +1,99 @@
+"""One step function, captured once per batch bucket and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from moe_fp8.errors import ArgumentError
+from moe_fp8.graph.buckets import BatchBuckets
+from moe_fp8.graph.buffers import BufferSpec, StaticBuffers
+
+Tensors = Mapping[str, torch.Tensor]
+Step = Callable[[Tensors], Tensors]
+
+
+class GraphRunner:
+    """Runs `step` over static buffers: a graph replay on CUDA, a plain call on CPU.
+
+    `step(inputs) -> outputs` maps names to tensors; every input and output has the batch as its
+    first dimension. To be capturable it must have shapes that depend only on the bucket, must not
+    read device data on the host (`.item()`, `.tolist()`, boolean indexing, `nonzero`), and must not
+    copy host tensors to the device. State that outlives a step (a paged cache) is written in place.
+    Kernels it launches must be loaded before capture: preload the warmup plan first.
+
+    `warmup_runs` eager calls precede each capture, so that libraries allocate workspaces and
+    choose algorithms outside it. They run on padding only.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        inputs: Mapping[str, BufferSpec],
+        buckets: BatchBuckets,
+        device: torch.device | str,
+        *,
+        warmup_runs: int = 2,
+    ) -> None:
+        self.step = step
+        self.buckets = buckets
+        self.device = torch.device(device)
+        self.warmup_runs = warmup_runs
+        self.buffers = StaticBuffers(inputs, buckets.largest, self.device)
+        self.replays = 0
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensors]] = {}
+
+    @property
+    def uses_graphs(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """Buckets that have a graph, in increasing order."""
+        return tuple(sorted(self._graphs))
+
+    def capture(self, progress: Callable[[int], None] | None = None) -> None:
+        """Captures every bucket, the largest first so that the smaller ones fit in its memory pool.
+
+        `progress(bucket)` is called after each. On CPU it makes the warmup calls and captures nothing.
+        Call it again after replacing a tensor that the step closes over: the old graphs are dropped.
+        """
+        self._graphs.clear()
+        pool = torch.cuda.graph_pool_handle() if self.uses_graphs else None
+        for bucket in reversed(self.buckets.sizes):
+            inputs = self.buffers.view(bucket)
+            if self.uses_graphs:
+                stream = torch.cuda.Stream(self.device)
+                stream.wait_stream(torch.cuda.current_stream(self.device))
+                with torch.cuda.stream(stream):
+                    for _ in range(self.warmup_runs):
+                        self.step(inputs)
+                torch.cuda.current_stream(self.device).wait_stream(stream)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    outputs = self.step(inputs)
+                self._graphs[bucket] = (graph, outputs)
+            else:
+                self.step(inputs)
+            if progress is not None:
+                progress(bucket)
+
+    def run(self, inputs: Tensors) -> dict[str, torch.Tensor]:
+        """Loads `inputs` (`[rows, ...]` each), pads to a bucket, runs it, and returns `rows` rows.
+
+        The outputs are views of memory that the next `run` overwrites; on CUDA they are ordered with
+        the current stream and nothing has been synchronised. Raises `ArgumentError` for a batch that
+        no bucket holds and, on CUDA, before `capture()`.
+        """
+        bucket = self.buckets.bucket(next(iter(inputs.values())).shape[0])
+        if self.uses_graphs and bucket not in self._graphs:
+            raise ArgumentError("GraphRunner.run", "bucket", "a captured bucket", bucket, "call capture()")
+        rows = self.buffers.load(inputs, bucket)
+        if self.uses_graphs:
+            graph, outputs = self._graphs[bucket]
+            graph.replay()
+            self.replays += 1
+        else:
+            outputs = self.step(self.buffers.view(bucket))
+        return {name: tensor[:rows] for name, tensor in outputs.items()}

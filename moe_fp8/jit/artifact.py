@@ -1,0 +1,29 @@
+"""A compiled kernel and what the compiler reported about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One cubin with one entry point.
+
+    `key`: content key. `name`: the extern "C" symbol. `registers`: a thread. `spill_bytes`: stores
+    plus loads. `local_bytes`: stack frame of a thread. `static_smem_bytes`: a block, without the
+    dynamic part. `nvrtc`: "major.minor". `compile_seconds`: wall time inside NVRTC. `warnings`:
+    what NVRTC and ptxas said beyond the resource report, one line or diagnostic each; empty for
+    every kernel in this package.
+    """
+
+    key: str
+    name: str
+    cubin: bytes
+    registers: int
+    spill_bytes: int
+    local_bytes: int
+    static_smem_bytes: int
+    nvrtc: str
+    compile_seconds: float
+    log: str = ""
+    warnings: tuple[str, ...] = ()

@@ -1,0 +1,226 @@
+"""Many specs -> artifacts, by as many compiler processes as there are cores for it."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, TypeAlias
+
+from moe_fp8.errors import CompileError, JitError
+from moe_fp8.jit import worker
+from moe_fp8.jit.artifact import Artifact
+from moe_fp8.jit.progress import BuildRow, Progress, ProgressCallback, open_progress
+from moe_fp8.jit.store import KernelStore, decode, default_store
+from moe_fp8.settings import settings
+from moe_fp8.specs import KernelSpec
+
+__all__ = ["BuildReport", "BuildRow", "Progress", "ProgressCallback", "build"]
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What a build did: a row for every distinct spec, in the order given; `seconds` is wall time."""
+
+    rows: tuple[BuildRow, ...]
+    seconds: float
+
+    @property
+    def compiled(self) -> int:
+        """Kernels that were compiled now."""
+        return sum(not row.cached for row in self.rows)
+
+    @property
+    def cached(self) -> int:
+        """Kernels that were already there."""
+        return sum(row.cached for row in self.rows)
+
+
+def build(
+    specs: Iterable[KernelSpec],
+    store: KernelStore | None = None,
+    jobs: int | None = None,
+    progress: Progress = None,
+) -> BuildReport:
+    """Make sure that `store` (default: the process's) holds every spec.
+
+    `jobs`: compiler processes, default MOE_FP8_JOBS or the cores at hand. They are fresh processes
+    that import neither the caller's main module nor torch. All specs are tried before CompileError
+    is raised for those that failed; ToolchainError where there is no compiler. Needs no GPU.
+    """
+    started = time.perf_counter()
+    store = store or default_store()
+    wanted = tuple(dict.fromkeys(specs))
+    rows: dict[KernelSpec, BuildRow] = {}
+    failures: list[tuple[KernelSpec, str]] = []
+    with open_progress(progress, len(wanted)) as report:
+
+        def done(spec: KernelSpec, artifact: Artifact, hit: bool) -> None:
+            rows[spec] = _row(spec, artifact, hit)
+            report(len(rows), len(wanted), rows[spec])
+
+        missing = []
+        for spec in wanted:
+            artifact = store.get(store.key(spec))
+            if artifact is None:
+                missing.append(spec)
+            else:
+                done(spec, artifact, True)
+        jobs = min(settings().jobs if jobs is None else jobs, len(missing))
+        results = _compile_here(store, missing) if jobs <= 1 else _compile_apart(store, missing, jobs)
+        for spec, result in results:
+            if isinstance(result, str):
+                failures.append((spec, result))
+            else:
+                done(spec, *result)
+    if failures:
+        name = failures[0][0].name
+        raise CompileError(name, "\n".join(f"{spec}: {log}" for spec, log in failures))
+    return BuildReport(tuple(rows[spec] for spec in wanted), time.perf_counter() - started)
+
+
+def _row(spec: KernelSpec, artifact: Artifact, cached: bool) -> BuildRow:
+    return BuildRow(
+        spec,
+        artifact.key,
+        cached,
+        0.0 if cached else artifact.compile_seconds,
+        artifact.registers,
+        artifact.spill_bytes,
+        artifact.local_bytes,
+        artifact.warnings,
+    )
+
+
+#: (artifact, already there) or what went wrong.
+_Result: TypeAlias = tuple[Artifact, bool] | str
+
+
+def _compile_here(store: KernelStore, specs: list[KernelSpec]) -> Iterator[tuple[KernelSpec, _Result]]:
+    for spec in specs:
+        try:
+            yield spec, store.get_or_compile(spec)
+        except CompileError as error:
+            yield spec, error.log
+
+
+def _compile_apart(
+    store: KernelStore, specs: list[KernelSpec], jobs: int
+) -> Iterator[tuple[KernelSpec, _Result]]:
+    tasks: queue.SimpleQueue[KernelSpec] = queue.SimpleQueue()
+    for spec in specs:
+        tasks.put(spec)
+    results: queue.SimpleQueue[tuple[KernelSpec, _Result]] = queue.SimpleQueue()
+    compilers = [_Compiler(store.location()) for _ in range(jobs)]
+    threads = [threading.Thread(target=compiler.run, args=(tasks, results)) for compiler in compilers]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in specs:
+            spec, result = results.get()
+            if not isinstance(result, str):
+                # The worker has written it to disk, if there is a disk; this process wants it too.
+                store.adopt(result[0])
+            yield spec, result
+    finally:
+        # Reached early when the caller is interrupted: a worker has nothing to save.
+        for compiler in compilers:
+            compiler.stop()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+
+
+class _Compiler:
+    """One worker process, started again where it dies, and the thread's work of feeding it."""
+
+    def __init__(self, location: dict[str, str | None]) -> None:
+        self._location = location
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
+        self._lock = threading.Lock()
+
+    def run(
+        self,
+        tasks: queue.SimpleQueue[KernelSpec],
+        results: queue.SimpleQueue[tuple[KernelSpec, _Result]],
+    ) -> None:
+        while not self._stopped:
+            try:
+                spec = tasks.get_nowait()
+            except queue.Empty:
+                break
+            try:
+                result = self._compile(spec)
+            except OSError as error:
+                result = f"the compiler process cannot be reached ({error})"
+            results.put((spec, result))
+        self.stop()
+
+    def stop(self) -> None:
+        """End the process, if there is one, and start no other."""
+        with self._lock:
+            self._stopped = True
+            process, self._process = self._process, None
+        if process is not None:
+            _end(process)
+
+    def _compile(self, spec: KernelSpec) -> _Result:
+        process = self._running()
+        reply = None
+        try:
+            worker.write_frame(_pipe(process.stdin), {"spec": worker.spec_to_json(spec)})
+            reply = worker.read_frame(_pipe(process.stdout))
+        except (OSError, ValueError):
+            # The pipe broke, or stop() closed it: the same as no reply.
+            pass
+        if reply is None:
+            with self._lock:
+                if self._process is process:
+                    self._process = None
+            _end(process)
+            return f"the compiler process ended early (exit status {process.returncode})"
+        header, payload = reply
+        if "error" in header:
+            return str(header["error"])
+        artifact = decode(payload)
+        return "the artifact was damaged on its way" if artifact is None else (artifact, bool(header["hit"]))
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        with self._lock:
+            if self._stopped:
+                raise OSError("the build was stopped")
+            if self._process is None:
+                # Not multiprocessing: that imports the caller's main module in every child, torch and all.
+                code = (
+                    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+                    "from moe_fp8.jit.worker import main; main()"
+                )
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", code, json.dumps(sys.path)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+                worker.write_frame(_pipe(self._process.stdin), self._location)
+            return self._process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        # Bytes may be left for a process that is gone.
+        with suppress(OSError):
+            _pipe(stream).close()
+
+
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    if stream is None:
+        raise JitError("a compiler process was started without pipes")
+    return stream

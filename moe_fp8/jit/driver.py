@@ -1,0 +1,303 @@
+"""libcuda: load a cubin, launch a kernel, describe a device. Nothing else touches the driver.
+
+Importing this module loads no library; the first call does, and raises ToolchainError where there
+is no driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
+
+from moe_fp8.errors import DriverError, ToolchainError
+from moe_fp8.jit.artifact import Artifact
+
+#: Dynamic shared memory that a kernel gets without asking, in bytes a block.
+_DEFAULT_SMEM_LIMIT = 48 * 1024
+
+_ALIGNMENT = 64
+
+
+class DeviceInfo(NamedTuple):
+    """`cc`: compute capability. `driver_version`: CUDA version of the driver, (major, minor)."""
+
+    name: str
+    cc: tuple[int, int]
+    num_sms: int
+    driver_version: tuple[int, int]
+
+
+class ParamBlock:
+    """Host memory for a kernel's one by-value struct parameter, reusable from call to call.
+
+    `buffer` is a writable view of `size` bytes at a 64-byte boundary (tensor maps need that), to
+    be filled with `struct.pack_into`. A launch copies it before it returns, so one block serves any
+    number of launches, of one thread at a time.
+    """
+
+    __slots__ = ("_storage", "address", "buffer", "kernel_params", "size")
+
+    def __init__(self, size: int) -> None:
+        padded = -(-size // 8) * 8
+        storage = bytearray(padded + 8 + _ALIGNMENT)
+        # The ctypes view pins the bytearray's memory for as long as the block lives.
+        self._storage = (ctypes.c_char * len(storage)).from_buffer(storage)
+        base = ctypes.addressof(self._storage)
+        offset = -base % _ALIGNMENT
+        self.size = size
+        self.address = base + offset
+        self.buffer = memoryview(storage)[offset : offset + size]
+        #: Address of the `void*[1]` that cuLaunchKernel takes; it holds `address`.
+        self.kernel_params = self.address + padded
+        ctypes.c_void_p.from_address(self.kernel_params).value = self.address
+
+
+#: What `LoadedKernel.launch` takes: a block, or any writable buffer of the struct's size.
+Params: TypeAlias = ParamBlock | bytearray | memoryview | ctypes.Array[Any] | ctypes.Structure
+
+
+class LoadedKernel:
+    """A kernel ready to launch in every context of the process; stays loaded until exit.
+
+    `num_threads` a block, `smem_bytes` of dynamic shared memory a block; cluster dimensions are
+    compiled in.
+    """
+
+    __slots__ = (
+        "_function",
+        "_kernel",
+        "_launch",
+        "_lock",
+        "_ready",
+        "_success",
+        "name",
+        "num_threads",
+        "smem_bytes",
+    )
+
+    def __init__(self, api: Any, kernel: Any, name: str, num_threads: int, smem_bytes: int) -> None:
+        self.name = name
+        self.num_threads = num_threads
+        self.smem_bytes = smem_bytes
+        self._kernel = kernel
+        # cuLaunchKernel takes a CUkernel cast to CUfunction: unlike a real CUfunction it belongs to no
+        # context, so that one handle serves every device.
+        self._function = api.CUfunction(int(kernel))
+        self._launch = api.cuLaunchKernel
+        self._success = api.CUresult.CUDA_SUCCESS
+        self._ready: set[int] = set()
+        self._lock = threading.Lock()
+
+    def launch(self, grid: int, stream: int, params: Params) -> None:
+        """Launch `grid` (> 0) blocks on `stream`, a raw CUstream of the current context.
+
+        `params` is copied before the call returns. Thread-safe and capture-safe, asynchronous;
+        raises DriverError.
+        """
+        if type(params) is ParamBlock:
+            kernel_params = params.kernel_params
+        else:
+            pointer = _Pointer(params)
+            kernel_params = pointer.address
+        status = self._launch(
+            self._function, grid, 1, 1, self.num_threads, 1, 1, self.smem_bytes, stream, kernel_params, 0
+        )[0]
+        if status is not self._success:
+            self._retry(status, grid, stream, kernel_params)
+
+    def prepare(self) -> None:
+        """Load the code onto the current device and allow its shared memory there; idempotent."""
+        api = _driver()
+        device = _check("cuCtxGetDevice", api.cuCtxGetDevice())
+        with self._lock:
+            if int(device) in self._ready:
+                return
+            with _relaxed_capture(api):
+                if self.smem_bytes > _DEFAULT_SMEM_LIMIT:
+                    attribute = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                    _check(
+                        f"cuKernelSetAttribute({self.name}, smem={self.smem_bytes})",
+                        api.cuKernelSetAttribute(attribute, self.smem_bytes, self._kernel, device),
+                    )
+                # Modules load lazily by default, that is inside the first launch: force it now.
+                _check(f"cuKernelGetFunction({self.name})", api.cuKernelGetFunction(self._kernel))
+            self._ready.add(int(device))
+
+    def _retry(self, status: Any, grid: int, stream: int, kernel_params: int) -> None:
+        api = _driver()
+        # A thread that has called nothing of the CUDA runtime yet has no context.
+        bound = ensure_context()
+        device = int(_check("cuCtxGetDevice", api.cuCtxGetDevice()))
+        if bound or device not in self._ready:
+            # Loaded on another device: its shared-memory limit is still the default here.
+            self.prepare()
+            status = self._launch(
+                self._function, grid, 1, 1, self.num_threads, 1, 1, self.smem_bytes, stream, kernel_params, 0
+            )[0]
+        _check(
+            f"cuLaunchKernel({self.name}, grid={grid}, block={self.num_threads}, smem={self.smem_bytes})",
+            (status,),
+        )
+
+
+def load(artifact: Artifact, smem_bytes: int, num_threads: int) -> LoadedKernel:
+    """Load `artifact` onto the current device; retains device 0's primary context where none is current.
+
+    Synchronous (milliseconds); allowed during stream capture. Raises DriverError, ToolchainError.
+    """
+    api = _driver()
+    ensure_context()
+    with _relaxed_capture(api):
+        library = _check(
+            f"cuLibraryLoadData({artifact.name})",
+            api.cuLibraryLoadData(artifact.cubin, None, None, 0, None, None, 0),
+        )
+        kernel = _check(
+            f"cuLibraryGetKernel({artifact.name})", api.cuLibraryGetKernel(library, artifact.name.encode())
+        )
+    loaded = LoadedKernel(api, kernel, artifact.name, num_threads, smem_bytes)
+    loaded.prepare()
+    return loaded
+
+
+def ensure_context() -> bool:
+    """Make a context current on this thread if none is: device 0's primary, as the runtime would.
+
+    Returns whether there was none.
+    """
+    api = _driver()
+    if int(_check("cuCtxGetCurrent", api.cuCtxGetCurrent())) != 0:
+        return False
+    device = _check("cuDeviceGet", api.cuDeviceGet(0))
+    context = _check("cuDevicePrimaryCtxRetain", api.cuDevicePrimaryCtxRetain(device))
+    _check("cuCtxSetCurrent", api.cuCtxSetCurrent(context))
+    return True
+
+
+def device_count() -> int:
+    """Number of visible GPUs; 0 where there is no driver or the driver sees none."""
+    try:
+        api = _driver()
+    except ToolchainError:
+        return 0
+    return int(_check("cuDeviceGetCount", api.cuDeviceGetCount()))
+
+
+def device_info(device: int | None = None) -> DeviceInfo:
+    """Describe `device`, or the current context's device, or device 0; creates no context.
+
+    Raises ToolchainError where there is no driver or no GPU.
+    """
+    api = _driver()
+    if device is None:
+        device = 0
+        if int(_check("cuCtxGetCurrent", api.cuCtxGetCurrent())) != 0:
+            device = int(_check("cuCtxGetDevice", api.cuCtxGetDevice()))
+    return _device_info(device)
+
+
+@cache
+def _device_info(device: int) -> DeviceInfo:
+    api = _driver()
+    handle = _check(f"cuDeviceGet({device})", api.cuDeviceGet(device))
+    name = bytes(_check("cuDeviceGetName", api.cuDeviceGetName(256, handle))).split(b"\0")[0].decode()
+    kinds = api.CUdevice_attribute
+    major, minor, num_sms = (
+        int(_check("cuDeviceGetAttribute", api.cuDeviceGetAttribute(kind, handle)))
+        for kind in (
+            kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+        )
+    )
+    version = int(_check("cuDriverGetVersion", api.cuDriverGetVersion()))
+    return DeviceInfo(name, (major, minor), num_sms, (version // 1000, version % 1000 // 10))
+
+
+@cache
+def tensor_map_encoder() -> Any:
+    """cuTensorMapEncodeTiled as a C function of (map, dtype, rank, address, dims, strides, box,
+    element strides, interleave, swizzle, l2 promotion, fill) that returns a CUresult int.
+
+    cuda.bindings' own wrapper costs an object for every dimension and encodes into memory of 16-byte
+    alignment, where 64 are required.
+    """
+    api = _driver()
+    flags = api.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
+    address = _check(
+        "cuGetProcAddress(cuTensorMapEncodeTiled)",
+        api.cuGetProcAddress(b"cuTensorMapEncodeTiled", 12000, int(flags)),
+    )
+    pointer, enum = ctypes.c_void_p, ctypes.c_int
+    # PYFUNCTYPE keeps the GIL: the call is pure arithmetic of some 100 ns.
+    prototype = ctypes.PYFUNCTYPE(
+        ctypes.c_int, pointer, enum, ctypes.c_uint32, pointer, pointer, pointer, pointer, pointer,
+        enum, enum, enum, enum,
+    )  # fmt: skip
+    return prototype(int(address))
+
+
+def result_name(code: int) -> str:
+    """The name of a CUresult code."""
+    try:
+        return str(_driver().CUresult(code).name)
+    except ValueError:
+        return "unknown CUresult"
+
+
+@cache
+def _driver() -> Any:
+    """The `cuda.bindings.driver` module with libcuda loaded and initialised."""
+    remedy = "this step needs an NVIDIA GPU and its driver (580 or newer); planning and compiling do not"
+    try:
+        api = importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise ToolchainError(
+            f"cuda.bindings.driver cannot be imported ({error}); pip install 'cuda-bindings>=13,<14'"
+        ) from error
+    # cuda.bindings opens libcuda at the first call and raises RuntimeError when it cannot.
+    try:
+        (status,) = api.cuInit(0)
+    except Exception as error:
+        raise ToolchainError(f"libcuda cannot be loaded ({error}); {remedy}") from error
+    if status != api.CUresult.CUDA_SUCCESS:
+        raise ToolchainError(f"cuInit failed: {status.name}; {remedy}")
+    return api
+
+
+def _check(call: str, result: tuple[Any, ...]) -> Any:
+    """The value of a cuda.bindings result tuple (None, a value or a tuple of values)."""
+    status = result[0]
+    if int(status) != 0:
+        raise DriverError(call, int(status), getattr(status, "name", "unknown CUresult"))
+    return result[1] if len(result) > 1 else None
+
+
+@contextmanager
+def _relaxed_capture(api: Any) -> Iterator[None]:
+    """Let this thread load code while a stream of the process is being captured."""
+    relaxed = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    exchange = api.cuThreadExchangeStreamCaptureMode
+    before = _check("cuThreadExchangeStreamCaptureMode", exchange(relaxed))
+    try:
+        yield
+    finally:
+        _check("cuThreadExchangeStreamCaptureMode", exchange(before))
+
+
+class _Pointer:
+    """A `void*[1]` to a caller's buffer; keeps both where they are for the length of a launch."""
+
+    __slots__ = ("_keep", "_slot", "address")
+
+    def __init__(self, params: Any) -> None:
+        if not isinstance(params, (ctypes.Array, ctypes.Structure)):
+            params = (ctypes.c_char * memoryview(params).nbytes).from_buffer(params)
+        self._keep = params
+        self._slot = ctypes.c_void_p(ctypes.addressof(params))
+        self.address = ctypes.addressof(self._slot)

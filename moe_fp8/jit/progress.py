@@ -1,0 +1,82 @@
+"""How a build is shown: a bar where there is a terminal, a line for each kernel elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TextIO, TypeAlias
+
+from moe_fp8.specs import KernelSpec
+
+
+@dataclass(frozen=True)
+class BuildRow:
+    """One kernel of a build. `seconds` is the compile time, 0.0 where it was `cached`."""
+
+    spec: KernelSpec
+    key: str
+    cached: bool
+    seconds: float
+    registers: int
+    spill_bytes: int
+    local_bytes: int
+    warnings: tuple[str, ...]
+
+
+#: Called after each kernel with (kernels done, kernels in all, the row).
+ProgressCallback: TypeAlias = Callable[[int, int, BuildRow], None]
+
+#: None or True: a bar on a terminal, else a line for each compiled kernel, on stderr. False: silence.
+Progress: TypeAlias = ProgressCallback | bool | None
+
+
+@contextmanager
+def open_progress(progress: Progress, total: int) -> Iterator[ProgressCallback]:
+    """The callback that `progress` stands for, valid within the context."""
+    if callable(progress):
+        yield progress
+    elif progress is False:
+        yield lambda done, total, row: None
+    elif sys.stderr.isatty():
+        with _bar(total) as callback:
+            yield callback
+    else:
+        yield line_printer(sys.stderr)
+
+
+def line_printer(stream: TextIO) -> ProgressCallback:
+    """A callback that prints a line for each compiled kernel, and one at the end."""
+    compiled = 0
+
+    def show(done: int, total: int, row: BuildRow) -> None:
+        nonlocal compiled
+        if not row.cached:
+            compiled += 1
+            print(f"[{done}/{total}] compiled {row.spec} in {row.seconds:.2f} s", file=stream, flush=True)
+        if done == total:
+            print(f"{total} kernels ready, {compiled} compiled now", file=stream, flush=True)
+
+    return show
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[ProgressCallback]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("kernels"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+
+        def show(done: int, total: int, row: BuildRow) -> None:
+            bar.update(task, completed=done, description=str(row.spec))
+
+        yield show

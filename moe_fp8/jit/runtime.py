@@ -1,0 +1,177 @@
+"""The process's kernels: looked up on every launch, loaded once, frozen after warmup."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_fp8.errors import ConfigError, JitMissError, ToolchainError
+from moe_fp8.jit import driver
+from moe_fp8.jit.artifact import Artifact
+from moe_fp8.jit.build import Progress, build
+from moe_fp8.jit.driver import LoadedKernel
+from moe_fp8.jit.store import KernelStore, default_store
+from moe_fp8.settings import settings
+from moe_fp8.specs import KernelSpec
+
+FreezeMode = Literal["compile", "warn", "strict"]
+
+_logger = logging.getLogger(__name__)
+
+# Lookups by identity hold on to their spec. Specs come from a cached selector, so there are few objects;
+# a caller that makes new equal ones all the time must not grow the table without end.
+_MAX_ALIASES = 65536
+
+
+@dataclass(frozen=True)
+class JitCounters:
+    """Events since the process started. `misses` counts kernels asked for while frozen and not loaded."""
+
+    compiles: int
+    store_hits: int
+    loads: int
+    misses: int
+
+
+class KernelRuntime:
+    """Spec -> loaded kernel, with the policy for what is not loaded yet. Thread-safe."""
+
+    def __init__(
+        self,
+        store: KernelStore | None = None,
+        loader: Callable[[Artifact, int, int], LoadedKernel] = driver.load,
+    ) -> None:
+        self._store = store
+        self._loader = loader
+        self._by_id: dict[int, LoadedKernel] = {}
+        self._pinned: list[KernelSpec] = []
+        self._by_spec: dict[KernelSpec, LoadedKernel] = {}
+        self._loading: dict[KernelSpec, threading.Lock] = {}
+        self._lock = threading.Lock()
+        self._mode: FreezeMode | None = None
+        self._compiles = self._store_hits = self._loads = self._misses = 0
+
+    def get_kernel(self, spec: KernelSpec) -> LoadedKernel:
+        """The loaded kernel of `spec`; compiles and loads it first if need be and allowed.
+
+        Raises JitMissError when frozen strictly, CompileError, DriverError, ToolchainError. A
+        loaded kernel is found without lock or hash, so that this may sit on every launch.
+        """
+        kernel = self._by_id.get(id(spec))
+        return kernel if kernel is not None else self._find(spec)
+
+    def _find(self, spec: KernelSpec) -> LoadedKernel:
+        kernel = self._by_spec.get(spec)
+        if kernel is None:
+            if self._mode is not None:
+                self._miss(spec, self._mode)
+            kernel = self._load(spec)
+        with self._lock:
+            if len(self._pinned) < _MAX_ALIASES and id(spec) not in self._by_id:
+                self._pinned.append(spec)
+                self._by_id[id(spec)] = kernel
+        return kernel
+
+    def _load(self, spec: KernelSpec) -> LoadedKernel:
+        with self._lock:
+            loading = self._loading.setdefault(spec, threading.Lock())
+        with loading:
+            kernel = self._by_spec.get(spec)
+            if kernel is not None:
+                return kernel
+            artifact, hit = self.store.get_or_compile(spec)
+            kernel = self._loader(artifact, spec.smem_bytes, spec.num_threads)
+            with self._lock:
+                self._compiles += not hit
+                self._store_hits += hit
+                self._loads += 1
+                self._by_spec[spec] = kernel
+                self._loading.pop(spec, None)
+            return kernel
+
+    def _miss(self, spec: KernelSpec, mode: FreezeMode) -> None:
+        with self._lock:
+            self._misses += 1
+        if mode == "strict":
+            try:
+                key = self.store.key(spec)
+            except ToolchainError:
+                key = "unknown: there is no compiler here"
+            raise JitMissError(spec, key)
+        if mode == "warn":
+            _logger.warning(
+                "%s was not loaded before freeze() and is being loaded on demand; "
+                "add the shape that asked for it to the warmup plan",
+                spec,
+            )
+
+    @property
+    def store(self) -> KernelStore:
+        """The store behind this runtime; the process's default one unless another was given."""
+        if self._store is None:
+            self._store = default_store()
+        return self._store
+
+    def preload(
+        self, specs: Iterable[KernelSpec], jobs: int | None = None, progress: Progress = False
+    ) -> int:
+        """Compile (in parallel) and load every spec that is not loaded yet; the number newly loaded.
+
+        An explicit request, so it is allowed and counts no miss while frozen. Launches nothing and
+        allocates no tensor.
+        """
+        wanted = [spec for spec in dict.fromkeys(specs) if spec not in self._by_spec]
+        if not wanted:
+            return 0
+        report = build(wanted, self.store, jobs, progress)
+        for spec in wanted:
+            self._load(spec)
+        built = sum(not row.cached for row in report.rows)
+        with self._lock:
+            # The loads above found what the build had just compiled: those are compiles, not hits.
+            self._compiles += built
+            self._store_hits -= built
+        return len(wanted)
+
+    def freeze(self, mode: FreezeMode | None = None) -> None:
+        """From now on a kernel that is not loaded is a miss, which is counted.
+
+        "strict" raises JitMissError, "warn" logs and loads, "compile" loads; None takes
+        MOE_FP8_JIT_MISS (default "strict").
+        """
+        if mode is None:
+            mode = settings().miss
+        if mode not in ("compile", "warn", "strict"):
+            raise ConfigError("mode", '"strict", "warn" or "compile"', mode)
+        self._mode = mode
+
+    def unfreeze(self) -> None:
+        """Load and compile on demand again, without counting."""
+        self._mode = None
+
+    def is_frozen(self) -> bool:
+        """Whether `freeze` is in force, in any mode."""
+        return self._mode is not None
+
+    def is_loaded(self, spec: KernelSpec) -> bool:
+        """Whether `get_kernel(spec)` would return without loading anything."""
+        return spec in self._by_spec
+
+    def counters(self) -> JitCounters:
+        """A consistent snapshot."""
+        with self._lock:
+            return JitCounters(self._compiles, self._store_hits, self._loads, self._misses)
+
+
+_RUNTIME = KernelRuntime()
+
+get_kernel = _RUNTIME.get_kernel
+preload = _RUNTIME.preload
+freeze = _RUNTIME.freeze
+unfreeze = _RUNTIME.unfreeze
+is_frozen = _RUNTIME.is_frozen
+is_loaded = _RUNTIME.is_loaded
+counters = _RUNTIME.counters

@@ -1,0 +1,120 @@
+"""Kernel text: the entry file of a kernel and every header it includes, as bytes in memory.
+
+What is read here is both what the key digests and what NVRTC compiles: no include path is ever
+handed to the compiler, so nothing outside the kernels folder can get into a cubin unseen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+import threading
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from moe_fp8.errors import CompileError
+
+if sys.version_info >= (3, 11):
+    from importlib.resources.abc import Traversable
+else:
+    from importlib.abc import Traversable
+
+# Includes in angle brackets are NVRTC's built-ins: the NVRTC version in the key covers those.
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class SourceClosure:
+    """A kernel's entry file and all it includes, transitively.
+
+    `files` holds (name relative to the kernels folder, text), sorted by name, the entry among
+    them. `digest` is a SHA-256 over names and texts: equal digests compile to equal code.
+    """
+
+    entry: str
+    files: tuple[tuple[str, bytes], ...]
+    digest: str
+
+    @property
+    def text(self) -> bytes:
+        """The entry file's text."""
+        return dict(self.files)[self.entry]
+
+    @property
+    def headers(self) -> tuple[tuple[str, bytes], ...]:
+        """The included files: (name as it is written in `#include "name"`, text)."""
+        return tuple(item for item in self.files if item[0] != self.entry)
+
+
+class SourceTree:
+    """A folder of device code. Includes are written relative to it: `#include "ptx/tma.cuh"`.
+
+    Files are read once and kept, so that a process never mixes two versions of a header.
+    """
+
+    def __init__(self, root: Traversable) -> None:
+        self._root = root
+        self._texts: dict[str, bytes] = {}
+        self._closures: dict[str, SourceClosure] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder, where it is one on disk."""
+        return self._root if isinstance(self._root, Path) else None
+
+    def closure(self, kernel: str) -> SourceClosure:
+        """The sources of `<kernel>.cuh`; raises CompileError where a file is missing."""
+        closure = self._closures.get(kernel)
+        if closure is None:
+            with self._lock:
+                closure = self._closures.get(kernel) or self._collect(kernel)
+                self._closures[kernel] = closure
+        return closure
+
+    def _collect(self, kernel: str) -> SourceClosure:
+        entry = f"{kernel}.cuh"
+        pending = [(entry, "the kernel spec")]
+        found: dict[str, bytes] = {}
+        while pending:
+            name, wanted_by = pending.pop()
+            if name in found:
+                continue
+            text = self._read(kernel, name, wanted_by)
+            found[name] = text
+            pending += [(match.decode("utf-8", "replace"), name) for match in _INCLUDE.findall(text)]
+        files = tuple(sorted(found.items()))
+        digest = hashlib.sha256()
+        for name, text in files:
+            # Lengths make the encoding injective: moving a byte from a name to a text must show.
+            digest.update(b"%d %d\n" % (len(name.encode()), len(text)))
+            digest.update(name.encode())
+            digest.update(text)
+        return SourceClosure(entry, files, digest.hexdigest())
+
+    def _read(self, kernel: str, name: str, wanted_by: str) -> bytes:
+        text = self._texts.get(name)
+        if text is not None:
+            return text
+        parts = name.split("/")
+        if any(part in ("", ".", "..") for part in parts):
+            raise CompileError(
+                kernel, f'{wanted_by}: include "{name}" must be a plain path relative to the kernels folder'
+            )
+        try:
+            text = self._root.joinpath(*parts).read_bytes()
+        except (OSError, KeyError) as error:
+            raise CompileError(
+                kernel, f'{wanted_by}: "{name}" is not in the kernels folder ({error})'
+            ) from error
+        self._texts[name] = text
+        return text
+
+
+@cache
+def package_sources() -> SourceTree:
+    """The kernels that are installed with the package."""
+    return SourceTree(resources.files("moe_fp8").joinpath("kernels"))

@@ -1,0 +1,291 @@
+"""Compiled kernels on disk, shared by any number of processes and published atomically.
+
+One file holds one kernel: a header with the SHA-256 of the rest, the metadata, the cubin. A file
+that is truncated or altered is as good as absent. Files are read only where neither they nor their
+folder can be written by another user, because what is in them is executed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from moe_fp8.jit.artifact import Artifact
+from moe_fp8.jit.compiler import compile_kernel
+from moe_fp8.jit.key import ARCH, kernel_key
+from moe_fp8.jit.sources import SourceTree
+from moe_fp8.settings import settings
+from moe_fp8.specs import KernelSpec
+
+_logger = logging.getLogger(__name__)
+
+_MAGIC = b"moe_fp8-kernel-1\n"
+_DIGEST_BYTES = 32
+_SUFFIX = ".kernel"
+
+# Longer than any compile: a holder that takes this long is stopped or its file system has lost the
+# lock, and compiling twice is better than waiting for ever.
+_LOCK_SECONDS = 120.0
+
+
+def encode(artifact: Artifact) -> bytes:
+    """The file of `artifact`: magic, digest of the rest, metadata length, metadata, cubin."""
+    metadata = {field.name: getattr(artifact, field.name) for field in fields(Artifact)}
+    del metadata["cubin"]
+    text = json.dumps(metadata, sort_keys=True).encode()
+    body = len(text).to_bytes(4, "little") + text + artifact.cubin
+    return _MAGIC + hashlib.sha256(body).digest() + body
+
+
+def decode(data: bytes) -> Artifact | None:
+    """The artifact in a file's bytes, or None where they are not exactly what `encode` wrote."""
+    start = len(_MAGIC) + _DIGEST_BYTES
+    body = data[start:]
+    if not data.startswith(_MAGIC) or hashlib.sha256(body).digest() != data[len(_MAGIC) : start]:
+        return None
+    length = int.from_bytes(body[:4], "little")
+    metadata: dict[str, Any] = json.loads(body[4 : 4 + length])
+    metadata["warnings"] = tuple(metadata["warnings"])
+    return Artifact(cubin=body[4 + length :], **metadata)
+
+
+class KernelStore:
+    """Artifacts by key: in memory and, where `root` can be used, on disk.
+
+    `root` is created with mode 0700. A folder that cannot be written, or that belongs to another
+    user or can be written by others, costs one warning; what it may not hold is kept in memory. A
+    read-only folder of this user or of root is still read, so that an image may ship one. With
+    `root` None all is kept in memory.
+    """
+
+    def __init__(self, root: Path | str | None, sources: SourceTree | None = None, arch: str = ARCH) -> None:
+        self.root = None if root is None else Path(root)
+        self._sources = sources
+        self._arch = arch
+        self._memory: dict[str, Artifact] = {}
+        self._keys: dict[KernelSpec, str] = {}
+        self._mutex = threading.Lock()
+        self._key_locks: dict[str, threading.Lock] = {}
+        self._warned = False
+        self._readable = False
+        self._writable = False
+        self._opened = False
+
+    def key(self, spec: KernelSpec) -> str:
+        """The key of `spec`; raises ToolchainError, or CompileError for a missing source."""
+        key = self._keys.get(spec)
+        if key is None:
+            key = self._keys[spec] = kernel_key(spec, self._arch, self._sources)
+        return key
+
+    def get(self, key: str) -> Artifact | None:
+        """The artifact of `key`, or None where there is none, or none that is whole."""
+        artifact = self._memory.get(key)
+        if artifact is None:
+            artifact = self._read(key)
+            if artifact is not None:
+                self._memory[key] = artifact
+        return artifact
+
+    def put(self, artifact: Artifact) -> None:
+        """Publish `artifact` for this process and, atomically, for others; never raises OSError."""
+        self._memory[artifact.key] = artifact
+        self._open()
+        if self._writable:
+            try:
+                self._write(artifact)
+            except OSError as error:
+                self._writable = False
+                self._warn(f"cannot be written ({error})")
+
+    def get_or_compile(self, spec: KernelSpec) -> tuple[Artifact, bool]:
+        """(artifact, whether it was already there); of any number of processes one compiles.
+
+        Raises CompileError, ToolchainError.
+        """
+        key = self.key(spec)
+        artifact = self.get(key)
+        if artifact is not None:
+            return artifact, True
+        with self._mutex:
+            mutex = self._key_locks.setdefault(key, threading.Lock())
+        with mutex, self._file_lock(key):
+            artifact = self.get(key)
+            if artifact is not None:
+                return artifact, True
+            artifact = compile_kernel(spec, self._arch, self._sources)
+            self.put(artifact)
+            return artifact, False
+
+    def adopt(self, artifact: Artifact) -> None:
+        """Keep `artifact`, which another process has published, in this one's memory."""
+        self._memory[artifact.key] = artifact
+
+    def location(self) -> dict[str, str | None]:
+        """What another process needs to make the same store: `KernelStore.at(**location)`."""
+        self._open()
+        folder = None if self._sources is None else self._sources.folder
+        return {
+            "root": str(self.root) if self._writable else None,
+            "kernels": None if folder is None else str(folder),
+            "arch": self._arch,
+        }
+
+    @staticmethod
+    def at(root: str | None, kernels: str | None, arch: str) -> KernelStore:
+        """The store that `location` described."""
+        return KernelStore(root, None if kernels is None else SourceTree(Path(kernels)), arch)
+
+    def path(self, key: str) -> Path | None:
+        """Where the artifact of `key` is or would be kept on disk."""
+        return None if self.root is None else self.root / f"{key}{_SUFFIX}"
+
+    def _open(self) -> None:
+        """Create and judge the folder, once."""
+        with self._mutex:
+            if self._opened:
+                return
+            self._opened = True
+            if self.root is None:
+                return
+            try:
+                self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+                status = self.root.stat()
+            except OSError as error:
+                self._warn(f"cannot be created ({error})")
+                return
+            if not stat.S_ISDIR(status.st_mode):
+                self._warn("is not a folder")
+            elif not _is_trusted(status):
+                self._warn(
+                    f"belongs to user {status.st_uid} or can be written by others "
+                    f"(mode {stat.S_IMODE(status.st_mode):o})"
+                )
+            else:
+                self._readable = True
+                self._writable = os.access(self.root, os.W_OK | os.X_OK)
+                if not self._writable:
+                    self._warn("is read-only")
+
+    def _warn(self, problem: str) -> None:
+        if not self._warned:
+            self._warned = True
+            _logger.warning(
+                "kernel cache %s %s: kernels compiled now are kept in memory only; "
+                "set MOE_FP8_CACHE_DIR to a folder that only this user can write",
+                self.root,
+                problem,
+            )
+
+    def _read(self, key: str) -> Artifact | None:
+        self._open()
+        path = self.path(key)
+        if path is None or not self._readable:
+            return None
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            with open(descriptor, "rb") as file:
+                if not _is_trusted(os.fstat(descriptor)):
+                    _logger.warning("kernel file %s can be written by others and is not used", path)
+                    return None
+                data = file.read()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._warn(f"cannot be read ({error})")
+            return None
+        artifact = decode(data)
+        if artifact is None or artifact.key != key:
+            _logger.warning("kernel file %s is damaged and will be rebuilt", path)
+            return None
+        return artifact
+
+    def _write(self, artifact: Artifact) -> None:
+        path = self.path(artifact.key)
+        assert path is not None
+        # A process that was killed here leaves only its temporary file; the next to hold the lock of
+        # this key removes it.
+        descriptor, temporary = tempfile.mkstemp(prefix=f"{artifact.key}.", suffix=".tmp", dir=path.parent)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(encode(artifact))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    @contextmanager
+    def _file_lock(self, key: str) -> Iterator[None]:
+        """Hold this key's lock among processes; the kernel drops it when its holder dies."""
+        descriptor = self._acquire(key) if self._writable else None
+        try:
+            yield
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _acquire(self, key: str) -> int | None:
+        assert self.root is not None
+        try:
+            descriptor = os.open(
+                self.root / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
+        except OSError as error:
+            self._writable = False
+            self._warn(f"cannot be written ({error})")
+            return None
+        deadline = time.monotonic() + _LOCK_SECONDS
+        pause = 0.002
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EINTR) or time.monotonic() > deadline:
+                    # No locks on this file system, or a stuck holder. Publishing is atomic anyway, so
+                    # the price is one more compile.
+                    os.close(descriptor)
+                    _logger.debug("kernel %s is compiled without a lock: %s", key, error)
+                    return None
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.05)
+            else:
+                for stale in self.root.glob(f"{key}.*.tmp"):
+                    with suppress(OSError):
+                        stale.unlink()
+                return descriptor
+
+
+def _is_trusted(status: os.stat_result) -> bool:
+    """Owned by this user or root, and writable by nobody else."""
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+@cache
+def default_store() -> KernelStore:
+    """The store in `settings().cache_dir`."""
+    root = settings().cache_dir
+    if root is None:
+        _logger.warning("there is no HOME: kernels are kept in memory only; set MOE_FP8_CACHE_DIR")
+    return KernelStore(root)

@@ -1,0 +1,152 @@
+"""TMA descriptors: what a bulk tensor copy has to know about a tensor in global memory."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from functools import lru_cache
+from typing import Literal
+
+from moe_fp8.errors import ArgumentError, DriverError
+from moe_fp8.jit import driver
+
+#: Bytes of an encoded map.
+TENSOR_MAP_BYTES = 128
+
+MapDtype = Literal["uint8", "float8_e4m3fn", "bfloat16", "float16", "float32", "int32"]
+
+# Values of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion; FP8 is moved as bytes.
+_DTYPES: dict[str, tuple[int, int]] = {
+    "uint8": (0, 1),
+    "float8_e4m3fn": (0, 1),
+    "int32": (3, 4),
+    "float16": (6, 2),
+    "float32": (7, 4),
+    "bfloat16": (9, 2),
+}
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+_L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
+
+_MAX_RANK = 5
+
+
+class _Scratch(threading.local):
+    """The arrays that the driver reads and the 64-byte-aligned map it writes, for each thread."""
+
+    def __init__(self) -> None:
+        # map 128 | dims 5 x u64 | strides 5 x u64 | box 5 x u32 | element strides 5 x u32
+        storage = bytearray(64 + TENSOR_MAP_BYTES + 16 * _MAX_RANK + 8 * _MAX_RANK)
+        self.pin = (ctypes.c_char * len(storage)).from_buffer(storage)
+        base = ctypes.addressof(self.pin)
+        offset = -base % 64
+        self.map_address = base + offset
+        self.map = memoryview(storage)[offset : offset + TENSOR_MAP_BYTES]
+        self.arrays = memoryview(storage)[offset + TENSOR_MAP_BYTES :]
+        dims = self.map_address + TENSOR_MAP_BYTES
+        strides = dims + 8 * _MAX_RANK
+        box = strides + 8 * _MAX_RANK
+        #: Where the driver finds dims, strides, box and element strides.
+        self.addresses = (dims, strides, box, box + 4 * _MAX_RANK)
+        struct.pack_into("5I", self.arrays, 20 * _MAX_RANK, *(1,) * _MAX_RANK)
+
+
+_scratch = _Scratch()
+_pack_2d = struct.Struct("QQ24xQ32xII").pack_into
+
+
+def encode_2d(
+    ptr: int,
+    dtype: MapDtype,
+    dims: tuple[int, int],
+    stride_bytes: int,
+    box: tuple[int, int],
+    swizzle: int = 128,
+    l2_promotion: int = 256,
+) -> bytes:
+    """The map of a matrix: `encode_tiled` of rank 2, with the one stride as an int."""
+    return encode_tiled(ptr, dtype, dims, (stride_bytes,), box, swizzle, l2_promotion)
+
+
+# The result depends on the arguments alone, and allocators hand out the same addresses again and again.
+@lru_cache(maxsize=8192)
+def encode_tiled(
+    ptr: int,
+    dtype: MapDtype,
+    dims: tuple[int, ...],
+    strides_bytes: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int = 128,
+    l2_promotion: int = 256,
+) -> bytes:
+    """The 128 bytes of a tiled tensor map.
+
+    `ptr`: device address, a multiple of 16. `dims`: elements, innermost first, rank 1 to 5.
+    `strides_bytes`: of dimensions 1 and up, multiples of 16. `box`: elements copied along each
+    dimension, at most 256; the innermost is at most `swizzle` bytes unless that is 0. `swizzle`:
+    0, 32, 64 or 128 bytes. `l2_promotion`: 0, 64, 128 or 256 bytes. Elements out of range read as
+    zero and are not written. Cached; host only, so it may be called during capture. Raises
+    ArgumentError naming what the hardware refuses, DriverError, ToolchainError.
+    """
+    scratch = _scratch
+    rank = len(dims)
+    try:
+        data_type, _ = _DTYPES[dtype]
+        swizzle_value = _SWIZZLES[swizzle]
+        l2_value = _L2_PROMOTIONS[l2_promotion]
+        if rank == 2:
+            _pack_2d(scratch.arrays, 0, dims[0], dims[1], strides_bytes[0], box[0], box[1])
+        else:
+            struct.pack_into(f"{rank}Q", scratch.arrays, 0, *dims)
+            struct.pack_into(f"{rank - 1}Q", scratch.arrays, 8 * _MAX_RANK, *strides_bytes)
+            struct.pack_into(f"{rank}I", scratch.arrays, 16 * _MAX_RANK, *box)
+        status = driver.tensor_map_encoder()(
+            scratch.map_address, data_type, rank, ptr, *scratch.addresses, 0, swizzle_value, l2_value, 0,
+        )  # fmt: skip
+    except (KeyError, IndexError, struct.error, ctypes.ArgumentError):
+        _diagnose(ptr, dtype, dims, strides_bytes, box, swizzle, l2_promotion)
+        raise
+    if status != 0:
+        _diagnose(ptr, dtype, dims, strides_bytes, box, swizzle, l2_promotion)
+        call = (
+            f"cuTensorMapEncodeTiled(ptr={ptr:#x}, dtype={dtype}, dims={dims}, "
+            f"strides_bytes={strides_bytes}, box={box}, swizzle={swizzle}, l2_promotion={l2_promotion})"
+        )
+        raise DriverError(call, int(status), driver.result_name(int(status)))
+    return bytes(scratch.map)
+
+
+def _diagnose(
+    ptr: int,
+    dtype: str,
+    dims: tuple[int, ...],
+    strides_bytes: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+    l2_promotion: int,
+) -> None:
+    """Raise ArgumentError for the first rule of TMA that the arguments break; return if none."""
+    if dtype not in _DTYPES:
+        _refuse("dtype", f"one of {sorted(_DTYPES)}", dtype)
+    if swizzle not in _SWIZZLES:
+        _refuse("swizzle", f"one of {sorted(_SWIZZLES)} bytes", swizzle)
+    if l2_promotion not in _L2_PROMOTIONS:
+        _refuse("l2_promotion", f"one of {sorted(_L2_PROMOTIONS)} bytes", l2_promotion)
+    rank = len(dims)
+    if not 1 <= rank <= _MAX_RANK or len(box) != rank or len(strides_bytes) != rank - 1:
+        _refuse("dims", "rank 1 to 5, a box of that rank and one stride fewer", (dims, strides_bytes, box))
+    if ptr <= 0 or ptr % 16 != 0:
+        _refuse("ptr", "a device address that is a multiple of 16", ptr)
+    if any(not 1 <= dim <= 2**32 for dim in dims):
+        _refuse("dims", "1 to 2^32 elements along each dimension", dims)
+    if any(stride <= 0 or stride % 16 != 0 or stride >= 2**40 for stride in strides_bytes):
+        _refuse("strides_bytes", "multiples of 16 below 2^40", strides_bytes)
+    if any(not 1 <= extent <= 256 for extent in box):
+        _refuse("box", "1 to 256 elements along each dimension", box)
+    inner = box[0] * _DTYPES[dtype][1]
+    if inner % 16 != 0 or (swizzle and inner > swizzle):
+        _refuse("box", f"an innermost extent of a multiple of 16 bytes, at most {swizzle or 'any'}", inner)
+
+
+def _refuse(argument: str, expected: str, got: object) -> None:
+    raise ArgumentError("encode_tiled", argument, expected, got)

@@ -1,0 +1,47 @@
+"""NVRTC: found, loaded and asked for its version; no driver and no GPU are needed."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any
+
+from moe_fp8.errors import ToolchainError
+
+#: The oldest NVRTC that the kernels are written for.
+MINIMUM_NVRTC = (13, 0)
+
+_REMEDY = "install the compiler with `pip install 'cuda-bindings>=13,<14' 'nvidia-cuda-nvrtc>=13,<14'`"
+
+
+@cache
+def nvrtc() -> Any:
+    """The `cuda.bindings.nvrtc` module with libnvrtc loaded; raises ToolchainError."""
+    try:
+        module = importlib.import_module("cuda.bindings.nvrtc")
+    except ImportError as error:
+        raise ToolchainError(f"cuda.bindings.nvrtc cannot be imported ({error}); {_REMEDY}") from error
+    version = _query_version(module)
+    if version < MINIMUM_NVRTC:
+        raise ToolchainError(
+            f"NVRTC {version[0]}.{version[1]} is too old, expected {MINIMUM_NVRTC[0]}.{MINIMUM_NVRTC[1]} "
+            f"or newer; {_REMEDY}"
+        )
+    return module
+
+
+def _query_version(module: Any) -> tuple[int, int]:
+    # cuda.bindings opens libnvrtc at the first call and raises kinds of its own when it cannot.
+    try:
+        status, major, minor = module.nvrtcVersion()
+    except Exception as error:
+        raise ToolchainError(f"libnvrtc cannot be loaded ({error}); {_REMEDY}") from error
+    if status != module.nvrtcResult.NVRTC_SUCCESS:
+        raise ToolchainError(f"nvrtcVersion failed: {status!r}; {_REMEDY}")
+    return int(major), int(minor)
+
+
+@cache
+def nvrtc_version() -> tuple[int, int]:
+    """(major, minor) of the loaded NVRTC; raises ToolchainError."""
+    return _query_version(nvrtc())

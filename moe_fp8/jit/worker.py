@@ -1,0 +1,76 @@
+"""A compiler process of a parallel build: specs come on stdin, artifacts leave on stdout.
+
+Started by `moe_fp8.jit.build`; ends when stdin does. Neither torch nor a GPU is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import IO, Any
+
+from moe_fp8.errors import JitError
+from moe_fp8.jit.store import KernelStore, encode
+from moe_fp8.specs import KernelSpec
+
+
+def spec_to_json(spec: KernelSpec) -> dict[str, Any]:
+    """A spec as JSON values; `spec_from_json` undoes it."""
+    return {
+        "name": spec.name,
+        "defines": [list(item) for item in spec.defines],
+        "num_threads": spec.num_threads,
+        "smem_bytes": spec.smem_bytes,
+        "cluster_size": spec.cluster_size,
+    }
+
+
+def spec_from_json(values: dict[str, Any]) -> KernelSpec:
+    """The spec that `spec_to_json` was given."""
+    defines = tuple((str(name), int(value)) for name, value in values["defines"])
+    return KernelSpec(**{**values, "defines": defines})
+
+
+def write_frame(stream: IO[bytes], header: Mapping[str, Any], payload: bytes = b"") -> None:
+    """One message: lengths, JSON header, bytes."""
+    text = json.dumps(header).encode()
+    stream.write(len(text).to_bytes(4, "little") + len(payload).to_bytes(8, "little") + text + payload)
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
+    """The next message, or None at the end of the stream."""
+    lengths = stream.read(12)
+    if len(lengths) < 12:
+        return None
+    text_length = int.from_bytes(lengths[:4], "little")
+    payload_length = int.from_bytes(lengths[4:], "little")
+    data = stream.read(text_length + payload_length)
+    if len(data) < text_length + payload_length:
+        return None
+    return json.loads(data[:text_length]), data[text_length:]
+
+
+def serve(store: KernelStore, requests: IO[bytes], replies: IO[bytes]) -> None:
+    """Answer each request {"spec": ...} with {"hit": bool} and the artifact, or {"error": text}."""
+    while (message := read_frame(requests)) is not None:
+        spec = spec_from_json(message[0]["spec"])
+        try:
+            artifact, hit = store.get_or_compile(spec)
+        except JitError as error:
+            write_frame(replies, {"error": getattr(error, "log", str(error))})
+        else:
+            write_frame(replies, {"hit": hit}, encode(artifact))
+
+
+def main() -> None:
+    """Entry point: the first frame says which store; the rest are requests."""
+    replies = os.fdopen(os.dup(1), "wb")
+    # Whatever a library prints must not get between the frames.
+    os.dup2(2, 1)
+    first = read_frame(sys.stdin.buffer)
+    if first is None:
+        return
+    serve(KernelStore.at(**first[0]), sys.stdin.buffer, replies)

@@ -1,0 +1,85 @@
+// MQA logits of one tile: score[key, token] = k_scale[key] * sum_h relu(k[key] . q[token, h]) * weight[token, h].
+// Keys take the M side of wgmma and (token, head) pairs its N side.
+#pragma once
+
+#include "common/types.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace moe_fp8::mma {
+
+// Query tokens whose scores one thread holds after the reduction.
+template <int kTokens>
+constexpr int kTokensPerThread = kTokens > 1 ? kTokens / 2 : 1;
+
+// The token, within the tile, of a thread's i-th score, and the key row within the warpgroup's 64.
+template <int kTokens>
+DEVICE int score_token(int i) {
+    return kTokens > 1 ? 2 * i + (lane_index() / 2) % 2 : 0;
+}
+DEVICE int score_key() {
+    return static_cast<int>(threadIdx.x) % kWarpgroup / kWarp * 16 + lane_index() / 4 + lane_index() % 2 * 8;
+}
+// With a single token two threads hold each score; one of them stores it.
+template <int kTokens>
+DEVICE bool score_owner() {
+    return kTokens > 1 || lane_index() % 4 < 2;
+}
+
+// A thread's weights: those of its columns of every fragment. `weights` is [tokens x heads] in shared memory.
+template <int kColumns>
+DEVICE void load_weights(float (&w)[kColumns / 4], const float* weights) {
+    const float2* pairs = reinterpret_cast<const float2*>(weights) + lane_index() % 4;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+        const float2 pair = pairs[j * 4];
+        w[2 * j] = pair.x, w[2 * j + 1] = pair.y;
+    }
+}
+
+// d[64, columns] = keys @ queries^T over kHeadDim.
+template <int kColumns, int kHeadDim>
+DEVICE void score_mma(float (&d)[kColumns / 2], const void* keys, const void* queries) {
+    const uint64_t a = ptx::wgmma_descriptor<kHeadDim>(keys), b = ptx::wgmma_descriptor<kHeadDim>(queries);
+    ptx::wgmma_pin(d);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int bytes = 0; bytes < kHeadDim; bytes += 32) {
+        ptx::Wgmma<kColumns>::mma(d, ptx::advance_descriptor(a, bytes), ptx::advance_descriptor(b, bytes), bytes > 0);
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_pin(d);
+}
+
+// ReLU, weights and the sum over heads. The four threads that share a row halve their values at each exchange,
+// so that the stores spread over all of them.
+template <int kTokens, int kHeads>
+DEVICE void score_reduce(float (&score)[kTokensPerThread<kTokens>], const float (&d)[kTokens * kHeads / 2],
+                         const float (&w)[kTokens * kHeads / 4], float k_scale) {
+    constexpr int kGroups = kHeads / 8;
+    const bool low_row = lane_index() % 2, odd_token = lane_index() / 2 % 2;
+    float row[kTokens];
+#pragma unroll
+    for (int token = 0; token < kTokens; ++token) {
+        float upper = 0.0f, lower = 0.0f;
+#pragma unroll
+        for (int j = token * kGroups; j < (token + 1) * kGroups; ++j) {
+            upper += fmaxf(d[4 * j], 0.0f) * w[2 * j];
+            upper += fmaxf(d[4 * j + 1], 0.0f) * w[2 * j + 1];
+            lower += fmaxf(d[4 * j + 2], 0.0f) * w[2 * j];
+            lower += fmaxf(d[4 * j + 3], 0.0f) * w[2 * j + 1];
+        }
+        row[token] = (low_row ? lower : upper) + __shfl_xor_sync(0xffffffffu, low_row ? upper : lower, 1);
+    }
+    if constexpr (kTokens == 1) {
+        score[0] = (row[0] + __shfl_xor_sync(0xffffffffu, row[0], 2)) * k_scale;
+    } else {
+#pragma unroll
+        for (int i = 0; i < kTokens / 2; ++i) {
+            const float keep = odd_token ? row[2 * i + 1] : row[2 * i];
+            const float give = odd_token ? row[2 * i] : row[2 * i + 1];
+            score[i] = (keep + __shfl_xor_sync(0xffffffffu, give, 2)) * k_scale;
+        }
+    }
+}
+
+}  // namespace moe_fp8::mma

@@ -1,0 +1,208 @@
+// Decode indexer over a paged cache: for each request b and its token t, logits[b * next_n + t, j] = k_scale[j] *
+// sum_h relu(q[b,t,h] . k[j]) * weights[b * next_n + t, h] for every cached position j below the token's length.
+//
+// CTA s works through the (request, chunk of keys) pairs from metadata[s] to metadata[s+1]; the schedule divides keys
+// evenly, so that one long request spreads over all SMs. Requests of more than BLOCK_Q tokens take several passes.
+//
+// Specialised by: NUM_HEADS, HEAD_DIM, PAGE_SIZE (tokens of a cache page), BLOCK_Q, NUM_STAGES, CHUNK_KV.
+#pragma once
+
+#include "common/types.cuh"
+#include "mma/score.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "sched/context_lens.cuh"
+#include "sched/key_ring.cuh"
+
+namespace moe_fp8 {
+
+constexpr int kHeads = NUM_HEADS;
+constexpr int kHeadDim = HEAD_DIM;
+constexpr int kPageSize = PAGE_SIZE;
+constexpr int kBlockQ = BLOCK_Q;
+constexpr int kStages = NUM_STAGES;
+constexpr int kColumns = kBlockQ * kHeads;
+constexpr int kBlockKv = sched::kBlockKv;
+constexpr int kPagesPerStage = kBlockKv / kPageSize;
+using Shared = sched::MqaShared<kColumns, kHeadDim, kStages>;
+static_assert(sizeof(Shared) <= SMEM_BYTES - 1024 && SMEM_BYTES <= sizeof(Shared) + 3072, "see heuristics.py");
+static_assert(NUM_THREADS == 3 * kWarpgroup && CLUSTER_SIZE == 1, "see heuristics.py");
+static_assert(kBlockKv % kPageSize == 0 && CHUNK_KV % kBlockKv == 0, "stages hold whole pages, chunks whole stages");
+
+}  // namespace moe_fp8
+
+struct PagedMqaLogitsParams {
+    moe_fp8::TensorMap q;        // [batch * next_n * heads, head_dim] fp8, box columns x head_dim
+    moe_fp8::TensorMap k;        // [pages, page_size, head_dim] fp8, box 1 x page_size x head_dim
+    moe_fp8::TensorMap k_scale;  // [pages, page_size] fp32, box 1 x page_size
+    moe_fp8::TensorMap weights;  // [batch * next_n, heads] fp32, box BLOCK_Q x heads
+    float* logits;
+    const int* block_table;
+    const int2* metadata;  // [workers + 1] of (request, chunk)
+    moe_fp8::sched::ContextLens context_lens;
+    int64_t logits_stride;
+    int64_t block_table_stride;
+    int batch;
+    int width;  // max_context_len
+};
+
+namespace moe_fp8 {
+
+// A run of keys of one request for kBlockQ of its tokens.
+struct Item {
+    int request;
+    int first_token;
+    int key_begin, key_end;
+};
+
+// Enumerates the items of this CTA; warps stay converged, since context lengths are read by the warp together.
+struct Walk {
+    const PagedMqaLogitsParams& p;
+    int request, chunk, last_request, last_chunk, context_len = 0, first_token = 0;
+    bool loaded = false;
+
+    DEVICE explicit Walk(const PagedMqaLogitsParams& params) : p(params) {
+        const int2 begin = p.metadata[blockIdx.x], end = p.metadata[blockIdx.x + 1];
+        request = begin.x, chunk = begin.y, last_request = end.x, last_chunk = end.y;
+    }
+
+    DEVICE bool next(Item& item) {
+        while (request < p.batch && (request < last_request || (request == last_request && chunk < last_chunk))) {
+            if (!loaded) {
+                context_len = min(p.context_lens.longest(request), p.width);
+                loaded = true;
+            }
+            item.request = request;
+            item.first_token = first_token;
+            item.key_begin = chunk * CHUNK_KV;
+            item.key_end = request == last_request ? min(context_len, last_chunk * CHUNK_KV) : context_len;
+            first_token += kBlockQ;
+            if (first_token >= p.context_lens.next_n) ++request, chunk = 0, first_token = 0, loaded = false;
+            if (item.key_begin < item.key_end) return true;
+        }
+        return false;
+    }
+};
+
+DEVICE void produce(const PagedMqaLogitsParams& p, Shared& shared) {
+    sched::RingCursor<kStages> keys;
+    sched::RingCursor<2> queries;
+    Walk walk(p);
+    Item item;
+    while (walk.next(item)) {
+        const int first_row = item.request * p.context_lens.next_n + item.first_token;
+        if (ptx::elect_one()) {
+            ptx::Barrier* full = &shared.query_full[queries.slot];
+            ptx::barrier_wait(&shared.query_empty[queries.slot], queries.phase ^ 1);
+            ptx::barrier_arrive_expect(full, kColumns * (kHeadDim + sizeof(float)));
+            ptx::tma_load_2d(&p.q, full, shared.queries[queries.slot], 0, first_row * kHeads,
+                             ptx::CacheHint::kEvictFirst);
+            ptx::tma_load_2d(&p.weights, full, shared.weights[queries.slot], 0, first_row,
+                             ptx::CacheHint::kEvictFirst);
+        }
+        __syncwarp();
+        queries.step();
+
+        // Page numbers are read a warp at a time; nothing past the last page in use is touched.
+        const int* pages = p.block_table + item.request * p.block_table_stride;
+        const int first_page = item.key_begin / kPageSize, last_page = ceil_div(item.key_end, kPageSize);
+        int lane_page = 0;
+        for (int page = first_page; page < last_page; page += kPagesPerStage) {
+            const int held = (page - first_page) % kWarp;
+            if (held == 0) lane_page = page + lane_index() < last_page ? pages[page + lane_index()] : 0;
+            const int count = min(kPagesPerStage, last_page - page);
+            int numbers[kPagesPerStage];
+#pragma unroll
+            for (int i = 0; i < kPagesPerStage; ++i) numbers[i] = __shfl_sync(0xffffffffu, lane_page, held + i);
+            if (ptx::elect_one()) {
+                ptx::Barrier* full = &shared.key_full[keys.slot];
+                ptx::barrier_wait(&shared.key_empty[keys.slot], keys.phase ^ 1);
+                ptx::barrier_arrive_expect(full, count * kPageSize * (kHeadDim + sizeof(float)));
+#pragma unroll
+                for (int i = 0; i < kPagesPerStage; ++i) {
+                    if (i < count) {
+                        ptx::tma_load_3d(&p.k, full, &shared.keys[keys.slot][i * kPageSize * kHeadDim], 0, 0,
+                                         numbers[i], ptx::CacheHint::kEvictFirst);
+                        ptx::tma_load_2d(&p.k_scale, full, &shared.key_scales[keys.slot][i * kPageSize], 0,
+                                         numbers[i], ptx::CacheHint::kEvictFirst);
+                    }
+                }
+            }
+            __syncwarp();
+            keys.step();
+        }
+    }
+}
+
+DEVICE void consume(const PagedMqaLogitsParams& p, Shared& shared, int math_warp) {
+    constexpr int kMine = mma::kTokensPerThread<kBlockQ>;
+    const int warpgroup = math_warp / 4;
+    sched::RingCursor<kStages> keys;
+    sched::RingCursor<2> queries;
+    Walk walk(p);
+    Item item;
+    while (walk.next(item)) {
+        float* rows[kMine];
+        int end[kMine];
+#pragma unroll
+        for (int i = 0; i < kMine; ++i) {
+            const int token = item.first_token + mma::score_token<kBlockQ>(i);
+            const bool mine = token < p.context_lens.next_n && mma::score_owner<kBlockQ>();
+            end[i] = mine ? min(p.context_lens.of(item.request, token), item.key_end) : 0;
+            rows[i] = p.logits + (static_cast<int64_t>(item.request) * p.context_lens.next_n + token) * p.logits_stride;
+        }
+
+        ptx::barrier_wait(&shared.query_full[queries.slot], queries.phase);
+        float weights[kColumns / 4];
+        mma::load_weights<kColumns>(weights, shared.weights[queries.slot]);
+        const void* query_tile = shared.queries[queries.slot];
+
+        for (int first = item.key_begin; first < item.key_end; first += kBlockKv) {
+            const int row = warpgroup * 64 + mma::score_key();
+            ptx::barrier_wait(&shared.key_full[keys.slot], keys.phase);
+            const float k_scale = shared.key_scales[keys.slot][row];
+            float d[kColumns / 2];
+            mma::score_mma<kColumns, kHeadDim>(d, &shared.keys[keys.slot][warpgroup * 64 * kHeadDim], query_tile);
+            ptx::wgmma_wait<0>();
+            sched::release(&shared.key_empty[keys.slot]);
+            keys.step();
+
+            float score[kMine];
+            mma::score_reduce<kBlockQ, kHeads>(score, d, weights, k_scale);
+            const int key = first + row;
+#pragma unroll
+            for (int i = 0; i < kMine; ++i) {
+                if (key < end[i]) rows[i][key] = score[i];
+            }
+        }
+        sched::release(&shared.query_empty[queries.slot]);
+        queries.step();
+    }
+}
+
+}  // namespace moe_fp8
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
+    paged_mqa_logits_fp8(const __grid_constant__ PagedMqaLogitsParams p) {
+    using namespace moe_fp8;
+    extern __shared__ uint8_t dynamic[];
+    Shared& shared = *reinterpret_cast<Shared*>(dynamic + (1024 - ptx::shared_address(dynamic) % 1024) % 1024);
+    const int warp = warp_index();
+    if (warp == 0 && ptx::elect_one()) {
+        ptx::prefetch_tensor_map(&p.q);
+        ptx::prefetch_tensor_map(&p.k);
+        ptx::prefetch_tensor_map(&p.k_scale);
+        ptx::prefetch_tensor_map(&p.weights);
+        shared.init();
+    }
+    __syncthreads();
+    if (warp < 4) {
+        ptx::registers_release<40>();
+        if (warp == 0) produce(p, shared);
+    } else {
+        ptx::registers_acquire<232>();
+        consume(p, shared, warp - 4);
+    }
+}

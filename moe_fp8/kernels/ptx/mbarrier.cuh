@@ -1,0 +1,60 @@
+// mbarrier: transaction barriers in shared memory. Phases alternate 0, 1, 0, ...; a wait names the parity of
+// the phase that must have completed, so a wait for parity 1 passes on a fresh barrier.
+#pragma once
+
+#include "common/types.cuh"
+#include "ptx/shared.cuh"
+
+namespace moe_fp8::ptx {
+
+using Barrier = uint64_t;
+
+// Not ordered against other threads: follow with fence_barrier_init and a CTA (or cluster) barrier.
+DEVICE void barrier_init(Barrier* barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
+}
+
+// Makes preceding inits visible to the async proxy and to the cluster.
+DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// One arrival with release semantics at CTA scope.
+DEVICE void barrier_arrive(Barrier* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// One arrival on the same barrier of CTA `rank` of the cluster; release at cluster scope.
+DEVICE void barrier_arrive_cluster(Barrier* barrier, uint32_t rank) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+        "}" ::"r"(shared_address(barrier)),
+        "r"(rank)
+        : "memory");
+}
+
+// One arrival, and `bytes` more to come from asynchronous copies before the phase may complete.
+DEVICE void barrier_arrive_expect(Barrier* barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+// Blocks until the phase of the given parity has completed; acquire at CTA scope. That also covers bulk copies, from
+// whichever CTA they were issued; and a peer's arrival that says "I have read this stage" orders no data of ours. (Acquire
+// at cluster scope would invalidate L1 at every wait: it halved the GEMM's speed on H200.)
+DEVICE void barrier_wait(Barrier* barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra DONE;\n"
+        "bra WAIT;\n"
+        "DONE:\n"
+        "}" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+}  // namespace moe_fp8::ptx

@@ -1,0 +1,34 @@
+// Shared-memory addressing and matrix stores.
+#pragma once
+
+#include "common/types.cuh"
+
+namespace moe_fp8::ptx {
+
+// 32-bit address in the shared window of this CTA.
+DEVICE uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Four 8x8 matrices of 16-bit elements, each stored transposed; lane 8*i+r gives the address of row r of
+// matrix i (a column of the fragment). Visible to other threads after a barrier among them.
+DEVICE void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+// As above with two matrices; lanes 0-15 give the addresses.
+DEVICE void stmatrix_x2_trans(uint32_t address, uint32_t r0, uint32_t r1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(r0), "r"(r1)
+                 : "memory");
+}
+
+// Two floats to packed bf16, round to nearest even; `low` lands in the low half.
+DEVICE uint32_t pack_bf16(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+}  // namespace moe_fp8::ptx

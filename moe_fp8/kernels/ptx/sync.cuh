@@ -1,0 +1,51 @@
+// Warpgroup roles, named barriers and clusters.
+#pragma once
+
+#include "common/types.cuh"
+
+namespace moe_fp8::ptx {
+
+// Gives registers back; every warp of the warpgroup executes it.
+template <int kRegisters>
+DEVICE void registers_release() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Blocks until the registers are free.
+template <int kRegisters>
+DEVICE void registers_acquire() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Barrier `id` (1-15; 0 is __syncthreads) among `threads` threads; orders their shared-memory accesses.
+DEVICE void named_barrier(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+DEVICE uint32_t cluster_rank() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// All threads of the cluster; orders their memory accesses at cluster scope.
+DEVICE void cluster_barrier() {
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;" ::
+            : "memory");
+}
+
+// One lane of a converged warp, the same at every call.
+DEVICE bool elect_one() {
+    uint32_t elected;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "elect.sync _|p, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}" : "=r"(elected));
+    return elected != 0;
+}
+
+}  // namespace moe_fp8::ptx

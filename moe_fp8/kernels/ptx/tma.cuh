@@ -1,0 +1,48 @@
+// Bulk tensor copies (TMA) from global to shared memory. Each completes by counting its bytes on `barrier`;
+// a reader waits on that barrier and needs no further fence. One thread issues.
+#pragma once
+
+#include "common/types.cuh"
+#include "ptx/mbarrier.cuh"
+
+namespace moe_fp8::ptx {
+
+// L2 eviction priorities, as createpolicy encodes them for a fraction of 1.0.
+enum class CacheHint : uint64_t {
+    kNormal = 0x1000000000000000ull,
+    kEvictFirst = 0x12F0000000000000ull,
+    kEvictLast = 0x14F0000000000000ull,
+};
+
+DEVICE void prefetch_tensor_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+DEVICE void tma_load_2d(const TensorMap* map, Barrier* barrier, void* destination, int x, int y, CacheHint hint) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(destination)),
+        "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "l"(hint)
+        : "memory");
+}
+
+// To the same offset in every CTA of `mask`; bytes are counted on the barrier at the same offset in each.
+DEVICE void tma_load_2d_multicast(const TensorMap* map, Barrier* barrier, void* destination, int x, int y,
+                                  uint16_t mask, CacheHint hint) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(shared_address(destination)),
+        "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(mask), "l"(hint)
+        : "memory");
+}
+
+DEVICE void tma_load_3d(const TensorMap* map, Barrier* barrier, void* destination, int x, int y, int z,
+                        CacheHint hint) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(destination)),
+        "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "l"(hint)
+        : "memory");
+}
+
+}  // namespace moe_fp8::ptx

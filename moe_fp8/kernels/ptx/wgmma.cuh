@@ -1,0 +1,107 @@
+// wgmma: D[64,N] (+)= A[64,32] @ B[N,32]^T, FP8 e4m3 operands in shared memory (both K-major), fp32 accumulators
+// in the registers of a warpgroup.
+//
+// Thread t of the warpgroup holds, for j < N/8: d[4j], d[4j+1] = row t/32*16 + t%32/4, columns 8j + t%4*2 and the
+// next; d[4j+2], d[4j+3] = the row 8 below.
+#pragma once
+
+#include "common/types.cuh"
+#include "ptx/shared.cuh"
+
+namespace moe_fp8::ptx {
+
+// Orders register and shared-memory accesses of the warpgroup before the wgmma that follow.
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// Closes a group of the wgmma issued so far.
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most `kPending` groups are in flight; accumulators of completed groups may be read.
+template <int kPending>
+DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from moving accesses of an accumulator across asynchronous wgmma.
+template <int kCount>
+DEVICE void wgmma_pin(float (&d)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Descriptor of a K-major tile whose rows are `kRowBytes` (32, 64 or 128) long and swizzled over that many bytes.
+// Eight rows form one swizzle atom, so the stride between groups of eight rows is 8 * kRowBytes. The tile
+// starts at a multiple of 8 * kRowBytes.
+template <int kRowBytes>
+DEVICE uint64_t wgmma_descriptor(const void* tile) {
+    static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes == 128, "row length is the swizzle width");
+    constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
+    const uint64_t address = shared_address(tile);
+    return (address & 0x3FFFF) >> 4 | uint64_t(1) << 16 | uint64_t(8 * kRowBytes >> 4) << 32 | kSwizzle << 62;
+}
+
+// Descriptor `bytes` further along K, within the swizzled row.
+DEVICE uint64_t advance_descriptor(uint64_t descriptor, int bytes) { return descriptor + (bytes >> 4); }
+
+// `accumulate` false overwrites d.
+template <int kN>
+struct Wgmma;
+
+#define D1(i) "+f"(d[i])
+#define D4(i) D1(i), D1(i + 1), D1(i + 2), D1(i + 3)
+#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
+#define D32(i) D16(i), D16(i + 16)
+#define D64(i) D32(i), D32(i + 32)
+
+#define DEFINE_WGMMA(kColumns, kRegisters, REGISTERS, A, B, P, ...)                                          \
+    template <>                                                                                             \
+    struct Wgmma<kColumns> {                                                                                \
+        static DEVICE void mma(float (&d)[kRegisters], uint64_t a, uint64_t b, bool accumulate) {           \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P                                              \
+                         ", 0;\n"                                                                           \
+                         "wgmma.mma_async.sync.aligned.m64n" #kColumns "k32.f32.e4m3.e4m3 {" REGISTERS "}, " A \
+                         ", " B ", p, 1, 1;\n}"                                                             \
+                         : __VA_ARGS__                                                                      \
+                         : "l"(a), "l"(b), "r"(int(accumulate)));                                           \
+        }                                                                                                   \
+    }
+
+#define REGISTERS_4 \
+    "%0, %1, %2, %3"
+#define REGISTERS_8 REGISTERS_4 \
+    ", %4, %5, %6, %7"
+#define REGISTERS_16 REGISTERS_8 \
+    ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define REGISTERS_32 REGISTERS_16 \
+    ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS_64 REGISTERS_32 \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48" \
+    ", %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGISTERS_128 REGISTERS_64 \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80" \
+    ", %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97" \
+    ", %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112" \
+    ", %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126" \
+    ", %127"
+
+DEFINE_WGMMA(8, 4, REGISTERS_4, "%4", "%5", "%6", D4(0));
+DEFINE_WGMMA(16, 8, REGISTERS_8, "%8", "%9", "%10", D4(0), D4(4));
+DEFINE_WGMMA(32, 16, REGISTERS_16, "%16", "%17", "%18", D16(0));
+DEFINE_WGMMA(64, 32, REGISTERS_32, "%32", "%33", "%34", D32(0));
+DEFINE_WGMMA(128, 64, REGISTERS_64, "%64", "%65", "%66", D64(0));
+DEFINE_WGMMA(256, 128, REGISTERS_128, "%128", "%129", "%130", D64(0), D64(64));
+
+#undef D1
+#undef D4
+#undef D16
+#undef D32
+#undef D64
+#undef DEFINE_WGMMA
+#undef REGISTERS_4
+#undef REGISTERS_8
+#undef REGISTERS_16
+#undef REGISTERS_32
+#undef REGISTERS_64
+#undef REGISTERS_128
+
+}  // namespace moe_fp8::ptx

@@ -1,0 +1,52 @@
+// Shared memory of the MQA-logits kernels: a ring of key stages and two buffers of query tiles with their weights.
+#pragma once
+
+#include "common/types.cuh"
+#include "ptx/mbarrier.cuh"
+
+namespace moe_fp8::sched {
+
+constexpr int kBlockKv = 128;  // keys of a stage: 64 for each math warpgroup
+constexpr int kMathWarps = 8;
+
+template <int kColumns, int kHeadDim, int kStages>
+struct MqaShared {
+    uint8_t queries[2][kColumns * kHeadDim];
+    uint8_t keys[kStages][kBlockKv * kHeadDim];
+    alignas(128) float weights[2][align_up(kColumns, 32)];  // TMA writes at multiples of 128 bytes
+    alignas(128) float key_scales[kStages][kBlockKv];
+    ptx::Barrier query_full[2];
+    ptx::Barrier query_empty[2];
+    ptx::Barrier key_full[kStages];
+    ptx::Barrier key_empty[kStages];
+
+    // One thread; follow with a CTA barrier.
+    DEVICE void init() {
+        for (int i = 0; i < 2; ++i) {
+            ptx::barrier_init(&query_full[i], 1);
+            ptx::barrier_init(&query_empty[i], kMathWarps);
+        }
+        for (int i = 0; i < kStages; ++i) {
+            ptx::barrier_init(&key_full[i], 1);
+            ptx::barrier_init(&key_empty[i], kMathWarps);
+        }
+        ptx::fence_barrier_init();
+    }
+};
+
+// Position in a ring of kDepth slots; producer and consumers step it alike.
+template <int kDepth>
+struct RingCursor {
+    uint32_t slot = 0, phase = 0;
+    DEVICE void step() {
+        if (++slot == kDepth) slot = 0, phase ^= 1;
+    }
+};
+
+// The whole warp has read the slot.
+DEVICE void release(ptx::Barrier* empty) {
+    __syncwarp();
+    if (lane_index() == 0) ptx::barrier_arrive(empty);
+}
+
+}  // namespace moe_fp8::sched

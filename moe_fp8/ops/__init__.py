@@ -1,0 +1,21 @@
+"""The ops: each checks its arguments, selects a kernel and launches it; on CPU, the reference runs."""
+
+from __future__ import annotations
+
+from moe_fp8.ops.gemm import gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked
+from moe_fp8.ops.logits import mqa_logits_fp8, paged_mqa_logits_fp8, paged_mqa_logits_metadata
+from moe_fp8.ops.quantize import quantize_fp8, quantize_fp8_blocks
+from moe_fp8.ops.scales import implicit_scale_conversions, to_mn_major
+
+__all__ = [
+    "gemm_fp8",
+    "grouped_gemm_fp8_contiguous",
+    "grouped_gemm_fp8_masked",
+    "implicit_scale_conversions",
+    "mqa_logits_fp8",
+    "paged_mqa_logits_fp8",
+    "paged_mqa_logits_metadata",
+    "quantize_fp8",
+    "quantize_fp8_blocks",
+    "to_mn_major",
+]

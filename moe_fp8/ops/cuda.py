@@ -1,0 +1,273 @@
+"""CUDA launches: problem -> spec -> loaded kernel -> parameters -> launch.
+
+Arguments arrive checked, with outputs allocated and activation scales MN-major. Each function packs the one
+struct that its kernel takes (the layouts are those of the `*Params` structs in `moe_fp8/kernels`) and launches
+on the current stream. Nothing here waits for the device, reads device data or allocates.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from moe_fp8 import heuristics
+from moe_fp8.errors import UnsupportedError
+from moe_fp8.jit.driver import ParamBlock, device_info
+from moe_fp8.jit.runtime import get_kernel
+from moe_fp8.jit.tensor_map import encode_2d, encode_tiled
+from moe_fp8.problems import (
+    GemmLayout,
+    GemmProblem,
+    InDtype,
+    MqaLogitsProblem,
+    PagedMqaLogitsProblem,
+    PagedMqaMetadataProblem,
+    QuantizeProblem,
+)
+from moe_fp8.specs import KernelSpec, kernel_spec
+
+_raw_stream = torch._C._cuda_getCurrentRawStream
+_current_device = torch._C._cuda_getDevice
+
+_GEMM = struct.Struct("128s128s128sQQQqiiii")
+_MQA = struct.Struct("128s128s128s128sQQQqiiii")
+_PAGED = struct.Struct("128s128s128s128sQQQQiiqqii")
+_METADATA = struct.Struct("QiiQii")
+_QUANTIZE = struct.Struct("QQQqqii")
+
+
+class _Blocks(threading.local):
+    """Parameter memory of one thread; a launch copies it before it returns."""
+
+    def __init__(self) -> None:
+        self.gemm = ParamBlock(_padded(_GEMM))
+        self.mqa = ParamBlock(_padded(_MQA))
+        self.paged = ParamBlock(_padded(_PAGED))
+        self.metadata = ParamBlock(_METADATA.size)
+        self.quantize = ParamBlock(_QUANTIZE.size)
+
+
+def _padded(layout: struct.Struct) -> int:
+    # Structs that hold tensor maps are 64-byte aligned, and so padded.
+    return -(-layout.size // 64) * 64
+
+
+_blocks = _Blocks()
+
+
+@cache
+def _num_sms(device: int) -> int:
+    info = device_info(device)
+    if info.cc != (9, 0):
+        raise UnsupportedError(
+            f"{info.name} (compute capability {info.cc[0]}.{info.cc[1]}): the kernels need Hopper (9.0); "
+            "move the tensors to such a GPU, or to the CPU for the reference implementation"
+        )
+    return info.num_sms
+
+
+def _launch(spec: KernelSpec, grid: int, device: int, block: ParamBlock) -> None:
+    if device == _current_device():
+        get_kernel(spec).launch(grid, _raw_stream(device), block)
+    else:
+        with torch.cuda.device(device):
+            get_kernel(spec).launch(grid, _raw_stream(device), block)
+
+
+@lru_cache(maxsize=65536)
+def _gemm_plan(
+    layout: GemmLayout, m: int, n: int, k: int, num_experts: int, expected_m: int | None, fp32: bool, num_sms: int
+) -> tuple[KernelSpec, int, int, int]:
+    """Spec, grid, and the box rows of tokens and of weights."""
+    if num_experts > heuristics.MAX_EXPERTS:
+        raise UnsupportedError(
+            f"grouped GEMM: at most {heuristics.MAX_EXPERTS} experts a call, got {num_experts}; split the experts"
+        )
+    problem = GemmProblem(
+        layout, m, n, k, num_experts, expected_m, "float32" if fp32 else "bfloat16", num_sms
+    )
+    config = heuristics.gemm_config(problem)
+    share_tokens = config.cluster if config.multicast == "tokens" else 1
+    share_weights = config.cluster if config.multicast == "weights" else 1
+    grid = num_sms // config.cluster * config.cluster
+    if layout == "dense":
+        units = -(-m // (config.block_m * share_weights)) * -(-n // (config.block_n * share_tokens))
+        grid = min(grid, units * config.cluster)
+    return kernel_spec(problem), grid, config.block_m // share_tokens, config.block_n // share_weights
+
+
+def gemm(
+    layout: GemmLayout,
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    out: Tensor,
+    index: Tensor | None,
+    expected_m: int | None,
+) -> None:
+    """Dense and grouped GEMM; a [M,K] or [E,Mmax,K], b [N,K] or [E,N,K], out [..., N]."""
+    device = a.get_device()
+    k = a.shape[-1]
+    m = a.shape[-2]
+    n = b.shape[-2]
+    num_experts = b.shape[0] if layout != "dense" else 1
+    spec, grid, token_rows, weight_rows = _gemm_plan(
+        layout, m, n, k, num_experts, expected_m, out.dtype is torch.float32, _num_sms(device)
+    )
+    batch = num_experts if layout == "masked" else 1
+    block = _blocks.gemm
+    _GEMM.pack_into(
+        block.buffer,
+        0,
+        encode_2d(a.data_ptr(), "uint8", (k, m * batch), k, (128, token_rows)),
+        encode_2d(a_scale.data_ptr(), "float32", (m, batch * (k >> 7)), ((m + 3) & -4) * 4, (token_rows, 1), 0),
+        encode_2d(b.data_ptr(), "uint8", (k, n * num_experts), k, (128, weight_rows)),
+        out.data_ptr(),
+        b_scale.data_ptr(),
+        0 if index is None else index.data_ptr(),
+        n,
+        m,
+        n,
+        k,
+        num_experts,
+    )
+    _launch(spec, grid, device, block)
+
+
+#: Keys of a prefill work item: enough of them to spread evenly, few enough that the query tile's load is small.
+_MIN_CHUNK, _MAX_CHUNK, _ITEMS_PER_SM = 512, 4096, 12
+
+
+def mqa_logits(
+    q: Tensor,
+    k: Tensor,
+    k_scale: Tensor,
+    weights: Tensor,
+    ks: Tensor,
+    ke: Tensor,
+    out: Tensor,
+    compressed: bool,
+    fill: bool,
+) -> None:
+    """Prefill indexer logits; q [M,H,D], k [N,D], weights [M,H], out [M, N or max_seqlen_k]."""
+    device = q.get_device()
+    num_sms = _num_sms(device)
+    m, heads, dim = q.shape
+    n = k.shape[0]
+    width = out.shape[1]
+    problem = MqaLogitsProblem(m, n, heads, dim, compressed, fill, num_sms)
+    spec = kernel_spec(problem)
+    block_q = heuristics.mqa_config(problem).block_q
+    query_blocks = -(-m // block_q)
+    columns = max(n, width) if compressed else n
+    share = -(-columns * query_blocks // (num_sms * _ITEMS_PER_SM * 128)) * 128
+    chunk = min(max(share, _MIN_CHUNK), _MAX_CHUNK)
+    block = _blocks.mqa
+    _MQA.pack_into(
+        block.buffer,
+        0,
+        encode_2d(q.data_ptr(), "uint8", (dim, m * heads), dim, (dim, block_q * heads), dim),
+        encode_2d(k.data_ptr(), "uint8", (dim, n), dim, (dim, heuristics.MQA_BLOCK_KV), dim),
+        encode_2d(k_scale.data_ptr(), "float32", (n, 1), (n + 3 & -4) * 4, (heuristics.MQA_BLOCK_KV, 1), 0),
+        encode_2d(weights.data_ptr(), "float32", (heads, m), heads * 4, (heads, block_q), 0),
+        out.data_ptr(),
+        ks.data_ptr(),
+        ke.data_ptr(),
+        out.stride(0),
+        m,
+        n,
+        width,
+        chunk,
+    )
+    _launch(spec, min(num_sms, query_blocks * -(-columns // chunk)), device, block)
+
+
+def paged_mqa_logits_metadata(
+    context_lens: Tensor, block_size: int, num_workers: int, next_n: int, out: Tensor
+) -> None:
+    """Schedule of the paged logits; context_lens [B] or [B,next_n], out [num_workers + 1, 2]."""
+    device = context_lens.get_device()
+    batch = context_lens.shape[0]
+    spec = kernel_spec(PagedMqaMetadataProblem(batch, next_n, _num_sms(device)))
+    block = _blocks.metadata
+    _METADATA.pack_into(
+        block.buffer,
+        0,
+        context_lens.data_ptr(),
+        next_n,
+        context_lens.dim() == 2,
+        out.data_ptr(),
+        batch,
+        num_workers,
+    )
+    _launch(spec, 1, device, block)
+
+
+def paged_mqa_logits(
+    q: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    metadata: Tensor,
+    out: Tensor,
+) -> None:
+    """Decode indexer logits; q [B,next_n,H,D], kv_cache [pages,block,1,D+4], out [B*next_n, max_context_len]."""
+    device = q.get_device()
+    batch, next_n, heads, dim = q.shape
+    pages, page_size = kv_cache.shape[0], kv_cache.shape[1]
+    page_stride = kv_cache.stride(0) if pages > 1 else page_size * (dim + 4)
+    problem = PagedMqaLogitsProblem(batch, next_n, heads, dim, page_size, _num_sms(device))
+    spec = kernel_spec(problem)
+    block_q = heuristics.paged_mqa_config(problem).block_q
+    rows = batch * next_n
+    cache = kv_cache.data_ptr()
+    block = _blocks.paged
+    _PAGED.pack_into(
+        block.buffer,
+        0,
+        encode_2d(q.data_ptr(), "uint8", (dim, rows * heads), dim, (dim, block_q * heads), dim),
+        encode_tiled(cache, "uint8", (dim, page_size, pages), (dim, page_stride), (dim, page_size, 1), dim),
+        encode_2d(cache + page_size * dim, "float32", (page_size, pages), page_stride, (page_size, 1), 0),
+        encode_2d(weights.data_ptr(), "float32", (heads, rows), heads * 4, (heads, block_q), 0),
+        out.data_ptr(),
+        block_table.data_ptr(),
+        metadata.data_ptr(),
+        context_lens.data_ptr(),
+        next_n,
+        context_lens.dim() == 2,
+        out.stride(0),
+        block_table.stride(0),
+        batch,
+        out.shape[1],
+    )
+    _launch(spec, metadata.shape[0] - 1, device, block)
+
+
+_IN_DTYPES: dict[torch.dtype, InDtype] = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+}
+
+#: Rows that one block of the quantiser takes at once, and blocks that share an SM.
+_QUANTIZE_ROWS, _QUANTIZE_BLOCKS_PER_SM = 16, 8
+
+
+def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
+    """x [M,K] -> q [M,K] fp8 and scale [M,K/128] MN-major."""
+    device = x.get_device()
+    num_sms = _num_sms(device)
+    m, k = x.shape
+    spec = kernel_spec(QuantizeProblem(m, k, _IN_DTYPES[x.dtype], power_of_two, num_sms))
+    block = _blocks.quantize
+    _QUANTIZE.pack_into(
+        block.buffer, 0, x.data_ptr(), q.data_ptr(), scale.data_ptr(), k, (m + 3) & -4, m, k
+    )
+    tiles = -(-m // _QUANTIZE_ROWS) * (k >> 7)
+    _launch(spec, min(tiles, num_sms * _QUANTIZE_BLOCKS_PER_SM), device, block)

@@ -1,0 +1,133 @@
+"""Block-scaled FP8 GEMMs, dense and grouped by expert; all NT: D[M,N] = A[M,K] @ B[N,K]^T.
+
+Scaling follows DeepSeek-V3 (arXiv 2412.19437, section 3.3): 1 x 128 scales on activations, 128 x 128 on
+weights, and the partial sum over each 128 of K promoted into fp32 with the product of the two.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_fp8.errors import ArgumentError
+from moe_fp8.ops import checks, schemas
+
+
+def gemm_fp8(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    out: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Dense product of quantised activations and weights: out = (a * a_scale) @ (b * b_scale)^T.
+
+    a: float8_e4m3fn `[M, K]`, contiguous. a_scale: fp32 `[M, K/128]`; MN-major (stride
+    `(1, align(M, 4))`, as `quantize_fp8` and `to_mn_major` give) is read as it is, any other stride is
+    converted by one more kernel, counted by `implicit_scale_conversions()`.
+    b: float8_e4m3fn `[N, K]`, contiguous. b_scale: fp32 `[ceil(N/128), K/128]`, contiguous.
+    out: bf16 or fp32 `[M, N]`, contiguous, or None to allocate one of `out_dtype` (bf16 by default).
+    K % 128 == 0, N % 64 == 0, addresses 16-byte aligned. M = 0 returns at once.
+
+    Returns out. Accumulates in fp32. No host synchronisation; safe to capture.
+    Raises ArgumentError; JitMissError after `freeze()` if warmup did not cover the shape.
+    """
+    if out is None:
+        if a.dim() != 2 or b.dim() != 2:
+            checks.rank("gemm_fp8", "a", a, "[M, K]", 2)
+            checks.rank("gemm_fp8", "b", b, "[N, K]", 2)
+        dtype = torch.bfloat16 if out_dtype is None else checks.out_dtype("gemm_fp8", out_dtype)
+        out = torch.empty((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
+    elif out_dtype is not None:
+        checks.given_out("gemm_fp8", out, out_dtype)
+    schemas.gemm_fp8(a, a_scale, b, b_scale, out)
+    return out
+
+
+def grouped_gemm_fp8_contiguous(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    m_indices: Tensor | None = None,
+    psum: Tensor | None = None,
+    offsets: Tensor | None = None,
+    expected_m: int | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Each expert's rows of `a` times its own weights; rows of all experts lie one after the other.
+
+    a, a_scale: as in `gemm_fp8`. b: float8_e4m3fn `[E, N, K]`, contiguous. b_scale: fp32
+    `[E, ceil(N/128), K/128]`, contiguous. out: bf16 or fp32 `[M, N]`, contiguous, or None.
+
+    Exactly one of (int32, contiguous, on a's device):
+    m_indices `[M]`: the expert of each row, -1 for padding; an expert's rows start at multiples of 128.
+    psum `[E]`: one past each expert's last row; expert e starts at `align(psum[e-1], 128)`, expert 0 at 0.
+    offsets `[E+1]`: expert e has rows `offsets[e]` to `offsets[e+1]`; no alignment, no padding.
+    expected_m: rows that an expert is expected to have; tunes only, any value is safe.
+
+    Returns out. Rows of no expert may hold anything in `a` and `a_scale` (NaN included) and are unspecified
+    in out. Experts may be empty. No host synchronisation; safe to capture: a replay reads the index anew.
+    Raises ArgumentError; in checked mode ContractError, naming expert and row, when the index breaks the
+    rules above; JitMissError after `freeze()` if warmup did not cover the shape.
+    """
+    op = "grouped_gemm_fp8_contiguous"
+    if offsets is not None:
+        layout, index, given = "offsets", offsets, m_indices is None and psum is None
+    elif psum is not None:
+        layout, index, given = "psum", psum, m_indices is None
+    elif m_indices is not None:
+        layout, index, given = "m_indices", m_indices, True
+    else:
+        raise ArgumentError(op, "m_indices, psum, offsets", "exactly one of the three", "none")
+    if not given:
+        raise ArgumentError(op, "m_indices, psum, offsets", "exactly one of the three", "several")
+    if out is None:
+        if a.dim() != 2 or b.dim() != 3:
+            checks.rank(op, "a", a, "[M, K]", 2)
+            checks.rank(op, "b", b, "[E, N, K]", 3)
+        dtype = torch.bfloat16 if out_dtype is None else checks.out_dtype(op, out_dtype)
+        out = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device)
+    elif out_dtype is not None:
+        checks.given_out(op, out, out_dtype)
+    schemas.grouped_gemm_fp8_contiguous(a, a_scale, b, b_scale, index, layout, expected_m, out)
+    return out
+
+
+def grouped_gemm_fp8_masked(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    masked_m: Tensor,
+    expected_m: int | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The first `masked_m[e]` rows of each expert's buffer times its weights.
+
+    a: float8_e4m3fn `[E, Mmax, K]`, contiguous. a_scale: fp32 `[E, Mmax, K/128]`; MN-major is stride
+    `(align(Mmax,4)*K/128, 1, align(Mmax,4))`, another is converted and counted. b, b_scale: as in
+    `grouped_gemm_fp8_contiguous`. masked_m: int32 `[E]`, contiguous, on a's device, 0 <= masked_m[e] <= Mmax.
+    expected_m: rows that an expert is expected to have; tunes only: results are bitwise independent of it.
+    out: bf16 or fp32 `[E, Mmax, N]`, contiguous, or None.
+
+    Returns out. Rows from masked_m[e] on may hold anything in `a` and `a_scale` (NaN included) and are
+    unspecified in out. No host synchronisation; safe to capture: a replay reads masked_m anew.
+    Raises ArgumentError; in checked mode ContractError naming the expert; JitMissError after `freeze()`.
+    """
+    op = "grouped_gemm_fp8_masked"
+    if out is None:
+        if a.dim() != 3 or b.dim() != 3:
+            checks.rank(op, "a", a, "[E, Mmax, K]", 3)
+            checks.rank(op, "b", b, "[E, N, K]", 3)
+        dtype = torch.bfloat16 if out_dtype is None else checks.out_dtype(op, out_dtype)
+        out = torch.empty((a.shape[0], a.shape[1], b.shape[1]), dtype=dtype, device=a.device)
+    elif out_dtype is not None:
+        checks.given_out(op, out, out_dtype)
+    schemas.grouped_gemm_fp8_masked(a, a_scale, b, b_scale, masked_m, expected_m, out)
+    return out

@@ -1,0 +1,119 @@
+"""Indexer logits of sparse attention (DeepSeek-V3.2's lightning indexer), prefill and paged decode.
+
+logit of query i and key j = sum over heads h of relu(q[i,h] . k[j]) * k_scale[j] * weights[i,h]; the scale
+of q is folded into `weights` by the caller (DeepSeek-V3.2 technical report, arXiv 2512.02556, section 2.1).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_fp8.errors import ArgumentError
+from moe_fp8.ops import checks, schemas
+
+
+def mqa_logits_fp8(
+    q: Tensor,
+    k: Tensor,
+    k_scale: Tensor,
+    weights: Tensor,
+    ks: Tensor,
+    ke: Tensor,
+    *,
+    max_seqlen_k: int | None = None,
+    fill: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Prefill indexer logits of query i over keys ks[i] <= j < ke[i].
+
+    q: float8_e4m3fn `[M, H, 128]`, H one of 8, 16, 32, 64. k: float8_e4m3fn `[N, 128]`. k_scale: fp32 `[N]`.
+    weights: fp32 `[M, H]`. ks, ke: int32 `[M]`, 0 <= ks <= ke <= N. All contiguous and on one device; q, k,
+    k_scale and weights 16-byte aligned.
+    max_seqlen_k: None for the full layout, where out is `[M, N]` and column j is key j; a width for the
+    compressed layout, where out is `[M, max_seqlen_k]` and column c is key ks[i] + c; no row may be wider.
+    fill: write -inf to every other element; otherwise those keep what out held (uninitialised if allocated).
+    out: fp32 of the shape above, contiguous rows of any stride, or None.
+
+    Returns out. No host synchronisation; safe to capture: a replay reads ks and ke anew. M = 0 returns at
+    once. Raises ArgumentError, UnsupportedError (another H or head dimension); in checked mode ContractError
+    naming the row.
+    """
+    if out is None:
+        if q.dim() != 3 or k.dim() != 2:
+            checks.rank("mqa_logits_fp8", "q", q, "[M, H, D]", 3)
+            checks.rank("mqa_logits_fp8", "k", k, "[N, D]", 2)
+        columns = k.shape[0] if max_seqlen_k is None else max_seqlen_k
+        if columns < 0:
+            raise ArgumentError("mqa_logits_fp8", "max_seqlen_k", "at least 0", max_seqlen_k)
+        out = torch.empty((q.shape[0], columns), dtype=torch.float32, device=q.device)
+    elif max_seqlen_k is not None and out.shape[-1:] != (max_seqlen_k,):
+        raise ArgumentError(
+            "mqa_logits_fp8", "out", f"{max_seqlen_k} columns (max_seqlen_k)", list(out.shape)
+        )
+    schemas.mqa_logits_fp8(q, k, k_scale, weights, ks, ke, max_seqlen_k is not None, fill, out)
+    return out
+
+
+def paged_mqa_logits_metadata(
+    context_lens: Tensor, block_size: int, num_sms: int, *, next_n: int = 1
+) -> Tensor:
+    """Divide a batch's KV evenly among `num_sms` workers, on the device.
+
+    context_lens: int32 `[B]` or `[B, next_n]`, contiguous; zero is allowed. block_size: tokens of a page (32,
+    64 or 128). num_sms: workers, at least 1. next_n: tokens of a request, taken from the shape if 2-D.
+
+    Returns int32 `[num_sms + 1, 2]`: worker s does what lies from row s to row s + 1, each (request, chunk of
+    256 tokens). Requests have ceil(longest token's length / 256) chunks; worker s starts at flattened chunk
+    floor(s * total / num_sms); the last row is (B, 0), and for B = 0 all are (0, 0).
+
+    No host synchronisation; safe to capture: rebuilt from context_lens at each replay.
+    Raises ArgumentError, UnsupportedError.
+    """
+    if num_sms < 1:
+        raise ArgumentError("paged_mqa_logits_metadata", "num_sms", "at least 1", num_sms)
+    if context_lens.dim() == 2:
+        next_n = context_lens.shape[1]
+    out = torch.empty((num_sms + 1, 2), dtype=torch.int32, device=context_lens.device)
+    schemas.paged_mqa_logits_metadata(context_lens, block_size, next_n, out)
+    return out
+
+
+def paged_mqa_logits_fp8(
+    q: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    metadata: Tensor,
+    max_context_len: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Decode indexer logits of each request's tokens over its own paged keys.
+
+    q: float8_e4m3fn `[B, next_n, H, 128]`, contiguous; H one of 8, 16, 32, 64, next_n 1 to 8.
+    kv_cache: uint8 `[pages, block_size, 1, 132]`, block_size 32, 64 or 128: a page is block_size * 128 bytes
+    of fp8 keys, then block_size fp32 scales; the page stride may be larger (a multiple of 16 bytes).
+    weights: fp32 `[B * next_n, H]`, contiguous. context_lens: int32 `[B]` (token t sees the first
+    context_lens[b] - (next_n - 1 - t) positions) or `[B, next_n]` (each token's own length); zero is allowed.
+    block_table: int32 `[B, any]`, contiguous rows: pages of each request; entries past a context's last page
+    are not read. metadata: from `paged_mqa_logits_metadata` with the same context_lens and next_n, for any
+    num_sms. max_context_len: columns of out. out: fp32 `[B * next_n, max_context_len]`, contiguous rows of
+    any stride, or None.
+
+    Returns out: row b * next_n + t, column j = position j, written only where j is below the token's length.
+    No host synchronisation; safe to capture: a replay reads lengths, tables and metadata anew.
+    Raises ArgumentError, UnsupportedError; in checked mode ContractError naming the request as `row`.
+    """
+    if out is None:
+        if q.dim() != 4:
+            checks.rank("paged_mqa_logits_fp8", "q", q, "[B, next_n, H, D]", 4)
+        if max_context_len < 0:
+            raise ArgumentError("paged_mqa_logits_fp8", "max_context_len", "at least 0", max_context_len)
+        out = torch.empty((q.shape[0] * q.shape[1], max_context_len), dtype=torch.float32, device=q.device)
+    elif out.shape[-1:] != (max_context_len,):
+        raise ArgumentError(
+            "paged_mqa_logits_fp8", "out", f"{max_context_len} columns (max_context_len)", list(out.shape)
+        )
+    schemas.paged_mqa_logits_fp8(q, kv_cache, weights, context_lens, block_table, metadata, out)
+    return out

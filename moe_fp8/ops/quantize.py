@@ -1,0 +1,66 @@
+"""FP8 quantisation: activations per 1 x 128 group, weights per 128 x 128 block.
+
+The definition is DeepSeek-V3's (arXiv 2412.19437, section 3.3.2): scale = amax / 448, value = fp8 x scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_fp8.errors import ArgumentError
+from moe_fp8.ops import checks, reference, schemas
+from moe_fp8.ops.scales import empty_mn_major
+
+
+def quantize_fp8(x: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantise activations to FP8 with one scale per 1 x 128 group along K.
+
+    x: bf16, fp16 or fp32 `[M, K]`, contiguous, K a positive multiple of 128; M = 0 is allowed.
+    power_of_two: round scales up to powers of two (UE8M0-representable), kept as fp32.
+
+    Returns `(q, scale)`: q float8_e4m3fn `[M, K]`, contiguous; scale fp32 `[M, K/128]`, MN-major: stride
+    `(1, align(M, 4))`, what the GEMMs read without conversion. `x ~ q * scale`; the unit is x's.
+
+    For a group, amax = max |x| in fp32, at least 1e-10; scale = amax / 448 (IEEE division), or
+    `2**ceil(log2(scale))`; q = round-to-nearest-even(clamp(x * (1 / scale), -448, 448)). The CPU and CUDA
+    implementations agree bit for bit on finite inputs. A group that holds NaN or infinity is
+    unspecified; other groups are unaffected.
+
+    One kernel; safe to capture. Raises ArgumentError.
+    """
+    if x.dim() != 2:
+        checks.rank("quantize_fp8", "x", x, "[M, K]", 2)
+    m, k = x.shape
+    q = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = empty_mn_major(m, k // 128, x)
+    schemas.quantize_fp8(x, q, scale, power_of_two)
+    return q, scale
+
+
+def quantize_fp8_blocks(w: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantise weights to FP8 with one scale per 128 x 128 block; plain torch, meant for offline use.
+
+    w: bf16, fp16 or fp32 `[N, K]` or `[E, N, K]`; N and K need not be multiples of 128 (the blocks at
+    the edge are smaller), though the GEMMs want K % 128 == 0 and N % 64 == 0.
+    power_of_two: round scales up to powers of two, kept as fp32.
+
+    Returns `(q, scale)`: q float8_e4m3fn of w's shape, contiguous; scale fp32 `[ceil(N/128), ceil(K/128)]`
+    or `[E, ...]`, row-major. Scales as in `quantize_fp8`, with amax over the block. Raises ArgumentError.
+    Allocates; not meant for capture.
+    """
+    if w.dim() not in (2, 3):
+        raise ArgumentError("quantize_fp8_blocks", "w", "shape [N, K] or [E, N, K]", list(w.shape))
+    if not w.is_floating_point() or w.dtype.itemsize == 1:
+        raise ArgumentError("quantize_fp8_blocks", "w", "dtype bfloat16, float16 or float32", w.dtype)
+    if w.shape[-2] == 0 or w.shape[-1] == 0:
+        raise ArgumentError("quantize_fp8_blocks", "w", "N and K of at least 1", list(w.shape))
+    if w.dim() == 2:
+        return reference.quantize_blocks(w, power_of_two)
+    num_experts, n, k = w.shape
+    q = torch.empty((num_experts, n, k), dtype=torch.float8_e4m3fn, device=w.device)
+    scale = w.new_empty((num_experts, -(-n // 128), -(-k // 128)), dtype=torch.float32)
+    # Expert by expert, so that the fp32 working copy stays one expert large.
+    for e in range(num_experts):
+        q[e], scale[e] = reference.quantize_blocks(w[e], power_of_two)
+    return q, scale

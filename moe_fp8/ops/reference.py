@@ -1,0 +1,251 @@
+"""What every op means, in plain torch: the CPU implementation and the oracle of the tests.
+
+Each function takes checked arguments and preallocated outputs, like its CUDA counterpart in
+`cuda.py`. Values are dequantised and multiplied in `compute_dtype` (float32 here; the tests ask for
+float64). Nothing outside an op's contract is read: padding rows, padding scales and cache entries
+past a context's end may hold NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_fp8.problems import SCALE_BLOCK, SEGMENT_ALIGNMENT
+
+#: Largest finite float8_e4m3fn.
+FP8_MAX = 448.0
+
+#: Groups whose largest magnitude is below this share its scale, so that no scale is zero.
+MIN_AMAX = 1e-10
+
+#: Tokens of KV in one unit of the paged schedule.
+SCHEDULE_CHUNK = 256
+
+#: Scores of this many (query, head, key) triples are held at once.
+_SCORES_AT_ONCE = 1 << 24
+
+
+def scale_from_amax(amax: Tensor, power_of_two: bool) -> Tensor:
+    """fp32 scales for groups of largest magnitude `amax` (fp32): amax / 448, rounded up if asked.
+
+    The rounding is `2**ceil(log2(scale))`, done on the exponent bits so that it is exact.
+    """
+    # A tensor divisor: torch on CUDA turns division by a Python number into a multiplication.
+    scale = torch.div(amax.clamp_min(MIN_AMAX), amax.new_full((), FP8_MAX))
+    if power_of_two:
+        bits = scale.view(torch.int32)
+        scale = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return scale
+
+
+def _to_fp8(values: Tensor, scale: Tensor) -> Tensor:
+    return (values * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
+    """x [M,K] -> q fp8 [M,K], scale fp32 [M,K/128] (any strides)."""
+    m, k = x.shape
+    groups = x.float().view(m, k // SCALE_BLOCK, SCALE_BLOCK)
+    group_scale = scale_from_amax(groups.abs().amax(-1), power_of_two)
+    q.copy_(_to_fp8(groups, group_scale[..., None]).view(m, k))
+    scale.copy_(group_scale)
+
+
+def quantize_blocks(w: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """w [N,K] -> fp8 [N,K], fp32 [ceil(N/128), ceil(K/128)]."""
+    n, k = w.shape
+    blocks_n, blocks_k = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
+    padded = w.new_zeros((blocks_n * SCALE_BLOCK, blocks_k * SCALE_BLOCK), dtype=torch.float32)
+    padded[:n, :k] = w
+    blocks = padded.view(blocks_n, SCALE_BLOCK, blocks_k, SCALE_BLOCK)
+    scale = scale_from_amax(blocks.abs().amax((1, 3)), power_of_two)
+    q = _to_fp8(blocks, scale[:, None, :, None]).view_as(padded)
+    return q[:n, :k].contiguous(), scale
+
+
+def dequantize_rows(a: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp8 [M,K] with scales [M,K/128] -> `dtype` [M,K]."""
+    m, k = a.shape
+    groups = a.to(dtype).view(m, k // SCALE_BLOCK, SCALE_BLOCK)
+    return (groups * scale.to(dtype)[..., None]).view(m, k)
+
+
+def dequantize_blocks(b: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp8 [N,K] with scales [ceil(N/128), K/128] -> `dtype` [N,K]."""
+    n, k = b.shape
+    row_scale = scale.to(dtype).repeat_interleave(SCALE_BLOCK, 0)[:n]
+    return (b.to(dtype).view(n, k // SCALE_BLOCK, SCALE_BLOCK) * row_scale[..., None]).view(n, k)
+
+
+def gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    out: Tensor,
+    compute_dtype: torch.dtype = torch.float32,
+) -> None:
+    """out [M,N] = a [M,K] @ b [N,K]^T, rounded to out's dtype."""
+    product = dequantize_rows(a, a_scale, compute_dtype) @ dequantize_blocks(b, b_scale, compute_dtype).T
+    out.copy_(product)
+
+
+def segments(layout: str, index: Tensor) -> list[tuple[int, int, int]]:
+    """(expert, first row, one past the last row) of every non-empty run of rows, in row order.
+
+    `layout` is "psum" (ends, starts aligned to 128), "offsets" ([E+1]) or "m_indices" (the expert
+    of each row, -1 for padding).
+    """
+    values = index.tolist()
+    runs: list[tuple[int, int, int]] = []
+    if layout == "offsets":
+        runs = [(e, values[e], values[e + 1]) for e in range(len(values) - 1)]
+    elif layout == "psum":
+        start = 0
+        for expert, end in enumerate(values):
+            runs.append((expert, start, end))
+            start = -(-end // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+    elif layout == "m_indices":
+        first = 0
+        for row in range(1, len(values) + 1):
+            if row == len(values) or values[row] != values[first]:
+                runs.append((values[first], first, row))
+                first = row
+    else:
+        raise ValueError(f"unknown layout {layout!r}")
+    return [(e, start, end) for e, start, end in runs if e >= 0 and start < end]
+
+
+def gemm_contiguous(
+    layout: str,
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    index: Tensor,
+    out: Tensor,
+    compute_dtype: torch.dtype = torch.float32,
+) -> None:
+    """out[rows of e] = a[rows of e] @ b[e]^T; rows of no expert are left as they are."""
+    for e, start, end in segments(layout, index):
+        rows = slice(start, end)
+        gemm(a[rows], a_scale[rows], b[e], b_scale[e], out[rows], compute_dtype)
+
+
+def gemm_masked(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    masked_m: Tensor,
+    out: Tensor,
+    compute_dtype: torch.dtype = torch.float32,
+) -> None:
+    """out[e,:masked_m[e]] = a[e,:masked_m[e]] @ b[e]^T; other rows are left as they are."""
+    for e, count in enumerate(masked_m.tolist()):
+        if count > 0:
+            gemm(a[e, :count], a_scale[e, :count], b[e], b_scale[e], out[e, :count], compute_dtype)
+
+
+def _scores(q: Tensor, k: Tensor, k_scale: Tensor, weights: Tensor, compute_dtype: torch.dtype) -> Tensor:
+    """q [M,H,D], k [N,D], k_scale [N], weights [M,H] -> sum_h relu(q.k) * k_scale * weights, [M,N]."""
+    m, heads, dim = q.shape
+    dots = (q.to(compute_dtype).view(m * heads, dim) @ k.to(compute_dtype).T).relu_()
+    weighted = torch.bmm(weights.to(compute_dtype)[:, None, :], dots.view(m, heads, -1))
+    return weighted[:, 0] * k_scale.to(compute_dtype)
+
+
+def mqa_logits(
+    q: Tensor,
+    k: Tensor,
+    k_scale: Tensor,
+    weights: Tensor,
+    ks: Tensor,
+    ke: Tensor,
+    out: Tensor,
+    compressed: bool,
+    fill: bool,
+    compute_dtype: torch.dtype = torch.float32,
+) -> None:
+    """out[i, j] (or out[i, j - ks[i]]) for ks[i] <= j < ke[i]; the rest -inf if `fill`, else kept."""
+    m, heads, _ = q.shape
+    if fill:
+        out.fill_(float("-inf"))
+    starts, ends = ks.tolist(), ke.tolist()
+    step = max(1, _SCORES_AT_ONCE // max(1, heads * k.shape[0]))
+    for first in range(0, m, step):
+        rows = range(first, min(first + step, m))
+        low, high = min(starts[i] for i in rows), max(ends[i] for i in rows)
+        if low >= high:
+            continue
+        block = slice(first, first + step)
+        scores = _scores(q[block], k[low:high], k_scale[low:high], weights[block], compute_dtype)
+        for i in rows:
+            begin, end = starts[i], ends[i]
+            if begin < end:
+                at = 0 if compressed else begin
+                out[i, at : at + end - begin] = scores[i - first, begin - low : end - low]
+
+
+def token_lengths(context_lens: Tensor, next_n: int) -> Tensor:
+    """context_lens [B] or [B,next_n] -> length that each token sees, int64 [B,next_n], never negative.
+
+    With [B], token t of a request sees all but the next_n - 1 - t last positions.
+    """
+    if context_lens.dim() == 2:
+        return context_lens.long().clamp_min(0)
+    behind = torch.arange(next_n - 1, -1, -1, device=context_lens.device)
+    return (context_lens.long()[:, None] - behind).clamp_min(0)
+
+
+def paged_mqa_logits_metadata(context_lens: Tensor, num_sms: int, next_n: int, out: Tensor) -> None:
+    """out int32 [num_sms+1,2]: (request, chunk) where each worker starts; the last row is (B, 0).
+
+    A request has ceil(longest token length / 256) chunks; worker s starts at flattened chunk
+    floor(s * total / num_sms).
+    """
+    chunks = (token_lengths(context_lens, next_n).amax(1) + SCHEDULE_CHUNK - 1) // SCHEDULE_CHUNK
+    ends = chunks.cumsum(0)
+    workers = torch.arange(num_sms + 1, device=ends.device)
+    starts = workers * ends[-1] // num_sms
+    request = torch.searchsorted(ends, starts, right=True)
+    before = torch.cat([ends.new_zeros(1), ends])[request]
+    out[:, 0] = request
+    out[:, 1] = starts - before
+
+
+def page_contents(kv_cache: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    """One page of kv_cache uint8 [pages, block, 1, D+4] -> fp8 [block, D], fp32 scales [block]."""
+    _, block, _, width = kv_cache.shape
+    data = kv_cache[page].reshape(-1)
+    split = block * (width - 4)
+    return data[:split].view(torch.float8_e4m3fn).view(block, -1), data[split:].view(torch.float32)
+
+
+def paged_mqa_logits(
+    q: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    out: Tensor,
+    compute_dtype: torch.dtype = torch.float32,
+) -> None:
+    """out[b*next_n+t, j] for j below token t's length; the rest is left as it is."""
+    batch, next_n = q.shape[:2]
+    block = kv_cache.shape[1]
+    lengths = token_lengths(context_lens, next_n).tolist()
+    for b in range(batch):
+        longest = max(lengths[b])
+        if longest == 0:
+            continue
+        pages = block_table[b, : -(-longest // block)].tolist()
+        contents = [page_contents(kv_cache, page) for page in pages]
+        # Gathered as bytes: torch cannot concatenate fp8 on every backend.
+        k = torch.cat([keys.view(torch.uint8) for keys, _ in contents])[:longest]
+        k_scale = torch.cat([scales for _, scales in contents])[:longest]
+        rows = slice(b * next_n, (b + 1) * next_n)
+        scores = _scores(q[b], k.view(torch.float8_e4m3fn), k_scale, weights[rows], compute_dtype)
+        for t, length in enumerate(lengths[b]):
+            out[b * next_n + t, :length] = scores[t, :length]

@@ -1,0 +1,199 @@
+"""Registration of the ops with torch: schema, meta, CPU (reference) and CUDA implementations.
+
+Every op writes into outputs that the caller allocates, so one schema serves eager calls, graphs and
+`torch.compile` (which functionalises it). The low-level `Library` route is used because
+`torch.library.custom_op` costs several microseconds a call.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_fp8.ops import checks, contracts, reference
+
+_DEFINITIONS = (
+    "quantize_fp8(Tensor x, Tensor(a!) q, Tensor(b!) scale, bool power_of_two) -> ()",
+    "gemm_fp8(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(a!) out) -> ()",
+    "grouped_gemm_fp8_contiguous(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor index, "
+    "str layout, SymInt? expected_m, Tensor(a!) out) -> ()",
+    "grouped_gemm_fp8_masked(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor masked_m, "
+    "SymInt? expected_m, Tensor(a!) out) -> ()",
+    "mqa_logits_fp8(Tensor q, Tensor k, Tensor k_scale, Tensor weights, Tensor ks, Tensor ke, "
+    "bool compressed, bool fill, Tensor(a!) out) -> ()",
+    "paged_mqa_logits_metadata(Tensor context_lens, SymInt block_size, SymInt next_n, Tensor(a!) out) -> ()",
+    "paged_mqa_logits_fp8(Tensor q, Tensor kv_cache, Tensor weights, Tensor context_lens, "
+    "Tensor block_table, Tensor metadata, Tensor(a!) out) -> ()",
+)
+
+# torch leaves Library's methods untyped.
+_library: Any = torch.library.Library("moe_fp8", "DEF")  # type: ignore[no-untyped-call]
+
+
+class _Launcher:
+    """`moe_fp8.ops.cuda`, imported at the first CUDA call: importing the ops loads no CUDA binding."""
+
+    module: ModuleType | None = None
+
+
+def _cuda() -> ModuleType:
+    if _Launcher.module is None:
+        from moe_fp8.ops import cuda
+
+        _Launcher.module = cuda
+    return _Launcher.module
+
+
+def _quantize_fp8(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
+    checks.quantize(x, q, scale)
+    if x.shape[0] == 0:
+        return
+    if x.is_cuda:
+        _cuda().quantize(x, q, scale, power_of_two)
+    else:
+        reference.quantize(x, q, scale, power_of_two)
+
+
+def _gemm_fp8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> None:
+    a_scale = checks.gemm(a, a_scale, b, b_scale, out)
+    if out.numel() == 0:
+        return
+    if a.is_cuda:
+        _cuda().gemm("dense", a, a_scale, b, b_scale, out, None, None)
+    else:
+        reference.gemm(a, a_scale, b, b_scale, out)
+
+
+def _grouped_gemm_fp8_contiguous(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    index: Tensor,
+    layout: str,
+    expected_m: int | None,
+    out: Tensor,
+) -> None:
+    a_scale = checks.gemm_contiguous(layout, a, a_scale, b, b_scale, index, out)
+    if contracts.enabled(a):
+        contracts.contiguous_layout(layout, index, a.shape[0], b.shape[0])
+    if out.numel() == 0 or b.shape[0] == 0:
+        return
+    if a.is_cuda:
+        _cuda().gemm(layout, a, a_scale, b, b_scale, out, index, expected_m)
+    else:
+        reference.gemm_contiguous(layout, a, a_scale, b, b_scale, index, out)
+
+
+def _grouped_gemm_fp8_masked(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    masked_m: Tensor,
+    expected_m: int | None,
+    out: Tensor,
+) -> None:
+    a_scale = checks.gemm_masked(a, a_scale, b, b_scale, masked_m, out)
+    if contracts.enabled(a):
+        contracts.masked_m(masked_m, a.shape[1])
+    if out.numel() == 0:
+        return
+    if a.is_cuda:
+        _cuda().gemm("masked", a, a_scale, b, b_scale, out, masked_m, expected_m)
+    else:
+        reference.gemm_masked(a, a_scale, b, b_scale, masked_m, out)
+
+
+def _mqa_logits_fp8(
+    q: Tensor,
+    k: Tensor,
+    k_scale: Tensor,
+    weights: Tensor,
+    ks: Tensor,
+    ke: Tensor,
+    compressed: bool,
+    fill: bool,
+    out: Tensor,
+) -> None:
+    checks.mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed)
+    if contracts.enabled(q):
+        contracts.query_ranges(ks, ke, k.shape[0], out.shape[1])
+    if out.numel() == 0:
+        return
+    if k.shape[0] == 0:
+        if fill:
+            out.fill_(float("-inf"))
+    elif q.is_cuda:
+        _cuda().mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed, fill)
+    else:
+        reference.mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed, fill)
+
+
+def _paged_mqa_logits_metadata(context_lens: Tensor, block_size: int, next_n: int, out: Tensor) -> None:
+    checks.paged_mqa_logits_metadata(context_lens, block_size, next_n, out)
+    if context_lens.shape[0] == 0:
+        out.zero_()
+    elif context_lens.is_cuda:
+        _cuda().paged_mqa_logits_metadata(context_lens, block_size, out.shape[0] - 1, next_n, out)
+    else:
+        reference.paged_mqa_logits_metadata(context_lens, out.shape[0] - 1, next_n, out)
+
+
+def _paged_mqa_logits_fp8(
+    q: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    metadata: Tensor,
+    out: Tensor,
+) -> None:
+    checks.paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, metadata, out)
+    if contracts.enabled(q):
+        contracts.paged_contexts(
+            context_lens, q.shape[1], block_table, kv_cache.shape[1], kv_cache.shape[0], out.shape[1]
+        )
+    if out.numel() == 0 or kv_cache.shape[0] == 0 or block_table.shape[1] == 0:
+        return
+    if q.is_cuda:
+        _cuda().paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, metadata, out)
+    else:
+        reference.paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, out)
+
+
+def _fake(*_arguments: object) -> None:
+    """Meta implementation of every op: outputs are given, so there is nothing to infer."""
+
+
+def _register() -> None:
+    implementations = {
+        "quantize_fp8": _quantize_fp8,
+        "gemm_fp8": _gemm_fp8,
+        "grouped_gemm_fp8_contiguous": _grouped_gemm_fp8_contiguous,
+        "grouped_gemm_fp8_masked": _grouped_gemm_fp8_masked,
+        "mqa_logits_fp8": _mqa_logits_fp8,
+        "paged_mqa_logits_metadata": _paged_mqa_logits_metadata,
+        "paged_mqa_logits_fp8": _paged_mqa_logits_fp8,
+    }
+    for definition in _DEFINITIONS:
+        name = definition.split("(", 1)[0]
+        _library.define(definition)
+        _library.impl(name, implementations[name], "CPU")
+        _library.impl(name, implementations[name], "CUDA")
+        _library.impl(name, _fake, "Meta")
+
+
+_register()
+
+_ops = torch.ops.moe_fp8
+quantize_fp8 = _ops.quantize_fp8.default
+gemm_fp8 = _ops.gemm_fp8.default
+grouped_gemm_fp8_contiguous = _ops.grouped_gemm_fp8_contiguous.default
+grouped_gemm_fp8_masked = _ops.grouped_gemm_fp8_masked.default
+mqa_logits_fp8 = _ops.mqa_logits_fp8.default
+paged_mqa_logits_metadata = _ops.paged_mqa_logits_metadata.default
+paged_mqa_logits_fp8 = _ops.paged_mqa_logits_fp8.default

@@ -1,0 +1,108 @@
+"""Settings from `MOE_FP8_*` environment variables: read once, checked strictly, never again.
+
+This is the only module that looks at them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from moe_fp8.errors import ConfigError
+
+_PREFIX = "MOE_FP8_"
+
+MissPolicy = Literal["compile", "warn", "strict"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment can choose.
+
+    `cache_dir` (MOE_FP8_CACHE_DIR): where compiled kernels are kept; None, kept in memory only, where
+    there is no home directory. `checked` (MOE_FP8_CHECKED): ops also look at the contents of index
+    tensors. `jobs` (MOE_FP8_JOBS): compiler processes of a build. `miss` (MOE_FP8_JIT_MISS): what a
+    frozen process does about a kernel that is not loaded.
+    """
+
+    cache_dir: Path | None
+    checked: bool
+    jobs: int
+    miss: MissPolicy
+
+
+@cache
+def settings() -> Settings:
+    """The process's settings, read at the first call; raises ConfigError."""
+    return parse_settings(os.environ)
+
+
+def parse_settings(environ: Mapping[str, str]) -> Settings:
+    """Settings from `environ`; raises ConfigError for an unknown MOE_FP8_* name or a bad value."""
+    given = {name: value for name, value in environ.items() if name.startswith(_PREFIX)}
+    unknown = sorted(set(given) - set(_PARSERS))
+    if unknown:
+        raise ConfigError(
+            unknown[0],
+            f"one of {', '.join(sorted(_PARSERS))}",
+            given[unknown[0]],
+            "correct the name of the environment variable or unset it",
+        )
+    values: dict[str, Any] = {
+        "cache_dir": _default_cache_dir(environ),
+        "checked": False,
+        "jobs": len(os.sched_getaffinity(0)),
+        "miss": "strict",
+    }
+    for name, value in given.items():
+        field, parse = _PARSERS[name]
+        values[field] = parse(name, value)
+    return Settings(**values)
+
+
+def _default_cache_dir(environ: Mapping[str, str]) -> Path | None:
+    base = environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification says to ignore a relative path.
+    if base.startswith("/"):
+        return Path(base) / "moe_fp8"
+    home = environ.get("HOME", "")
+    return Path(home) / ".cache" / "moe_fp8" if home.startswith("/") else None
+
+
+def _parse_path(name: str, value: str) -> Path:
+    path = Path(value).expanduser() if value else Path()
+    if not path.is_absolute():
+        raise ConfigError(name, "an absolute path", value)
+    return path
+
+
+def _parse_bool(name: str, value: str) -> bool:
+    known = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+    try:
+        return known[value.lower()]
+    except KeyError:
+        raise ConfigError(name, "1, true, on, 0, false or off", value) from None
+
+
+def _parse_jobs(name: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit() and int(value) >= 1):
+        raise ConfigError(name, "a whole number of processes, 1 or more", value)
+    return int(value)
+
+
+def _parse_miss(name: str, value: str) -> MissPolicy:
+    if value not in ("compile", "warn", "strict"):
+        raise ConfigError(name, "compile, warn or strict", value)
+    return value  # type: ignore[return-value]
+
+
+_PARSERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+    "MOE_FP8_CACHE_DIR": ("cache_dir", _parse_path),
+    "MOE_FP8_CHECKED": ("checked", _parse_bool),
+    "MOE_FP8_JOBS": ("jobs", _parse_jobs),
+    "MOE_FP8_JIT_MISS": ("miss", _parse_miss),
+}

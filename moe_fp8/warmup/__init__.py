@@ -1,0 +1,27 @@
+"""HF config -> model description -> plan -> build -> load: everything warm before the first request.
+
+Nothing here imports torch, allocates a tensor or launches a kernel; planning and building need no GPU.
+"""
+
+from __future__ import annotations
+
+from moe_fp8.warmup.model import ModelDescription, describe, load_model
+from moe_fp8.warmup.planner import Plan, PlanOptions, PlanRow, plan
+from moe_fp8.warmup.run import build_plan, load_plan, missing_kernels
+from moe_fp8.warmup.shapes import GemmShape, Parallelism, gemm_shapes
+
+__all__ = [
+    "GemmShape",
+    "ModelDescription",
+    "Parallelism",
+    "Plan",
+    "PlanOptions",
+    "PlanRow",
+    "build_plan",
+    "describe",
+    "gemm_shapes",
+    "load_model",
+    "load_plan",
+    "missing_kernels",
+    "plan",
+]

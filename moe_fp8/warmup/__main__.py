@@ -1,0 +1,89 @@
+"""Startup script: plan a model, build what is missing, load it all where there is a Hopper GPU.
+
+Progress goes to stderr; stdout gets one line of JSON, also when it fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from moe_fp8.errors import MoeFp8Error, ToolchainError
+from moe_fp8.jit.runtime import KernelRuntime
+from moe_fp8.warmup.arguments import (
+    EXIT_CODES,
+    EXIT_OK,
+    add_build_arguments,
+    add_plan_arguments,
+    add_store_arguments,
+    complain,
+    exit_code,
+    plan_from,
+    store_from,
+)
+from moe_fp8.warmup.run import build_plan, hopper_device
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_fp8.warmup",
+        description=__doc__,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_plan_arguments(parser)
+    add_store_arguments(parser)
+    add_build_arguments(parser)
+    parser.add_argument("--require-gpu", action="store_true", help="fail where the kernels cannot be loaded")
+    return parser
+
+
+def _warm(arguments: argparse.Namespace, summary: dict[str, Any]) -> None:
+    started = time.perf_counter()
+    plan = plan_from(arguments)
+    summary["num_sms"] = plan.options.num_sms
+    summary["kernels"] = len(plan.specs)
+    summary["plan_seconds"] = round(time.perf_counter() - started, 3)
+
+    store = store_from(arguments)
+    report = build_plan(plan, store, arguments.jobs, False if arguments.quiet else None)
+    summary["compiled"] = report.compiled
+    summary["cached"] = report.cached
+    summary["spilling"] = sum(row.spill_bytes > 0 for row in report.rows)
+    summary["build_seconds"] = round(report.seconds, 3)
+
+    device = hopper_device()
+    summary["device"] = None if device is None else device.name
+    summary["loaded"] = 0
+    if device is not None:
+        started = time.perf_counter()
+        summary["loaded"] = KernelRuntime(store).preload(plan.specs)
+        summary["load_seconds"] = round(time.perf_counter() - started, 3)
+    elif arguments.require_gpu:
+        raise ToolchainError(
+            "there is no Hopper GPU here to load the kernels on; leave out --require-gpu to build them only, "
+            "or see what `moe-fp8 doctor` says"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the startup script; the exit code."""
+    arguments = _parser().parse_args(argv)
+    summary: dict[str, Any] = {"model": arguments.model, "ok": True}
+    code = EXIT_OK
+    try:
+        _warm(arguments, summary)
+    except MoeFp8Error as error:
+        complain(error)
+        code = exit_code(error)
+        summary.update(ok=False, error=type(error).__name__, message=str(error).splitlines()[0])
+    print(json.dumps(summary))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Command-line arguments and exit codes that `moe-fp8` and `python -m moe_fp8.warmup` share."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from moe_fp8.errors import CompileError, ConfigError, JitError, MoeFp8Error, ToolchainError
+from moe_fp8.jit.store import KernelStore, default_store
+from moe_fp8.warmup.model import load_model
+from moe_fp8.warmup.planner import Plan, PlanOptions, plan
+from moe_fp8.warmup.run import default_num_sms
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_TOOLCHAIN = 3
+EXIT_COMPILE = 4
+EXIT_DRIVER = 5
+
+EXIT_CODES = """\
+exit codes:
+  0  done
+  1  a check failed: kernels are missing, or something that is needed is not there
+  2  bad arguments, a bad MOE_FP8_* variable, or a model config that cannot be served
+  3  no usable NVRTC (or, where a GPU was asked for, no driver)
+  4  a kernel failed to compile
+  5  the CUDA driver refused to load a kernel
+"""
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, and how it is served."""
+    default = PlanOptions()
+    parser.add_argument("--model", required=True, metavar="PATH", help="model folder, or its config.json")
+    parser.add_argument(
+        "--tp", type=int, default=default.tp, help="tensor-parallel ranks (default %(default)s)"
+    )
+    parser.add_argument(
+        "--ep", type=int, default=default.ep, help="expert-parallel ranks (default %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=default.max_tokens,
+        help="tokens of one forward pass (default %(default)s)",
+    )
+    parser.add_argument(
+        "--max-batch",
+        type=int,
+        default=default.max_batch,
+        help="requests decoded together (default %(default)s)",
+    )
+    parser.add_argument(
+        "--next-n", type=int, default=default.next_n,
+        help="tokens of a request in one decode step, at most (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--block-size", type=int, default=default.block_size,
+        help="tokens in a page of the indexer's cache (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--masked-rows", type=int, default=None,
+        help="rows of an expert's buffer in the masked layout (default: what the decode batch needs)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--num-sms", type=int, default=None,
+        help="multiprocessors to plan for (default: this machine's Hopper GPU, else 132)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pad-intermediate", action="store_true",
+        help="the weights' intermediate sizes are padded with zeros to a multiple of 128 a rank",
+    )  # fmt: skip
+
+
+def add_store_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where compiled kernels are kept."""
+    parser.add_argument(
+        "--cache-dir", type=Path, default=None,
+        help="where compiled kernels are kept (default: $MOE_FP8_CACHE_DIR, else ~/.cache/moe_fp8)",
+    )  # fmt: skip
+
+
+def add_build_arguments(parser: argparse.ArgumentParser) -> None:
+    """How kernels are compiled."""
+    parser.add_argument(
+        "--jobs",
+        type=positive,
+        default=None,
+        help="compiler processes (default: $MOE_FP8_JOBS, else the cores)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def positive(text: str) -> int:
+    """argparse type: an integer >= 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {value}")
+    return value
+
+
+def plan_from(arguments: argparse.Namespace) -> Plan:
+    """The plan that the arguments ask for. Raises ConfigError."""
+    model = load_model(arguments.model)
+    num_sms = default_num_sms() if arguments.num_sms is None else arguments.num_sms
+    options = PlanOptions(
+        tp=arguments.tp,
+        ep=arguments.ep,
+        max_tokens=arguments.max_tokens,
+        max_batch=arguments.max_batch,
+        next_n=arguments.next_n,
+        num_sms=num_sms,
+        block_size=arguments.block_size,
+        masked_rows=arguments.masked_rows,
+        pad_intermediate=arguments.pad_intermediate,
+    )
+    return plan(model, options)
+
+
+def store_from(arguments: argparse.Namespace) -> KernelStore:
+    """The store that the arguments ask for."""
+    if arguments.cache_dir is None:
+        return default_store()
+    return KernelStore(arguments.cache_dir.expanduser().absolute())
+
+
+def exit_code(error: MoeFp8Error) -> int:
+    """The documented exit code of an error."""
+    if isinstance(error, ConfigError):
+        return EXIT_USAGE
+    if isinstance(error, ToolchainError):
+        return EXIT_TOOLCHAIN
+    if isinstance(error, CompileError):
+        return EXIT_COMPILE
+    if isinstance(error, JitError):
+        return EXIT_DRIVER
+    return EXIT_FAILED
+
+
+def complain(error: MoeFp8Error) -> int:
+    """Say on stderr what went wrong; the exit code to leave with."""
+    print(f"error: {error}", file=sys.stderr)
+    return exit_code(error)

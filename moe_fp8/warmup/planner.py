@@ -1,0 +1,286 @@
+"""Every kernel that a model can launch, computed by asking the selector that the ops ask.
+
+The plan is a set that is computed, not sampled: `specs.kernel_spec` is a pure function of a problem,
+and the planner hands it every kind of problem that an op derives from a call of the model. Where rows
+are many the planner relies on two properties of the selector that `tests/cpu/test_warmup_plan.py`
+checks: `m` and `expected_m` of a grouped GEMM act only through the rows that an expert is expected to
+have, and above `_EVERY_ROW` rows act only through whole 128-row tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from moe_fp8.errors import ConfigError
+from moe_fp8.jit.key import kernel_key
+from moe_fp8.problems import (
+    DEFAULT_NUM_SMS,
+    SEGMENT_ALIGNMENT,
+    GemmLayout,
+    GemmProblem,
+    MqaLogitsProblem,
+    PagedMqaLogitsProblem,
+    PagedMqaMetadataProblem,
+    Problem,
+    QuantizeProblem,
+)
+from moe_fp8.specs import KernelSpec, kernel_spec
+from moe_fp8.warmup.model import ModelDescription
+from moe_fp8.warmup.shapes import GemmShape, Parallelism, gemm_shapes, local_experts
+
+#: Up to here every row count is tried on its own; above, the first of each run between tile boundaries.
+_EVERY_ROW = 1024
+_ROW_TILE = 128
+
+_CONTIGUOUS: tuple[GemmLayout, ...] = ("m_indices", "psum", "offsets")
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a server will ask of the model.
+
+    `max_tokens`: tokens of one forward pass. `max_batch`: requests decoded together, each with 1 to
+    `next_n` tokens. `num_sms`: what the ops will see as the number of SMs. `block_size`: tokens of a
+    page of the indexer's cache. `masked_rows`: rows of an expert's buffer in the masked layout, at most;
+    by default what `max_batch` and `next_n` need, rounded up to 128. `pad_intermediate`: see `gemm_shapes`.
+    """
+
+    tp: int = 1
+    ep: int = 1
+    max_tokens: int = 16384
+    max_batch: int = 256
+    next_n: int = 1
+    num_sms: int = DEFAULT_NUM_SMS
+    block_size: int = 64
+    masked_rows: int | None = None
+    pad_intermediate: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "max_batch", "next_n", "num_sms", "block_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, "an integer >= 1", getattr(self, name))
+        if self.masked_rows is not None and self.masked_rows < 1:
+            raise ConfigError("masked_rows", "an integer >= 1", self.masked_rows)
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One kernel for one use: the `rows` of that use for which the selector picks `spec`.
+
+    `rows` are inclusive ranges. They count rows of A ("M") for "dense", queries or requests for the
+    indexer, and the rows that an expert is expected to have for grouped layouts. `what` are the
+    modules that share the shape; `n`, `k` and `num_experts` are None where they play no part.
+    """
+
+    op: str
+    what: tuple[str, ...]
+    layout: str | None
+    n: int | None
+    k: int | None
+    num_experts: int | None
+    rows: Ranges
+    spec: KernelSpec
+
+    @property
+    def config(self) -> str:
+        """The macros that the kernel is specialised with, as `name=value` pairs."""
+        return " ".join(f"{name.lower()}={value}" for name, value in self.spec.defines)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a model needs warm: `rows` by use, `specs` the distinct kernels in order of first use."""
+
+    model: ModelDescription
+    options: PlanOptions
+    rows: tuple[PlanRow, ...]
+    specs: tuple[KernelSpec, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "specs", tuple(dict.fromkeys(row.spec for row in self.rows)))
+
+    def __contains__(self, spec: object) -> bool:
+        return spec in self.specs
+
+    def keys(self) -> dict[KernelSpec, str]:
+        """Content key of each kernel with this machine's NVRTC; raises ToolchainError where it has none."""
+        return {spec: kernel_key(spec) for spec in self.specs}
+
+    def to_dict(self, keys: dict[KernelSpec, str] | None = None) -> dict[str, Any]:
+        """The plan as JSON types; `keys`, where given, adds each kernel's key."""
+        numbers = {spec: number for number, spec in enumerate(self.specs)}
+        return {
+            "model": asdict(self.model),
+            "options": asdict(self.options),
+            "kernels": [
+                {
+                    "name": spec.name,
+                    "defines": dict(spec.defines),
+                    "num_threads": spec.num_threads,
+                    "smem_bytes": spec.smem_bytes,
+                    "cluster_size": spec.cluster_size,
+                    "key": None if keys is None else keys[spec],
+                }
+                for spec in self.specs
+            ],
+            "rows": [
+                {
+                    "op": row.op,
+                    "what": list(row.what),
+                    "layout": row.layout,
+                    "n": row.n,
+                    "k": row.k,
+                    "num_experts": row.num_experts,
+                    "rows": [list(pair) for pair in row.rows],
+                    "kernel": numbers[row.spec],
+                }
+                for row in self.rows
+            ],
+        }
+
+
+def plan(
+    model: ModelDescription, options: PlanOptions | None = None, *, extra: Sequence[GemmShape] = ()
+) -> Plan:
+    """Plan one rank of `model`; `extra` are GEMMs of the caller's that the model's config does not tell.
+
+    Needs no GPU, no torch and no compiler. Raises ConfigError where the parallelism does not fit.
+    """
+    options = options or PlanOptions()
+    parallelism = Parallelism(options.tp, options.ep)
+    shapes = (*gemm_shapes(model, parallelism, pad_intermediate=options.pad_intermediate), *extra)
+    bounds = _Bounds.of(model, options, parallelism)
+    rows = [*_gemm_rows(shapes, bounds, options), *_quantize_rows(model, shapes, bounds, options)]
+    rows += _indexer_rows(model, options)
+    return Plan(model, options, tuple(rows))
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """Most rows of each kind of buffer on one rank."""
+
+    dense: int
+    contiguous: int
+    masked: int
+
+    @classmethod
+    def of(cls, model: ModelDescription, options: PlanOptions, parallelism: Parallelism) -> _Bounds:
+        decode = options.max_batch * options.next_n
+        dense = max(options.max_tokens, decode)
+        # Every expert's last segment may be padded up to the alignment.
+        padding = local_experts(model, parallelism) * (SEGMENT_ALIGNMENT - 1)
+        contiguous = dense * parallelism.dp * model.experts_per_token + padding
+        masked = options.masked_rows or _round_up(decode * parallelism.dp, SEGMENT_ALIGNMENT)
+        return cls(dense, _round_up(contiguous, SEGMENT_ALIGNMENT), masked)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _row_runs(limit: int) -> Iterator[tuple[int, int]]:
+    """Runs (first, last) of 1..limit over which neither floor nor ceiling of rows / 128 changes;
+    single rows up to `_EVERY_ROW`."""
+    for row in range(1, min(limit, _EVERY_ROW) + 1):
+        yield row, row
+    for tile in range(_EVERY_ROW, limit, _ROW_TILE):
+        last = tile + _ROW_TILE
+        yield tile + 1, min(last - 1, limit)
+        if last <= limit:
+            yield last, last
+
+
+def _sweep(limit: int, problem_at: Callable[[int], Problem]) -> dict[KernelSpec, list[tuple[int, int]]]:
+    """The kernels over 1..limit rows, each with its ranges of rows."""
+    found: dict[KernelSpec, list[tuple[int, int]]] = {}
+    previous: KernelSpec | None = None
+    for first, last in _row_runs(limit):
+        spec = kernel_spec(problem_at(first))
+        ranges = found.setdefault(spec, [])
+        if spec == previous:
+            ranges[-1] = (ranges[-1][0], last)
+        else:
+            ranges.append((first, last))
+        previous = spec
+    return found
+
+
+def _merge_shapes(shapes: Iterable[GemmShape]) -> dict[tuple[int, int, int | None], tuple[str, ...]]:
+    """Names by (N, K, experts): equal weights are one problem."""
+    names: dict[tuple[int, int, int | None], list[str]] = {}
+    for shape in shapes:
+        names.setdefault((shape.n, shape.k, shape.num_experts), []).append(shape.what)
+    return {key: tuple(dict.fromkeys(value)) for key, value in names.items()}
+
+
+def _gemm_rows(shapes: Iterable[GemmShape], bounds: _Bounds, options: PlanOptions) -> Iterator[PlanRow]:
+    for (n, k, experts), what in _merge_shapes(shapes).items():
+        if experts is None:
+            uses: list[tuple[str, GemmLayout, int]] = [("gemm_fp8", "dense", bounds.dense)]
+        else:
+            uses = [("grouped_gemm_fp8_contiguous", layout, bounds.contiguous) for layout in _CONTIGUOUS]
+            uses.append(("grouped_gemm_fp8_masked", "masked", bounds.masked))
+        for op, layout, limit in uses:
+            found = _sweep(limit, _gemm_problem(layout, limit, n, k, experts, options.num_sms))
+            for spec, ranges in found.items():
+                yield PlanRow(op, what, layout, n, k, experts, tuple(ranges), spec)
+
+
+def _gemm_problem(
+    layout: GemmLayout, limit: int, n: int, k: int, experts: int | None, num_sms: int
+) -> Callable[[int], GemmProblem]:
+    if experts is None:
+        return lambda rows: GemmProblem(layout, rows, n, k, num_sms=num_sms)
+    # A hint reaches every row count that a buffer can hold; without one the expectation is among them.
+    return lambda rows: GemmProblem(layout, limit, n, k, experts, rows, num_sms=num_sms)
+
+
+def _quantize_rows(
+    model: ModelDescription, shapes: Iterable[GemmShape], bounds: _Bounds, options: PlanOptions
+) -> Iterator[PlanRow]:
+    """Activations are quantised before each GEMM; the indexer's queries and keys, before the cache."""
+    inputs: dict[int, list[str]] = {}
+    for shape in shapes:
+        inputs.setdefault(shape.k, []).append(shape.what)
+    if model.indexer is not None:
+        inputs.setdefault(model.indexer.head_dim, []).append("indexer.q, indexer.k")
+    experts = max((shape.num_experts or 1 for shape in shapes), default=1)
+    heads = 1 if model.indexer is None else model.indexer.num_heads
+    most = max(bounds.contiguous, bounds.masked * experts, bounds.dense * heads)
+    for k, what in inputs.items():
+        for power_of_two in (False, True):
+            # How many rows there are decides the grid only.
+            spec = kernel_spec(QuantizeProblem(most, k, model.dtype, power_of_two, options.num_sms))
+            names = tuple(dict.fromkeys(what))
+            yield PlanRow("quantize_fp8", names, None, None, k, None, ((1, most),), spec)
+
+
+def _indexer_rows(model: ModelDescription, options: PlanOptions) -> Iterator[PlanRow]:
+    indexer = model.indexer
+    if indexer is None:
+        return
+    heads, dim, sms = indexer.num_heads, indexer.head_dim, options.num_sms
+    queries = max(options.max_tokens, options.max_batch * options.next_n)
+    for compressed in (False, True):
+        for fill in (False, True):
+            problem = MqaLogitsProblem(queries, model.max_positions, heads, dim, compressed, fill, sms)
+            what = ("indexer", "compressed" if compressed else "full", *(("fill",) if fill else ()))
+            yield PlanRow(
+                "mqa_logits_fp8", what, None, None, None, None, ((1, queries),), kernel_spec(problem)
+            )
+    for next_n in range(1, options.next_n + 1):
+        what = ("indexer", f"next_n={next_n}", f"page={options.block_size}")
+
+        def logits(batch: int, next_n: int = next_n) -> Problem:
+            return PagedMqaLogitsProblem(batch, next_n, heads, dim, options.block_size, sms)
+
+        def metadata(batch: int, next_n: int = next_n) -> Problem:
+            return PagedMqaMetadataProblem(batch, next_n, sms)
+
+        for op, problem_at in (("paged_mqa_logits_fp8", logits), ("paged_mqa_logits_metadata", metadata)):
+            for spec, ranges in _sweep(options.max_batch, problem_at).items():
+                yield PlanRow(op, what, None, None, None, None, tuple(ranges), spec)

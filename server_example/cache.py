@@ -1,0 +1,84 @@
+"""The paged cache: device storage, and the host's list of free pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from server_example.model.config import ModelConfig
+
+PAGE_TOKENS = 64
+#: Page 0 belongs to no request: padded rows of a batch write there and read nothing.
+DUMMY_PAGE = 0
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's share. A slot is `page * PAGE_TOKENS + offset`.
+
+    `latent` bf16 [slots, kv_lora_rank + rope]; `index` uint8 [pages, PAGE_TOKENS, 1, D + 4], a page
+    being PAGE_TOKENS*D fp8 bytes followed by PAGE_TOKENS fp32 scales; `index_keys` (uint8 [pages,
+    PAGE_TOKENS, D]) and `index_scales` (fp32 [pages, PAGE_TOKENS]) are views of it.
+    """
+
+    latent: torch.Tensor
+    index: torch.Tensor
+    index_keys: torch.Tensor
+    index_scales: torch.Tensor
+
+    @classmethod
+    def allocate(cls, config: ModelConfig, num_pages: int, device: torch.device) -> LayerCache:
+        dim = config.index_head_dim
+        index = torch.zeros(num_pages, PAGE_TOKENS, 1, dim + 4, dtype=torch.uint8, device=device)
+        pages = index.view(num_pages, -1)
+        return cls(
+            latent=torch.zeros(
+                num_pages * PAGE_TOKENS, config.latent_dim, dtype=torch.bfloat16, device=device
+            ),
+            index=index,
+            index_keys=pages[:, : PAGE_TOKENS * dim].view(num_pages, PAGE_TOKENS, dim),
+            index_scales=pages[:, PAGE_TOKENS * dim :].view(torch.float32),
+        )
+
+    def write_latent(self, slots: torch.Tensor, values: torch.Tensor) -> None:
+        """slots int64 [T], values [T, latent_dim]."""
+        self.latent.index_copy_(0, slots, values.to(torch.bfloat16))
+
+    def write_index(self, slots: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor) -> None:
+        """slots int64 [T], keys float8 [T, D], scales fp32 [T]."""
+        where = (slots // PAGE_TOKENS, slots % PAGE_TOKENS)
+        self.index_keys.index_put_(where, keys.view(torch.uint8))
+        self.index_scales.index_put_(where, scales)
+
+    def read_index(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys float8 [N, D] and scales fp32 [N] of int64 slots [N], contiguous."""
+        page, offset = slots // PAGE_TOKENS, slots % PAGE_TOKENS
+        return self.index_keys[page, offset].view(torch.float8_e4m3fn), self.index_scales[page, offset]
+
+
+class PagePool:
+    """Free pages of the cache, on the host. Page `DUMMY_PAGE` is never handed out."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.capacity = num_pages - 1
+        self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` pages, or None (and nothing taken) if fewer are free."""
+        if count > len(self._free):
+            return None
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, pages: list[int]) -> None:
+        if not set(pages).isdisjoint(self._free):
+            raise RuntimeError(f"pages {sorted(set(pages) & set(self._free))} were freed twice")
+        self._free.extend(reversed(pages))
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE_TOKENS)

@@ -1,0 +1,114 @@
+"""The fields of a DeepSeek-V3.2 `config.json` that the model needs, checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from moe_fp8.errors import ConfigError
+
+FP8_BLOCK = 128
+
+
+class ModelConfig(BaseModel):
+    """Names are those of the Hugging Face config; fields it has beyond these are ignored.
+
+    What would change the arithmetic and is not implemented (a rope scaling, an activation other than
+    SiLU, another scoring function) is refused and not ignored.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    model_type: Literal["deepseek_v32"]
+    vocab_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0)
+    max_position_embeddings: int = Field(gt=0)
+    rms_norm_eps: float = Field(gt=0)
+    rope_theta: float = Field(gt=0)
+    rope_scaling: None = None
+    hidden_act: Literal["silu"] = "silu"
+    eos_token_id: int | None = None
+    bos_token_id: int | None = None
+
+    num_attention_heads: int = Field(gt=0)
+    q_lora_rank: int = Field(gt=0)
+    kv_lora_rank: int = Field(gt=0)
+    qk_nope_head_dim: int = Field(gt=0)
+    qk_rope_head_dim: int = Field(gt=0)
+    v_head_dim: int = Field(gt=0)
+
+    index_n_heads: Literal[8, 16, 32, 64]
+    index_head_dim: Literal[128]
+    index_topk: int = Field(gt=0)
+
+    intermediate_size: int = Field(gt=0)
+    moe_intermediate_size: int = Field(gt=0)
+    first_k_dense_replace: int = Field(ge=0)
+    n_routed_experts: int = Field(gt=0)
+    n_shared_experts: int = Field(gt=0)
+    num_experts_per_tok: int = Field(gt=0)
+    n_group: int = Field(gt=0)
+    topk_group: int = Field(gt=0)
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    scoring_func: Literal["sigmoid"]
+
+    quantization_config: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelConfig:
+        quantization = self.quantization_config
+        if quantization.get("quant_method") != "fp8" or quantization.get("weight_block_size") != [128, 128]:
+            raise ValueError(
+                "quantization_config: expected quant_method 'fp8' with weight_block_size [128, 128]"
+            )
+        if self.n_routed_experts % self.n_group or not 1 <= self.topk_group <= self.n_group:
+            raise ValueError("n_group must divide n_routed_experts and topk_group lie in 1..n_group")
+        if self.num_experts_per_tok > self.n_routed_experts // self.n_group * self.topk_group:
+            raise ValueError("num_experts_per_tok exceeds the experts of topk_group groups")
+        for name in (
+            "hidden_size",
+            "q_lora_rank",
+            "kv_lora_rank",
+            "intermediate_size",
+            "moe_intermediate_size",
+        ):
+            if getattr(self, name) % FP8_BLOCK:
+                raise ValueError(f"{name} must be a multiple of {FP8_BLOCK}: it is the K of an FP8 GEMM")
+        if self.num_attention_heads * self.v_head_dim % FP8_BLOCK:
+            raise ValueError("num_attention_heads * v_head_dim must be a multiple of 128")
+        if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > self.index_head_dim:
+            raise ValueError("qk_rope_head_dim must be even and at most index_head_dim")
+        return self
+
+    @property
+    def latent_dim(self) -> int:
+        """Elements a token keeps in the attention cache: compressed KV, then the rotated key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def power_of_two_scales(self) -> bool:
+        return self.quantization_config.get("scale_fmt") == "ue8m0"
+
+    @classmethod
+    def load(cls, folder: Path) -> ModelConfig:
+        """Reads `folder/config.json`. Raises `ConfigError` naming the field at fault."""
+        path = folder / "config.json"
+        try:
+            raw = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ConfigError(
+                "model", "a folder with config.json", str(folder), "see server_example.make_demo_model"
+            ) from None
+        except json.JSONDecodeError as error:
+            raise ConfigError("config.json", "valid JSON", str(error)) from None
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"]) or "config.json"
+            raise ConfigError(field, first["msg"], first["input"] if first["loc"] else str(path)) from None

@@ -1,0 +1,112 @@
+"""The lightning indexer: which cached tokens a query attends to (DeepSeek-V3.2-Exp report, section 2.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import moe_fp8
+from server_example.cache import PAGE_TOKENS, LayerCache
+from server_example.model.batch import DecodeBatch, PrefillBatch
+from server_example.model.config import ModelConfig
+from server_example.model.layers import Fp8Weight, Quantiser, Rope, layer_norm
+
+
+@dataclass(frozen=True)
+class IndexerWeights:
+    wq_b: Fp8Weight
+    wk: Fp8Weight
+    k_norm: torch.Tensor
+    k_norm_bias: torch.Tensor
+    weights_proj: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Selection:
+    """`slots` int64 [T, k] of the cache, and bool [T, k]: False where a query has fewer than k tokens."""
+
+    slots: torch.Tensor
+    valid: torch.Tensor
+
+
+class Indexer:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: IndexerWeights,
+        quantise: Quantiser,
+        rope: Rope,
+        rotation: torch.Tensor,
+        num_workers: int,
+    ) -> None:
+        """`rotation`: Hadamard matrix of the head dimension. `num_workers`: SMs that share a decode step."""
+        self.weights = weights
+        self.quantise = quantise
+        self.rope = rope
+        self.rotation = rotation
+        self.num_workers = num_workers
+        self.heads = config.index_n_heads
+        self.dim = config.index_head_dim
+        self.rope_dim = config.qk_rope_head_dim
+        self.topk = config.index_topk
+
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[T, heads, D]: rotary on the first rope_dim elements, then Hadamard on all."""
+        rotated = self.rope(x[..., : self.rope_dim], positions, interleaved=False)
+        return torch.cat((rotated, x[..., self.rope_dim :].float()), dim=-1) @ self.rotation
+
+    def select(
+        self,
+        x: torch.Tensor,
+        q_latent: torch.Tensor,
+        batch: PrefillBatch | DecodeBatch,
+        cache: LayerCache,
+    ) -> Selection:
+        """Caches the keys of `x` [T, hidden], scores every visible token, keeps the best `topk`."""
+        tokens = x.shape[0]
+        positions = batch.positions
+        keys = layer_norm(
+            self.quantise.linear(x, self.weights.wk), self.weights.k_norm, self.weights.k_norm_bias
+        )
+        keys, key_scale = self.quantise(self._rotate(keys[:, None], positions)[:, 0])
+        cache.write_index(batch.slots, keys, key_scale[:, 0])
+
+        queries = self.quantise.linear(q_latent, self.weights.wq_b).view(tokens, self.heads, self.dim)
+        queries, query_scale = self.quantise(self._rotate(queries, positions).flatten(0, 1))
+        queries = queries.view(tokens, self.heads, self.dim)
+        # A query's own FP8 scale folds into its head weight: relu is positively homogeneous.
+        head_weights = (
+            x.float() @ self.weights.weights_proj.T * query_scale.reshape(tokens, self.heads)
+        ) * (self.heads * self.dim) ** -0.5
+
+        if isinstance(batch, DecodeBatch):
+            logits = self._decode_logits(queries, head_weights, batch, cache)
+        else:
+            keys, key_scale = cache.read_index(batch.context_slots)
+            logits = moe_fp8.mqa_logits_fp8(
+                queries, keys, key_scale, head_weights, batch.key_start, batch.key_end, fill=True
+            )
+        best, chosen = logits.topk(min(self.topk, logits.shape[1]), dim=1)
+        return Selection(batch.to_slots(chosen), best > -torch.inf)
+
+    def _decode_logits(
+        self,
+        queries: torch.Tensor,
+        head_weights: torch.Tensor,
+        batch: DecodeBatch,
+        cache: LayerCache,
+    ) -> torch.Tensor:
+        """fp32 [B, max_context_len], -inf from each row's context length on."""
+        metadata = moe_fp8.paged_mqa_logits_metadata(batch.context_lens, PAGE_TOKENS, self.num_workers)
+        logits = moe_fp8.paged_mqa_logits_fp8(
+            queries[:, None],
+            cache.index,
+            head_weights,
+            batch.context_lens,
+            batch.block_table,
+            metadata,
+            batch.max_context_len,
+        )
+        columns = torch.arange(batch.max_context_len, dtype=torch.int32, device=logits.device)
+        return logits.masked_fill(columns >= batch.context_lens[:, None], -torch.inf)

@@ -1,0 +1,88 @@
+"""Norms, rotary embedding and FP8 linear layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import moe_fp8
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """`weight` [N,K] or [E,N,K] float8_e4m3fn, `scale` [ceil(N/128), ceil(K/128)] fp32 per expert."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+    def dequantised(self) -> torch.Tensor:
+        """fp32 [N,K]."""
+        n, k = self.weight.shape
+        scale = self.scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+        return self.weight.float() * scale
+
+
+class Quantiser:
+    """Activations to FP8 in the scale format that the model was made for."""
+
+    def __init__(self, power_of_two: bool) -> None:
+        self.power_of_two = power_of_two
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [M,K], any float dtype (rounded to bf16 first, as in a bf16 model)."""
+        return moe_fp8.quantize_fp8(x.to(torch.bfloat16).contiguous(), power_of_two=self.power_of_two)
+
+    def linear(self, x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+        """x [M,K] @ weight^T -> fp32 [M,N] holding bf16 values."""
+        quantised, scale = self(x)
+        return moe_fp8.gemm_fp8(quantised, scale, weight.weight, weight.scale).float()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """fp32 over the last dimension."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-6
+) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """[..., 2I] (gate, then up) -> [..., I], fp32."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+class Rope:
+    """Rotary embedding with a table made in float64, so that every device holds the same bits."""
+
+    def __init__(self, dim: int, theta: float, positions: int, device: torch.device) -> None:
+        frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        angle = torch.arange(positions, dtype=torch.float64)[:, None] * frequency
+        self.cos = angle.cos().float().to(device)
+        self.sin = angle.sin().float().to(device)
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+        """x [T, heads, dim], positions int64 [T]. Pairs are (2i, 2i+1), or (i, i + dim/2) if not interleaved.
+
+        DeepSeek-V3.2 rotates the attention heads interleaved and the indexer heads in halves.
+        """
+        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+        x = x.float()
+        if interleaved:
+            even, odd = x[..., 0::2], x[..., 1::2]
+            return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+        low, high = x.chunk(2, dim=-1)
+        return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1)
+
+
+def hadamard(dim: int, device: torch.device) -> torch.Tensor:
+    """Orthonormal Hadamard matrix [dim, dim], dim a power of two; spreads outliers before FP8."""
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < dim:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
+    return (matrix * dim**-0.5).to(device)

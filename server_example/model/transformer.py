@@ -1,0 +1,100 @@
+"""The whole model: embedding, layers, head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from server_example.cache import LayerCache
+from server_example.model.batch import DecodeBatch, PrefillBatch
+from server_example.model.config import ModelConfig
+from server_example.model.indexer import Indexer, IndexerWeights
+from server_example.model.layers import Quantiser, Rope, hadamard, rms_norm
+from server_example.model.mla import Mla, MlaWeights
+from server_example.model.moe import Mlp, MlpWeights, Moe, MoeWeights
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    input_norm: torch.Tensor
+    attention: MlaWeights
+    indexer: IndexerWeights
+    post_norm: torch.Tensor
+    feed_forward: MlpWeights | MoeWeights
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """`embedding`, `head` fp32 [vocab, hidden]."""
+
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    head: torch.Tensor
+
+
+class Layer:
+    def __init__(self, weights: LayerWeights, attention: Mla, feed_forward: Mlp | Moe, eps: float) -> None:
+        self.weights = weights
+        self.attention = attention
+        self.feed_forward = feed_forward
+        self.eps = eps
+
+    def __call__(
+        self, x: torch.Tensor, batch: PrefillBatch | DecodeBatch, cache: LayerCache
+    ) -> torch.Tensor:
+        x = x + self.attention(rms_norm(x, self.weights.input_norm, self.eps), batch, cache)
+        return x + self.feed_forward(rms_norm(x, self.weights.post_norm, self.eps), batch)
+
+
+class Transformer:
+    """GEMMs run in FP8; the residual stream, norms, softmax and router in fp32."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        *,
+        max_positions: int,
+        num_workers: int,
+    ) -> None:
+        """Lives on the device of `weights`. `num_workers`: see `Indexer`."""
+        self.config = config
+        self.weights = weights
+        self.device = weights.embedding.device
+        quantise = Quantiser(config.power_of_two_scales)
+        rope = Rope(config.qk_rope_head_dim, config.rope_theta, max_positions, self.device)
+        rotation = hadamard(config.index_head_dim, self.device)
+        self.layers = []
+        for layer in weights.layers:
+            indexer = Indexer(config, layer.indexer, quantise, rope, rotation, num_workers)
+            attention = Mla(config, layer.attention, indexer, quantise, rope)
+            feed_forward: Mlp | Moe
+            if isinstance(layer.feed_forward, MoeWeights):
+                feed_forward = Moe(config, layer.feed_forward, quantise)
+            else:
+                feed_forward = Mlp(layer.feed_forward, quantise)
+            self.layers.append(Layer(layer, attention, feed_forward, config.rms_norm_eps))
+
+    def _forward(self, batch: PrefillBatch | DecodeBatch, caches: list[LayerCache]) -> torch.Tensor:
+        x = self.weights.embedding[batch.tokens]
+        for layer, cache in zip(self.layers, caches):
+            x = layer(x, batch, cache)
+        return x
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weights.norm, self.config.rms_norm_eps) @ self.weights.head.T
+
+    @torch.inference_mode()
+    def prefill(self, batch: PrefillBatch, caches: list[LayerCache]) -> torch.Tensor:
+        """fp32 logits [vocab] after the last token of `batch`; its tokens are then in the caches."""
+        return self._logits(self._forward(batch, caches)[-1:])[0]
+
+    @torch.inference_mode()
+    def decode(
+        self, inputs: Mapping[str, torch.Tensor], caches: list[LayerCache]
+    ) -> dict[str, torch.Tensor]:
+        """`logits` fp32 [B, vocab] of one token of each request. Safe to capture: see `DecodeBatch`."""
+        return {"logits": self._logits(self._forward(DecodeBatch.of(inputs), caches))}

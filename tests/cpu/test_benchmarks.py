@@ -1,0 +1,256 @@
+"""The benchmark harness on the CPU reference: every class builds its inputs, checks them and stores rows.
+
+The peer is played by the reference behind the peer's own interface, so that layouts and scales agree by
+construction of the inputs, not by luck. Only the clock is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_fp8
+from benchmarks import compare, gemm, host, inputs, logits
+from benchmarks.compare import Session
+from benchmarks.results import CLASSES, Ceiling, ResultsFile, Row, device_slug
+from benchmarks.shapes import (
+    CONTIGUOUS,
+    MASKED,
+    PAGED_MQA_LOGITS,
+    DenseShape,
+    GroupedShape,
+    MqaShape,
+    PagedShape,
+    aligned_starts,
+    expert_counts,
+)
+from benchmarks.timing import plan_rotation
+
+ENVIRONMENT = {
+    "device": "h200",
+    "driver": "1",
+    "cuda": "13.0",
+    "torch": "2",
+    "commit": "abc",
+    "date": "2026-01-01",
+}
+
+
+class ReferencePeer:
+    """The interface of `benchmarks.peer.DeepGemm` over the reference ops."""
+
+    name = "reference"
+
+    def aligned(self, scale: Tensor) -> Tensor:
+        assert moe_fp8.to_mn_major(scale) is scale, "the peer would have to convert these scales"
+        return scale
+
+    def gemm(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> None:
+        moe_fp8.gemm_fp8(a, a_scale, b, b_scale, out)
+
+    def grouped_contiguous(
+        self,
+        a: Tensor,
+        a_scale: Tensor,
+        b: Tensor,
+        b_scale: Tensor,
+        out: Tensor,
+        psum: Tensor,
+        m_indices: Tensor | None,
+    ) -> None:
+        layout = {"psum": psum} if m_indices is None else {"m_indices": m_indices}
+        moe_fp8.grouped_gemm_fp8_contiguous(a, a_scale, b, b_scale, **layout, out=out)
+
+    def grouped_masked(
+        self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, *rest: Any
+    ) -> None:
+        masked_m, expected_m = rest
+        moe_fp8.grouped_gemm_fp8_masked(a, a_scale, b, b_scale, masked_m, expected_m, out)
+
+    def mqa_logits(
+        self, q: Tensor, k: Tensor, k_scale: Tensor, weights: Tensor, ks: Tensor, ke: Tensor, width: int
+    ) -> Tensor:
+        return moe_fp8.mqa_logits_fp8(q, k, k_scale, weights, ks, ke, max_seqlen_k=width)
+
+    def paged_metadata(self, context_lens: Tensor, block_size: int, num_sms: int) -> Tensor:
+        assert context_lens.dim() == 2
+        return moe_fp8.paged_mqa_logits_metadata(context_lens, block_size, num_sms)
+
+    def paged_mqa_logits(self, *arguments: Any) -> Tensor:
+        return moe_fp8.paged_mqa_logits_fp8(*arguments)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness on the CPU: tensors there, a small L2, and a clock that says 1, 2, 3... microseconds."""
+
+    def replay(calls: list[Any], num_calls: int) -> list[Any]:
+        for call in calls:
+            call()
+        assert num_calls >= 8
+        return calls
+
+    monkeypatch.setattr(inputs, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(compare, "Replay", replay)
+    monkeypatch.setattr(
+        compare, "alternate", lambda replays, turns: [float(i + 1) for i in range(len(replays))]
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for module in (gemm, logits):
+        monkeypatch.setattr(module, "l2_bytes", lambda: 1)
+    for module in (logits, host):
+        monkeypatch.setattr(module, "num_sms", lambda: 4)
+    monkeypatch.setattr(gemm, "_MASKED_ROWS", 8)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["rows"]
+
+
+SMALL = {
+    "dense": (gemm, "DENSE", [DenseShape(3, 192, 256), DenseShape(1, 64, 128)]),
+    "contiguous": (
+        gemm,
+        "CONTIGUOUS",
+        [
+            GroupedShape("m_indices", 3, 5, 192, 256, "zipf"),
+            GroupedShape("psum", 4, 2, 64, 128, "routed"),
+            GroupedShape("offsets", 4, 2, 64, 128, "routed"),
+        ],
+    ),
+    "masked": (gemm, "MASKED", [GroupedShape("masked", 3, 4, 192, 256, "spread")]),
+    "mqa_logits": (logits, "MQA_LOGITS", [MqaShape(5, 40, heads=8)]),
+    "paged_mqa_logits": (
+        logits,
+        "PAGED_MQA_LOGITS",
+        [PagedShape(3, 90, heads=8), PagedShape(2, 300, next_n=2, heads=8)],
+    ),
+    "paged_metadata": (logits, "PAGED_METADATA", [PagedShape(3, 700)]),
+}
+
+
+@pytest.mark.parametrize("cls", SMALL)
+def test_class_runs_against_a_peer(
+    cls: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module, constant, shapes = SMALL[cls]
+    monkeypatch.setattr(module, constant, shapes)
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    getattr(module, f"run_{cls}")(session, ReferencePeer(), 1)
+    assert session.failures == []
+    rows = _rows(tmp_path / "h200.json")
+    assert len(rows) == len(shapes)
+    for row in rows:
+        assert row["class"] == cls
+        assert row["us"] == 1.0 and row["peers"] == {"reference": 2.0} and row["ratio"] == 2.0
+        assert row["notes"].keys() == {"reference rel_error"}, "the peer was left out"
+        assert 0 <= row["rel_error"] < 3e-3
+
+
+def test_host_class_times_every_op(on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(host, "_CALLS", 1)
+    monkeypatch.setattr(host, "_ROUNDS", 1)
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    host.run_host(session, ReferencePeer(), 1)
+    assert session.failures == []
+    rows = _rows(tmp_path / "h200.json")
+    assert [row["shape"]["op"] for row in rows] == [
+        "gemm_fp8",
+        "grouped_gemm_fp8_masked",
+        "quantize_fp8",
+        "paged_mqa_logits_fp8",
+    ]
+    assert [sorted(row["peers"]) for row in rows] == [["reference"], ["reference"], [], ["reference"]]
+
+
+@pytest.mark.parametrize("damage", ["wrong", "unwritten"])
+def test_a_wrong_result_is_not_timed(
+    damage: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*arguments: Tensor, out: Tensor) -> None:
+        if damage == "wrong":
+            out.normal_()
+
+    monkeypatch.setattr(gemm, "DENSE", [DenseShape(3, 192, 256)])
+    monkeypatch.setattr(moe_fp8, "gemm_fp8", broken)
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    gemm.run_dense(session, None, 1)
+    assert len(session.failures) == 1 and "WrongResult" in session.failures[0]
+    assert not (tmp_path / "h200.json").exists()
+
+
+def test_a_wrong_peer_is_left_out_with_the_reason(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Broken(ReferencePeer):
+        def gemm(self, *arguments: Any) -> None:
+            arguments[-1].zero_()
+
+    monkeypatch.setattr(gemm, "DENSE", [DenseShape(3, 192, 256)])
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    gemm.run_dense(session, Broken(), 1)
+    (row,) = _rows(tmp_path / "h200.json")
+    assert row["peers"] == {} and row["ratio"] is None
+    assert "relative error 1" in row["notes"]["reference left out"]
+
+
+def test_classes_merge_and_each_is_of_one_run(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    first = ResultsFile(path, ENVIRONMENT)
+    first.add(Row("masked", {"m": 1}, 10.0))
+    first.add(Row("dense", {"m": 1}, 10.0))
+    first.add(Row("dense", {"m": 2}, 20.0))
+    second = ResultsFile(path, {**ENVIRONMENT, "commit": "def"})
+    second.add(Row("dense", {"m": 3}, 30.0))
+    assert [(row["class"], row["us"], row["commit"]) for row in _rows(path)] == [
+        ("dense", 30.0, "def"),
+        ("masked", 10.0, "abc"),
+    ]
+    with pytest.raises(ValueError, match="h100"):
+        ResultsFile(path, {**ENVIRONMENT, "device": "h100"})
+    with pytest.raises(ValueError, match="unknown class"):
+        second.add(Row("dens", {}, 1.0))
+
+
+def test_derived_figures() -> None:
+    row = Row("dense", {}, 10.0, flops=5e9, nbytes=20e6, peers={"a": 12.0, "b": 11.0}).to_json("h200")
+    assert (row["tflops"], row["gbs"], row["ratio"]) == (500, 2000, 1.1)
+    assert row["ceiling_share"] == pytest.approx(2000 / 4550, rel=1e-3)
+    assert Row("dense", {}, 10.0, nbytes=1.0).to_json("unmeasured")["ceiling_share"] is None
+    assert Ceiling(1, 1) and "dense" in CLASSES
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GH200 480GB", "gh200")],
+)
+def test_device_slug(name: str, slug: str) -> None:
+    assert device_slug(name) == slug
+
+
+@pytest.mark.parametrize("skew", ["equal", "spread", "zipf", "routed"])
+def test_counts_keep_the_mean_and_differ_as_named(skew: Any) -> None:
+    counts = expert_counts(32, 4, skew)
+    assert len(counts) == 32 and sum(counts) == 128 and min(counts) >= 0
+    assert (len(set(counts)) == 1) == (skew == "equal")
+
+
+def test_the_lists_hold_what_they_are_for() -> None:
+    assert any(0 in shape.counts() for shape in CONTIGUOUS), "no shape has an empty expert"
+    assert {shape.layout for shape in CONTIGUOUS} == {"m_indices", "psum", "offsets"}
+    assert all(shape.layout == "masked" and min(shape.counts()) > 0 for shape in MASKED)
+    assert any(shape.next_n > 1 for shape in PAGED_MQA_LOGITS)
+    assert aligned_starts([1, 0, 129]) == [0, 128, 128, 384]
+
+
+@pytest.mark.parametrize("set_bytes", [1, 2**20, 15 * 2**20, 2**30])
+def test_rotation_defeats_the_l2(set_bytes: int) -> None:
+    l2 = 60 * 2**20
+    sets, calls = plan_rotation(set_bytes, l2)
+    assert sets >= 2 and calls >= 8 and calls % sets == 0
+    assert sets * set_bytes > 4 * l2 or sets == 64

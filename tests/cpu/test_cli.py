@@ -1,0 +1,339 @@
+"""`moe-fp8` and `python -m moe_fp8.warmup`, run as a user would, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_fp8 import cli, doctor
+from moe_fp8.errors import CompileError, ConfigError, DriverError, MoeFp8Error, ToolchainError
+from moe_fp8.jit import driver, runtime
+from moe_fp8.jit.driver import DeviceInfo
+from moe_fp8.warmup import PlanOptions, build_plan, load_model, load_plan, plan
+from moe_fp8.warmup import __main__ as startup
+from moe_fp8.warmup.arguments import exit_code
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+H200 = DeviceInfo("NVIDIA H200", (9, 0), 132, (13, 0))
+
+#: A plan that is quick to build: the least that a server can ask of the smallest config.
+SMALL = [
+    "--model",
+    str(CONFIGS / "qwen3_30b.json"),
+    "--max-tokens",
+    "1",
+    "--max-batch",
+    "1",
+    "--num-sms",
+    "132",
+]
+SMALL_OPTIONS = PlanOptions(max_tokens=1, max_batch=1)
+
+Json = Callable[[list[str]], tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "device_count", lambda: 0)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that holds the small plan."""
+    folder = tmp_path_factory.mktemp("store")
+    assert cli.main(["build", *SMALL, "--cache-dir", str(folder), "--quiet"]) == 0
+    return folder
+
+
+@pytest.fixture
+def run_json(capsys: pytest.CaptureFixture[str]) -> Json:
+    def run(argv: list[str]) -> tuple[int, dict[str, Any]]:
+        capsys.readouterr()
+        code = cli.main([*argv, "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_plan_prints_every_distinct_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", str(CONFIGS / "deepseek_v32.json"), "--tp", "8", "--ep", "8"]
+    assert cli.main(["plan", *arguments]) == 0
+    table = capsys.readouterr().out
+    expected = plan(load_model(CONFIGS / "deepseek_v32.json"), PlanOptions(tp=8, ep=8))
+    assert f"{len(expected.specs)} kernels" in table
+    for spec, key in expected.keys().items():
+        assert spec.name in table
+        assert key[:12] in table
+    assert "q_a+kv_a" not in table
+    assert cli.main(["plan", *arguments, "--rows"]) == 0
+    assert "q_a+kv_a" in capsys.readouterr().out
+
+
+def test_plan_as_json(run_json: Json) -> None:
+    code, told = run_json(["plan", *SMALL])
+    expected = plan(load_model(CONFIGS / "qwen3_30b.json"), SMALL_OPTIONS)
+    assert code == 0
+    assert [kernel["key"] for kernel in told["kernels"]] == list(expected.keys().values())
+    assert told["options"]["max_tokens"] == 1
+
+
+def test_planning_needs_neither_torch_nor_a_compiler() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "sys.modules['cuda.bindings'] = None\n"
+        "from moe_fp8.cli import main\n"
+        f"sys.exit(main(['plan', *{SMALL!r}]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "gemm_fp8" in done.stdout
+    assert "no keys are shown" in done.stderr
+
+
+def test_build_fills_the_store_once(built: Path, run_json: Json) -> None:
+    expected = plan(load_model(CONFIGS / "qwen3_30b.json"), SMALL_OPTIONS)
+    code, told = run_json(["build", *SMALL, "--cache-dir", str(built), "--quiet"])
+    assert code == 0
+    assert (told["compiled"], told["cached"]) == (0, len(expected.specs))
+    assert {kernel["key"] for kernel in told["kernels"]} == set(expected.keys().values())
+    assert {path.stem for path in built.glob("*.kernel")} == set(expected.keys().values())
+    assert all(kernel["spill_bytes"] == 0 for kernel in told["kernels"])
+
+
+def test_build_prints_what_ptxas_said(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["build", *SMALL, "--cache-dir", str(built), "--quiet"]) == 0
+    table = capsys.readouterr().out
+    assert "registers" in table
+    assert "block_m=8" in table
+
+
+def test_check_passes_on_a_full_store(built: Path, run_json: Json) -> None:
+    code, told = run_json(["check", *SMALL, "--cache-dir", str(built)])
+    assert (code, told["ok"], told["missing"]) == (0, True, [])
+
+
+@pytest.mark.parametrize("damage", ["removed", "truncated", "altered"])
+def test_check_names_the_kernel_that_is_not_whole(
+    built: Path, tmp_path: Path, damage: str, run_json: Json, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = sorted(built.glob("*.kernel"))
+    for path in copied:
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    victim = tmp_path / copied[0].name
+    whole = victim.read_bytes()
+    if damage == "removed":
+        victim.unlink()
+    else:
+        victim.write_bytes(whole[:-1] if damage == "truncated" else whole[:-1] + bytes([whole[-1] ^ 1]))
+    code, told = run_json(["check", *SMALL, "--cache-dir", str(tmp_path)])
+    assert (code, told["ok"]) == (1, False)
+    assert [missing["key"] for missing in told["missing"]] == [victim.stem]
+    assert cli.main(["check", *SMALL, "--cache-dir", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert victim.stem in said.out
+    assert "moe-fp8 build" in said.err
+
+
+def test_check_fails_for_a_bigger_plan(built: Path, run_json: Json) -> None:
+    bigger = ["check", "--model", str(CONFIGS / "deepseek_v32.json"), "--cache-dir", str(built)]
+    code, told = run_json(bigger)
+    assert code == 1
+    assert any("mqa_logits_fp8" in missing["kernel"] for missing in told["missing"])
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["plan", "--model", "/nowhere/config.json"],
+        ["plan", "--model", str(CONFIGS / "qwen3_30b.json"), "--tp", "4"],
+        ["plan", "--model", str(CONFIGS / "qwen3_30b.json"), "--max-tokens", "0"],
+        ["check", "--model", str(CONFIGS / "qwen3_30b.json"), "--ep", "7"],
+    ],
+)
+def test_bad_requests_exit_2_with_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [[], ["plan"], ["fly"], ["build", *SMALL, "--jobs", "0"]])
+def test_bad_usage_exits_2(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+    assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("tp", "1", 2), 2),
+        (ToolchainError("no NVRTC"), 3),
+        (CompileError("gemm_fp8", "log"), 4),
+        (DriverError("cuLibraryLoadData", 209, "CUDA_ERROR_NO_BINARY_FOR_GPU"), 5),
+    ],
+)
+def test_errors_have_their_exit_code(error: MoeFp8Error, code: int) -> None:
+    assert exit_code(error) == code
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    code = f"import sys; from moe_fp8.cli import main; sys.exit(main(['plan', '--json', *{SMALL!r}]))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    complaint = process.stderr.read().decode()
+    assert process.wait() == 0, complaint
+    assert "Traceback" not in complaint and "BrokenPipe" not in complaint
+
+
+def test_startup_script_builds_and_says_so_in_one_line(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in sorted(built.glob("*.kernel"))[1:]:
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    capsys.readouterr()
+    assert startup.main([*SMALL, "--cache-dir", str(tmp_path), "--quiet"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    told = json.loads(out)
+    assert told["ok"] is True
+    assert (told["compiled"], told["cached"]) == (1, told["kernels"] - 1)
+    assert (told["device"], told["loaded"], told["spilling"]) == (None, 0, 0)
+
+
+def test_startup_script_loads_where_there_is_a_hopper(
+    built: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = []
+
+    def preload(self: runtime.KernelRuntime, specs: Any) -> int:
+        assert self.store.root == built
+        loaded.extend(specs)
+        return len(loaded)
+
+    monkeypatch.setattr(runtime.KernelRuntime, "preload", preload)
+    monkeypatch.setattr(driver, "device_count", lambda: 1)
+    monkeypatch.setattr(driver, "device_info", lambda: H200)
+    assert startup.main([*SMALL, "--cache-dir", str(built), "--quiet", "--require-gpu"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["device"], told["loaded"]) == ("NVIDIA H200", told["kernels"])
+    assert loaded == list(plan(load_model(CONFIGS / "qwen3_30b.json"), SMALL_OPTIONS).specs)
+
+
+def test_startup_script_can_insist_on_a_gpu(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert startup.main([*SMALL, "--cache-dir", str(built), "--quiet", "--require-gpu"]) == 3
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ok"], told["error"]) == (False, "ToolchainError")
+
+
+def test_startup_script_reports_a_bad_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert startup.main(["--model", "/nowhere"]) == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out)["error"] == "ConfigError"
+    assert said.err.startswith("error: ")
+
+
+def test_sms_come_from_a_hopper_gpu_only(run_json: Json, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["plan", "--model", str(CONFIGS / "qwen3_30b.json"), "--max-tokens", "16"]
+    assert run_json(arguments)[1]["options"]["num_sms"] == 132
+    monkeypatch.setattr(driver, "device_count", lambda: 1)
+    monkeypatch.setattr(driver, "device_info", lambda: H200._replace(num_sms=78))
+    assert run_json(arguments)[1]["options"]["num_sms"] == 78
+    monkeypatch.setattr(driver, "device_info", lambda: H200._replace(num_sms=108, cc=(8, 0)))
+    assert run_json(arguments)[1]["options"]["num_sms"] == 132
+
+
+def test_load_plan_preloads_exactly_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def preload(specs: Any, jobs: int | None, progress: Any) -> int:
+        seen.extend(specs)
+        return 3
+
+    monkeypatch.setattr(runtime, "preload", preload)
+    planned = plan(load_model(CONFIGS / "qwen3_30b.json"), SMALL_OPTIONS)
+    assert load_plan(planned) == 3
+    assert seen == list(planned.specs)
+
+
+def test_build_plan_reports_each_kernel_as_it_is_ready(built: Path) -> None:
+    from moe_fp8.jit.store import KernelStore
+
+    planned = plan(load_model(CONFIGS / "qwen3_30b.json"), SMALL_OPTIONS)
+    done: list[tuple[int, int]] = []
+    build_plan(planned, KernelStore(built), progress=lambda ready, total, row: done.append((ready, total)))
+    assert done == [(number, len(planned.specs)) for number in range(1, len(planned.specs) + 1)]
+
+
+def findings(cache_dir: Path | None = None) -> dict[str, doctor.Finding]:
+    return {finding.name: finding for finding in doctor.diagnose(cache_dir)}
+
+
+def test_doctor_finds_what_there_is(built: Path, run_json: Json, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "device_info", lambda: H200)
+    code, told = run_json(["doctor", "--cache-dir", str(built)])
+    by_name = {finding["name"]: finding for finding in told["findings"]}
+    assert code == 0 and told["ok"]
+    assert {finding["status"] for finding in told["findings"]} == {"ok"}
+    assert "132 SMs" in by_name["GPU"]["detail"]
+    assert by_name["torch"]["detail"] == metadata.version("torch")
+    assert f"{len(list(built.glob('*.kernel')))} kernels" in by_name["kernel cache"]["detail"]
+
+
+def test_doctor_without_a_driver_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> DeviceInfo:
+        raise ToolchainError("libcuda cannot be loaded; install a driver")
+
+    monkeypatch.setattr(driver, "device_info", missing)
+    gpu = findings()["GPU"]
+    assert (gpu.status, gpu.detail) == ("warn", "libcuda cannot be loaded; install a driver")
+
+
+@pytest.mark.parametrize("change", [{"cc": (8, 0)}, {"driver_version": (12, 8)}])
+def test_doctor_warns_of_a_gpu_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, tuple[int, int]]
+) -> None:
+    monkeypatch.setattr(driver, "device_info", lambda: H200._replace(**change))
+    gpu = findings()["GPU"]
+    assert gpu.status == "warn" and gpu.remedy
+
+
+def test_doctor_fails_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> None:
+        raise ToolchainError("libnvrtc cannot be loaded; pip install nvidia-cuda-nvrtc")
+
+    monkeypatch.setattr(doctor, "nvrtc", missing)
+    assert cli.main(["doctor"]) == 1
+    assert "pip install nvidia-cuda-nvrtc" in capsys.readouterr().out
+
+
+def test_doctor_without_torch_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    torch = findings()["torch"]
+    assert torch.status == "warn" and "pip install" in torch.remedy
+
+
+def test_doctor_warns_of_a_cache_that_will_not_be_used(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    assert findings(shared)["kernel cache"].status == "warn"
+    assert findings(shared)["kernel cache"].remedy
+    file = tmp_path / "file"
+    file.write_text("")
+    assert findings(file)["kernel cache"].status == "warn"
+    assert findings(tmp_path / "new" / "deeper")["kernel cache"].status == "ok"

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_fp8.errors import CompileError
+from moe_fp8.jit import progress as progress_module
+from moe_fp8.jit.build import _Compiler, build
+from moe_fp8.jit.progress import BuildRow, line_printer
+from moe_fp8.jit.sources import SourceTree
+from moe_fp8.jit.store import KernelStore
+from tests.cpu.jit_kernels import spec, write_kernels
+
+_ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> SourceTree:
+    return SourceTree(write_kernels(tmp_path / "kernels", "tiny", "other"))
+
+
+_SPECS = [spec(factor=factor) for factor in (2, 3, 4)] + [spec("other")]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_build_then_all_cached(tmp_path: Path, sources: SourceTree, jobs: int, on_disk: bool) -> None:
+    root = tmp_path / "cache" if on_disk else None
+    store = KernelStore(root, sources)
+    seen: list[tuple[int, int, BuildRow]] = []
+    report = build([*_SPECS, _SPECS[0]], store, jobs, lambda *event: seen.append(event))
+    assert [row.spec for row in report.rows] == _SPECS
+    assert [row.key for row in report.rows] == [store.key(each) for each in _SPECS]
+    assert (report.compiled, report.cached) == (4, 0)
+    assert all(row.seconds > 0 and row.registers > 0 and row.spill_bytes == 0 for row in report.rows)
+    assert [(done, total) for done, total, _ in seen] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert {row for _, _, row in seen} == set(report.rows)
+
+    again = build(_SPECS, KernelStore(root, sources) if on_disk else store, jobs, False)
+    assert (again.compiled, again.cached) == (0, 4)
+    assert all(row.seconds == 0 for row in again.rows)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_failures_are_reported_after_the_rest_is_done(tmp_path: Path, sources: SourceTree, jobs: int) -> None:
+    store = KernelStore(tmp_path / "cache", sources)
+    broken = spec(num_threads=33)
+    with pytest.raises(CompileError, match="static assertion"):
+        build([broken, *_SPECS], store, jobs, False)
+    assert all(KernelStore(tmp_path / "cache", sources).get(store.key(each)) for each in _SPECS)
+
+
+def test_a_compiler_that_dies_is_replaced(
+    tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = _Compiler._running
+    killed: list[int] = []
+
+    def kill_the_first(self: _Compiler) -> subprocess.Popen[bytes]:
+        process = running(self)
+        if not killed:
+            killed.append(process.pid)
+            os.kill(process.pid, signal.SIGKILL)
+        return process
+
+    monkeypatch.setattr(_Compiler, "_running", kill_the_first)
+    store = KernelStore(tmp_path / "cache", sources)
+    with pytest.raises(CompileError, match="ended early"):
+        build(_SPECS, store, 2, False)
+    assert sum(store.get(store.key(each)) is not None for each in _SPECS) == 3
+    assert build(_SPECS, store, 2, False).compiled == 1
+
+
+def test_workers_do_not_import_the_callers_main(tmp_path: Path, sources: SourceTree) -> None:
+    """A script without a __main__ guard: multiprocessing's spawn would run it, and import its torch, again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+from pathlib import Path
+print("main runs")
+from moe_fp8.jit import build, KernelStore
+from moe_fp8.jit.sources import SourceTree
+from tests.cpu.jit_kernels import spec
+store = KernelStore({str(tmp_path / "cache")!r}, SourceTree(Path({str(tmp_path / "kernels")!r})))
+report = build([spec(factor=f) for f in (2, 3, 4)], store, jobs=2, progress=True)
+print(report.compiled)
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "main runs\n3\n"
+    assert done.stderr.count("compiled tiny[") == 3
+    assert "3 kernels ready, 3 compiled now" in done.stderr
+
+
+def test_lines(sources: SourceTree) -> None:
+    stream = io.StringIO()
+    store = KernelStore(None, sources)
+    build(_SPECS[:1], store, 1, False)
+    build(_SPECS[:2], store, 1, line_printer(stream))
+    first, last = stream.getvalue().splitlines()
+    assert first.startswith("[2/2] compiled tiny[factor=3] in ")
+    assert last == "2 kernels ready, 1 compiled now"
+
+
+def test_a_terminal_gets_a_bar(
+    sources: SourceTree, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress_module.sys.stderr, "isatty", lambda: True, raising=False)
+    assert build(_SPECS[:1], KernelStore(None, sources), 1).compiled == 1
+    shown = capsys.readouterr().err
+    assert "1/1" in shown
+    assert "tiny[factor=2]" in shown
+
+
+def test_an_empty_build_is_a_build(tmp_path: Path) -> None:
+    assert build([], KernelStore(None), progress=False).rows == ()

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe_fp8.errors import CompileError
+from moe_fp8.jit.compiler import compile_kernel
+from moe_fp8.jit.key import digest, kernel_key
+from moe_fp8.jit.sources import SourceTree, package_sources
+from tests.cpu.jit_kernels import spec, write_kernels
+
+
+@pytest.fixture
+def kernels(tmp_path: Path) -> Path:
+    return write_kernels(tmp_path / "kernels", "tiny")
+
+
+def test_compile_reports_resources(kernels: Path) -> None:
+    artifact = compile_kernel(spec(), sources=SourceTree(kernels))
+    assert artifact.cubin.startswith(b"\x7fELF")
+    assert b"tiny" in artifact.cubin
+    assert artifact.name == "tiny"
+    assert 0 < artifact.registers < 64
+    assert artifact.static_smem_bytes == 128
+    assert (artifact.spill_bytes, artifact.local_bytes) == (0, 0)
+    assert artifact.warnings == ()
+    assert artifact.compile_seconds > 0
+    assert artifact.key == kernel_key(spec(), sources=SourceTree(kernels))
+
+
+def test_spills_and_local_memory_are_seen(tmp_path: Path) -> None:
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    (folder / "spills.cuh").write_text(
+        """
+        extern "C" __global__ void __launch_bounds__(1024) spills(float* x, int n) {
+          float values[96];
+          #pragma unroll
+          for (int i = 0; i < 96; ++i) values[i] = x[i * 1024 + threadIdx.x];
+          __syncthreads();
+          for (int round = 0; round < n; ++round) {
+            #pragma unroll
+            for (int i = 0; i < 96; ++i) values[i] = values[i] * values[(i * 7 + 1) % 96] + 1.f;
+          }
+          #pragma unroll
+          for (int i = 0; i < 96; ++i) x[i * 1024 + threadIdx.x] = values[i];
+        }
+        """
+    )
+    artifact = compile_kernel(replace(spec("spills"), num_threads=1024), sources=SourceTree(folder))
+    assert artifact.registers <= 64
+    assert artifact.spill_bytes > 0
+    assert artifact.local_bytes > 0
+
+
+def test_warnings_are_kept_and_logged(kernels: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = (kernels / "tiny.cuh").read_text()
+    (kernels / "tiny.cuh").write_text(text.replace("__shared__", "int forgotten = 3;\n  __shared__"))
+    artifact = compile_kernel(spec(), sources=SourceTree(kernels))
+    assert len(artifact.warnings) == 1
+    assert "forgotten" in artifact.warnings[0]
+    assert "forgotten" in caplog.text
+
+
+def test_errors_carry_the_log(kernels: Path) -> None:
+    (kernels / "tiny.cuh").write_text('extern "C" __global__ void tiny() { undeclared = 1; }')
+    with pytest.raises(CompileError, match="undeclared") as caught:
+        compile_kernel(spec(), sources=SourceTree(kernels))
+    assert caught.value.name == "tiny"
+    assert "undeclared" in caught.value.log
+
+
+def test_static_assert_sees_the_launch_facts(kernels: Path) -> None:
+    with pytest.raises(CompileError, match="static assertion"):
+        compile_kernel(spec(num_threads=33), sources=SourceTree(kernels))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__global__ void tiny() {}",
+        'extern "C" __global__ void other() {}',
+        'extern "C" __global__ void tiny() {} extern "C" __global__ void other() {}',
+        "",
+    ],
+)
+def test_the_symbol_must_be_the_one_kernel(kernels: Path, text: str) -> None:
+    (kernels / "tiny.cuh").write_text(text)
+    with pytest.raises(CompileError, match="exactly one kernel"):
+        compile_kernel(spec(), sources=SourceTree(kernels))
+
+
+def test_nothing_outside_the_folder_is_included(
+    kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ambient.h").write_text("#define AMBIENT 1\n")
+    monkeypatch.chdir(tmp_path)
+    kernel = (kernels / "tiny.cuh").read_text()
+    for include in ('#include "ambient.h"', "#include <ambient.h>", '#define A "ambient.h"\n#include A'):
+        (kernels / "tiny.cuh").write_text(f"{include}\n{kernel}")
+        with pytest.raises(CompileError, match=r"ambient\.h"):
+            compile_kernel(spec(), sources=SourceTree(kernels))
+    (kernels / "tiny.cuh").write_text(f'#include "../ambient.h"\n{kernel}')
+    with pytest.raises(CompileError, match="plain path"):
+        compile_kernel(spec(), sources=SourceTree(kernels))
+
+
+def test_closure_is_transitive_and_survives_cycles(kernels: Path) -> None:
+    (kernels / "common" / "scaled.cuh").write_text('#pragma once\n  #  include "common/deep.cuh"\n')
+    (kernels / "common" / "deep.cuh").write_text('#pragma once\n#include "common/scaled.cuh"\n')
+    closure = SourceTree(kernels).closure("tiny")
+    assert [name for name, _ in closure.files] == ["common/deep.cuh", "common/scaled.cuh", "tiny.cuh"]
+    assert closure.text.startswith(b"#include")
+    assert [name for name, _ in closure.headers] == ["common/deep.cuh", "common/scaled.cuh"]
+
+
+def test_key_is_content(kernels: Path, tmp_path: Path) -> None:
+    key = kernel_key(spec(), sources=SourceTree(kernels))
+    elsewhere = write_kernels(tmp_path / "elsewhere", "tiny", "unrelated")
+    assert kernel_key(spec(), sources=SourceTree(elsewhere)) == key
+
+    (elsewhere / "common" / "scaled.cuh").open("a").write("// one byte of a header\n")
+    others = {
+        kernel_key(spec(), sources=SourceTree(elsewhere)),
+        kernel_key(spec(factor=3), sources=SourceTree(kernels)),
+        kernel_key(spec(num_threads=256), sources=SourceTree(kernels)),
+        kernel_key(spec(smem_bytes=16), sources=SourceTree(kernels)),
+        kernel_key(replace(spec(), cluster_size=2), sources=SourceTree(kernels)),
+        kernel_key(spec(), "sm_90", SourceTree(kernels)),
+    }
+    closure = SourceTree(kernels).closure("tiny")
+    others.add(digest(closure, (), "sm_90a", (13, 0)))
+    others.add(digest(closure, (), "sm_90a", (13, 1)))
+    others.add(digest(closure, ("-DA=1", "-DB=1"), "sm_90a", (13, 0)))
+    others.add(digest(closure, ("-DA=1-DB=1",), "sm_90a", (13, 0)))
+    assert key not in others
+    assert len(others) == 10
+
+
+def test_a_process_keeps_the_text_it_read_first(kernels: Path) -> None:
+    tree = SourceTree(kernels)
+    key = kernel_key(spec(), sources=tree)
+    tree.closure("tiny")
+    (kernels / "tiny.cuh").write_text("broken")
+    assert compile_kernel(spec(), sources=tree).key == key
+
+
+def test_missing_kernel_says_which_file(kernels: Path) -> None:
+    with pytest.raises(CompileError, match=r"absent\.cuh"):
+        compile_kernel(spec("absent"), sources=SourceTree(kernels))
+
+
+def test_package_kernels_are_readable() -> None:
+    closure = package_sources().closure("gemm_fp8")
+    assert b'extern "C"' in closure.text
+    assert closure.headers
+
+
+def test_import_loads_neither_torch_nor_cuda() -> None:
+    code = (
+        "import sys, moe_fp8.jit, moe_fp8.jit.worker\n"
+        "loaded = [m for m in sys.modules if m.split('.')[0] in ('torch', 'cuda', 'rich')]\n"
+        "assert not loaded, loaded\n"
+        "assert 'libcuda.so' not in open('/proc/self/maps').read()\n"
+        "assert 'libnvrtc' not in open('/proc/self/maps').read()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,0 +1,297 @@
+"""What the driver module does around libcuda, against a stand-in for libcuda."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import cuda.bindings.driver as real
+import pytest
+
+from moe_fp8.errors import ArgumentError, DriverError, ToolchainError
+from moe_fp8.jit import driver, tensor_map
+from moe_fp8.jit.artifact import Artifact
+from moe_fp8.jit.driver import ParamBlock
+
+_OK = real.CUresult.CUDA_SUCCESS
+_ARTIFACT = Artifact("k" * 32, "tiny", b"\x7fELF", 1, 0, 0, 0, "13.0", 0.1)
+
+
+class FakeDriver:
+    """Two devices; keeps the rules of libcuda that the module relies on. Enums are the real ones."""
+
+    def __init__(self) -> None:
+        self.contexts = threading.local()
+        self.smem_limits: dict[int, int] = {}
+        self.functions = 0
+        self.relaxed = False
+        self.launches: list[tuple[int, int, int, int, bytes]] = []
+        self.maps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(real, name)
+
+    def _current(self) -> int:
+        return getattr(self.contexts, "current", 0)
+
+    def cuCtxGetCurrent(self) -> Any:
+        return _OK, self._current()
+
+    def cuCtxSetCurrent(self, context: int) -> Any:
+        self.contexts.current = context
+        return (_OK,)
+
+    def cuCtxGetDevice(self) -> Any:
+        if not self._current():
+            return real.CUresult.CUDA_ERROR_INVALID_CONTEXT, None
+        return _OK, self._current() - 100
+
+    def cuDeviceGet(self, index: int) -> Any:
+        return _OK, index
+
+    def cuDeviceGetCount(self) -> Any:
+        return _OK, 2
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> Any:
+        return _OK, 100 + device
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
+        kinds = real.CUstreamCaptureMode
+        before = kinds.CU_STREAM_CAPTURE_MODE_RELAXED if self.relaxed else kinds.CU_STREAM_CAPTURE_MODE_GLOBAL
+        self.relaxed = mode == kinds.CU_STREAM_CAPTURE_MODE_RELAXED
+        return _OK, before
+
+    def cuLibraryLoadData(self, code: bytes, *options: Any) -> Any:
+        if not self.relaxed:
+            return real.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, None
+        return _OK, 7
+
+    def cuLibraryGetKernel(self, library: int, name: bytes) -> Any:
+        return (_OK, 8) if name == b"tiny" else (real.CUresult.CUDA_ERROR_NOT_FOUND, None)
+
+    def cuKernelSetAttribute(self, attribute: Any, value: int, kernel: int, device: int) -> Any:
+        assert attribute.name == "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
+        if value > 227 * 1024:
+            return (real.CUresult.CUDA_ERROR_INVALID_VALUE,)
+        self.smem_limits[device] = value
+        return (_OK,)
+
+    def cuKernelGetFunction(self, kernel: int) -> Any:
+        self.functions += 1
+        return _OK, 9
+
+    def cuLaunchKernel(self, function: Any, *arguments: int) -> Any:
+        gx, gy, gz, bx, by, bz, smem, stream, params, extra = arguments
+        assert (int(function), gy, gz, by, bz, extra) == (8, 1, 1, 1, 1, 0)
+        if not self._current():
+            return (real.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        if gx == 0 or smem > self.smem_limits.get(self._current() - 100, 48 * 1024):
+            return (real.CUresult.CUDA_ERROR_INVALID_VALUE,)
+        address = ctypes.c_void_p.from_address(params).value
+        assert address is not None
+        self.launches.append((gx, bx, smem, stream, ctypes.string_at(address, 16)))
+        return (_OK,)
+
+    def cuGetProcAddress(self, symbol: bytes, version: int, flags: int) -> Any:
+        assert symbol == b"cuTensorMapEncodeTiled"
+        # PYFUNCTYPE calls this as C would, arguments narrowed to their C types.
+        integer, pointer = ctypes.c_int, ctypes.c_void_p
+        prototype = ctypes.PYFUNCTYPE(
+            integer, pointer, integer, ctypes.c_uint32, *[pointer] * 5, *[integer] * 4
+        )
+        self.callback = prototype(self.encode)
+        return _OK, ctypes.cast(self.callback, pointer).value
+
+    def encode(self, out: int, dtype: int, rank: int, *rest: int) -> int:
+        self.maps += 1
+        address, dims, strides, box, steps, interleave, swizzle, l2, fill = rest
+        if out % 64 or address % 16 or (interleave, fill) != (0, 0):
+            return 1
+        box_values = struct.unpack(f"{rank}I", ctypes.string_at(box, 4 * rank))
+        if max(box_values) > 256 or (swizzle == 3 and box_values[0] * {0: 1, 7: 4, 9: 2}[dtype] > 128):
+            return 1
+        assert struct.unpack(f"{rank}I", ctypes.string_at(steps, 4 * rank)) == (1,) * rank
+        text = struct.pack("6Q", dtype, rank, address, swizzle, l2, 0)
+        text += ctypes.string_at(dims, 8 * rank) + ctypes.string_at(strides, 8 * (rank - 1))
+        text += ctypes.string_at(box, 4 * rank)
+        ctypes.memmove(out, text.ljust(128, b"\0"), 128)
+        return 0
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    api = FakeDriver()
+    monkeypatch.setattr(driver, "_driver", lambda: api)
+    driver.tensor_map_encoder.cache_clear()
+    tensor_map.encode_tiled.cache_clear()
+    yield api
+    driver.tensor_map_encoder.cache_clear()
+    tensor_map.encode_tiled.cache_clear()
+
+
+def test_load_prepares_and_launch_passes_everything(fake: FakeDriver) -> None:
+    kernel = driver.load(_ARTIFACT, smem_bytes=200_000, num_threads=384)
+    assert fake.smem_limits == {0: 200_000}
+    assert fake.functions == 1
+    assert not fake.relaxed
+    block = ParamBlock(16)
+    struct.pack_into("QQ", block.buffer, 0, 1, 2)
+    kernel.launch(132, 0x7000, block)
+    assert fake.launches == [(132, 384, 200_000, 0x7000, struct.pack("QQ", 1, 2))]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        bytearray(range(16)),
+        memoryview(bytearray(range(16))),
+        (ctypes.c_ubyte * 16)(*range(16)),
+    ],
+)
+def test_any_writable_buffer_can_be_the_parameter(fake: FakeDriver, params: Any) -> None:
+    driver.load(_ARTIFACT, 0, 128).launch(1, 0, params)
+    assert fake.launches[0][4] == bytes(range(16))
+
+
+def test_small_smem_needs_no_attribute(fake: FakeDriver) -> None:
+    driver.load(_ARTIFACT, 48 * 1024, 128).launch(1, 0, ParamBlock(16))
+    assert fake.smem_limits == {}
+
+
+def test_a_second_device_is_prepared_at_its_first_launch(fake: FakeDriver) -> None:
+    kernel = driver.load(_ARTIFACT, 100_000, 128)
+    fake.cuCtxSetCurrent(101)
+    kernel.launch(1, 0, ParamBlock(16))
+    kernel.launch(1, 0, ParamBlock(16))
+    assert fake.smem_limits == {0: 100_000, 1: 100_000}
+    assert fake.functions == 2
+    assert len(fake.launches) == 2
+
+
+def test_a_thread_without_a_context_gets_one(fake: FakeDriver) -> None:
+    kernel = driver.load(_ARTIFACT, 100_000, 128)
+    thread = threading.Thread(target=kernel.launch, args=(1, 0, ParamBlock(16)))
+    thread.start()
+    thread.join()
+    assert len(fake.launches) == 1
+
+
+def test_failures_name_the_call(fake: FakeDriver) -> None:
+    with pytest.raises(DriverError, match=r"cuLibraryGetKernel\(absent\).*NOT_FOUND") as caught:
+        driver.load(Artifact("k", "absent", b"\x7fELF", 1, 0, 0, 0, "13.0", 0.1), 0, 128)
+    assert caught.value.code == 500
+    with pytest.raises(DriverError, match=r"cuKernelSetAttribute\(tiny, smem=240000\)"):
+        driver.load(_ARTIFACT, 240_000, 128)
+    assert not fake.relaxed
+    with pytest.raises(DriverError, match=r"cuLaunchKernel\(tiny, grid=0, block=128, smem=0\)"):
+        driver.load(_ARTIFACT, 0, 128).launch(0, 0, ParamBlock(16))
+
+
+@pytest.mark.parametrize("size", [1, 8, 64, 100, 136, 4096])
+def test_param_blocks_are_aligned_and_self_contained(size: int) -> None:
+    blocks = [ParamBlock(size) for _ in range(20)]
+    for block in blocks:
+        block.buffer[:] = bytes(index % 251 for index in range(size))
+        assert block.address % 64 == 0
+        assert block.kernel_params % 8 == 0
+        assert ctypes.c_void_p.from_address(block.kernel_params).value == block.address
+        assert ctypes.string_at(block.address, size) == bytes(block.buffer)
+
+
+def test_no_driver_is_a_toolchain_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(flags: int) -> Any:
+        raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+    monkeypatch.setattr(real, "cuInit", absent)
+    driver._driver.cache_clear()
+    try:
+        assert driver.device_count() == 0
+        with pytest.raises(ToolchainError, match="planning and compiling do not"):
+            driver.device_info()
+    finally:
+        driver._driver.cache_clear()
+
+
+def test_encode_2d(fake: FakeDriver) -> None:
+    encoded = tensor_map.encode_2d(0x40000, "bfloat16", (7168, 2**32 - 1), 14336, (64, 256))
+    assert struct.unpack("6Q3Q2I", encoded[:80]) == (
+        9, 2, 0x40000, 3, 3, 0, 7168, 2**32 - 1, 14336, 64, 256,
+    )  # fmt: skip
+    assert len(encoded) == tensor_map.TENSOR_MAP_BYTES
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
+def test_encode_any_rank(fake: FakeDriver, rank: int) -> None:
+    dims, strides = tuple(range(32, 32 + rank)), tuple(2 ** (36 + axis) for axis in range(rank - 1))
+    box = tuple(range(4, 4 + rank))
+    # A leftover of a larger rank must not show.
+    tensor_map.encode_tiled(0x99990, "uint8", (9,) * 5, (16,) * 4, (9,) * 5, 0, 0)
+    encoded = tensor_map.encode_tiled(2**46, "float32", dims, strides, box, 0, 128)
+    expected = struct.pack("6Q", 7, rank, 2**46, 0, 2, 0) + struct.pack(f"{2 * rank - 1}Q", *dims, *strides)
+    assert encoded == (expected + struct.pack(f"{rank}I", *box)).ljust(128, b"\0")
+
+
+def test_encoding_is_cached_by_value(fake: FakeDriver) -> None:
+    arguments: Any = ("uint8", (7168, 64), 7168, (128, 64))
+    first = tensor_map.encode_2d(0x1000, *arguments)
+    other = tensor_map.encode_2d(0x2000, *arguments)
+    assert tensor_map.encode_2d(0x1000, *arguments) == first != other
+    assert fake.maps == 2
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("ptr", {"ptr": 0x1008}),
+        ("dtype", {"dtype": "float64"}),
+        ("swizzle", {"swizzle": 100}),
+        ("l2_promotion", {"l2_promotion": 1}),
+        ("box", {"box": (128, 300)}),
+        ("box", {"box": (144, 64)}),
+        ("dims", {"dims": (7168,)}),
+        ("strides_bytes", {"stride_bytes": -16}),
+    ],
+)
+def test_refusals_name_the_argument(fake: FakeDriver, argument: str, change: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {
+        "ptr": 0x1000,
+        "dtype": "float8_e4m3fn",
+        "dims": (7168, 64),
+        "stride_bytes": 7168,
+        "box": (128, 64),
+    }
+    tensor_map.encode_2d(**arguments)
+    with pytest.raises(ArgumentError) as caught:
+        tensor_map.encode_2d(**{**arguments, **change})
+    assert caught.value.argument == argument
+
+
+def test_an_unexplained_refusal_is_a_driver_error(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake, "encode", lambda *arguments: 201)
+    with pytest.raises(DriverError, match="INVALID_CONTEXT") as caught:
+        tensor_map.encode_2d(0x1000, "uint8", (7168, 64), 7168, (128, 64))
+    assert caught.value.code == 201
+
+
+def test_enum_values_are_the_drivers() -> None:
+    kinds = real.CUtensorMapDataType
+    names = {
+        "uint8": "UINT8",
+        "float8_e4m3fn": "UINT8",
+        "int32": "INT32",
+        "float16": "FLOAT16",
+        "float32": "FLOAT32",
+        "bfloat16": "BFLOAT16",
+    }
+    assert {name: value for name, (value, _) in tensor_map._DTYPES.items()} == {
+        name: int(kinds[f"CU_TENSOR_MAP_DATA_TYPE_{kind}"]) for name, kind in names.items()
+    }
+    for width, value in tensor_map._SWIZZLES.items():
+        suffix = f"{width}B" if width else "NONE"
+        assert value == int(real.CUtensorMapSwizzle[f"CU_TENSOR_MAP_SWIZZLE_{suffix}"])
+    for width, value in tensor_map._L2_PROMOTIONS.items():
+        suffix = f"L2_{width}B" if width else "NONE"
+        assert value == int(real.CUtensorMapL2promotion[f"CU_TENSOR_MAP_L2_PROMOTION_{suffix}"])

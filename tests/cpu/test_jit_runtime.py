@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_fp8.errors import ConfigError, JitMissError
+from moe_fp8.jit.artifact import Artifact
+from moe_fp8.jit.runtime import JitCounters, KernelRuntime
+from moe_fp8.jit.sources import SourceTree
+from moe_fp8.jit.store import KernelStore
+from moe_fp8.settings import Settings
+from tests.cpu.jit_kernels import spec, write_kernels
+
+
+class Loader:
+    """Stands for the driver: notes what it is asked to load."""
+
+    def __init__(self) -> None:
+        self.loaded: list[tuple[str, int, int]] = []
+
+    def __call__(self, artifact: Artifact, smem_bytes: int, num_threads: int) -> Any:
+        time.sleep(0.01)
+        self.loaded.append((artifact.key, smem_bytes, num_threads))
+        return object()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> KernelStore:
+    return KernelStore(tmp_path / "cache", SourceTree(write_kernels(tmp_path / "kernels", "tiny")))
+
+
+@pytest.fixture
+def loader() -> Loader:
+    return Loader()
+
+
+@pytest.fixture
+def runtime(store: KernelStore, loader: Loader) -> KernelRuntime:
+    return KernelRuntime(store, loader)
+
+
+def test_equal_specs_share_one_kernel(runtime: KernelRuntime, loader: Loader, store: KernelStore) -> None:
+    kernel = runtime.get_kernel(spec(smem_bytes=1024))
+    for _ in range(100):
+        # New objects reuse the addresses of dead ones: identity must never answer for another spec.
+        assert runtime.get_kernel(spec(smem_bytes=1024)) is kernel
+        assert runtime.get_kernel(spec(smem_bytes=2048)) is not kernel
+    assert loader.loaded == [
+        (store.key(spec(smem_bytes=1024)), 1024, 128),
+        (store.key(spec(smem_bytes=2048)), 2048, 128),
+    ]
+    assert runtime.counters() == JitCounters(compiles=2, store_hits=0, loads=2, misses=0)
+
+
+def test_store_hits_are_counted(runtime: KernelRuntime, store: KernelStore, loader: Loader) -> None:
+    store.get_or_compile(spec())
+    runtime.get_kernel(spec())
+    assert runtime.counters() == JitCounters(compiles=0, store_hits=1, loads=1, misses=0)
+
+
+def test_strict_freeze_raises_and_counts(runtime: KernelRuntime, store: KernelStore) -> None:
+    known, unknown = spec(), spec(factor=3)
+    kernel = runtime.get_kernel(known)
+    runtime.freeze("strict")
+    assert runtime.is_frozen()
+    assert runtime.get_kernel(known) is kernel
+    assert runtime.get_kernel(spec()) is kernel
+    for misses in (1, 2):
+        with pytest.raises(JitMissError, match="tiny") as caught:
+            runtime.get_kernel(unknown)
+        assert caught.value.spec == unknown
+        assert caught.value.key == store.key(unknown)
+        assert runtime.counters().misses == misses
+    assert store.get(store.key(unknown)) is None
+    runtime.unfreeze()
+    runtime.get_kernel(unknown)
+    assert runtime.counters() == JitCounters(compiles=2, store_hits=0, loads=2, misses=2)
+
+
+@pytest.mark.parametrize(("mode", "warned"), [("warn", True), ("compile", False)])
+def test_lenient_freeze_loads_and_counts(
+    runtime: KernelRuntime, caplog: pytest.LogCaptureFixture, mode: Any, warned: bool
+) -> None:
+    runtime.freeze(mode)
+    kernel = runtime.get_kernel(spec())
+    assert runtime.get_kernel(spec()) is kernel
+    assert runtime.counters() == JitCounters(compiles=1, store_hits=0, loads=1, misses=1)
+    messages = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(messages) == warned
+
+
+def test_freeze_defaults_to_the_setting(runtime: KernelRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Settings(None, False, 1, "strict")
+    monkeypatch.setattr("moe_fp8.jit.runtime.settings", lambda: chosen)
+    runtime.freeze()
+    with pytest.raises(JitMissError):
+        runtime.get_kernel(spec())
+
+
+def test_unknown_mode(runtime: KernelRuntime) -> None:
+    with pytest.raises(ConfigError, match="strict"):
+        runtime.freeze("lenient")  # type: ignore[arg-type]
+    assert not runtime.is_frozen()
+
+
+def test_preload_loads_all_and_misses_none(runtime: KernelRuntime, loader: Loader) -> None:
+    specs = [spec(factor=factor) for factor in (2, 3, 4)]
+    runtime.get_kernel(specs[0])
+    runtime.freeze("strict")
+    assert runtime.preload(iter([*specs, specs[1]]), jobs=2) == 2
+    assert runtime.preload(specs) == 0
+    assert len(loader.loaded) == 3
+    assert all(runtime.is_loaded(each) for each in specs)
+    for each in specs:
+        runtime.get_kernel(each)
+    assert runtime.counters() == JitCounters(compiles=3, store_hits=0, loads=3, misses=0)
+
+
+def test_concurrent_requests_load_once(runtime: KernelRuntime, loader: Loader) -> None:
+    kernels: list[Any] = []
+    threads = [threading.Thread(target=lambda: kernels.append(runtime.get_kernel(spec()))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(kernels) == 8
+    assert len(set(map(id, kernels))) == 1
+    assert len(loader.loaded) == 1
+
+
+def test_a_failed_load_can_be_tried_again(store: KernelStore, loader: Loader) -> None:
+    failures = [RuntimeError("no memory")]
+
+    def sometimes(artifact: Artifact, smem_bytes: int, num_threads: int) -> Any:
+        if failures:
+            raise failures.pop()
+        return loader(artifact, smem_bytes, num_threads)
+
+    runtime = KernelRuntime(store, sometimes)
+    with pytest.raises(RuntimeError, match="no memory"):
+        runtime.get_kernel(spec())
+    runtime.get_kernel(spec())
+    assert runtime.counters().loads == 1

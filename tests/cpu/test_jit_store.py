@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe_fp8.jit import store as store_module
+from moe_fp8.jit.artifact import Artifact
+from moe_fp8.jit.sources import SourceTree
+from moe_fp8.jit.store import KernelStore, decode, encode
+from tests.cpu.jit_kernels import spec, write_kernels
+
+_ROOT = Path(__file__).parents[2]
+
+_ARTIFACT = Artifact(
+    key="0" * 32,
+    name="tiny",
+    cubin=b"\x7fELF" + bytes(range(256)),
+    registers=10,
+    spill_bytes=0,
+    local_bytes=0,
+    static_smem_bytes=128,
+    nvrtc="13.0",
+    compile_seconds=0.25,
+    log="a log",
+    warnings=("one", "two"),
+)
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> SourceTree:
+    return SourceTree(write_kernels(tmp_path / "kernels", "tiny"))
+
+
+def test_encoding_round_trips_and_detects_every_change() -> None:
+    data = encode(_ARTIFACT)
+    assert decode(data) == _ARTIFACT
+    for position in range(0, len(data), 7):
+        damaged = bytearray(data)
+        damaged[position] ^= 1
+        assert decode(bytes(damaged)) is None, position
+    for length in (0, 1, 20, 60, len(data) - 1):
+        assert decode(data[:length]) is None, length
+    assert decode(data + b"x") is None
+
+
+def test_second_process_hits(tmp_path: Path, sources: SourceTree) -> None:
+    first, hit = KernelStore(tmp_path / "cache", sources).get_or_compile(spec())
+    assert not hit
+    second, hit = KernelStore(tmp_path / "cache", sources).get_or_compile(spec())
+    assert hit
+    assert second == first
+
+
+def test_modes_are_private(tmp_path: Path, sources: SourceTree) -> None:
+    store = KernelStore(tmp_path / "cache", sources)
+    artifact, _ = store.get_or_compile(spec())
+    path = store.path(artifact.key)
+    assert path is not None
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "swap"])
+def test_damaged_files_are_rebuilt(tmp_path: Path, sources: SourceTree, damage: str) -> None:
+    root = tmp_path / "cache"
+    store = KernelStore(root, sources)
+    artifact, _ = store.get_or_compile(spec())
+    path = store.path(artifact.key)
+    assert path is not None
+    data = path.read_bytes()
+    if damage == "truncate":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "flip":
+        path.write_bytes(data[:-100] + bytes([data[-100] ^ 0x40]) + data[-99:])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    else:
+        # A whole artifact of another kernel under this one's name.
+        other, _ = store.get_or_compile(spec(factor=5))
+        other_path = store.path(other.key)
+        assert other_path is not None
+        path.write_bytes(other_path.read_bytes())
+    fresh, hit = KernelStore(root, sources).get_or_compile(spec())
+    assert not hit
+    assert fresh.cubin == artifact.cubin
+    assert path.read_bytes()[:17] == data[:17]
+    assert KernelStore(root, sources).get_or_compile(spec())[1]
+
+
+_COMPILE = """
+import json, sys
+from moe_fp8.jit.store import KernelStore
+from tests.cpu.jit_kernels import spec
+artifact, hit = KernelStore.at(**json.loads(sys.argv[1])).get_or_compile(spec())
+print(json.dumps([hit, artifact.key, len(artifact.cubin)]))
+"""
+
+
+def _start(location: dict[str, str | None], code: str = _COMPILE) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, json.dumps(location)], cwd=_ROOT, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_sixteen_cold_processes_compile_once(tmp_path: Path, sources: SourceTree) -> None:
+    location = KernelStore(tmp_path / "cache", sources).location()
+    processes = [_start(location) for _ in range(16)]
+    answers = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 16
+    assert sorted(hit for hit, _, _ in answers) == [False] + [True] * 15
+    assert len({(key, size) for _, key, size in answers}) == 1
+
+
+def test_threads_compile_once(tmp_path: Path, sources: SourceTree) -> None:
+    for root in (tmp_path / "cache", None):
+        store = KernelStore(root, sources)
+        hits: list[bool] = []
+
+        def ask(store: KernelStore, hits: list[bool]) -> None:
+            hits.append(store.get_or_compile(spec())[1])
+
+        threads = [threading.Thread(target=ask, args=(store, hits)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(hits) == [False] + [True] * 7
+
+
+_DIE_WITH_THE_LOCK = """
+import json, os, sys, time
+from moe_fp8.jit import store as module
+from tests.cpu.jit_kernels import spec
+def die(*arguments):
+    print("holding", flush=True)
+    time.sleep(600)
+setattr(module, sys.argv[2], die)
+module.KernelStore.at(**json.loads(sys.argv[1])).get_or_compile(spec())
+"""
+
+
+@pytest.mark.parametrize("at", ["compile_kernel", "encode"])
+def test_kill_9_blocks_nobody(tmp_path: Path, sources: SourceTree, at: str) -> None:
+    store = KernelStore(tmp_path / "cache", sources)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _DIE_WITH_THE_LOCK, json.dumps(store.location()), at],
+        cwd=_ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "holding\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    started = time.monotonic()
+    artifact, hit = store.get_or_compile(spec())
+    assert not hit
+    assert time.monotonic() - started < 10
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [
+        f"{artifact.key}.kernel",
+        f"{artifact.key}.lock",
+    ]
+
+
+def test_a_stuck_holder_only_costs_a_compile(
+    tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = KernelStore(tmp_path / "cache", sources)
+    store.get("0" * 32)
+    monkeypatch.setattr(store_module, "_LOCK_SECONDS", 0.05)
+    with open(tmp_path / "cache" / f"{store.key(spec())}.lock", "w") as stuck:
+        fcntl.flock(stuck, fcntl.LOCK_EX)
+        assert not store.get_or_compile(spec())[1]
+    assert KernelStore(tmp_path / "cache", sources).get_or_compile(spec())[1]
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def _use(store: KernelStore) -> None:
+    """Two kernels, each compiled once and then found in memory."""
+    for factor in (2, 3):
+        assert not store.get_or_compile(spec(factor=factor))[1]
+        assert store.get_or_compile(spec(factor=factor))[1]
+
+
+def test_writable_by_others_is_not_used(
+    tmp_path: Path, sources: SourceTree, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "cache"
+    KernelStore(root, sources).get_or_compile(spec())
+    root.chmod(0o777)
+    _use(KernelStore(root, sources))
+    (message,) = _warnings(caplog)
+    assert "can be written by others" in message
+    assert "MOE_FP8_CACHE_DIR" in message
+
+
+def test_foreign_owner_is_not_used(
+    tmp_path: Path, sources: SourceTree, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "cache"
+    root.mkdir(0o700)
+    if os.geteuid() == 0:
+        os.chown(root, 12345, 12345)
+    else:
+        # Without the right to give a folder away, be somebody else.
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    _use(KernelStore(root, sources))
+    (message,) = _warnings(caplog)
+    assert "belongs to user" in message
+    assert list(root.iterdir()) == []
+
+
+def test_writable_file_is_not_used(
+    tmp_path: Path, sources: SourceTree, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = KernelStore(tmp_path / "cache", sources)
+    artifact, _ = store.get_or_compile(spec())
+    path = store.path(artifact.key)
+    assert path is not None
+    path.chmod(0o666)
+    assert KernelStore(tmp_path / "cache", sources).get(artifact.key) is None
+    assert "can be written by others" in _warnings(caplog)[0]
+
+
+def test_read_only_folder_is_read_and_warned_about(
+    tmp_path: Path, sources: SourceTree, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "cache"
+    KernelStore(root, sources).get_or_compile(spec())
+    # chmod alone does not stop root, whom tests may run as.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    store = KernelStore(root, sources)
+    assert store.get_or_compile(spec())[1]
+    assert not store.get_or_compile(spec(factor=3))[1]
+    assert store.get_or_compile(spec(factor=3))[1]
+    assert len(list(root.glob("*.kernel"))) == 1
+    (message,) = _warnings(caplog)
+    assert "read-only" in message
+
+
+def test_folder_that_cannot_be_made(
+    tmp_path: Path, sources: SourceTree, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    _use(KernelStore(tmp_path / "file" / "cache", sources))
+    assert len(_warnings(caplog)) == 1
+    caplog.clear()
+    _use(KernelStore(tmp_path / "file", sources))
+    assert len(_warnings(caplog)) == 1
+
+
+def test_full_disk_costs_one_warning(
+    tmp_path: Path, sources: SourceTree, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    _use(KernelStore(tmp_path / "cache", sources))
+    (message,) = _warnings(caplog)
+    assert "No space left" in message
+    assert not list((tmp_path / "cache").glob("*.tmp"))
+    assert not list((tmp_path / "cache").glob("*.kernel"))
+
+
+def test_put_then_get(tmp_path: Path) -> None:
+    KernelStore(tmp_path / "cache").put(_ARTIFACT)
+    assert KernelStore(tmp_path / "cache").get(_ARTIFACT.key) == _ARTIFACT
+    assert KernelStore(tmp_path / "cache").get("1" * 32) is None
+    KernelStore(tmp_path / "cache").put(replace(_ARTIFACT, registers=11))
+    assert KernelStore(tmp_path / "cache").get(_ARTIFACT.key) == replace(_ARTIFACT, registers=11)

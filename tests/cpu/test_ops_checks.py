@@ -1,0 +1,263 @@
+"""Every bad argument is refused by name, and the message says what was expected and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import moe_fp8
+from moe_fp8 import ArgumentError, UnsupportedError
+from moe_fp8.ops import schemas
+from tests import cases
+
+I32 = torch.int32
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, not contiguous."""
+    return torch.stack([tensor.float(), tensor.float()], -1).to(tensor.dtype)[..., 0]
+
+
+def _dense() -> dict[str, Any]:
+    case = cases.dense_case(4, 64, 256)
+    out = case.poisoned()
+    return {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale, "out": out}
+
+
+def _contiguous() -> dict[str, Any]:
+    case = cases.contiguous_case("offsets", (3, 2), 64, 256)
+    arguments = {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale}
+    return {**arguments, "offsets": case.index, "out": case.poisoned()}
+
+
+def _masked() -> dict[str, Any]:
+    case = cases.masked_case((3, 2), 4, 64, 256)
+    arguments = {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale}
+    return {**arguments, "masked_m": case.index, "out": case.poisoned()}
+
+
+def _mqa() -> dict[str, Any]:
+    case = cases.mqa_case(4, 9, 8)
+    names = ("q", "k", "k_scale", "weights", "ks", "ke")
+    return {**dict(zip(names, case.arguments(), strict=True)), "out": torch.zeros(4, 9)}
+
+
+def _paged() -> dict[str, Any]:
+    case = cases.paged_case([3, 70], 2, 8, 64)
+    return {
+        "q": case.q,
+        "kv_cache": case.kv_cache,
+        "weights": case.weights,
+        "context_lens": case.context_lens,
+        "block_table": case.block_table,
+        "metadata": moe_fp8.paged_mqa_logits_metadata(case.context_lens, 64, 3, next_n=2),
+        "max_context_len": 80,
+        "out": torch.zeros(4, 80),
+    }
+
+
+def _metadata() -> dict[str, Any]:
+    return {"context_lens": torch.zeros(3, dtype=I32), "block_size": 64, "num_sms": 4}
+
+
+def _quantize() -> dict[str, Any]:
+    return {"x": torch.zeros(3, 256)}
+
+
+OPS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
+    "gemm_fp8": (moe_fp8.gemm_fp8, _dense),
+    "grouped_gemm_fp8_contiguous": (moe_fp8.grouped_gemm_fp8_contiguous, _contiguous),
+    "grouped_gemm_fp8_masked": (moe_fp8.grouped_gemm_fp8_masked, _masked),
+    "mqa_logits_fp8": (moe_fp8.mqa_logits_fp8, _mqa),
+    "paged_mqa_logits_fp8": (moe_fp8.paged_mqa_logits_fp8, _paged),
+    "paged_mqa_logits_metadata": (moe_fp8.paged_mqa_logits_metadata, _metadata),
+    "quantize_fp8": (moe_fp8.quantize_fp8, _quantize),
+}
+
+GEMMS = ("gemm_fp8", "grouped_gemm_fp8_contiguous", "grouped_gemm_fp8_masked")
+
+Change = Callable[[Any], Any]
+CHANGES: list[tuple[str, str, Change]] = [
+    *[
+        (op, argument, change)
+        for op in GEMMS
+        for argument, change in (
+            ("a", lambda a: a.float()),
+            ("a", lambda a: a[..., 0]),
+            ("a", _strided),
+            ("a", lambda a: a[..., :64]),
+            ("a_scale", lambda s: s.double()),
+            ("a_scale", lambda s: s[..., :1]),
+            ("b", lambda b: b.bfloat16()),
+            ("b", lambda b: b[..., 0]),
+            ("b", lambda b: b[..., :32, :]),
+            ("b", lambda b: b[..., :128]),
+            ("b", _strided),
+            ("b_scale", lambda s: s.half()),
+            ("b_scale", lambda s: s[..., :1]),
+            ("b_scale", _strided),
+            ("out", lambda out: out[..., :32]),
+            ("out", lambda out: out.half()),
+            ("out", lambda out: torch.stack([out, out], -1)[..., 0]),
+            ("a_scale", lambda s: s.to("meta")),
+            ("b", lambda b: b.to("meta")),
+            ("out", lambda out: out.to("meta")),
+        )
+    ],
+    ("grouped_gemm_fp8_contiguous", "offsets", lambda i: i.long()),
+    ("grouped_gemm_fp8_contiguous", "offsets", lambda i: i[:-1]),
+    ("grouped_gemm_fp8_contiguous", "offsets", lambda i: i[:, None]),
+    ("grouped_gemm_fp8_masked", "masked_m", lambda i: i.long()),
+    ("grouped_gemm_fp8_masked", "masked_m", lambda i: i[:-1]),
+    ("grouped_gemm_fp8_masked", "masked_m", lambda i: i.to("meta")),
+    ("grouped_gemm_fp8_masked", "b", lambda b: b[:1]),
+    ("mqa_logits_fp8", "q", lambda q: q.bfloat16()),
+    ("mqa_logits_fp8", "q", lambda q: q[0]),
+    ("mqa_logits_fp8", "q", _strided),
+    ("mqa_logits_fp8", "k", lambda k: k.float()),
+    ("mqa_logits_fp8", "k", lambda k: k[:, :64]),
+    ("mqa_logits_fp8", "k", lambda k: k[0]),
+    ("mqa_logits_fp8", "k_scale", lambda s: s[1:]),
+    ("mqa_logits_fp8", "k_scale", lambda s: s.half()),
+    ("mqa_logits_fp8", "weights", lambda w: w.bfloat16()),
+    ("mqa_logits_fp8", "weights", lambda w: w[:, 1:]),
+    ("mqa_logits_fp8", "ks", lambda k: k.long()),
+    ("mqa_logits_fp8", "ke", lambda k: k[1:]),
+    ("mqa_logits_fp8", "out", lambda out: out[1:]),
+    ("mqa_logits_fp8", "out", lambda out: out.bfloat16()),
+    ("mqa_logits_fp8", "out", lambda out: out.T.contiguous().T),
+    ("mqa_logits_fp8", "out", lambda out: out[:1].expand(4, 9)),
+    ("mqa_logits_fp8", "ke", lambda k: k.to("meta")),
+    ("paged_mqa_logits_fp8", "q", lambda q: q.float()),
+    ("paged_mqa_logits_fp8", "q", lambda q: q[0]),
+    ("paged_mqa_logits_fp8", "kv_cache", lambda c: c.int()),
+    ("paged_mqa_logits_fp8", "kv_cache", lambda c: c[..., :128]),
+    ("paged_mqa_logits_fp8", "kv_cache", lambda c: c[:, :, 0]),
+    ("paged_mqa_logits_fp8", "kv_cache", lambda c: torch.stack([c, c], -1)[..., 0]),
+    ("paged_mqa_logits_fp8", "weights", lambda w: w[1:]),
+    ("paged_mqa_logits_fp8", "weights", lambda w: w.half()),
+    ("paged_mqa_logits_fp8", "context_lens", lambda c: c.long()),
+    ("paged_mqa_logits_fp8", "context_lens", lambda c: c[1:]),
+    ("paged_mqa_logits_fp8", "context_lens", lambda c: c[:, None].expand(2, 3).contiguous()),
+    ("paged_mqa_logits_fp8", "block_table", lambda t: t.long()),
+    ("paged_mqa_logits_fp8", "block_table", lambda t: t[1:]),
+    ("paged_mqa_logits_fp8", "block_table", lambda t: t.T.contiguous().T),
+    ("paged_mqa_logits_fp8", "metadata", lambda m: m.long()),
+    ("paged_mqa_logits_fp8", "metadata", lambda m: m[:, :1]),
+    ("paged_mqa_logits_fp8", "metadata", lambda m: m[:1]),
+    ("paged_mqa_logits_fp8", "out", lambda out: out[1:]),
+    ("paged_mqa_logits_fp8", "out", lambda out: out.half()),
+    ("paged_mqa_logits_fp8", "block_table", lambda t: t.to("meta")),
+    ("paged_mqa_logits_metadata", "context_lens", lambda c: c.long()),
+    ("paged_mqa_logits_metadata", "context_lens", lambda c: c[0]),
+    ("paged_mqa_logits_metadata", "num_sms", lambda _: 0),
+    ("quantize_fp8", "x", lambda x: x.double()),
+    ("quantize_fp8", "x", lambda x: x[:, :100]),
+    ("quantize_fp8", "x", lambda x: x[:, :0]),
+    ("quantize_fp8", "x", lambda x: x[0]),
+    ("quantize_fp8", "x", _strided),
+]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_unchanged_arguments_are_accepted(op: str) -> None:
+    function, make = OPS[op]
+    function(**make())
+
+
+@pytest.mark.parametrize(
+    "op, argument, change", CHANGES, ids=[f"{op}-{argument}-{i}" for i, (op, argument, _) in enumerate(CHANGES)]
+)
+def test_a_bad_argument_is_named(op: str, argument: str, change: Change) -> None:
+    function, make = OPS[op]
+    arguments = make()
+    arguments[argument] = change(arguments[argument])
+    with pytest.raises(ArgumentError) as caught:
+        function(**arguments)
+    error = caught.value
+    assert (error.op, error.argument) == (op, argument)
+    assert f"{op}: {argument}: expected {error.expected}, got {error.got}" in str(error)
+
+
+@pytest.mark.parametrize("op", GEMMS)
+def test_out_and_out_dtype(op: str) -> None:
+    function, make = OPS[op]
+    arguments = make()
+    with pytest.raises(ArgumentError, match="out: expected dtype torch.float32"):
+        function(**arguments, out_dtype=torch.float32)
+    del arguments["out"]
+    assert function(**arguments, out_dtype=torch.float32).dtype is torch.float32
+    with pytest.raises(ArgumentError, match="out_dtype"):
+        function(**arguments, out_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("op", GEMMS)
+@pytest.mark.parametrize("argument", ["a", "b"])
+def test_ranks_are_checked_before_the_output_is_allocated(op: str, argument: str) -> None:
+    function, make = OPS[op]
+    arguments = make()
+    del arguments["out"]
+    arguments[argument] = arguments[argument].reshape(-1)
+    with pytest.raises(ArgumentError) as caught:
+        function(**arguments)
+    assert caught.value.argument == argument
+
+
+def test_unaligned_addresses_are_refused() -> None:
+    arguments = _dense()
+    storage = torch.zeros(4 * 256 + 1, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    arguments["a"] = storage[1:].view(4, 256)
+    with pytest.raises(ArgumentError, match="a: expected a 16-byte aligned address"):
+        moe_fp8.gemm_fp8(**arguments)
+
+
+def test_exactly_one_layout() -> None:
+    arguments = _contiguous()
+    with pytest.raises(ArgumentError, match="exactly one of the three, got several"):
+        moe_fp8.grouped_gemm_fp8_contiguous(**arguments, psum=arguments["offsets"][1:])
+    with pytest.raises(ArgumentError, match="exactly one of the three, got several"):
+        moe_fp8.grouped_gemm_fp8_contiguous(**arguments, m_indices=arguments["offsets"][1:])
+    del arguments["offsets"]
+    with pytest.raises(ArgumentError, match="exactly one of the three, got none"):
+        moe_fp8.grouped_gemm_fp8_contiguous(**arguments)
+
+
+def test_the_registered_op_checks_too() -> None:
+    case = cases.contiguous_case("psum", (3, 2), 64, 128)
+    with pytest.raises(ArgumentError, match="layout"):
+        schemas.grouped_gemm_fp8_contiguous(
+            case.a, case.a_scale, case.b, case.b_scale, case.index, "ends", None, case.poisoned()
+        )
+    x = torch.zeros(5, 256)
+    q = torch.empty(5, 256, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ArgumentError, match="scale: expected MN-major"):
+        schemas.quantize_fp8(x, q, torch.empty(5, 2), False)
+    with pytest.raises(ArgumentError, match="q: expected dtype"):
+        schemas.quantize_fp8(x, torch.empty(5, 256), torch.empty(5, 2), False)
+
+
+def test_shapes_no_kernel_serves() -> None:
+    mqa = _mqa()
+    with pytest.raises(UnsupportedError, match="heads"):
+        moe_fp8.mqa_logits_fp8(**{**mqa, "q": mqa["q"][:, :4].contiguous()})
+    with pytest.raises(UnsupportedError, match="block_size"):
+        moe_fp8.paged_mqa_logits_metadata(torch.zeros(3, dtype=I32), 16, 4)
+    with pytest.raises(UnsupportedError, match="next_n"):
+        moe_fp8.paged_mqa_logits_metadata(torch.zeros(3, dtype=I32), 64, 4, next_n=9)
+
+
+def test_widths_of_given_outputs() -> None:
+    with pytest.raises(ArgumentError, match="max_seqlen_k"):
+        moe_fp8.mqa_logits_fp8(**_mqa(), max_seqlen_k=8)
+    with pytest.raises(ArgumentError, match="max_context_len"):
+        moe_fp8.paged_mqa_logits_fp8(**{**_paged(), "max_context_len": 79})
+
+
+@pytest.mark.parametrize("w", [torch.zeros(4), torch.zeros(4, 4, dtype=torch.int32), torch.zeros(0, 128)])
+def test_quantize_blocks_refuses(w: torch.Tensor) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        moe_fp8.quantize_fp8_blocks(w)
+    assert caught.value.argument == "w"

@@ -1,0 +1,64 @@
+"""MN-major scales: recognition, conversion, and the trace that an implicit conversion leaves."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from moe_fp8 import gemm_fp8, grouped_gemm_fp8_masked, implicit_scale_conversions, to_mn_major
+from moe_fp8.ops import scales
+from tests import cases
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 5, 129])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_two_dimensions(m: int, groups: int) -> None:
+    scale = torch.rand(m, groups)
+    out = to_mn_major(scale)
+    assert torch.equal(out, scale)
+    assert out.stride() == (1, (m + 3) // 4 * 4) or out is scale
+    assert scales.is_mn_major(out)
+    assert to_mn_major(out) is out
+
+
+@pytest.mark.parametrize("m", [1, 4, 5])
+def test_three_dimensions(m: int) -> None:
+    scale = torch.rand(3, m, 2)
+    out = to_mn_major(scale)
+    pitch = (m + 3) // 4 * 4
+    assert torch.equal(out, scale)
+    assert out.stride() == (pitch * 2, 1, pitch)
+    assert scales.is_mn_major(out)
+
+
+def test_what_is_not_mn_major() -> None:
+    assert not scales.is_mn_major(torch.rand(8, 2))
+    assert not scales.is_mn_major(torch.rand(2, 5).T), "columns must be 16-byte aligned"
+    assert not scales.is_mn_major(torch.rand(2, 16).T[1:9]), "the address must be 16-byte aligned"
+    assert not scales.is_mn_major(torch.rand(1, 2)), "one row, but groups 4 apart are wanted"
+    assert not scales.is_mn_major(torch.rand(3, 8, 2))
+    assert scales.is_mn_major(torch.rand(8, 1)), "with one group the group stride does not matter"
+    assert scales.is_mn_major(torch.rand(0, 7))
+
+
+@pytest.mark.parametrize("kind", ["row-major", "unaligned columns"])
+def test_a_gemm_converts_other_layouts_and_says_so(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    case = cases.dense_case(5, 64, 256)
+    expected = gemm_fp8(case.a, case.a_scale, case.b, case.b_scale)
+    other = case.a_scale.contiguous() if kind == "row-major" else case.a_scale.T.contiguous().T
+    before = implicit_scale_conversions()
+    with caplog.at_level(logging.DEBUG, logger="moe_fp8"):
+        out = gemm_fp8(case.a, other, case.b, case.b_scale)
+    assert torch.equal(out, expected)
+    assert implicit_scale_conversions() == before + 1
+    assert "gemm_fp8" in caplog.text and "MN-major" in caplog.text
+
+
+def test_mn_major_scales_are_not_counted() -> None:
+    case = cases.masked_case((3, 2), 6, 64, 256)
+    before = implicit_scale_conversions()
+    grouped_gemm_fp8_masked(case.a, case.a_scale, case.b, case.b_scale, case.index)
+    to_mn_major(case.a_scale.contiguous())
+    assert implicit_scale_conversions() == before

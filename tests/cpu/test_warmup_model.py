@@ -1,0 +1,202 @@
+"""HF config -> ModelDescription -> the GEMMs of one rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_fp8.errors import ConfigError
+from moe_fp8.warmup.model import (
+    GqaAttention,
+    Indexer,
+    MlaAttention,
+    ModelDescription,
+    describe,
+    load_model,
+    read_config,
+)
+from moe_fp8.warmup.shapes import Parallelism, gemm_shapes, local_experts
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+def config(name: str, **changes: Any) -> dict[str, Any]:
+    """One of the shipped configs, with fields replaced, or removed where the value is `...`."""
+    merged = {**read_config(CONFIGS / f"{name}.json"), **changes}
+    return {key: value for key, value in merged.items() if value is not ...}
+
+
+def model(name: str, **changes: Any) -> ModelDescription:
+    return describe(config(name, **changes), name=name)
+
+
+def shapes(name: str, tp: int, ep: int, **changes: Any) -> dict[str, tuple[int, int, int | None]]:
+    found = gemm_shapes(model(name, **changes), Parallelism(tp, ep))
+    return {shape.what: (shape.n, shape.k, shape.num_experts) for shape in found}
+
+
+def test_deepseek_v32_is_described() -> None:
+    description = load_model(CONFIGS / "deepseek_v32.json")
+    assert description.attention == MlaAttention(128, 1536, 512, 128, 64, 128)
+    assert description.indexer == Indexer(64, 128, 2048)
+    assert (description.num_experts, description.experts_per_token) == (256, 8)
+    assert description.dense_intermediate_size == 18432
+    assert description.name == "deepseek_v32"
+    assert model("deepseek_v3").indexer is None
+
+
+def test_qwen3_is_described() -> None:
+    description = model("qwen3_235b")
+    assert description.attention == GqaAttention(64, 4, 128)
+    assert description.dense_intermediate_size is None
+    assert description.num_shared_experts == 0
+    # A listed layer without experts makes the dense width count.
+    assert model("qwen3_235b", mlp_only_layers=[0]).dense_intermediate_size == 12288
+    assert model("qwen3_235b", decoder_sparse_step=2).dense_intermediate_size == 12288
+
+
+def test_folder_and_file_are_the_same_model(tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config("qwen3_30b")))
+    assert load_model(folder).name == "my-model"
+    assert load_model(folder).attention == load_model(CONFIGS / "qwen3_30b.json").attention
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("hidden_size", {"hidden_size": ...}),
+        ("hidden_size", {"hidden_size": "7168"}),
+        ("hidden_size", {"hidden_size": True}),
+        ("hidden_size", {"hidden_size": 0}),
+        ("moe_intermediate_size", {"moe_intermediate_size": None}),
+        ("intermediate_size", {"intermediate_size": ...}),
+        ("n_routed_experts", {"n_routed_experts": ...}),
+        ("n_routed_experts", {"num_experts": 128}),
+        ("num_experts_per_tok", {"num_experts_per_tok": 257}),
+        ("first_k_dense_replace", {"first_k_dense_replace": 62}),
+        ("mlp_only_layers", {"mlp_only_layers": "0,1"}),
+        ("v_head_dim", {"v_head_dim": ...}),
+        ("kv_lora_rank", {"kv_lora_rank": ...}),
+        ("index_topk", {"index_topk": ...}),
+        ("index_n_heads", {"index_n_heads": ..., "index_head_dim": ..., "index_topk": ...}),
+        ("q_lora_rank", {"q_lora_rank": None}),
+        ("torch_dtype", {"torch_dtype": "int8"}),
+        ("torch_dtype", {"torch_dtype": ...}),
+        ("torch_dtype", {"dtype": "float16"}),
+        ("model_type", {"model_type": ...}),
+        ("quantization_config", {"quantization_config": ...}),
+        ("quant_method", {"quantization_config": {"quant_method": "awq", "weight_block_size": [128, 128]}}),
+        ("weight_block_size", {"quantization_config": {"quant_method": "fp8"}}),
+        (
+            "weight_block_size",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]}},
+        ),
+    ],
+)
+def test_bad_configs_name_the_field(field: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        model("deepseek_v32", **changes)
+    assert field in caught.value.field
+
+
+def test_gqa_heads_must_group() -> None:
+    with pytest.raises(ConfigError, match="num_key_value_heads"):
+        model("qwen3_30b", num_key_value_heads=5)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", None])
+def test_unreadable_config_is_a_config_error(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load_model(tmp_path)
+
+
+def test_deepseek_v32_tp8_ep8_shapes() -> None:
+    assert shapes("deepseek_v32", 8, 8) == {
+        "q_a+kv_a": (2112, 7168, None),
+        "q_b": (3072, 1536, None),
+        "kv_b": (4096, 512, None),
+        "o": (7168, 2048, None),
+        "indexer.wq_b": (8192, 1536, None),
+        "indexer.wk": (128, 7168, None),
+        "mlp.gate_up": (4608, 7168, None),
+        "mlp.down": (7168, 2304, None),
+        "shared.gate_up": (512, 7168, None),
+        "shared.down": (7168, 256, None),
+        "experts.gate_up": (4096, 7168, 32),
+        "experts.down": (7168, 2048, 32),
+    }
+
+
+def test_qwen3_shapes() -> None:
+    assert shapes("qwen3_30b", 1, 1) == {
+        "qkv": (5120, 2048, None),
+        "o": (2048, 4096, None),
+        "experts.gate_up": (1536, 2048, 128),
+        "experts.down": (2048, 768, 128),
+    }
+    # Four key-value heads over eight ranks: each rank keeps one of its own.
+    assert shapes("qwen3_235b", 8, 8)["qkv"] == ((8 + 2) * 128, 4096, None)
+
+
+def test_queries_without_a_low_rank_projection() -> None:
+    found = shapes("deepseek_v3", 1, 1, q_lora_rank=None)
+    assert found["q"] == (128 * 192, 7168, None)
+    assert found["kv_a"] == (576, 7168, None)
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "experts", "width", "dp"),
+    [(8, 1, 256, 256, 1), (8, 2, 128, 512, 1), (8, 8, 32, 2048, 1), (4, 32, 8, 2048, 8)],
+)
+def test_experts_are_cut_by_ep_then_by_what_is_left_of_tp(
+    tp: int, ep: int, experts: int, width: int, dp: int
+) -> None:
+    assert shapes("deepseek_v3", tp, ep)["experts.down"] == (7168, width, experts)
+    assert Parallelism(tp, ep).dp == dp
+    assert local_experts(model("deepseek_v3"), Parallelism(tp, ep)) == experts
+
+
+@pytest.mark.parametrize(("name", "tp"), [("qwen3_235b", 8), ("qwen3_30b", 4)])
+def test_uneven_intermediate_reports_what_would_do(name: str, tp: int) -> None:
+    description = model(name)
+    with pytest.raises(ConfigError) as caught:
+        gemm_shapes(description, Parallelism(tp, 1))
+    assert caught.value.got == 192
+    assert f"tp={tp} ep={tp}" in caught.value.remedy
+    assert "--pad-intermediate" in caught.value.remedy
+    padded = {
+        shape.what: shape for shape in gemm_shapes(description, Parallelism(tp, 1), pad_intermediate=True)
+    }
+    assert padded["experts.gate_up"].n == 512
+    assert padded["experts.down"].k == 256
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(3, 1), (1, 3), (2, 3), (0, 1), (1, 0), (256, 256)])
+def test_parallelism_that_does_not_divide(tp: int, ep: int) -> None:
+    with pytest.raises(ConfigError):
+        gemm_shapes(model("deepseek_v3"), Parallelism(tp, ep))
+
+
+def test_every_remedy_works() -> None:
+    description = model("qwen3_235b")
+    with pytest.raises(ConfigError) as caught:
+        gemm_shapes(description, Parallelism(8, 1))
+    offered = [part for part in caught.value.remedy.replace(",", "").split() if "=" in part]
+    pairs = [
+        (int(tp[3:]), int(ep[3:].rstrip(";"))) for tp, ep in zip(offered[::2], offered[1::2], strict=True)
+    ]
+    assert pairs
+    for tp, ep in pairs:
+        assert gemm_shapes(description, Parallelism(tp, ep))
+
+
+def test_unservable_k_is_reported() -> None:
+    with pytest.raises(ConfigError, match="K of q_b"):
+        shapes("deepseek_v3", 1, 1, q_lora_rank=1600)
