@@ -3,12 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-PORT ?= 8000
 
 .PHONY: help demo test lint format bench tables clean
 
 help:
-	@echo "make demo [ONCE=1]  make the demo model, compile its kernels, serve it, print one completion"
+	@echo "make demo           make the demo model, compile its kernels, serve it (PORT=8000), print one completion;"
+	@echo "                    ONCE=1: and stop"
 	@echo "make test           every test this machine can run (tests/gpu needs a Hopper GPU)"
 	@echo "make lint           ruff and mypy"
 	@echo "make bench          time every class on this GPU into benchmarks/results/"
@@ -16,17 +16,19 @@ help:
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,test]'
+	@echo "installing into $(VENV): about a minute the first time"
+	$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[server,test]'
 	touch $@
 
 demo: $(STAMP)
-	$(RUN) -m server_example.demo --port $(PORT) $(if $(filter-out 0,$(ONCE)),--once)
+	$(RUN) -m server_example.demo $(if $(PORT),--port $(PORT)) $(if $(filter-out 0,$(ONCE)),--once)
 
 test: $(STAMP)
 	$(RUN) -m pytest -q
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
 format: $(STAMP)

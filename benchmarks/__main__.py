@@ -90,9 +90,14 @@ def main() -> int:
         started = time.perf_counter()
         try:
             RUNNERS[name](session, peer, 3 if options.quick else 1)
-        except Exception as error:  # a broken class must not cost the others their device time
+        except Exception as error:  # a broken class must not cost the others their turn
             session.fail(name, error)
-        torch.cuda.empty_cache()
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            session.fail("device unusable, the other classes were not run", error)
+            break
         print(f"-- {name}: {time.perf_counter() - started:.1f} s", flush=True)
     for failure in session.failures:
         print(f"FAILED {failure}", file=sys.stderr)

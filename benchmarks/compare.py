@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .results import ResultsFile, Row
+from .results import ResultsFile, Row, four_digits
 from .timing import Call, Replay, alternate
 
 _SHOWN = ("us", "tflops", "gbs", "ceiling_share", "ratio", "rel_error")
@@ -53,7 +53,7 @@ class Session:
         names: list[str] = []
         for peer in peers:
             try:
-                row.notes[f"{peer.name} rel_error"] = float(f"{_checked(peer, tolerance):.4g}")
+                row.notes[f"{peer.name} rel_error"] = four_digits(_checked(peer, tolerance))
                 replays.append(Replay(peer.calls, num_calls))
                 names.append(peer.name)
             except Exception as error:

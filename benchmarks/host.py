@@ -21,7 +21,7 @@ from . import inputs
 from .compare import Session
 from .logits import num_sms
 from .peer import DeepGemm
-from .results import ROOT, Row
+from .results import ROOT, Row, four_digits
 from .shapes import PagedShape, expert_counts
 from .timing import Call
 
@@ -108,7 +108,7 @@ def run_compile(session: Session, peer: DeepGemm | None, step: int) -> None:
     first_call = None if peer is None else _first_call_us(peer)
     for name, seconds in by_name.items():
         row = Row("compile", {"kernel": name, "num_kernels": len(seconds)}, statistics.median(seconds) * 1e6)
-        row.notes["max_us"] = round(max(seconds) * 1e6)
+        row.notes["max_us"] = four_digits(max(seconds) * 1e6)
         if first_call is not None and peer is not None and name == "gemm_fp8":
             row.peers[peer.name] = first_call
         session.store(row)

@@ -56,13 +56,13 @@ class Row:
     notes: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self, device: str) -> dict[str, Any]:
-        row: dict[str, Any] = {"class": self.cls, "shape": self.shape, "us": _round(self.us)}
-        row["tflops"] = _round(self.flops / self.us / 1e6) if self.flops else None
-        row["gbs"] = _round(self.nbytes / self.us / 1e3) if self.nbytes else None
+        row: dict[str, Any] = {"class": self.cls, "shape": self.shape, "us": four_digits(self.us)}
+        row["tflops"] = four_digits(self.flops / self.us / 1e6) if self.flops else None
+        row["gbs"] = four_digits(self.nbytes / self.us / 1e3) if self.nbytes else None
         row["ceiling_share"] = self._ceiling_share(CEILINGS.get(device))
-        row["peers"] = {name: _round(us) for name, us in self.peers.items()}
-        row["ratio"] = _round(min(self.peers.values()) / self.us) if self.peers else None
-        row["rel_error"] = _round(self.rel_error) if self.rel_error is not None else None
+        row["peers"] = {name: four_digits(us) for name, us in self.peers.items()}
+        row["ratio"] = four_digits(min(self.peers.values()) / self.us) if self.peers else None
+        row["rel_error"] = four_digits(self.rel_error) if self.rel_error is not None else None
         if self.notes:
             row["notes"] = self.notes
         return row
@@ -72,7 +72,7 @@ class Row:
         if ceiling is None or not (self.flops or self.nbytes):
             return None
         floor = max(self.nbytes / ceiling.read_gbs / 1e3, self.flops / ceiling.fp8_tflops / 1e6)
-        return _round(floor / self.us)
+        return four_digits(floor / self.us)
 
 
 def shape_dict(shape: Any) -> dict[str, Any]:
@@ -144,6 +144,6 @@ def git_commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def _round(value: float) -> float:
-    """Four significant digits: no more is reproducible."""
+def four_digits(value: float) -> float:
+    """Rounded to four significant digits: no more is reproducible."""
     return float(f"{value:.4g}")

@@ -65,7 +65,9 @@ def _gemm_spec(layout: str, config: heuristics.GemmConfig, out_dtype: str) -> Ke
 
 
 @cache
-def _mqa_spec(heads: int, head_dim: int, compressed: bool, fill: bool, config: heuristics.MqaConfig) -> KernelSpec:
+def _mqa_spec(
+    heads: int, head_dim: int, compressed: bool, fill: bool, config: heuristics.MqaConfig
+) -> KernelSpec:
     return _spec(
         "mqa_logits_fp8",
         heuristics.GEMM_THREADS,
@@ -110,7 +112,11 @@ def kernel_spec(problem: Problem) -> KernelSpec:
         return _gemm_spec(problem.layout, heuristics.gemm_config(problem), problem.out_dtype)
     if isinstance(problem, MqaLogitsProblem):
         return _mqa_spec(
-            problem.num_heads, problem.head_dim, problem.compressed, problem.fill, heuristics.mqa_config(problem)
+            problem.num_heads,
+            problem.head_dim,
+            problem.compressed,
+            problem.fill,
+            heuristics.mqa_config(problem),
         )
     if isinstance(problem, PagedMqaLogitsProblem):
         return _paged_mqa_spec(

@@ -24,7 +24,7 @@ from server_example.model.layers import hadamard
 
 END_OF_TEXT = "<|endoftext|>"
 SEED = 20
-PREFERENCE = 0.1
+PREFERENCE = 0.25
 WALKS = 3000
 
 CONFIG: dict[str, Any] = {
@@ -180,13 +180,13 @@ def _followers(tokenizer: Tokenizer, vocab_size: int) -> torch.Tensor:
     """
     ids = tokenizer.encode(DEMO_TEXT).ids
     follows: dict[int, list[int]] = {}
-    for token, follower in zip(ids, ids[1:] + ids[:1]):
+    for token, follower in zip(ids, ids[1:] + ids[:1], strict=True):
         follows.setdefault(token, []).append(follower)
     for token in range(vocab_size):
         # A token that the text does not have leads back into it.
         follows.setdefault(token, [ids[token % len(ids)]])
     loop = _longest_loop(follows, ids[0])
-    preferred = dict(zip(loop, loop[1:] + loop[:1]))
+    preferred = dict(zip(loop, loop[1:] + loop[:1], strict=True))
     result = torch.zeros(vocab_size, vocab_size)
     for token, followers in follows.items():
         result[token, followers] = 1.0 - PREFERENCE

@@ -310,17 +310,18 @@ def paged_case(
 
     The table has at least `max_pages` columns; entries that must not be read point far outside the cache.
     """
-    gen = generator(seed, device)
+    # Built on the CPU: page by page on a GPU would be thousands of launches.
+    gen = generator(seed, "cpu")
     batch = len(lengths)
     longest = [max(length) if isinstance(length, Sequence) else length for length in lengths]
     pages_of = [-(-length // block_size) for length in longest]
     columns = max([max_pages, 1, *pages_of])
     num_pages = sum(pages_of) + 3
     page_bytes = block_size * 132
-    storage = torch.full((num_pages, page_bytes + page_padding), NAN_BYTE, dtype=torch.uint8, device=device)
+    storage = torch.full((num_pages, page_bytes + page_padding), NAN_BYTE, dtype=torch.uint8)
     keys = random_fp8((num_pages, block_size * 128), gen).view(torch.uint8)
-    scales = torch.rand(num_pages, block_size, generator=gen, device=device) + 0.1
-    order = torch.randperm(num_pages, generator=generator(seed, "cpu")).tolist()
+    scales = torch.rand(num_pages, block_size, generator=gen) + 0.1
+    order = torch.randperm(num_pages, generator=gen).tolist()
     block_table = torch.full((batch, columns), 1 << 30, dtype=torch.int32)
     for b, pages in enumerate(pages_of):
         for at in range(pages):
@@ -333,9 +334,9 @@ def paged_case(
             tail = storage[page, block_size * 128 : page_bytes].view(torch.float32)
             tail[used:] = float("nan")
     return PagedCase(
-        q=random_fp8((batch, next_n, heads, 128), gen),
-        kv_cache=storage[:, :page_bytes].view(num_pages, block_size, 1, 132),
-        weights=torch.randn(batch * next_n, heads, generator=gen, device=device),
+        q=random_fp8((batch, next_n, heads, 128), gen).to(device),
+        kv_cache=storage.to(device)[:, :page_bytes].view(num_pages, block_size, 1, 132),
+        weights=torch.randn(batch * next_n, heads, generator=gen).to(device),
         context_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
         block_table=block_table.to(device),
     )

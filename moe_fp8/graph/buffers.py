@@ -30,9 +30,7 @@ class StaticBuffers:
     padding.
     """
 
-    def __init__(
-        self, specs: Mapping[str, BufferSpec], capacity: int, device: torch.device | str
-    ) -> None:
+    def __init__(self, specs: Mapping[str, BufferSpec], capacity: int, device: torch.device | str) -> None:
         self.specs = dict(specs)
         self.capacity = capacity
         self.device = torch.device(device)

@@ -74,7 +74,6 @@ class LoadedKernel:
         "_launch",
         "_lock",
         "_ready",
-        "_success",
         "name",
         "num_threads",
         "smem_bytes",
@@ -89,7 +88,6 @@ class LoadedKernel:
         # context, so that one handle serves every device.
         self._function = api.CUfunction(int(kernel))
         self._launch = api.cuLaunchKernel
-        self._success = api.CUresult.CUDA_SUCCESS
         self._ready: set[int] = set()
         self._lock = threading.Lock()
 
@@ -107,7 +105,7 @@ class LoadedKernel:
         status = self._launch(
             self._function, grid, 1, 1, self.num_threads, 1, 1, self.smem_bytes, stream, kernel_params, 0
         )[0]
-        if status is not self._success:
+        if status:
             self._retry(status, grid, stream, kernel_params)
 
     def prepare(self) -> None:
@@ -222,7 +220,8 @@ def _device_info(device: int) -> DeviceInfo:
 @cache
 def tensor_map_encoder() -> Any:
     """cuTensorMapEncodeTiled as a C function of (map, dtype, rank, address, dims, strides, box,
-    element strides, interleave, swizzle, l2 promotion, fill) that returns a CUresult int.
+    element strides, interleave, swizzle, l2 promotion, fill) that returns a CUresult int. It takes
+    ctypes objects only: a bare int would be passed as 32 bits.
 
     cuda.bindings' own wrapper costs an object for every dimension and encodes into memory of 16-byte
     alignment, where 64 are required.
@@ -233,13 +232,8 @@ def tensor_map_encoder() -> Any:
         "cuGetProcAddress(cuTensorMapEncodeTiled)",
         api.cuGetProcAddress(b"cuTensorMapEncodeTiled", 12000, int(flags)),
     )
-    pointer, enum = ctypes.c_void_p, ctypes.c_int
     # PYFUNCTYPE keeps the GIL: the call is pure arithmetic of some 100 ns.
-    prototype = ctypes.PYFUNCTYPE(
-        ctypes.c_int, pointer, enum, ctypes.c_uint32, pointer, pointer, pointer, pointer, pointer,
-        enum, enum, enum, enum,
-    )  # fmt: skip
-    return prototype(int(address))
+    return ctypes.PYFUNCTYPE(ctypes.c_int)(int(address))
 
 
 def result_name(code: int) -> str:

@@ -27,6 +27,8 @@ def compile_options(spec: KernelSpec, arch: str = ARCH) -> tuple[str, ...]:
         # Otherwise NVRTC looks in the working directory for what is not among the given headers.
         "--no-source-include",
         "--ptxas-options=-v",
+        # NVRTC caches PTX that it has assembled before, and then reports no registers and no spills.
+        "--no-cache",
         *(f"-D{name}={value}" for name, value in sorted(defines.items())),
     )
 

@@ -105,7 +105,10 @@ class SourceTree:
                 kernel, f'{wanted_by}: include "{name}" must be a plain path relative to the kernels folder'
             )
         try:
-            text = self._root.joinpath(*parts).read_bytes()
+            node = self._root
+            for part in parts:
+                node = node.joinpath(part)
+            text = node.read_bytes()
         except (OSError, KeyError) as error:
             raise CompileError(
                 kernel, f'{wanted_by}: "{name}" is not in the kernels folder ({error})'

@@ -1,17 +1,15 @@
 // Block-scaled FP8 GEMM, dense and grouped: D[m,n] = sum_k A[m,k] * B[n,k], with a scale for each 1 x 128 of A and
 // each 128 x 128 of B.
 //
-// Weights (B) take the M side of wgmma and tokens (A) its N side: a tile of 8 tokens then costs 8 columns and not 64
-// padded rows, and the weights' scale is one number for a warpgroup's tile. One producer thread feeds a ring of
-// stages by TMA; each of two math warpgroups owns half of the weight rows. The grid is persistent.
+// One producer thread feeds a ring of stages by TMA; two math warpgroups share every tile (mma/fragments.cuh says how). The
+// grid is persistent.
 //
 // Specialised by: LAYOUT, BLOCK_M (tokens), BLOCK_N (weight rows), NUM_STAGES, CLUSTER_SIZE, MULTICAST_WEIGHTS,
 // OUT_FP32, MAX_EXPERTS; M, N, K and the number of experts are run-time values.
 #pragma once
 
 #include "common/types.cuh"
-#include "mma/promote.cuh"
-#include "mma/store_tile.cuh"
+#include "mma/fragments.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
@@ -30,10 +28,14 @@ constexpr bool kShareTokens = kCluster > 1 && !MULTICAST_WEIGHTS;
 constexpr int kClusterM = kShareWeights ? kCluster : 1;
 constexpr int kClusterN = kShareTokens ? kCluster : 1;
 
+#if BLOCK_M == 128
+using Fragments = mma::TokensOnM<kBlockM, kBlockN>;
+#else
+using Fragments = mma::WeightsOnM<kBlockM, kBlockN>;
+#endif
+constexpr int kWaves = Fragments::kWaves;
+
 constexpr int kMathWarpgroups = 2;
-constexpr int kWaves = kBlockN / (64 * kMathWarpgroups);
-static_assert(kBlockN == 64 * kMathWarpgroups * kWaves, "a wave is 64 weight rows of each math warpgroup");
-static_assert(kWaves <= 2, "a warpgroup's rows must lie in one 128-row scale block");
 static_assert(NUM_THREADS == kWarpgroup * (1 + kMathWarpgroups), "one producer warpgroup");
 
 using Table = sched::SegmentTable<MAX_EXPERTS>;
@@ -48,7 +50,7 @@ struct Shared {
     uint8_t weights[kStages][kBlockN * kBlockK];
     uint8_t tokens[kStages][kBlockM * kBlockK];
     alignas(128) float token_scales[kStages][align_up(kBlockM, 32)];
-    alignas(16) uint8_t staging[kMathWarpgroups][mma::kStagedTokens<kBlockM> * mma::kStagedTokenBytes];
+    alignas(16) uint8_t staging[kMathWarpgroups][Fragments::kStagingBytes];
     Table table;
     ptx::Barrier full[kStages];
     ptx::Barrier empty[kStages];
@@ -124,57 +126,119 @@ DEVICE void release_stage(Shared& shared, uint32_t stage) {
     }
 }
 
+// Starts the multiplication of one wave over 128 of K, as one commit group.
+DEVICE void multiply(Fragments::Sum& partial, const Shared& shared, uint32_t stage, int warpgroup, int wave) {
+    const uint8_t* weights = shared.weights[stage];
+    const uint8_t* tokens = shared.tokens[stage];
+    const uint64_t a = ptx::wgmma_descriptor<kBlockK>(Fragments::m_operand(weights, tokens, warpgroup, wave));
+    const uint64_t b = ptx::wgmma_descriptor<kBlockK>(Fragments::n_operand(weights, tokens, wave));
+    ptx::wgmma_pin(partial);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int bytes = 0; bytes < kBlockK; bytes += 32) {
+        ptx::Wgmma<Fragments::kColumns>::mma(partial, ptx::advance_descriptor(a, bytes),
+                                             ptx::advance_descriptor(b, bytes), bytes > 0);
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_pin(partial);
+}
+
+// One row of weight scales, read a warp at a time (a lane holds every 32nd block) and a warp's worth ahead: a load for each
+// block would put an L2 round trip between two promotions. Holds no pointer: registers are short in the largest tile.
+class WeightScales {
+   public:
+    DEVICE void start(const GemmParams& p, int row) {
+        first_ = row * (p.k / kBlockK);
+        held_ = load(p, 0);
+        ahead_ = load(p, kWarp);
+    }
+    // Blocks are asked for in order.
+    DEVICE float at(const GemmParams& p, int block) {
+        if (block % kWarp == 0 && block > 0) held_ = ahead_, ahead_ = load(p, block + kWarp);
+        return __shfl_sync(0xffffffffu, held_, block % kWarp);
+    }
+
+   private:
+    DEVICE float load(const GemmParams& p, int block) const {
+        return __ldg(p.b_scale + first_ + min(block + lane_index(), p.k / kBlockK - 1));
+    }
+    int first_;
+    float held_, ahead_;
+};
+
 DEVICE void consume(const GemmParams& p, Shared& shared, Walk walk, int warpgroup) {
     const int num_k_blocks = p.k / kBlockK;
     const int scale_rows = ceil_div(p.n, kBlockK);
     uint32_t stage = 0, phase = 0;
     sched::Tile tile;
     while (walk.next(tile)) {
-        const int first_n = tile.n + warpgroup * kWaves * 64;
-        const int scale_row = min(first_n / kBlockK, scale_rows - 1);
-        const float* weight_scales =
-            p.b_scale + (static_cast<int64_t>(tile.expert) * scale_rows + scale_row) * num_k_blocks;
-        float weight_scale = __ldg(weight_scales);
+        WeightScales weight_scales[kWaves];
+        Fragments::Sum sum[kWaves];
+#pragma unroll
+        for (int wave = 0; wave < kWaves; ++wave) {
+            const int row = min((tile.n + Fragments::weight_row(warpgroup, wave)) / kBlockK, scale_rows - 1);
+            weight_scales[wave].start(p, tile.expert * scale_rows + row);
+#pragma unroll
+            for (int i = 0; i < Fragments::kColumns / 2; ++i) sum[wave][i] = 0.0f;
+        }
 
-        float sum[kWaves][kBlockM / 2];
-#pragma unroll
-        for (int i = 0; i < kWaves * kBlockM / 2; ++i) sum[i / (kBlockM / 2)][i % (kBlockM / 2)] = 0.0f;
-        for (int block = 0; block < num_k_blocks; ++block) {
-            // Fetched a block ahead: its latency hides behind the tensor core.
-            const float next_weight_scale = __ldg(weight_scales + min(block + 1, num_k_blocks - 1));
+        if constexpr (kWaves == 1) {
+            // One block is promoted while the next is multiplied into the other partial sum.
+            Fragments::Sum partial[2];
             ptx::barrier_wait(&shared.full[stage], phase);
-            const uint64_t tokens = ptx::wgmma_descriptor<kBlockK>(shared.tokens[stage]);
-#pragma unroll
-            for (int wave = 0; wave < kWaves; ++wave) {
-                const uint64_t weights = ptx::wgmma_descriptor<kBlockK>(
-                    &shared.weights[stage][(warpgroup * kWaves + wave) * 64 * kBlockK]);
-                float partial[kBlockM / 2];
-                ptx::wgmma_pin(partial);
-                ptx::wgmma_fence();
-#pragma unroll
-                for (int bytes = 0; bytes < kBlockK; bytes += 32) {
-                    ptx::Wgmma<kBlockM>::mma(partial, ptx::advance_descriptor(weights, bytes),
-                                             ptx::advance_descriptor(tokens, bytes), bytes > 0);
-                }
-                ptx::wgmma_commit();
-                ptx::wgmma_pin(partial);
-                ptx::wgmma_wait<0>();
-                mma::promote<kBlockM>(sum[wave], partial, shared.token_scales[stage], weight_scale);
+            multiply(partial[0], shared, stage, warpgroup, 0);
+            auto promote = [&](Fragments::Sum& done, int block) {
+                Fragments::promote(sum[0], done, shared.token_scales[stage], weight_scales[0].at(p, block), warpgroup);
+                release_stage(shared, stage);
+                if (++stage == kStages) stage = 0, phase ^= 1;
+            };
+            auto step = [&](Fragments::Sum& done, Fragments::Sum& next, int block) {
+                const bool wraps = stage + 1 == kStages;
+                const uint32_t next_stage = wraps ? 0 : stage + 1;
+                ptx::barrier_wait(&shared.full[next_stage], phase ^ wraps);
+                multiply(next, shared, next_stage, warpgroup, 0);
+                ptx::wgmma_wait<1>();
+                promote(done, block);
+            };
+            int block = 0;
+            for (; block + 2 < num_k_blocks; block += 2) {
+                step(partial[0], partial[1], block);
+                step(partial[1], partial[0], block + 1);
             }
-            release_stage(shared, stage);
-            weight_scale = next_weight_scale;
-            if (++stage == kStages) stage = 0, phase ^= 1;
+            if (block + 1 < num_k_blocks) {
+                step(partial[0], partial[1], block);
+                ptx::wgmma_wait<0>();
+                promote(partial[1], block + 1);
+            } else {
+                ptx::wgmma_wait<0>();
+                promote(partial[0], block);
+            }
+        } else {
+            // Two waves leave no registers for a second partial sum: one warpgroup promotes while the other multiplies.
+            for (int block = 0; block < num_k_blocks; ++block) {
+                ptx::barrier_wait(&shared.full[stage], phase);
+#pragma unroll
+                for (int wave = 0; wave < kWaves; ++wave) {
+                    const float weight_scale = weight_scales[wave].at(p, block);
+                    Fragments::Sum partial;
+                    multiply(partial, shared, stage, warpgroup, wave);
+                    ptx::wgmma_wait<0>();
+                    Fragments::promote(sum[wave], partial, shared.token_scales[stage], weight_scale, warpgroup);
+                }
+                release_stage(shared, stage);
+                if (++stage == kStages) stage = 0, phase ^= 1;
+            }
         }
 
         // Spelled out and not a loop: the compiler leaves one this long rolled, which would put `sum` into local memory.
-        auto store_wave = [&](const float (&wave_sum)[kBlockM / 2], int n) {
-            if (n >= p.n) return;
+        auto store_wave = [&](const Fragments::Sum& wave_sum, int wave) {
+            const int n = tile.n + Fragments::weight_row(warpgroup, wave);
             Out* out = static_cast<Out*>(p.out) + tile.row * p.out_stride + n;
-            mma::store_fragment<kBlockM>(wave_sum, out, p.out_stride, tile.begin_row, tile.end_row,
-                                         shared.staging[warpgroup], 1 + warpgroup);
+            Fragments::store(wave_sum, out, p.out_stride, tile.begin_row, tile.end_row, p.n - n,
+                             shared.staging[warpgroup], warpgroup);
         };
-        store_wave(sum[0], first_n);
-        if constexpr (kWaves > 1) store_wave(sum[1], first_n + 64);
+        store_wave(sum[0], 0);
+        if constexpr (kWaves > 1) store_wave(sum[1], 1);
     }
 }
 

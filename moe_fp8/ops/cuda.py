@@ -80,7 +80,14 @@ def _launch(spec: KernelSpec, grid: int, device: int, block: ParamBlock) -> None
 
 @lru_cache(maxsize=65536)
 def _gemm_plan(
-    layout: GemmLayout, m: int, n: int, k: int, num_experts: int, expected_m: int | None, fp32: bool, num_sms: int
+    layout: GemmLayout,
+    m: int,
+    n: int,
+    k: int,
+    num_experts: int,
+    expected_m: int | None,
+    fp32: bool,
+    num_sms: int,
 ) -> tuple[KernelSpec, int, int, int]:
     """Spec, grid, and the box rows of tokens and of weights."""
     if num_experts > heuristics.MAX_EXPERTS:
@@ -125,7 +132,9 @@ def gemm(
         block.buffer,
         0,
         encode_2d(a.data_ptr(), "uint8", (k, m * batch), k, (128, token_rows)),
-        encode_2d(a_scale.data_ptr(), "float32", (m, batch * (k >> 7)), ((m + 3) & -4) * 4, (token_rows, 1), 0),
+        encode_2d(
+            a_scale.data_ptr(), "float32", (m, batch * (k >> 7)), ((m + 3) & -4) * 4, (token_rows, 1), 0
+        ),
         encode_2d(b.data_ptr(), "uint8", (k, n * num_experts), k, (128, weight_rows)),
         out.data_ptr(),
         b_scale.data_ptr(),
@@ -266,8 +275,6 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
     m, k = x.shape
     spec = kernel_spec(QuantizeProblem(m, k, _IN_DTYPES[x.dtype], power_of_two, num_sms))
     block = _blocks.quantize
-    _QUANTIZE.pack_into(
-        block.buffer, 0, x.data_ptr(), q.data_ptr(), scale.data_ptr(), k, (m + 3) & -4, m, k
-    )
+    _QUANTIZE.pack_into(block.buffer, 0, x.data_ptr(), q.data_ptr(), scale.data_ptr(), k, (m + 3) & -4, m, k)
     tiles = -(-m // _QUANTIZE_ROWS) * (k >> 7)
     _launch(spec, min(tiles, num_sms * _QUANTIZE_BLOCKS_PER_SM), device, block)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_fp8.ops import checks, contracts, reference
+from moe_fp8.ops import checks, contracts, reference, scales
 
 _DEFINITIONS = (
     "quantize_fp8(Tensor x, Tensor(a!) q, Tensor(b!) scale, bool power_of_two) -> ()",
@@ -29,8 +29,8 @@ _DEFINITIONS = (
     "Tensor block_table, Tensor metadata, Tensor(a!) out) -> ()",
 )
 
-# torch leaves Library's methods untyped.
-_library: Any = torch.library.Library("moe_fp8", "DEF")  # type: ignore[no-untyped-call]
+# Any: torch leaves Library's methods untyped.
+_library: Any = torch.library.Library("moe_fp8", "DEF")
 
 
 class _Launcher:
@@ -51,10 +51,15 @@ def _quantize_fp8(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> No
     checks.quantize(x, q, scale)
     if x.shape[0] == 0:
         return
-    if x.is_cuda:
+    if not x.is_cuda:
+        reference.quantize(x, q, scale, power_of_two)
+    elif scales.is_mn_major(scale):
         _cuda().quantize(x, q, scale, power_of_two)
     else:
-        reference.quantize(x, q, scale, power_of_two)
+        # torch's functionalisation may replace an output by a clone, which drops the padding of its stride.
+        padded = scales.empty_mn_major(scale.shape[0], scale.shape[1], scale)
+        _cuda().quantize(x, q, padded, power_of_two)
+        scale.copy_(padded)
 
 
 def _gemm_fp8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> None:

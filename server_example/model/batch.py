@@ -26,9 +26,7 @@ class PrefillBatch:
     key_end: torch.Tensor
 
     @classmethod
-    def of(
-        cls, token_ids: list[int], start: int, pages: list[int], device: torch.device
-    ) -> PrefillBatch:
+    def of(cls, token_ids: list[int], start: int, pages: list[int], device: torch.device) -> PrefillBatch:
         """`token_ids` at positions start, start + 1, ... of a request that owns `pages` in order."""
         end = start + len(token_ids)
         context = torch.arange(end, dtype=torch.int64)

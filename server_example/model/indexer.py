@@ -76,9 +76,9 @@ class Indexer:
         queries, query_scale = self.quantise(self._rotate(queries, positions).flatten(0, 1))
         queries = queries.view(tokens, self.heads, self.dim)
         # A query's own FP8 scale folds into its head weight: relu is positively homogeneous.
-        head_weights = (
-            x.float() @ self.weights.weights_proj.T * query_scale.reshape(tokens, self.heads)
-        ) * (self.heads * self.dim) ** -0.5
+        head_weights = (x.float() @ self.weights.weights_proj.T * query_scale.reshape(tokens, self.heads)) * (
+            self.heads * self.dim
+        ) ** -0.5
 
         if isinstance(batch, DecodeBatch):
             logits = self._decode_logits(queries, head_weights, batch, cache)

@@ -47,9 +47,7 @@ class Mla:
         self.rope = rope
         self.scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
 
-    def __call__(
-        self, x: torch.Tensor, batch: PrefillBatch | DecodeBatch, cache: LayerCache
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch: PrefillBatch | DecodeBatch, cache: LayerCache) -> torch.Tensor:
         """x [T, hidden], normalised -> fp32 [T, hidden]; writes the tokens into `cache`."""
         config, weights = self.config, self.weights
         tokens, positions = x.shape[0], batch.positions
@@ -71,8 +69,6 @@ class Mla:
         scores = torch.einsum("thd,tkd->thk", torch.cat((q_absorbed, q_rope), dim=2), selected) * self.scale
         # Finite, so that a padded row, which sees nothing, has a softmax without NaN.
         scores = scores.masked_fill(~selection.valid[:, None], torch.finfo(torch.float32).min)
-        attended = torch.einsum(
-            "thk,tkl->thl", scores.softmax(dim=-1), selected[..., : config.kv_lora_rank]
-        )
+        attended = torch.einsum("thk,tkl->thl", scores.softmax(dim=-1), selected[..., : config.kv_lora_rank])
         values = torch.einsum("thl,hvl->thv", attended, weights.v_up)
         return self.quantise.linear(values.flatten(1), weights.o)

@@ -83,7 +83,10 @@ class Moe:
         counts = (expert_ids.flatten()[:, None] == experts).sum(dim=0)
         offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
         rows = x[order // top]
-        for weight, activation in ((self.weights.experts.gate_up, silu_mul), (self.weights.experts.down, None)):
+        for weight, activation in (
+            (self.weights.experts.gate_up, silu_mul),
+            (self.weights.experts.down, None),
+        ):
             quantised, scale = self.quantise(rows)
             rows = moe_fp8.grouped_gemm_fp8_contiguous(
                 quantised, scale, weight.weight, weight.scale, offsets=offsets
@@ -109,7 +112,10 @@ class Moe:
         buffer = x.new_zeros(num_experts * tokens + 1, x.shape[1])
         buffer.index_copy_(0, row, x[:, None].expand(-1, top, -1).flatten(0, 1))
         rows = buffer[:-1]
-        for weight, activation in ((self.weights.experts.gate_up, silu_mul), (self.weights.experts.down, None)):
+        for weight, activation in (
+            (self.weights.experts.gate_up, silu_mul),
+            (self.weights.experts.down, None),
+        ):
             quantised, scale = self.quantise(rows)
             rows = moe_fp8.grouped_gemm_fp8_masked(
                 quantised.view(num_experts, tokens, -1),

@@ -42,9 +42,7 @@ class Layer:
         self.feed_forward = feed_forward
         self.eps = eps
 
-    def __call__(
-        self, x: torch.Tensor, batch: PrefillBatch | DecodeBatch, cache: LayerCache
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch: PrefillBatch | DecodeBatch, cache: LayerCache) -> torch.Tensor:
         x = x + self.attention(rms_norm(x, self.weights.input_norm, self.eps), batch, cache)
         return x + self.feed_forward(rms_norm(x, self.weights.post_norm, self.eps), batch)
 
@@ -80,7 +78,7 @@ class Transformer:
 
     def _forward(self, batch: PrefillBatch | DecodeBatch, caches: list[LayerCache]) -> torch.Tensor:
         x = self.weights.embedding[batch.tokens]
-        for layer, cache in zip(self.layers, caches):
+        for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, batch, cache)
         return x
 
@@ -93,8 +91,6 @@ class Transformer:
         return self._logits(self._forward(batch, caches)[-1:])[0]
 
     @torch.inference_mode()
-    def decode(
-        self, inputs: Mapping[str, torch.Tensor], caches: list[LayerCache]
-    ) -> dict[str, torch.Tensor]:
+    def decode(self, inputs: Mapping[str, torch.Tensor], caches: list[LayerCache]) -> dict[str, torch.Tensor]:
         """`logits` fp32 [B, vocab] of one token of each request. Safe to capture: see `DecodeBatch`."""
         return {"logits": self._logits(self._forward(DecodeBatch.of(inputs), caches))}

@@ -24,7 +24,8 @@ class Checkpoint:
         self._tensors: dict[str, torch.Tensor] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118: safe_open is not a mapping
+                names = list(file.keys())
+                for name in names:
                     self._tensors[name] = file.get_tensor(name)
         if not self._tensors:
             raise ConfigError("model", "a folder with *.safetensors", str(folder))
@@ -45,7 +46,7 @@ class Checkpoint:
         return self.take(name, shape).to(self.device)
 
     def fp8(self, name: str, n: int, k: int) -> Fp8Weight:
-        """`name.weight` and `name.weight_scale_inv` (which multiplies, whatever its name says), on the CPU."""
+        """`name.weight` and `name.weight_scale_inv` on the CPU; the scale multiplies, despite its name."""
         return Fp8Weight(
             self.take(f"{name}.weight", (n, k), torch.float8_e4m3fn),
             self.take(f"{name}.weight_scale_inv", (-(-n // 128), k // 128), torch.float32),

@@ -168,6 +168,22 @@ def test_host_class_times_every_op(on_cpu: None, monkeypatch: pytest.MonkeyPatch
     assert [sorted(row["peers"]) for row in rows] == [["reference"], ["reference"], [], ["reference"]]
 
 
+def test_compile_and_warmup_run_without_a_gpu(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    host.run_compile(session, None, 8)
+    host.run_warmup(session, None, 1)
+    assert session.failures == []
+    rows = _rows(tmp_path / "h200.json")
+    compiled = [row for row in rows if row["class"] == "compile"]
+    assert "gemm_fp8" in {row["shape"]["kernel"] for row in compiled}
+    assert all(0 < row["us"] <= row["notes"]["max_us"] for row in compiled)
+    empty, full = (row for row in rows if row["class"] == "warmup")
+    assert empty["notes"]["compiled"] == empty["notes"]["kernels"] > 0
+    assert full["notes"]["compiled"] == 0
+
+
 @pytest.mark.parametrize("damage", ["wrong", "unwritten"])
 def test_a_wrong_result_is_not_timed(
     damage: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

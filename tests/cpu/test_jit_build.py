@@ -78,7 +78,7 @@ def test_a_compiler_that_dies_is_replaced(
 
 
 def test_workers_do_not_import_the_callers_main(tmp_path: Path, sources: SourceTree) -> None:
-    """A script without a __main__ guard: multiprocessing's spawn would run it, and import its torch, again."""
+    """A script without a __main__ guard: multiprocessing's spawn would run it again, imports and all."""
     script = tmp_path / "script.py"
     script.write_text(
         f"""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_fp8.errors import CompileError
-from moe_fp8.jit.compiler import compile_kernel
+from moe_fp8.jit.compiler import _warnings, compile_kernel
 from moe_fp8.jit.key import digest, kernel_key
 from moe_fp8.jit.sources import SourceTree, package_sources
 from tests.cpu.jit_kernels import spec, write_kernels
@@ -169,3 +169,21 @@ def test_import_loads_neither_torch_nor_cuda() -> None:
         "assert 'libnvrtc' not in open('/proc/self/maps').read()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_ptxas_remarks_are_warnings_and_its_report_is_not() -> None:
+    report = (
+        "ptxas info    : 0 bytes gmem\n"
+        "ptxas info    : Compiling entry function 'tiny' for 'sm_90a'\n"
+        "ptxas info    : Function properties for tiny\n"
+        "ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Used 168 registers, used 16 barriers\n"
+        "ptxas info    : Compile time = 2.220 ms\n"
+    )
+    remark = (
+        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized "
+        "due to insufficient register resources for the wgmma pipeline in function 'tiny'"
+    )
+    assert _warnings(report) == ()
+    assert _warnings(f"{remark}\n{report}") == (remark,)
+    assert _warnings(f"{report}ptxas warning : something") == ("ptxas warning : something",)

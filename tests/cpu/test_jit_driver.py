@@ -114,7 +114,7 @@ class FakeDriver:
         if max(box_values) > 256 or (swizzle == 3 and box_values[0] * {0: 1, 7: 4, 9: 2}[dtype] > 128):
             return 1
         assert struct.unpack(f"{rank}I", ctypes.string_at(steps, 4 * rank)) == (1,) * rank
-        text = struct.pack("6Q", dtype, rank, address, swizzle, l2, 0)
+        text = struct.pack("4IQ", dtype, rank, swizzle, l2, address)
         text += ctypes.string_at(dims, 8 * rank) + ctypes.string_at(strides, 8 * (rank - 1))
         text += ctypes.string_at(box, 4 * rank)
         ctypes.memmove(out, text.ljust(128, b"\0"), 128)
@@ -217,8 +217,8 @@ def test_no_driver_is_a_toolchain_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_encode_2d(fake: FakeDriver) -> None:
     encoded = tensor_map.encode_2d(0x40000, "bfloat16", (7168, 2**32 - 1), 14336, (64, 256))
-    assert struct.unpack("6Q3Q2I", encoded[:80]) == (
-        9, 2, 0x40000, 3, 3, 0, 7168, 2**32 - 1, 14336, 64, 256,
+    assert struct.unpack("4IQ3Q2I", encoded[:56]) == (
+        9, 2, 3, 3, 0x40000, 7168, 2**32 - 1, 14336, 64, 256,
     )  # fmt: skip
     assert len(encoded) == tensor_map.TENSOR_MAP_BYTES
 
@@ -230,7 +230,7 @@ def test_encode_any_rank(fake: FakeDriver, rank: int) -> None:
     # A leftover of a larger rank must not show.
     tensor_map.encode_tiled(0x99990, "uint8", (9,) * 5, (16,) * 4, (9,) * 5, 0, 0)
     encoded = tensor_map.encode_tiled(2**46, "float32", dims, strides, box, 0, 128)
-    expected = struct.pack("6Q", 7, rank, 2**46, 0, 2, 0) + struct.pack(f"{2 * rank - 1}Q", *dims, *strides)
+    expected = struct.pack("4IQ", 7, rank, 0, 2, 2**46) + struct.pack(f"{2 * rank - 1}Q", *dims, *strides)
     assert encoded == (expected + struct.pack(f"{rank}I", *box)).ljust(128, b"\0")
 
 

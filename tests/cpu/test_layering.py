@@ -60,6 +60,8 @@ def imports(path: Path) -> Iterator[tuple[str, str | None]]:
             module = ".".join((*above, *(node.module or "").split("."))).strip(".")
             for alias in node.names:
                 yield module, alias.name
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            yield ast.unparse(node.args[0]).strip("'"), None
 
 
 def imported_parts(path: Path) -> Iterator[str]:

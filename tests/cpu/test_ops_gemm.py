@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8 import gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked
+from moe_fp8.ops import reference
 from tests import cases
 
 LAYOUTS = ("m_indices", "psum", "offsets")
@@ -107,3 +108,11 @@ def test_the_shared_check_rejects_a_wrong_expert() -> None:
     grouped_gemm_fp8_masked(case.a, case.a_scale, case.b.flip(0), case.b_scale, case.index, None, out)
     with pytest.raises(AssertionError, match="expert 0"):
         cases.check_gemm(case, out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_reference_reads_every_fp8_code_as_torch_does(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 128)
+    got = reference.dequantize_rows(codes, torch.ones(2, 1), dtype)
+    assert got.dtype is dtype
+    assert torch.equal(got.nan_to_num(1e6), codes.to(dtype).nan_to_num(1e6))

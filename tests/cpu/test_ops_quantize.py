@@ -32,9 +32,7 @@ FP8_VALUES = _fp8_values()
 
 def _round_to_fp8(value: float) -> float:
     magnitude = abs(value)
-    nearest = min(
-        range(len(FP8_VALUES)), key=lambda code: (abs(FP8_VALUES[code] - magnitude), code & 1)
-    )
+    nearest = min(range(len(FP8_VALUES)), key=lambda code: (abs(FP8_VALUES[code] - magnitude), code & 1))
     return math.copysign(FP8_VALUES[nearest], value)
 
 

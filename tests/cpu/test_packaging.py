@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import email
 import os
 import re
@@ -9,9 +10,15 @@ import subprocess
 import sys
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,11 +54,44 @@ def test_one_pure_python_wheel_with_every_source(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+def declared(section: list[str]) -> set[str]:
+    return {re.split(r"[<>=!~ ;\[]", line)[0] for line in section}
+
+
+@pytest.mark.parametrize(
+    ("folder", "extra", "loaded_by_others"),
+    [
+        # NVRTC's library is loaded by cuda.bindings; numpy by torch.
+        ("moe_fp8", None, {"nvidia-cuda-nvrtc"}),
+        ("server_example", "server", {"numpy"}),
+    ],
+)
+def test_what_is_imported_is_declared(folder: str, extra: str | None, loaded_by_others: set[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    base = declared(project["dependencies"])
+    own = base if extra is None else declared(project["optional-dependencies"][extra])
+    distributions = metadata.packages_distributions()
+    imported = set()
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                modules = [node.module or ""]
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+                modules = [str(node.args[0].value)] if isinstance(node.args[0], ast.Constant) else []
+            for root in {module.split(".")[0] for module in modules}:
+                if root not in sys.stdlib_module_names and not (ROOT / root).is_dir():
+                    names = {name.lower().replace("_", "-") for name in distributions.get(root, [root])}
+                    # Namespace packages belong to several distributions.
+                    imported.add(next(iter(names & (base | own)), root))
+    assert imported - base - own == set(), "imported but not declared"
+    assert own - imported - loaded_by_others == set(), "declared but not imported"
+
+
 def test_a_fresh_environment_compiles_a_kernel(wheel: Path, tmp_path: Path) -> None:
     # All requirements but torch: planning and compiling do without it, and it is by far the largest.
     wanted = requirements(wheel)
-    names = {re.split(r"[<>=!~ ;\[]", line)[0] for line in wanted}
-    assert names == {"torch", "cuda-bindings", "nvidia-cuda-nvrtc", "pydantic", "rich"}
+    assert declared(wanted) == {"torch", "cuda-bindings", "nvidia-cuda-nvrtc", "rich"}
     without_torch = [line for line in wanted if not line.startswith("torch")]
 
     home = tmp_path / "venv"
@@ -73,10 +113,13 @@ def test_a_fresh_environment_compiles_a_kernel(wheel: Path, tmp_path: Path) -> N
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MOE_FP8"))
     }
-    run = {"cwd": tmp_path, "env": environment, "check": True, "capture_output": True, "text": True}
-    done = subprocess.run([home / "bin/python", "-c", program], **run)
-    assert Path(done.stdout.strip()).is_relative_to(home), "the clone was imported, not the wheel"
 
+    def run(*command: str | Path) -> str:
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    imported = Path(run(home / "bin/python", "-c", program).strip())
+    assert imported.is_relative_to(home), "the clone was imported, not the wheel"
     config = ROOT / "tests" / "configs" / "qwen3_30b.json"
-    done = subprocess.run([home / "bin/moe-fp8", "plan", "--model", config], **run)
-    assert "gemm_fp8" in done.stdout
+    assert "gemm_fp8" in run(home / "bin/moe-fp8", "plan", "--model", config)

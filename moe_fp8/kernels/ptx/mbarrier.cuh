@@ -22,13 +22,14 @@ DEVICE void barrier_arrive(Barrier* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// One arrival on the same barrier of CTA `rank` of the cluster; release at cluster scope.
+// One arrival on the same barrier of CTA `rank` of the cluster. It releases at CTA scope only: enough to hand back memory
+// that was read, not to publish data. (Release at cluster scope costs a fence: 282 us and not 180 for m4096 n4096 k7168, H200.)
 DEVICE void barrier_arrive_cluster(Barrier* barrier, uint32_t rank) {
     asm volatile(
         "{\n"
         ".reg .b32 remote;\n"
         "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
         "}" ::"r"(shared_address(barrier)),
         "r"(rank)
         : "memory");

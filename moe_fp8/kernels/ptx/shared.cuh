@@ -10,6 +10,14 @@ DEVICE uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Four 8x8 matrices of 16-bit elements; lane 8*i+r gives the address of row r of matrix i. Visible to other threads after
+// a barrier among them.
+DEVICE void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
+                 "r"(r2), "r"(r3)
+                 : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements, each stored transposed; lane 8*i+r gives the address of row r of
 // matrix i (a column of the fragment). Visible to other threads after a barrier among them.
 DEVICE void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {

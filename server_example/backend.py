@@ -1,0 +1,77 @@
+"""Where the model runs: Hopper kernels, planned, loaded and frozen; or the reference on the CPU."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import moe_fp8
+from moe_fp8.errors import ConfigError
+from moe_fp8.warmup import PlanOptions, build_plan, load_model, load_plan, plan
+
+logger = logging.getLogger(__name__)
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`name` is "cuda" (Hopper kernels) or "reference" (plain torch); `reason` says why it was taken."""
+
+    name: Literal["cuda", "reference"]
+    device: torch.device
+    num_sms: int
+    description: str
+    reason: str
+
+
+def choose_backend(choice: DeviceChoice = "auto") -> Backend:
+    """Hopper if there is one and `choice` allows. Raises `ConfigError` for "cuda" without a Hopper."""
+    missing = _why_no_hopper()
+    if choice != "cpu" and missing is None:
+        # TF32 would make the plain-torch parts differ from the reference backend by more than rounding.
+        torch.backends.cuda.matmul.allow_tf32 = False
+        properties = torch.cuda.get_device_properties(0)
+        return Backend(
+            "cuda",
+            torch.device("cuda", 0),
+            properties.multi_processor_count,
+            properties.name,
+            "a Hopper GPU was found",
+        )
+    if choice == "cuda":
+        raise ConfigError("device", "a Hopper GPU", missing, "use --device cpu for the reference backend")
+    reason = "it was asked for" if choice == "cpu" else str(missing)
+    return Backend("reference", torch.device("cpu"), 1, "CPU, plain torch", reason)
+
+
+def _why_no_hopper() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    major, minor = torch.cuda.get_device_capability(0)
+    return None if (major, minor) == (9, 0) else f"compute capability {major}.{minor} is not 9.0"
+
+
+def plan_options(max_tokens: int, max_batch: int, num_sms: int, block_size: int) -> PlanOptions:
+    """What the engine asks of a model: one rank, one token a request and step."""
+    return PlanOptions(
+        max_tokens=max_tokens, max_batch=max_batch, next_n=1, num_sms=num_sms, block_size=block_size
+    )
+
+
+def load_kernels(folder: Path, options: PlanOptions) -> int:
+    """Builds what the disk store lacks (with progress), and loads every kernel; returns how many."""
+    kernels = plan(load_model(folder), options)
+    build_plan(kernels, progress=True)
+    loaded = load_plan(kernels)
+    logger.info("%d kernels loaded", loaded)
+    return loaded
+
+
+def freeze_kernels() -> None:
+    """From here on a kernel that warmup did not load is an error, not a stall."""
+    moe_fp8.freeze("strict")

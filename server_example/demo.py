@@ -1,0 +1,125 @@
+"""`python -m server_example.demo [--once]`: make a model, compile its kernels, serve it, ask it something."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+from moe_fp8.errors import MoeFp8Error
+from moe_fp8.warmup import PlanOptions, build_plan, load_model, plan
+from server_example.cache import PAGE_TOKENS
+from server_example.engine import EngineOptions
+from server_example.make_demo_model import make_demo_model
+
+PROMPT = "The router looks at"
+START_SECONDS = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def start_server(model: Path, port: int, *arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "server_example", "--model", str(model), "--port", str(port), *arguments]
+    return subprocess.Popen(command)
+
+
+def wait_until_healthy(
+    server: subprocess.Popen[bytes], url: str, seconds: float = START_SECONDS
+) -> dict[str, object]:
+    """The body of /health once the server answers. Raises `RuntimeError` if it exits or takes too long."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise RuntimeError(f"the server exited with {server.returncode} before it was ready")
+        try:
+            response = httpx.get(f"{url}/health", timeout=5)
+            if response.status_code == 200:
+                return dict(response.json())
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise RuntimeError(f"the server was not ready after {seconds:.0f} s")
+
+
+def stop_server(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+def build_kernels(model: Path) -> None:
+    """Compiles every kernel that the server would launch on Hopper; needs no GPU."""
+    defaults = EngineOptions()
+    options = PlanOptions(
+        max_tokens=defaults.prefill_chunk, max_batch=defaults.max_batch, block_size=PAGE_TOKENS
+    )
+    report = build_plan(plan(load_model(model), options))
+    print(
+        f"{len(report.rows)} Hopper kernels in the cache: {report.compiled} compiled now, "
+        f"{report.cached} found there, {report.seconds:.1f} s",
+        flush=True,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m server_example.demo", description=__doc__)
+    parser.add_argument("--once", action="store_true", help="stop the server after one completion")
+    parser.add_argument("--dir", type=Path, default=Path(".demo/demo-model"), help="where the model goes")
+    parser.add_argument("--port", type=int, default=None, help="default: 8000, or any free one with --once")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    arguments = parser.parse_args()
+    try:
+        make_demo_model(arguments.dir)
+        print(f"model written to {arguments.dir}", flush=True)
+        build_kernels(arguments.dir)
+    except MoeFp8Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    port = arguments.port or (free_port() if arguments.once else 8000)
+    url = f"http://127.0.0.1:{port}"
+    server = start_server(arguments.dir, port)
+    try:
+        health = wait_until_healthy(server, url)
+        body = {"prompt": PROMPT, "max_tokens": arguments.max_tokens, "temperature": 0}
+        start = time.perf_counter()
+        response = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+        seconds = time.perf_counter() - start
+        response.raise_for_status()
+        answer = response.json()
+        tokens = answer["usage"]["completion_tokens"]
+        print(f"\nPOST {url}/v1/completions  ({health['backend']} backend)")
+        print(
+            f"  {PROMPT}\033[1m{answer['choices'][0]['text']}\033[0m"
+            if sys.stdout.isatty()
+            else f"  {PROMPT}{answer['choices'][0]['text']}"
+        )
+        print(f"  {tokens} tokens in {seconds:.2f} s: {tokens / seconds:.0f} tokens/s\n", flush=True)
+        if not arguments.once:
+            print(f"serving on {url}; stop with Ctrl-C. Try:")
+            print(f"  curl -N {url}/v1/completions -H 'content-type: application/json' \\")
+            print('    -d \'{"prompt": "In the morning", "max_tokens": 40, "stream": true}\'', flush=True)
+            return server.wait()
+    except KeyboardInterrupt:
+        print()
+    except (RuntimeError, httpx.HTTPError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        stop_server(server)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""Continuous batching over one model: prefill in chunks, decode in replayed graphs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from tokenizers import Tokenizer
+
+from moe_fp8.errors import ConfigError
+from moe_fp8.graph import BatchBuckets, BufferSpec, GraphRunner
+from server_example.backend import Backend
+from server_example.cache import DUMMY_PAGE, LayerCache, PagePool, pages_for
+from server_example.metrics import Metrics
+from server_example.model.batch import PrefillBatch
+from server_example.model.config import ModelConfig
+from server_example.model.transformer import Transformer
+from server_example.model.weights import load_weights
+from server_example.scheduler import FinishReason, Request, Scheduler, TokenEvent
+from server_example.text import TextStream
+
+logger = logging.getLogger(__name__)
+
+_Work = TypeVar("_Work")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """`max_context` is capped by the model's; `cache_pages` includes the dummy page."""
+
+    max_batch: int = 8
+    max_context: int = 1024
+    cache_pages: int = 129
+    prefill_chunk: int = 256
+    max_waiting: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_context", "prefill_chunk", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, "a positive int", getattr(self, name))
+        if self.cache_pages < 2:
+            raise ConfigError(
+                "cache_pages", "at least 2: one for requests, one for padding", self.cache_pages
+            )
+
+
+class EngineStoppedError(Exception):
+    """The engine's thread has ended."""
+
+
+class Engine:
+    """Owns the model, the cache and one thread that does all device work."""
+
+    def __init__(self, folder: Path, backend: Backend, options: EngineOptions) -> None:
+        """Loads the model; on CUDA the backend's kernels must be loaded already."""
+        self.options = options
+        self.backend = backend
+        self.name = folder.resolve().name.lstrip(".") or "model"
+        self.config = ModelConfig.load(folder)
+        self.tokenizer = _load_tokenizer(folder, self.config.vocab_size)
+        max_context = min(options.max_context, self.config.max_position_embeddings)
+        self.model = Transformer(
+            self.config,
+            load_weights(folder, self.config, backend.device),
+            max_positions=max_context,
+            num_workers=backend.num_sms,
+        )
+        self.caches = [
+            LayerCache.allocate(self.config, options.cache_pages, backend.device)
+            for _ in range(self.config.num_hidden_layers)
+        ]
+        self.table_width = pages_for(max_context)
+        self.runner = GraphRunner(
+            lambda inputs: self.model.decode(inputs, self.caches),
+            {
+                "tokens": BufferSpec((), torch.int64),
+                "context_lens": BufferSpec((), torch.int32),
+                "block_table": BufferSpec((self.table_width,), torch.int32, pad=DUMMY_PAGE),
+            },
+            BatchBuckets.up_to(options.max_batch),
+            backend.device,
+        )
+        self.scheduler = Scheduler(
+            PagePool(options.cache_pages),
+            max_batch=options.max_batch,
+            max_waiting=options.max_waiting,
+            max_context=max_context,
+        )
+        self.metrics = Metrics(self)
+        self.failure: str | None = None
+        self._texts: dict[int, TextStream] = {}
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+
+    # Called from the server's threads.
+
+    def warm_up(self) -> None:
+        """Runs a prefill and every decode bucket once, capturing graphs on CUDA. Call before `start`."""
+        page = [DUMMY_PAGE] * self.table_width
+        self.model.prefill(PrefillBatch.of([0, 0], 0, page, self.backend.device), self.caches)
+        self.runner.capture()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the step in progress; unfinished requests get an error."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and self.failure is None
+
+    def submit(self, request: Request) -> None:
+        """Queues a request; its events come through `request.emit`.
+
+        Raises `RequestTooLongError`, `QueueFullError` or `EngineStoppedError`.
+        """
+        with self._wake:
+            if not self.alive or self._stopping:
+                raise EngineStoppedError(self.failure or "the engine is stopped")
+            self.scheduler.submit(request)
+            self._texts[request.number] = TextStream(self.tokenizer, request.params.stop)
+            self._wake.notify()
+
+    def cancel(self, request: Request) -> None:
+        """Frees what the request holds, at the next step. Harmless after it has finished."""
+        with self._wake:
+            request.cancelled = True
+            self._wake.notify()
+
+    # The engine's thread.
+
+    def _loop(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    self._wake.wait_for(
+                        lambda: self._stopping or self.scheduler.waiting or self.scheduler.running
+                    )
+                    if self._stopping:
+                        break
+                    for request in self.scheduler.drop_cancelled():
+                        self._forget(request, "cancelled")
+                    self.scheduler.admit()
+                    prefill, decoding = self.scheduler.next_prefill(), self.scheduler.decoding()
+                if prefill is not None:
+                    self._timed("prefill", self._prefill, prefill)
+                if decoding:
+                    self._timed("decode", self._decode, decoding)
+        except Exception as error:
+            logger.exception("the engine failed")
+            self.failure = f"{type(error).__name__}: {error}"
+        finally:
+            with self._wake:
+                for request in (*self.scheduler.running, *self.scheduler.waiting):
+                    self._finish(request, "", "error", self.failure or "the server is shutting down")
+
+    def _timed(self, phase: str, work: Callable[[_Work], None], on: _Work) -> None:
+        start = time.perf_counter()
+        work(on)
+        self.metrics.step_seconds.labels(phase).observe(time.perf_counter() - start)
+
+    def _prefill(self, request: Request) -> None:
+        """One chunk, so that a long prompt does not hold up those that decode."""
+        chunk = request.prompt[request.context : request.context + self.options.prefill_chunk]
+        batch = PrefillBatch.of(chunk, request.context, request.pages, self.backend.device)
+        logits = self.model.prefill(batch, self.caches)
+        request.context += len(chunk)
+        self.metrics.prompt_tokens.inc(len(chunk))
+        if not request.prefilling:
+            self._append(request, logits.cpu())
+
+    def _decode(self, requests: list[Request]) -> None:
+        outputs = self.runner.run(self._decode_inputs(requests))
+        logits = outputs["logits"].cpu()
+        for row, request in enumerate(requests):
+            request.context += 1
+            self._append(request, logits[row])
+
+    def _decode_inputs(self, requests: list[Request]) -> Mapping[str, torch.Tensor]:
+        table = torch.full((len(requests), self.table_width), DUMMY_PAGE, dtype=torch.int32)
+        for row, request in enumerate(requests):
+            table[row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
+        return {
+            "tokens": torch.tensor([request.generated[-1] for request in requests], dtype=torch.int64),
+            "context_lens": torch.tensor([request.context + 1 for request in requests], dtype=torch.int32),
+            "block_table": table,
+        }
+
+    def _append(self, request: Request, logits: torch.Tensor) -> None:
+        """Samples the next token, and ends the request if that was its last."""
+        token = request.sampler(logits)
+        request.generated.append(token)
+        self.metrics.generated_tokens.inc()
+        text = self._texts[request.number]
+        reason: FinishReason | None = None
+        piece = ""
+        if token == self.config.eos_token_id and not request.params.ignore_eos:
+            reason = "stop"
+        else:
+            piece = text.push(token)
+            if text.stopped:
+                reason = "stop"
+            elif len(request.generated) >= request.params.max_tokens:
+                reason = "length"
+        if reason is None:
+            request.emit(TokenEvent(piece, len(request.generated)))
+            return
+        piece += text.finish()
+        with self._wake:
+            self._finish(request, piece, reason)
+
+    def _finish(self, request: Request, text: str, reason: FinishReason, error: str | None = None) -> None:
+        self.scheduler.release(request)
+        self._forget(request, reason)
+        request.emit(TokenEvent(text, len(request.generated), reason, error))
+
+    def _forget(self, request: Request, reason: FinishReason) -> None:
+        self._texts.pop(request.number, None)
+        self.metrics.requests.labels(reason).inc()
+
+
+def _load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError("tokenizer.json", "a file in the model folder", None, "the checkpoint lacks it")
+    tokenizer = Tokenizer.from_file(str(path))
+    if tokenizer.get_vocab_size() > vocab_size:
+        raise ConfigError("tokenizer.json", f"at most {vocab_size} tokens", tokenizer.get_vocab_size())
+    return tokenizer

@@ -1,0 +1,42 @@
+"""Prometheus metrics of one engine, in a registry of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+import moe_fp8
+
+if TYPE_CHECKING:
+    from server_example.engine import Engine
+
+_STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+
+class Metrics:
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self.requests = Counter(
+            "server_requests", "Requests that ended, by reason", ["reason"], registry=registry
+        )
+        self.prompt_tokens = Counter("server_prompt_tokens", "Tokens prefilled", registry=registry)
+        self.generated_tokens = Counter("server_generated_tokens", "Tokens generated", registry=registry)
+        self.step_seconds = Histogram(
+            "server_step_seconds", "Engine steps", ["phase"], buckets=_STEP_BUCKETS, registry=registry
+        )
+        scheduler = engine.scheduler
+        for name, text, value in (
+            ("server_requests_waiting", "Requests in the queue", lambda: len(scheduler.waiting)),
+            ("server_requests_running", "Requests in the batch", lambda: len(scheduler.running)),
+            ("server_pages_free", "Cache pages that no request holds", lambda: scheduler.pool.free),
+            ("server_graph_replays", "Decode graphs replayed", lambda: engine.runner.replays),
+            ("moe_fp8_jit_compiles", "Kernels compiled", lambda: moe_fp8.counters().compiles),
+            ("moe_fp8_jit_loads", "Kernels loaded", lambda: moe_fp8.counters().loads),
+            ("moe_fp8_jit_misses", "Kernels missed while frozen", lambda: moe_fp8.counters().misses),
+        ):
+            Gauge(name, text, registry=registry).set_function(value)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,44 @@
+"""From logits to a token, on the host, reproducible from a seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """`temperature` 0 is greedy. `seed` None: unpredictable. `max_tokens` counts generated tokens."""
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+class Sampler:
+    """One request's. Its choices depend on its logits and seed only, not on what else is in the batch."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self.generator = torch.Generator()
+        if params.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(params.seed)
+
+    def __call__(self, logits: torch.Tensor) -> int:
+        """logits fp32 [vocab] on the CPU."""
+        if self.params.temperature == 0:
+            return int(logits.argmax())
+        probabilities = (logits.double() / self.params.temperature).softmax(dim=0)
+        if self.params.top_p < 1:
+            ordered, order = probabilities.sort(descending=True, stable=True)
+            # Keep the smallest set whose mass reaches top_p: a token stays if the mass before it does not.
+            before = ordered.cumsum(0) - ordered
+            probabilities = torch.zeros_like(probabilities)
+            probabilities[order] = ordered.masked_fill(before >= self.params.top_p, 0.0)
+        return int(torch.multinomial(probabilities, 1, generator=self.generator))

@@ -1,0 +1,61 @@
+"""Tokens to text as they come: whole characters only, and nothing that may turn out to be a stop string."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer
+
+_PARTIAL = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream:
+    """Text of one request. Pieces returned by `push` and `finish`, joined, are its whole completion."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._tokens: list[int] = []
+        self._decoded_upto = 0
+        self._held = ""
+        self.stopped = False
+
+    def _hold(self) -> int:
+        """Length of the longest end of `_held` that begins a stop string."""
+        longest = min(len(self._held), max((len(stop) for stop in self._stop), default=1) - 1)
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+    def _take(self, keep: int) -> str:
+        cut = len(self._held) - keep
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text
+
+    def _accept(self, text: str) -> None:
+        self._held += text
+        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self._held = self._held[: min(found)]
+            self.stopped = True
+
+    def _pending(self) -> str:
+        return str(self._tokenizer.decode(self._tokens[self._decoded_upto :], skip_special_tokens=True))
+
+    def push(self, token: int) -> str:
+        """Text that is certain after this token. Sets `stopped` once a stop string is complete."""
+        self._tokens.append(token)
+        text = self._pending()
+        # A character may span tokens; four bytes at most, so longer runs of U+FFFD are not incomplete.
+        if text.endswith(_PARTIAL) and len(self._tokens) - self._decoded_upto < 4:
+            return ""
+        self._decoded_upto = len(self._tokens)
+        self._accept(text)
+        return self._take(0 if self.stopped else self._hold())
+
+    def finish(self) -> str:
+        """What was held back, once no token will come."""
+        if not self.stopped and self._decoded_upto < len(self._tokens):
+            text = self._pending()
+            self._decoded_upto = len(self._tokens)
+            self._accept(text)
+        return self._take(0)

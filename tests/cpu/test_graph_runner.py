@@ -1,0 +1,91 @@
+"""Buckets, static buffers and the eager path of the graph runner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from moe_fp8.errors import ArgumentError
+from moe_fp8.graph import BatchBuckets, BufferSpec, GraphRunner, StaticBuffers
+
+SPECS = {
+    "tokens": BufferSpec((), torch.int64, pad=-1),
+    "table": BufferSpec((3,), torch.int32),
+}
+
+
+def inputs(rows: int) -> dict[str, torch.Tensor]:
+    return {
+        "tokens": torch.arange(1, rows + 1),
+        "table": torch.arange(1, 3 * rows + 1, dtype=torch.int32).view(rows, 3),
+    }
+
+
+def test_bucket_is_the_smallest_that_holds_the_rows() -> None:
+    buckets = BatchBuckets([8, 1, 4, 4])
+    assert tuple(buckets) == (1, 4, 8)
+    assert [buckets.bucket(rows) for rows in range(1, 9)] == [1, 4, 4, 4, 8, 8, 8, 8]
+    for rows in (0, 9):
+        with pytest.raises(ArgumentError, match="1 to 8"):
+            buckets.bucket(rows)
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 40])
+def test_up_to_ends_with_the_largest(largest: int) -> None:
+    buckets = BatchBuckets.up_to(largest)
+    assert buckets.largest == largest
+    assert buckets.sizes[0] == 1
+
+
+@pytest.mark.parametrize("sizes", [[], [0, 4], [-1]])
+def test_bad_buckets_are_refused(sizes: list[int]) -> None:
+    with pytest.raises(ArgumentError):
+        BatchBuckets(sizes)
+
+
+def test_load_copies_and_pads_in_place() -> None:
+    buffers = StaticBuffers(SPECS, 8, "cpu")
+    view = buffers.view(4)
+    assert buffers.load(inputs(4), 4) == 4
+    assert view["tokens"].tolist() == [1, 2, 3, 4]
+    # A smaller batch must not leave the rows of the one before.
+    assert buffers.load(inputs(2), 4) == 2
+    assert view["tokens"].tolist() == [1, 2, -1, -1]
+    assert view["table"].tolist() == [[1, 2, 3], [4, 5, 6], [0, 0, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"tokens": torch.arange(2, dtype=torch.int32)}, "tokens"),
+        ({"table": torch.zeros(3, 3, dtype=torch.int32)}, "table"),
+        ({"table": torch.zeros(2, 4, dtype=torch.int32)}, "table"),
+        ({"other": torch.zeros(2)}, "inputs"),
+    ],
+)
+def test_load_refuses_what_does_not_fit(change: dict[str, torch.Tensor], name: str) -> None:
+    buffers = StaticBuffers(SPECS, 8, "cpu")
+    with pytest.raises(ArgumentError) as error:
+        buffers.load({**inputs(2), **change}, 4)
+    assert error.value.argument == name
+    assert buffers.view(8)["tokens"].tolist() == [-1] * 8
+
+
+def test_runner_pads_to_the_bucket_and_returns_the_rows() -> None:
+    seen: list[int] = []
+
+    def step(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        seen.append(tensors["tokens"].shape[0])
+        return {"sum": tensors["table"].sum(1) + tensors["tokens"]}
+
+    runner = GraphRunner(step, SPECS, BatchBuckets([2, 4]), "cpu")
+    runner.capture()
+    assert seen == [4, 2]
+    out = runner.run(inputs(3))["sum"]
+    assert seen[-1] == 4
+    assert out.tolist() == [6 + 1, 15 + 2, 24 + 3]
+    assert (runner.uses_graphs, runner.captured, runner.replays) == (False, (), 0)
+    with pytest.raises(ArgumentError):
+        runner.run(inputs(5))

@@ -1,0 +1,162 @@
+"""The ops as torch sees them: schemas, meta implementations, functionalisation, torch.compile."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import moe_fp8
+from moe_fp8.ops import schemas
+from tests import cases
+
+
+def _gemm() -> tuple[Any, ...]:
+    case = cases.dense_case(4, 64, 256)
+    return case.a, case.a_scale, case.b, case.b_scale, torch.zeros(4, 64, dtype=torch.bfloat16)
+
+
+def _contiguous() -> tuple[Any, ...]:
+    case = cases.contiguous_case("offsets", (3, 2), 64, 128)
+    out = torch.zeros(5, 64, dtype=torch.bfloat16)
+    return case.a, case.a_scale, case.b, case.b_scale, case.index, "offsets", 3, out
+
+
+def _masked() -> tuple[Any, ...]:
+    case = cases.masked_case((4, 4), 4, 64, 128)
+    return case.a, case.a_scale, case.b, case.b_scale, case.index, None, torch.zeros(2, 4, 64)
+
+
+def _mqa() -> tuple[Any, ...]:
+    return (*cases.mqa_case(4, 9, 8).arguments(), False, True, torch.zeros(4, 9))
+
+
+def _metadata() -> tuple[Any, ...]:
+    return torch.tensor([3, 700], dtype=torch.int32), 64, 1, torch.zeros(5, 2, dtype=torch.int32)
+
+
+def _paged() -> tuple[Any, ...]:
+    case = cases.paged_case([64, 128], 1, 8, 64)
+    metadata = moe_fp8.paged_mqa_logits_metadata(case.context_lens, 64, 3)
+    out = torch.zeros(2, 128)
+    return case.q, case.kv_cache, case.weights, case.context_lens, case.block_table, metadata, out
+
+
+def _quantize() -> tuple[Any, ...]:
+    q = torch.zeros(5, 256, dtype=torch.float8_e4m3fn)
+    return torch.randn(5, 256), q, torch.empty_strided((5, 2), (1, 8)).zero_(), False
+
+
+OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "gemm_fp8": _gemm,
+    "grouped_gemm_fp8_contiguous": _contiguous,
+    "grouped_gemm_fp8_masked": _masked,
+    "mqa_logits_fp8": _mqa,
+    "paged_mqa_logits_fp8": _paged,
+    "paged_mqa_logits_metadata": _metadata,
+    "quantize_fp8": _quantize,
+}
+
+
+@pytest.fixture
+def fp8_allclose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """opcheck compares arguments with torch.allclose, which torch does not implement for fp8."""
+    allclose = torch.allclose
+
+    def by_value(left: torch.Tensor, right: torch.Tensor, **options: Any) -> bool:
+        if left.dtype is torch.float8_e4m3fn:
+            left, right = left.float(), right.float()
+        return allclose(left, right, **options)
+
+    monkeypatch.setattr(torch, "allclose", by_value)
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.usefixtures("fp8_allclose")
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(getattr(schemas, name), OPS[name]())
+
+
+def test_every_registered_op_is_checked() -> None:
+    registered = {
+        schema.name.removeprefix("moe_fp8::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("moe_fp8::")
+    }
+    assert registered == set(OPS)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_calls_equal_eager_ones(dynamic: bool) -> None:
+    gen = cases.generator(0, "cpu")
+    b, b_scale = cases.weights(3, 64, 256, gen)
+
+    def layer(x: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, scale = moe_fp8.quantize_fp8(x)
+        dense = moe_fp8.gemm_fp8(q, scale, b[0], b_scale[0])
+        grouped = moe_fp8.grouped_gemm_fp8_contiguous(q, scale, b, b_scale, offsets=offsets)
+        batched = q[None].expand(3, -1, -1).contiguous()
+        batched_scale = scale[None].expand(3, -1, -1).contiguous()
+        masked = moe_fp8.grouped_gemm_fp8_masked(batched, batched_scale, b, b_scale, counts, 2)
+        rows = torch.arange(x.shape[0])[None, :, None] < counts[:, None, None]
+        return dense, grouped, torch.where(rows, masked, 0)
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for m in (6, 9):
+        x = torch.randn(m, 256, generator=gen)
+        offsets = torch.tensor([0, 2, 2, m], dtype=torch.int32)
+        counts = torch.tensor([1, 0, m], dtype=torch.int32)
+        for got, expected in zip(compiled(x, offsets, counts), layer(x, offsets, counts), strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_compiled_logits_equal_eager_ones() -> None:
+    case = cases.paged_case([64, 128, 0], 2, 8, 64)
+    mqa = cases.mqa_case(4, 9, 8)
+
+    def indexer(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        prefill = moe_fp8.mqa_logits_fp8(*arguments, fill=True)
+        metadata = moe_fp8.paged_mqa_logits_metadata(case.context_lens, 64, 4, next_n=2)
+        decode = torch.zeros(6, 128)
+        moe_fp8.paged_mqa_logits_fp8(
+            case.q, case.kv_cache, case.weights, case.context_lens, case.block_table, metadata, 128, decode
+        )
+        return prefill, decode
+
+    compiled = torch.compile(indexer, backend="aot_eager", fullgraph=True)
+    for got, expected in zip(compiled(*mqa.arguments()), indexer(*mqa.arguments()), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_meta_tensors_give_shapes() -> None:
+    x = torch.empty(7, 256, device="meta")
+    q, scale = moe_fp8.quantize_fp8(x)
+    assert (q.shape, q.dtype, scale.stride()) == ((7, 256), torch.float8_e4m3fn, (1, 8))
+    b = torch.empty(192, 256, dtype=torch.float8_e4m3fn, device="meta")
+    out = moe_fp8.gemm_fp8(q, scale, b, torch.empty(2, 2, device="meta"))
+    assert (out.shape, out.dtype, out.device.type) == ((7, 192), torch.bfloat16, "meta")
+
+
+def test_public_names_are_sorted_and_resolve() -> None:
+    assert moe_fp8.__all__ == sorted(moe_fp8.__all__)
+    for name in moe_fp8.__all__:
+        value = getattr(moe_fp8, name)
+        assert value.__name__ == name
+        assert value.__doc__, f"{name} has no docstring"
+    assert set(moe_fp8.__all__) <= set(dir(moe_fp8))
+    with pytest.raises(AttributeError, match="gemm_fp9"):
+        moe_fp8.gemm_fp9  # noqa: B018
+
+
+def test_importing_the_package_imports_neither_torch_nor_cuda() -> None:
+    code = (
+        "import sys, moe_fp8; "
+        "assert not [m for m in sys.modules if m.split('.')[0] in ('torch', 'cuda', 'numpy')]; "
+        "moe_fp8.gemm_fp8; "
+        "assert not {'moe_fp8.ops.cuda', 'moe_fp8.jit.driver'} & set(sys.modules), 'before any CUDA call'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,177 @@
+"""Scheduler, page pool, sampling and text, each on its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from server_example.cache import DUMMY_PAGE, PAGE_TOKENS, PagePool, pages_for
+from server_example.make_demo_model import make_tokenizer
+from server_example.sampling import Sampler, SamplingParams
+from server_example.scheduler import QueueFullError, Request, RequestTooLongError, Scheduler
+from server_example.text import TextStream
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return make_tokenizer(512)
+
+
+def request(prompt: int, max_tokens: int) -> Request:
+    return Request([1] * prompt, SamplingParams(max_tokens=max_tokens), emit=lambda event: None)
+
+
+def test_pool_hands_out_each_page_once_and_never_the_dummy() -> None:
+    pool = PagePool(5)
+    assert pool.take(5) is None
+    assert pool.free == 4
+    pages = pool.take(4)
+    assert pages is not None
+    assert sorted(pages) == [1, 2, 3, 4]
+    assert DUMMY_PAGE not in pages
+    pool.give_back(pages[:2])
+    with pytest.raises(RuntimeError, match="freed twice"):
+        pool.give_back(pages[:1])
+
+
+def test_admission_is_in_order_and_needs_every_page() -> None:
+    scheduler = Scheduler(PagePool(5), max_batch=3, max_waiting=3, max_context=4 * PAGE_TOKENS)
+    big, small = request(PAGE_TOKENS, 2 * PAGE_TOKENS), request(1, 1)
+    scheduler.submit(request(PAGE_TOKENS, PAGE_TOKENS))
+    scheduler.submit(big)
+    scheduler.submit(small)
+    with pytest.raises(QueueFullError):
+        scheduler.submit(request(1, 1))
+    scheduler.admit()
+    # The small one would fit, but must not overtake.
+    assert [len(running.pages) for running in scheduler.running] == [2]
+    scheduler.release(scheduler.running[0])
+    scheduler.admit()
+    assert scheduler.running == [big, small]
+    assert scheduler.pool.free == 0
+
+
+def test_what_can_never_fit_is_refused() -> None:
+    scheduler = Scheduler(PagePool(3), max_batch=3, max_waiting=3, max_context=1000)
+    scheduler.submit(request(100, 28))
+    with pytest.raises(RequestTooLongError, match="128 tokens"):
+        scheduler.submit(request(100, 29))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("sacr"), st.integers(1, 300), st.integers(1, 200)), max_size=60))
+def test_pages_are_never_shared_or_lost(actions: list[tuple[str, int, int]]) -> None:
+    scheduler = Scheduler(PagePool(9), max_batch=3, max_waiting=4, max_context=400)
+    for action, first, second in actions:
+        if action == "s":
+            try:
+                scheduler.submit(request(first, second))
+            except (QueueFullError, RequestTooLongError):
+                continue
+        elif action == "a":
+            scheduler.admit()
+        elif action == "c":
+            everyone = [*scheduler.waiting, *scheduler.running]
+            if everyone:
+                everyone[first % len(everyone)].cancelled = True
+                assert len(scheduler.drop_cancelled()) == 1
+        elif scheduler.running:
+            done = scheduler.running[first % len(scheduler.running)]
+            scheduler.release(done)
+            scheduler.release(done)
+        held = Counter(page for running in scheduler.running for page in running.pages)
+        assert all(count == 1 for count in held.values())
+        assert len(held) + scheduler.pool.free == scheduler.pool.capacity
+        assert all(len(running.pages) == pages_for(running.max_context) for running in scheduler.running)
+
+
+def test_greedy_takes_the_largest() -> None:
+    assert Sampler(SamplingParams(temperature=0))(torch.tensor([0.0, 3.0, 2.9])) == 1
+
+
+def test_a_seed_gives_the_same_tokens_and_another_seed_others() -> None:
+    logits = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+
+    def draw(seed: int) -> list[int]:
+        sampler = Sampler(SamplingParams(temperature=1.0, seed=seed))
+        return [sampler(row) for row in logits]
+
+    assert draw(3) == draw(3)
+    assert draw(3) != draw(4)
+
+
+def test_sampling_follows_temperature_and_top_p() -> None:
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
+
+    def frequencies(**params: float) -> list[float]:
+        sampler = Sampler(SamplingParams(seed=7, **params))
+        counts = Counter(sampler(probabilities.log()) for _ in range(4000))
+        return [counts[token] / 4000 for token in range(4)]
+
+    assert frequencies(temperature=1.0) == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
+    # 0.5 does not reach 0.6, 0.5 + 0.3 does.
+    assert frequencies(temperature=1.0, top_p=0.6) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)
+    squared = probabilities.square() / probabilities.square().sum()
+    assert frequencies(temperature=0.5) == pytest.approx(squared.tolist(), abs=0.03)
+    assert frequencies(temperature=1.0, top_p=0.1) == [1, 0, 0, 0]
+
+
+def streamed(tokenizer: Tokenizer, tokens: list[int], *stop: str) -> tuple[list[str], bool]:
+    text = TextStream(tokenizer, stop)
+    pieces = []
+    for token in tokens:
+        pieces.append(text.push(token))
+        if text.stopped:
+            break
+    return [*pieces, text.finish()], text.stopped
+
+
+@pytest.mark.parametrize("text", ["The server reads.", "a ünïcödé 😀 mix 漢字 end", "", "😀"])
+def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer, text: str) -> None:
+    pieces, stopped = streamed(tokenizer, tokenizer.encode(text).ids)
+    assert "".join(pieces) == text
+    assert not stopped
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+def test_a_stream_may_end_within_a_character(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("x😀").ids[:-1]
+    pieces, _ = streamed(tokenizer, tokens)
+    assert "".join(pieces).startswith("x")
+    assert len("".join(pieces)) > 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.text("ab .", max_size=40), st.lists(st.text("ab .", min_size=1, max_size=4), min_size=1, max_size=3)
+)
+def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> None:
+    tokenizer = make_tokenizer(300)
+    pieces, stopped = streamed(tokenizer, tokenizer.encode(text).ids, *stops)
+    joined = "".join(pieces)
+    found = [text.find(stop) for stop in stops if stop in text]
+    assert stopped == bool(found)
+    if not found:
+        assert joined == text
+        return
+    # A token may complete several stop strings; none of them may be shown, nor anything after one.
+    assert text.startswith(joined)
+    assert not any(stop in joined for stop in stops)
+    assert len(joined) >= min(found) - max(map(len, stops))
+
+
+def test_stop_string_across_tokens_is_never_sent(tokenizer: Tokenizer) -> None:
+    pieces, stopped = streamed(tokenizer, tokenizer.encode("The server reads a page.").ids, "er rea")
+    assert stopped
+    assert "".join(pieces) == "The serv"
+
+
+def test_demo_tokenizer_fits_the_model(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    assert tokenizer.get_vocab_size() == 512
+    assert tokenizer.token_to_id("<|endoftext|>") == 0

@@ -1,0 +1,97 @@
+"""Every kernel that the engine would launch on Hopper is in the plan that it makes at the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import moe_fp8
+from moe_fp8.problems import (
+    GemmProblem,
+    MqaLogitsProblem,
+    PagedMqaLogitsProblem,
+    PagedMqaMetadataProblem,
+    Problem,
+    QuantizeProblem,
+)
+from moe_fp8.specs import kernel_spec
+from moe_fp8.warmup import load_model, plan
+from server_example.backend import plan_options
+from server_example.cache import PAGE_TOKENS
+from server_example.model.transformer import Transformer
+from tests.demo_model import demo_folder, demo_model, model_run, new_caches
+
+__all__ = ["demo_folder", "demo_model"]
+
+SMS = 132
+PREFILL_CHUNK = 256
+MAX_BATCH = 8
+
+
+def record(monkeypatch: pytest.MonkeyPatch, problems: dict[Problem, None]) -> None:
+    """Lets the public ops note the problem that their CUDA launch would select a kernel for."""
+
+    def problem_of(name: str, args: tuple, kwargs: dict) -> Problem:
+        first = args[0]
+        if name == "quantize_fp8":
+            return QuantizeProblem(*first.shape, "bfloat16", kwargs["power_of_two"], SMS)
+        if name == "mqa_logits_fp8":
+            m, heads, dim = first.shape
+            return MqaLogitsProblem(m, args[1].shape[0], heads, dim, False, kwargs["fill"], SMS)
+        if name == "paged_mqa_logits_metadata":
+            return PagedMqaMetadataProblem(first.shape[0], 1, SMS)
+        if name == "paged_mqa_logits_fp8":
+            batch, next_n, heads, dim = first.shape
+            return PagedMqaLogitsProblem(batch, next_n, heads, dim, args[1].shape[1], SMS)
+        m, k = first.shape[-2:]
+        n = args[2].shape[-2]
+        if name == "gemm_fp8":
+            return GemmProblem("dense", m, n, k, num_sms=SMS)
+        layout = "masked" if name == "grouped_gemm_fp8_masked" else "offsets"
+        return GemmProblem(layout, m, n, k, args[2].shape[0], kwargs.get("expected_m"), num_sms=SMS)
+
+    def wrap(name: str) -> None:
+        original = getattr(moe_fp8, name)
+
+        def op(*args: object, **kwargs: object) -> torch.Tensor:
+            problems[problem_of(name, args, kwargs)] = None
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(moe_fp8, name, op)
+
+    for name in (
+        "quantize_fp8",
+        "gemm_fp8",
+        "grouped_gemm_fp8_contiguous",
+        "grouped_gemm_fp8_masked",
+        "mqa_logits_fp8",
+        "paged_mqa_logits_metadata",
+        "paged_mqa_logits_fp8",
+    ):
+        wrap(name)
+
+
+def test_plan_covers_prefill_and_decode(
+    demo_folder: Path, demo_model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems: dict[Problem, None] = {}
+    record(monkeypatch, problems)
+    for length in (1, 2, 5, 16, 33, 64, 100, 129, PREFILL_CHUNK):
+        model_run(demo_model, length).prefill([3] * length)
+    caches = new_caches(demo_model, 4)
+    for batch in range(1, MAX_BATCH + 1):
+        inputs = {
+            "tokens": torch.ones(batch, dtype=torch.int64),
+            "context_lens": torch.full((batch,), 3, dtype=torch.int32),
+            "block_table": torch.ones(batch, 2, dtype=torch.int32),
+        }
+        demo_model.decode(inputs, caches)
+    kinds = {type(problem) for problem in problems}
+    layouts = {problem.layout for problem in problems if isinstance(problem, GemmProblem)}
+    assert len(kinds) == 5
+    assert layouts == {"dense", "offsets", "masked"}
+    planned = plan(load_model(demo_folder), plan_options(PREFILL_CHUNK, MAX_BATCH, SMS, PAGE_TOKENS))
+    missing = {problem: kernel_spec(problem) for problem in problems if kernel_spec(problem) not in planned}
+    assert not missing

@@ -1,0 +1,64 @@
+"""Starting: what is refused, and what is said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_fp8.errors import ConfigError
+from server_example.backend import choose_backend
+from server_example.engine import Engine, EngineOptions, EngineStoppedError
+from server_example.sampling import SamplingParams
+from server_example.scheduler import Request, TokenEvent
+from tests.demo_model import demo_folder
+
+__all__ = ["demo_folder"]
+
+
+def test_a_missing_model_ends_the_start_with_a_message(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "server_example", "--device", "cpu", "--model", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "config.json" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        choose_backend("cuda")
+    assert choose_backend("auto").name == "reference"
+
+
+@pytest.mark.parametrize("options", [{"max_batch": 0}, {"cache_pages": 1}, {"prefill_chunk": -1}])
+def test_bad_options_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        EngineOptions(**options)
+
+
+def test_a_failure_of_the_engine_reaches_every_request(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(demo_folder, choose_backend("cpu"), EngineOptions(max_batch=1))
+
+    def fail(*args: object) -> None:
+        raise ValueError("broken on purpose")
+
+    monkeypatch.setattr(engine.model, "prefill", fail)
+    events: list[list[TokenEvent]] = [[], []]
+    requests = [Request([1, 2], SamplingParams(max_tokens=4), emit=box.append) for box in events]
+    engine.scheduler.submit(requests[0])
+    engine.scheduler.submit(requests[1])
+    engine.start()
+    engine._thread.join(timeout=20)
+    for box in events:
+        assert [(event.finish_reason, event.error) for event in box] == [
+            ("error", "ValueError: broken on purpose")
+        ]
+    assert not engine.alive
+    assert engine.scheduler.pool.free == engine.scheduler.pool.capacity
+    with pytest.raises(EngineStoppedError, match="broken on purpose"):
+        engine.submit(Request([1], SamplingParams(), emit=events[0].append))

@@ -1,0 +1,301 @@
+"""Indexer logits on the GPU against float64; keys that nothing may read are NaN."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from moe_fp8 import mqa_logits_fp8, paged_mqa_logits_fp8, paged_mqa_logits_metadata
+from moe_fp8.ops import reference
+from tests import cases
+
+HEADS = (8, 16, 32, 64)
+
+
+def _num_sms() -> int:
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def _sentinel(rows: int, columns: int, stride: int | None = None) -> torch.Tensor:
+    """fp32 [rows, columns] of the sentinel, rows `stride` elements apart."""
+    storage = torch.full((rows, stride or columns), cases.SENTINEL, device="cuda")
+    return storage[:, :columns]
+
+
+def _mqa(case: cases.MqaCase, columns: int | None = None, stride: int | None = None) -> torch.Tensor:
+    width = case.k.shape[0] if columns is None else columns
+    out = _sentinel(case.q.shape[0], width, stride)
+    assert mqa_logits_fp8(*case.arguments(), max_seqlen_k=columns, out=out) is out
+    return out
+
+
+MQA_SHAPES = [(1, 1), (1, 700), (5, 64), (33, 130), (130, 1000), (300, 4100)]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("m, n", MQA_SHAPES)
+@pytest.mark.parametrize("kind", ["causal", "random"])
+def test_mqa(m: int, n: int, heads: int, kind: str) -> None:
+    case = cases.mqa_case(m, n, heads, kind, "cuda", seed=m + n)
+    cases.check_logits(_mqa(case), cases.mqa_expected(case))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("m, n", [(5, 64), (130, 1000)])
+def test_mqa_compressed(m: int, n: int, heads: int) -> None:
+    case = cases.mqa_case(m, n, heads, "random", "cuda", seed=m + n)
+    widest = int((case.ke - case.ks).max())
+    for columns in (widest, n + 77):
+        cases.check_logits(_mqa(case, columns), cases.mqa_expected(case, columns))
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("m, n", [(1, 9), (33, 130), (130, 1000)])
+@pytest.mark.parametrize("kind", ["causal", "random", "empty"])
+def test_mqa_fill(m: int, n: int, kind: str, compressed: bool) -> None:
+    case = cases.mqa_case(m, n, 32, kind, "cuda")
+    columns = n if compressed else None
+    out = mqa_logits_fp8(*case.arguments(), max_seqlen_k=columns, fill=True)
+    cases.check_logits(out, cases.mqa_expected(case, columns, -math.inf), -math.inf)
+
+
+def test_mqa_with_empty_ranges_writes_nothing() -> None:
+    case = cases.mqa_case(33, 130, 32, "empty", "cuda")
+    assert (_mqa(case) == cases.SENTINEL).all()
+
+
+def test_mqa_without_queries_or_keys() -> None:
+    q, k, k_scale, weights, ks, ke = cases.mqa_case(4, 5, 8, "causal", "cuda").arguments()
+    assert mqa_logits_fp8(q[:0], k, k_scale, weights[:0], ks[:0], ke[:0]).shape == (0, 5)
+    zero = torch.zeros_like(ks)
+    out = mqa_logits_fp8(q, k[:0], k_scale[:0], weights, zero, zero, max_seqlen_k=3, fill=True)
+    assert (out == -math.inf).all()
+
+
+@pytest.mark.parametrize("m, n, stride", [(1, 700, 1024), (33, 130, 131), (130, 1000, 1003)])
+@pytest.mark.parametrize("fill", [False, True])
+def test_mqa_row_stride(m: int, n: int, stride: int, fill: bool) -> None:
+    case = cases.mqa_case(m, n, 32, "causal", "cuda")
+    storage = torch.full((m, stride), cases.SENTINEL, device="cuda")
+    mqa_logits_fp8(*case.arguments(), fill=fill, out=storage[:, :n])
+    rest = -math.inf if fill else cases.SENTINEL
+    cases.check_logits(storage[:, :n], cases.mqa_expected(case, rest=rest), rest)
+    assert (storage[:, n:] == cases.SENTINEL).all()
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("heads", [32, 64])
+def test_mqa_small(heads: int) -> None:
+    case = cases.mqa_case(9, 200, heads, "random", "cuda")
+    cases.check_logits(_mqa(case), cases.mqa_expected(case))
+
+
+def test_mqa_repeats_bit_for_bit() -> None:
+    case = cases.mqa_case(300, 4100, 64, "causal", "cuda")
+    first = _mqa(case)
+    for _ in range(5):
+        assert torch.equal(_mqa(case), first)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_mqa_replay_reads_ranges_anew(compressed: bool) -> None:
+    m, n = 65, 900
+    # "causal" leaves no key unseen, so none is NaN.
+    case = cases.mqa_case(m, n, 32, "causal", "cuda")
+    columns = n if compressed else None
+    out = _mqa(case, columns)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mqa_logits_fp8(*case.arguments(), max_seqlen_k=columns, out=out)
+    for seed in range(4):
+        ks, ke = cases.query_ranges("random", m, n, seed)
+        case.ks.copy_(ks)
+        case.ke.copy_(ke)
+        out.fill_(cases.SENTINEL)
+        graph.replay()
+        cases.check_logits(out, cases.mqa_expected(case, columns))
+
+
+def _metadata(case: cases.PagedCase, num_sms: int | None = None) -> torch.Tensor:
+    return paged_mqa_logits_metadata(
+        case.context_lens, case.block_size, num_sms or _num_sms(), next_n=case.next_n
+    )
+
+
+def _paged(
+    case: cases.PagedCase, columns: int, num_sms: int | None = None, stride: int | None = None
+) -> torch.Tensor:
+    out = _sentinel(case.q.shape[0] * case.next_n, columns, stride)
+    got = paged_mqa_logits_fp8(
+        case.q,
+        case.kv_cache,
+        case.weights,
+        case.context_lens,
+        case.block_table,
+        _metadata(case, num_sms),
+        columns,
+        out,
+    )
+    assert got is out
+    return out
+
+
+def _lengths(batch: int, highest: int, seed: int) -> list[int]:
+    gen = cases.generator(seed, "cpu")
+    lengths = torch.randint(0, highest + 1, (batch,), generator=gen)
+    lengths[torch.rand(batch, generator=gen) < 0.2] = 0
+    return lengths.tolist()
+
+
+@pytest.mark.parametrize("num_sms", [1, 66, 132])
+@pytest.mark.parametrize("batch", [1, 7, 64, 300, 1500])
+@pytest.mark.parametrize("next_n", [1, 4])
+def test_metadata_equals_the_reference(batch: int, next_n: int, num_sms: int) -> None:
+    for seed, highest in enumerate((0, 300, 70_000)):
+        lengths = torch.tensor(_lengths(batch, highest, seed), dtype=torch.int32)
+        per_token = (lengths[:, None] - torch.arange(next_n - 1, -1, -1)).clamp(min=0).int()
+        for context_lens in (lengths, per_token):
+            expected = torch.empty(num_sms + 1, 2, dtype=torch.int32)
+            reference.paged_mqa_logits_metadata(context_lens, num_sms, next_n, expected)
+            got = paged_mqa_logits_metadata(context_lens.cuda(), 64, num_sms, next_n=next_n)
+            assert torch.equal(got.cpu(), expected)
+
+
+def test_metadata_without_requests() -> None:
+    none = torch.empty(0, dtype=torch.int32, device="cuda")
+    assert (paged_mqa_logits_metadata(none, 64, 132) == 0).all()
+
+
+@pytest.mark.sanitizer
+def test_metadata_small() -> None:
+    lengths = torch.tensor([0, 700, 3, 0, 4000], dtype=torch.int32)
+    got = paged_mqa_logits_metadata(lengths.cuda(), 64, 20)
+    assert torch.equal(got.cpu(), paged_mqa_logits_metadata(lengths, 64, 20))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_paged(heads: int, block_size: int) -> None:
+    case = cases.paged_case([0, 1, 257, 64, 3000, 0, 31, 1024], 1, heads, block_size, "cuda")
+    cases.check_logits(_paged(case, 3001), cases.paged_expected(case, 3001))
+
+
+@pytest.mark.parametrize("next_n", range(1, 9))
+@pytest.mark.parametrize("heads", HEADS)
+def test_paged_next_n(heads: int, next_n: int) -> None:
+    case = cases.paged_case([0, 1, 700, next_n, 256, 2], next_n, heads, 64, "cuda")
+    cases.check_logits(_paged(case, 704), cases.paged_expected(case, 704))
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 4, 7])
+def test_paged_length_of_each_token(next_n: int) -> None:
+    lengths = [[(37 * b + 300 * t * (b % 3)) % 900 for t in range(next_n)] for b in range(20)]
+    case = cases.paged_case(lengths, next_n, 64, 64, "cuda")
+    cases.check_logits(_paged(case, 900), cases.paged_expected(case, 900))
+
+
+@pytest.mark.parametrize("block_size, page_padding", [(32, 16), (64, 4096), (128, 1024 + 32)])
+def test_paged_page_stride(block_size: int, page_padding: int) -> None:
+    case = cases.paged_case([500, 0, 129], 1, 64, block_size, "cuda", page_padding=page_padding)
+    cases.check_logits(_paged(case, 512), cases.paged_expected(case, 512))
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 66, 131])
+def test_paged_takes_the_number_of_workers_from_the_metadata(num_sms: int) -> None:
+    case = cases.paged_case([500, 0, 3000, 1], 2, 64, 64, "cuda")
+    cases.check_logits(_paged(case, 3000, num_sms), cases.paged_expected(case, 3000))
+
+
+@pytest.mark.parametrize("lengths", [[5], [0, 1, 0], [0, 0]])
+def test_paged_with_less_work_than_workers(lengths: list[int]) -> None:
+    case = cases.paged_case(lengths, 1, 64, 64, "cuda")
+    cases.check_logits(_paged(case, 64), cases.paged_expected(case, 64))
+
+
+@pytest.mark.parametrize("columns, stride", [(700, 1024), (701, 703)])
+def test_paged_one_row_with_a_real_row_stride(columns: int, stride: int) -> None:
+    case = cases.paged_case([700], 1, 64, 64, "cuda")
+    out = _paged(case, columns, stride=stride)
+    cases.check_logits(out, cases.paged_expected(case, columns))
+
+
+def test_paged_wide_block_table() -> None:
+    case = cases.paged_case([500, 0, 129], 1, 32, 64, "cuda", max_pages=999)
+    cases.check_logits(_paged(case, 512), cases.paged_expected(case, 512))
+
+
+def test_paged_large_batch() -> None:
+    case = cases.paged_case(_lengths(200, 1500, 3), 2, 64, 64, "cuda")
+    cases.check_logits(_paged(case, 1500), cases.paged_expected(case, 1500))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("next_n", [1, 2, 5])
+def test_paged_small(next_n: int) -> None:
+    case = cases.paged_case([0, 300, 7], next_n, 32, 64, "cuda", page_padding=64)
+    cases.check_logits(_paged(case, 300, 8), cases.paged_expected(case, 300))
+
+
+def test_paged_without_requests() -> None:
+    case = cases.paged_case([3], 1, 64, 64, "cuda")
+    none = cases.PagedCase(
+        case.q[:0], case.kv_cache, case.weights[:0], case.context_lens[:0], case.block_table[:0]
+    )
+    assert _paged(none, 64).shape == (0, 64)
+
+
+def test_paged_repeats_bit_for_bit() -> None:
+    case = cases.paged_case(_lengths(64, 4000, 1), 1, 64, 64, "cuda")
+    first = _paged(case, 4000)
+    for _ in range(5):
+        assert torch.equal(_paged(case, 4000), first)
+
+
+@pytest.mark.parametrize("next_n", [1, 2])
+def test_paged_replay_reads_lengths_and_tables_anew(next_n: int) -> None:
+    batch, columns, block_size = 12, 1024, 64
+    # A table wide enough for every case; the caches differ in size, so all are copied into the largest.
+    fresh = [
+        cases.paged_case(
+            _lengths(batch, columns, seed),
+            next_n,
+            64,
+            block_size,
+            "cuda",
+            seed=seed,
+            max_pages=columns // block_size,
+        )
+        for seed in range(5)
+    ]
+    largest = max(fresh, key=lambda case: case.kv_cache.shape[0])
+    static = cases.PagedCase(
+        q=largest.q.clone(),
+        kv_cache=largest.kv_cache.clone(),
+        weights=largest.weights.clone(),
+        context_lens=largest.context_lens.clone(),
+        block_table=largest.block_table.clone(),
+    )
+    out = _paged(static, columns)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_mqa_logits_fp8(
+            static.q,
+            static.kv_cache,
+            static.weights,
+            static.context_lens,
+            static.block_table,
+            _metadata(static),
+            columns,
+            out,
+        )
+    for case in fresh:
+        static.q.copy_(case.q)
+        static.kv_cache[: case.kv_cache.shape[0]] = case.kv_cache
+        static.weights.copy_(case.weights)
+        static.context_lens.copy_(case.context_lens)
+        static.block_table.copy_(case.block_table)
+        out.fill_(cases.SENTINEL)
+        graph.replay()
+        cases.check_logits(out, cases.paged_expected(static, columns))
