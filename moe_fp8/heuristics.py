@@ -55,7 +55,7 @@ def gemm_stage_bytes(block_m: int, block_n: int) -> int:
 
 
 def gemm_epilogue_bytes(block_m: int) -> int:
-    """Per math warpgroup: up to 64 tokens of 64 bf16 columns, rows padded by 16 bytes against bank conflicts."""
+    """Per math warpgroup: up to 64 tokens of 64 bf16, padded by 16 bytes against bank conflicts."""
     return 2 * min(block_m, 64) * 144
 
 
@@ -151,7 +151,7 @@ def mqa_config(problem: MqaLogitsProblem) -> MqaConfig:
 
 
 def paged_mqa_config(problem: PagedMqaLogitsProblem) -> MqaConfig:
-    """Tile of the decode indexer: the smallest power of two of tokens that covers next_n, else several passes."""
+    """Tile of the decode indexer: the least power of two of tokens that covers next_n, or several passes."""
     block_q = 1
     while block_q < min(problem.next_n, MQA_MAX_QUERIES) and 2 * block_q * problem.num_heads <= MQA_COLUMNS:
         block_q *= 2

@@ -7,7 +7,7 @@ A problem is what the planner enumerates and what an op derives from its tensors
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Union
+from typing import Literal, TypeAlias
 
 GemmLayout = Literal["dense", "m_indices", "psum", "offsets", "masked"]
 OutDtype = Literal["bfloat16", "float32"]
@@ -86,6 +86,6 @@ class QuantizeProblem:
     num_sms: int = DEFAULT_NUM_SMS
 
 
-Problem = Union[
-    GemmProblem, MqaLogitsProblem, PagedMqaLogitsProblem, PagedMqaMetadataProblem, QuantizeProblem
-]
+Problem: TypeAlias = (
+    GemmProblem | MqaLogitsProblem | PagedMqaLogitsProblem | PagedMqaMetadataProblem | QuantizeProblem
+)

@@ -78,41 +78,49 @@ struct GemmParams {
 
 namespace moe_fp8 {
 
-DEVICE void produce(const GemmParams& p, Shared& shared, Walk walk, uint32_t rank) {
+// Copies the stages of one tile; one thread. `stage` and `phase` run on from tile to tile.
+DEVICE void load_tile(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t& stage,
+                      uint32_t& phase) {
     const int num_k_blocks = p.k / kBlockK;
     const uint16_t everyone = (1 << kCluster) - 1;
+    const int scale_column = kLayout == sched::Layout::kMasked ? tile.expert * num_k_blocks : 0;
+    const int weight_row = tile.expert * p.n + tile.n;
+    for (int block = 0; block < num_k_blocks; ++block) {
+        ptx::Barrier* full = &shared.full[stage];
+        ptx::barrier_wait(&shared.empty[stage], phase ^ 1);
+        ptx::barrier_arrive_expect(full, kStageBytes);
+        if constexpr (kShareWeights) {
+            constexpr int kRows = kBlockN / kCluster;
+            ptx::tma_load_2d_multicast(&p.b, full, &shared.weights[stage][rank * kRows * kBlockK], block * kBlockK,
+                                       weight_row + rank * kRows, everyone, ptx::CacheHint::kNormal);
+        } else {
+            ptx::tma_load_2d(&p.b, full, shared.weights[stage], block * kBlockK, weight_row,
+                             kBlockM < 128 ? ptx::CacheHint::kEvictFirst : ptx::CacheHint::kNormal);
+        }
+        if constexpr (kShareTokens) {
+            constexpr int kRows = kBlockM / kCluster;
+            ptx::tma_load_2d_multicast(&p.a, full, &shared.tokens[stage][rank * kRows * kBlockK], block * kBlockK,
+                                       tile.row + rank * kRows, everyone, ptx::CacheHint::kEvictLast);
+            ptx::tma_load_2d_multicast(&p.a_scale, full, &shared.token_scales[stage][rank * kRows],
+                                       tile.scale_row + rank * kRows, scale_column + block, everyone,
+                                       ptx::CacheHint::kEvictLast);
+        } else {
+            ptx::tma_load_2d(&p.a, full, shared.tokens[stage], block * kBlockK, tile.row, ptx::CacheHint::kEvictLast);
+            ptx::tma_load_2d(&p.a_scale, full, shared.token_scales[stage], tile.scale_row, scale_column + block,
+                             ptx::CacheHint::kEvictLast);
+        }
+        if (++stage == kStages) stage = 0, phase ^= 1;
+    }
+}
+
+// One warp walks the tiles together and waits for its first lane, which issues the copies. Not an elected lane: the ring's
+// position is that lane's alone, and the compiler may repeat an election.
+DEVICE void produce(const GemmParams& p, Shared& shared, Walk walk, uint32_t rank) {
     uint32_t stage = 0, phase = 0;
     sched::Tile tile;
     while (walk.next(tile)) {
-        const int scale_column = kLayout == sched::Layout::kMasked ? tile.expert * num_k_blocks : 0;
-        const int weight_row = tile.expert * p.n + tile.n;
-        for (int block = 0; block < num_k_blocks; ++block) {
-            ptx::Barrier* full = &shared.full[stage];
-            ptx::barrier_wait(&shared.empty[stage], phase ^ 1);
-            ptx::barrier_arrive_expect(full, kStageBytes);
-            if constexpr (kShareWeights) {
-                constexpr int kRows = kBlockN / kCluster;
-                ptx::tma_load_2d_multicast(&p.b, full, &shared.weights[stage][rank * kRows * kBlockK], block * kBlockK,
-                                           weight_row + rank * kRows, everyone, ptx::CacheHint::kNormal);
-            } else {
-                ptx::tma_load_2d(&p.b, full, shared.weights[stage], block * kBlockK, weight_row,
-                                 kBlockM < 128 ? ptx::CacheHint::kEvictFirst : ptx::CacheHint::kNormal);
-            }
-            if constexpr (kShareTokens) {
-                constexpr int kRows = kBlockM / kCluster;
-                ptx::tma_load_2d_multicast(&p.a, full, &shared.tokens[stage][rank * kRows * kBlockK], block * kBlockK,
-                                           tile.row + rank * kRows, everyone, ptx::CacheHint::kEvictLast);
-                ptx::tma_load_2d_multicast(&p.a_scale, full, &shared.token_scales[stage][rank * kRows],
-                                           tile.scale_row + rank * kRows, scale_column + block, everyone,
-                                           ptx::CacheHint::kEvictLast);
-            } else {
-                ptx::tma_load_2d(&p.a, full, shared.tokens[stage], block * kBlockK, tile.row,
-                                 ptx::CacheHint::kEvictLast);
-                ptx::tma_load_2d(&p.a_scale, full, shared.token_scales[stage], tile.scale_row, scale_column + block,
-                                 ptx::CacheHint::kEvictLast);
-            }
-            if (++stage == kStages) stage = 0, phase ^= 1;
-        }
+        if (lane_index() == 0) load_tile(p, shared, tile, rank, stage, phase);
+        __syncwarp();
     }
 }
 
@@ -276,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
     const Walk walk(shared.table, p.index, p.num_experts, p.m, p.n, rank);
     if (warp < 4) {
         ptx::registers_release<40>();
-        if (warp == 0 && ptx::elect_one()) produce(p, shared, walk, rank);
+        if (warp == 0) produce(p, shared, walk, rank);
     } else {
         ptx::registers_acquire<232>();
         consume(p, shared, walk, warp / 4 - 1);

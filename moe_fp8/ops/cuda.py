@@ -1,8 +1,8 @@
 """CUDA launches: problem -> spec -> loaded kernel -> parameters -> launch.
 
-Arguments arrive checked, with outputs allocated and activation scales MN-major. Each function packs the one
-struct that its kernel takes (the layouts are those of the `*Params` structs in `moe_fp8/kernels`) and launches
-on the current stream. Nothing here waits for the device, reads device data or allocates.
+Arguments arrive checked, with outputs allocated and activation scales MN-major. Each function packs the
+one struct that its kernel takes (the layouts are those of the `*Params` structs in `moe_fp8/kernels`) and
+launches on the current stream. Nothing here waits for the device, reads device data or allocates.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def _gemm_plan(
     """Spec, grid, and the box rows of tokens and of weights."""
     if num_experts > heuristics.MAX_EXPERTS:
         raise UnsupportedError(
-            f"grouped GEMM: at most {heuristics.MAX_EXPERTS} experts a call, got {num_experts}; split the experts"
+            f"grouped GEMM: at most {heuristics.MAX_EXPERTS} experts a call, got {num_experts}; "
+            "split the experts"
         )
     problem = GemmProblem(
         layout, m, n, k, num_experts, expected_m, "float32" if fp32 else "bfloat16", num_sms
@@ -148,7 +149,7 @@ def gemm(
     _launch(spec, grid, device, block)
 
 
-#: Keys of a prefill work item: enough of them to spread evenly, few enough that the query tile's load is small.
+#: Keys of a prefill work item: enough items to spread evenly, few enough that loading queries stays cheap.
 _MIN_CHUNK, _MAX_CHUNK, _ITEMS_PER_SM = 512, 4096, 12
 
 
@@ -226,7 +227,7 @@ def paged_mqa_logits(
     metadata: Tensor,
     out: Tensor,
 ) -> None:
-    """Decode indexer logits; q [B,next_n,H,D], kv_cache [pages,block,1,D+4], out [B*next_n, max_context_len]."""
+    """Decode indexer logits; q [B,next_n,H,D], kv_cache [pages,block,1,D+4], out [B*next_n, width]."""
     device = q.get_device()
     batch, next_n, heads, dim = q.shape
     pages, page_size = kv_cache.shape[0], kv_cache.shape[1]

@@ -84,7 +84,7 @@ class TileWalk {
           rank_(static_cast<int>(cluster_rank)),
           unit_(static_cast<int>(blockIdx.x) / (kClusterM * kClusterN)) {}
 
-    // False when the work is done.
+    // False when the work is done. Called by whole warps.
     DEVICE bool next(Tile& tile) {
         while (true) {
             int first_unit = 0, units_m = 0, first_row = 0, num_rows = m_;
@@ -118,8 +118,14 @@ class TileWalk {
             tile.scale_row = kLayout == Layout::kMasked ? tile_m * kBlockM : tile.row;
             tile.n = tile_n * kBlockN;
             if constexpr (kLayout == Layout::kMIndices) {
-                // Segments start at multiples of 128, so a tile whose first row is padding holds only padding.
-                tile.expert = index_[tile.row];
+                // A tile lies within one 128-row block, that is within one segment, but padding may stand anywhere in it.
+                int expert = -1;
+#pragma unroll
+                for (int row = 0; row < kBlockM; row += kWarp) {
+                    const int mine = row + lane_index();
+                    if (mine < tile.end_row) expert = max(expert, index_[tile.row + mine]);
+                }
+                tile.expert = __reduce_max_sync(0xffffffffu, expert);
                 if (tile.expert < 0 || tile.expert >= num_experts_) continue;
             }
             return true;
