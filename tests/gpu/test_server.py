@@ -103,7 +103,9 @@ def test_every_op_agrees_on_the_models_own_inputs(
                 key: item.cpu() if isinstance(item, torch.Tensor) else item for key, item in options.items()
             }
             expected = op(*on_cpu, **more)
-            pairs = zip(outputs, expected) if isinstance(outputs, tuple) else [(outputs, expected)]
+            pairs = (
+                zip(outputs, expected, strict=True) if isinstance(outputs, tuple) else [(outputs, expected)]
+            )
             for got, want in pairs:
                 got, want = (_valid(name, on_cpu, item.cpu()).double() for item in (got, want))
                 assert got.shape == want.shape
