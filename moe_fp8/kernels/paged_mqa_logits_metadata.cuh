@@ -52,21 +52,28 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     for (int request = threadIdx.x; request < p.batch; request += NUM_THREADS) mine += chunks(request);
     block_scan(mine, warp_sums, total);
 
+    __shared__ int ends[NUM_THREADS];  // of this round's requests, in flattened chunks
     int before = 0;
     for (int base = 0; base < p.batch; base += NUM_THREADS) {
-        const int request = base + static_cast<int>(threadIdx.x);
-        const int count = chunks(request);
         int sum;
-        const int last = before + block_scan(count, warp_sums, sum), first = last - count;
-        before += sum;
-        if (count == 0) continue;
-        // Workers whose first chunk, floor(s * total / workers), lies in [first, last).
-        const int begin = static_cast<int>(ceil_div<int64_t>(static_cast<int64_t>(first) * p.workers, total));
-        const int end = static_cast<int>(ceil_div<int64_t>(static_cast<int64_t>(last) * p.workers, total));
-        for (int s = begin; s < end; ++s) {
-            const int chunk = static_cast<int>(static_cast<int64_t>(s) * total / p.workers);
-            p.metadata[s] = make_int2(request, chunk - first);
+        const int end = before + block_scan(chunks(base + static_cast<int>(threadIdx.x)), warp_sums, sum);
+        ends[threadIdx.x] = end;
+        __syncthreads();
+        for (int s = threadIdx.x; s < p.workers; s += NUM_THREADS) {
+            const int target = static_cast<int>(static_cast<int64_t>(s) * total / p.workers);
+            if (target < before || target >= before + sum) continue;
+            int low = 0, high = NUM_THREADS - 1;  // the first request that ends after the target
+            while (low < high) {
+                const int middle = (low + high) / 2;
+                if (ends[middle] > target) {
+                    high = middle;
+                } else {
+                    low = middle + 1;
+                }
+            }
+            p.metadata[s] = make_int2(base + low, target - (low == 0 ? before : ends[low - 1]));
         }
+        before += sum;
     }
     for (int s = total == 0 ? threadIdx.x : p.workers + threadIdx.x; s <= p.workers; s += NUM_THREADS) {
         p.metadata[s] = make_int2(p.batch, 0);

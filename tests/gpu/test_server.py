@@ -107,7 +107,7 @@ def test_every_op_agrees_on_the_models_own_inputs(
                 zip(outputs, expected, strict=True) if isinstance(outputs, tuple) else [(outputs, expected)]
             )
             for got, want in pairs:
-                got, want = (_valid(name, on_cpu, item.cpu()).double() for item in (got, want))
+                got, want = (_valid(name, on_cpu, item.cpu().double()) for item in (got, want))
                 assert got.shape == want.shape
                 error = float((got - want).norm() / want.norm().clamp(min=1e-30))
                 worst[name] = max(worst.get(name, 0.0), error)
