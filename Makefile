@@ -11,13 +11,13 @@ help:
 	@echo "                    ONCE=1: and stop"
 	@echo "make test           every test this machine can run (tests/gpu needs a Hopper GPU)"
 	@echo "make lint           ruff and mypy"
-	@echo "make bench          time every class on this GPU into benchmarks/results/"
-	@echo "make tables         rewrite the README's tables from benchmarks/results/"
+	@echo "make bench          time every class on this GPU into benchmarks/results/; PEER=FOLDER: beside DeepGEMM"
+	@echo "make tables         rewrite the README's tables and plots from benchmarks/results/"
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): about a minute the first time"
-	$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[server,test]'
+	$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[server,test,bench]'
 	touch $@
 
 demo: $(STAMP)
@@ -36,7 +36,7 @@ format: $(STAMP)
 	$(RUN) -m ruff check --fix .
 
 bench: $(STAMP)
-	$(RUN) -m benchmarks
+	$(RUN) -m benchmarks --set all $(if $(PEER),--peer $(PEER))
 
 tables: $(STAMP)
 	$(RUN) -m benchmarks.report

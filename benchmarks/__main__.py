@@ -18,7 +18,7 @@ import torch
 from . import gemm, host, logits
 from .compare import Session
 from .peer import DeepGemm, load
-from .results import RESULTS, ResultsFile, device_slug, git_commit, today
+from .results import LISTED, RANDOM, RESULTS, ResultsFile, device_slug, git_commit, today
 
 RUNNERS: dict[str, Callable[[Session, DeepGemm | None, int], None]] = {
     "dense": gemm.run_dense,
@@ -32,6 +32,8 @@ RUNNERS: dict[str, Callable[[Session, DeepGemm | None, int], None]] = {
     "warmup": host.run_warmup,
 }
 
+HAVE_RANDOM = ("dense", "contiguous", "masked")
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
@@ -40,6 +42,13 @@ def _parser() -> argparse.ArgumentParser:
         dest="classes",
         default=",".join(RUNNERS),
         help="comma-separated classes (default: all); the rows of other classes in the file stay",
+    )
+    parser.add_argument(
+        "--set",
+        dest="sets",
+        choices=[LISTED, RANDOM, "all"],
+        default=LISTED,
+        help="shapes of the GEMM classes; random: seeded draws, 10 replays each (default: listed)",
     )
     parser.add_argument("--quick", action="store_true", help="every third shape, 5 replays: a smoke test")
     parser.add_argument("--out", type=Path, help="results file (default: benchmarks/results/DEVICE.json)")
@@ -83,10 +92,14 @@ def main() -> int:
     torch.manual_seed(options.seed)
     facts = environment(options.commit)
     path = options.out or RESULTS / f"{facts['device']}.json"
-    session = Session(ResultsFile(path, facts), replays=5 if options.quick else 20, failures=[])
+    sets = (LISTED, RANDOM) if options.sets == "all" else (options.sets,)
+    session = Session(ResultsFile(path, facts), replays=5 if options.quick else 20, failures=[], sets=sets)
     peer = load(options.peer)
     print(f"{facts} peer={peer.name if peer else None}", flush=True)
     for name in classes:
+        if name not in HAVE_RANDOM and LISTED not in sets:
+            print(f"-- {name}: has no random shapes", flush=True)
+            continue
         started = time.perf_counter()
         try:
             RUNNERS[name](session, peer, 3 if options.quick else 1)

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from .results import ResultsFile, Row, four_digits
+from .results import LISTED, RANDOM, ResultsFile, Row, four_digits, set_of
 from .timing import Call, Replay, alternate
 
 _SHOWN = ("us", "tflops", "gbs", "ceiling_share", "ratio", "rel_error")
+
+
+#: The random set has many shapes and is read as a whole.
+_RANDOM_REPLAYS = 10
 
 
 class WrongResult(Exception):
@@ -20,20 +24,36 @@ class WrongResult(Exception):
 
 @dataclass
 class Contestant:
-    """`calls` has one capture-safe call an input set; `check` runs the first set and returns its error."""
+    """`calls` has one capture-safe call an input set; `check` runs the first set and returns its error.
+
+    `ceiling` marks one that computes something easier than the op: its time goes into the notes and not
+    into the ratio. `tolerance` is its own where it differs from the class's.
+    """
 
     name: str
     calls: Sequence[Call]
     check: Callable[[], float]
+    ceiling: bool = False
+    tolerance: float | None = None
+
+    @classmethod
+    def unavailable(cls, name: str, error: Exception) -> Contestant:
+        """One that could not even be set up: its check raises `error`."""
+
+        def check() -> float:
+            raise error
+
+        return cls(name, [], check)
 
 
 @dataclass
 class Session:
-    """Where rows go and how long each shape is timed."""
+    """Where rows go, which sets of shapes are timed and how long each shape is."""
 
     results: ResultsFile
     replays: int
     failures: list[str]
+    sets: tuple[str, ...] = (LISTED,)
 
     def compare(self, row: Row, contestants: Sequence[Contestant], num_calls: int, tolerance: float) -> None:
         """Check every contestant, time them alternating, complete `row` and store it.
@@ -50,16 +70,23 @@ class Session:
             torch.cuda.synchronize()
             self.fail(label, error)
             return
-        names: list[str] = []
+        timed: list[Contestant] = []
         for peer in peers:
             try:
                 row.notes[f"{peer.name} rel_error"] = four_digits(_checked(peer, tolerance))
                 replays.append(Replay(peer.calls, num_calls))
-                names.append(peer.name)
+                timed.append(peer)
             except Exception as error:
                 row.notes[f"{peer.name} left out"] = f"{type(error).__name__}: {error}"[:300]
-        row.us, *peer_us = alternate(replays, self.replays)
-        row.peers = dict(zip(names, peer_us, strict=True))
+        is_random = set_of(row.shape) == RANDOM
+        row.us, *peer_us = alternate(
+            replays, min(self.replays, _RANDOM_REPLAYS) if is_random else self.replays
+        )
+        for peer, us in zip(timed, peer_us, strict=True):
+            if peer.ceiling:
+                row.notes[f"{peer.name} us"] = four_digits(us)
+            else:
+                row.peers[peer.name] = us
         self.store(row)
 
     def store(self, row: Row) -> None:
@@ -77,6 +104,8 @@ class Session:
 def _checked(contestant: Contestant, tolerance: float) -> float:
     error = contestant.check()
     torch.cuda.synchronize()
+    if contestant.tolerance is not None:
+        tolerance = contestant.tolerance
     if math.isnan(error) or error > tolerance:
         raise WrongResult(f"{contestant.name}: relative error {error:.3g}, at most {tolerance:g} is right")
     return error

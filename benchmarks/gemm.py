@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 import moe_fp8
 
-from . import inputs
+from . import cublas, inputs, random_shapes
 from .compare import Contestant, Session
+from .inputs import Quantized
 from .peer import DeepGemm
-from .results import Row, shape_dict
+from .results import LISTED, RANDOM, Row, shape_dict
 from .shapes import CONTIGUOUS, DENSE, MASKED, DenseShape, GroupedShape, aligned_starts
 from .timing import Call, l2_bytes, plan_rotation
-
-#: fp8 values and their scales.
-Quantized = tuple[Tensor, Tensor]
 
 #: bf16 output rounding is about 1.7e-3.
 TOLERANCE = 3e-3
@@ -27,22 +25,35 @@ TOLERANCE = 3e-3
 #: Rows of an expert's buffer in masked mode: what a low-latency dispatch of 128 tokens from 8 ranks reserves.
 _MASKED_ROWS = 1024
 
+#: All contestants' activations and outputs together, in bytes. Where it limits the input sets, what passes
+#: between two uses of a set exceeds the L2 by far.
+_MOST_ROW_BYTES = 6 << 30
+
+_Shape = TypeVar("_Shape", DenseShape, GroupedShape)
+
+
+#: cuBLASLt's contestants of class dense: from input sets, and one that cannot be set up says why.
+CUBLAS: list[Callable[[list[Quantized], list[Quantized]], Contestant]] = [
+    cublas.scaled_mm,
+    cublas.per_tensor,
+]
+
 
 def run_dense(session: Session, peer: DeepGemm | None, step: int) -> None:
-    for shape in DENSE[::step]:
-        _dense(session, peer, shape)
+    for row, shape in _rows("dense", session.sets, step, DENSE, random_shapes.DENSE):
+        _dense(session, peer, shape, row)
         torch.cuda.empty_cache()
 
 
 def run_contiguous(session: Session, peer: DeepGemm | None, step: int) -> None:
-    for shape in CONTIGUOUS[::step]:
-        _contiguous(session, peer, shape)
+    for row, shape in _rows("contiguous", session.sets, step, CONTIGUOUS, random_shapes.CONTIGUOUS):
+        _contiguous(session, peer, shape, row)
         torch.cuda.empty_cache()
 
 
 def run_masked(session: Session, peer: DeepGemm | None, step: int) -> None:
-    for shape in MASKED[::step]:
-        _masked(session, peer, shape)
+    for row, shape in _rows("masked", session.sets, step, MASKED, random_shapes.MASKED):
+        _masked(session, peer, shape, row)
         torch.cuda.empty_cache()
 
 
@@ -53,18 +64,32 @@ def gemm_bytes(counts: Sequence[int], n: int, k: int) -> float:
     return active * weights + sum(counts) * (k + 4 * (k // 128) + 2 * n)
 
 
-def _row(cls: str, shape: DenseShape | GroupedShape, counts: Sequence[int]) -> Row:
-    flops = 2.0 * sum(counts) * shape.n * shape.k
-    return Row(cls, shape_dict(shape), 0.0, flops, gemm_bytes(counts, shape.n, shape.k))
+def _rows(
+    cls: str, sets: Sequence[str], step: int, listed: Sequence[_Shape], drawn: Sequence[_Shape]
+) -> Iterator[tuple[Row, _Shape]]:
+    """Every `step`-th shape of the chosen sets, each with its row to fill in."""
+    for name, shapes in ((LISTED, listed), (RANDOM, drawn)):
+        for shape in shapes[::step] if name in sets else ():
+            counts = [shape.m] if isinstance(shape, DenseShape) else shape.counts()
+            flops = 2.0 * sum(counts) * shape.n * shape.k
+            terms = shape_dict(shape) | ({} if name == LISTED else {"set": name})
+            yield Row(cls, terms, 0.0, flops, gemm_bytes(counts, shape.n, shape.k)), shape
+
+
+def _rotation(weight_bytes: int, rows: int, n: int, k: int, contestants: int) -> tuple[int, int]:
+    """(input sets, calls a graph); a set has `rows` rows of activations and, a contestant, of outputs."""
+    row_bytes = max(1, rows) * (k + 2 * n * contestants)
+    most_sets = min(64, max(2, _MOST_ROW_BYTES // row_bytes))
+    return plan_rotation(weight_bytes, l2_bytes(), most_sets)
 
 
 def _poisoned(*size: int) -> Tensor:
     return torch.full(size, float("nan"), device=inputs.DEVICE, dtype=torch.bfloat16)
 
 
-def _dense(session: Session, peer: DeepGemm | None, shape: DenseShape) -> None:
+def _dense(session: Session, peer: DeepGemm | None, shape: DenseShape, row: Row) -> None:
     m, n, k = shape.m, shape.n, shape.k
-    num_sets, num_calls = plan_rotation(n * k, l2_bytes())
+    num_sets, num_calls = _rotation(n * k, m, n, k, contestants=4)
     a = [inputs.activations(m, k) for _ in range(num_sets)]
     b = [inputs.weights(n, k) for _ in range(num_sets)]
 
@@ -82,7 +107,8 @@ def _dense(session: Session, peer: DeepGemm | None, shape: DenseShape) -> None:
         outs = [_poisoned(m, n) for _ in range(num_sets)]
         calls = [partial(peer.gemm, a[i][0], peer.aligned(a[i][1]), *b[i], outs[i]) for i in range(num_sets)]
         contestants.append(contestant(peer.name, outs, calls))
-    session.compare(_row("dense", shape, [m]), contestants, num_calls, TOLERANCE)
+    contestants += [make(a, b) for make in CUBLAS]
+    session.compare(row, contestants, num_calls, TOLERANCE)
 
 
 def _expert_error(
@@ -113,7 +139,7 @@ def _m_indices(starts: Sequence[int], counts: Sequence[int]) -> Tensor:
     return indices.to(inputs.DEVICE)
 
 
-def _contiguous(session: Session, peer: DeepGemm | None, shape: GroupedShape) -> None:
+def _contiguous(session: Session, peer: DeepGemm | None, shape: GroupedShape, row: Row) -> None:
     num_experts, n, k = shape.num_experts, shape.n, shape.k
     counts = shape.counts()
     aligned = aligned_starts(counts)
@@ -127,7 +153,7 @@ def _contiguous(session: Session, peer: DeepGemm | None, shape: GroupedShape) ->
         index = {"offsets": _int32(ragged), "expected_m": shape.rows_per_expert}
     elif m_indices is not None:
         index = {"m_indices": m_indices}
-    num_sets, num_calls = plan_rotation(num_experts * n * k, l2_bytes())
+    num_sets, num_calls = _rotation(num_experts * n * k, aligned[-1], n, k, contestants=2)
     b = [inputs.weights(n, k, num_experts) for _ in range(num_sets)]
 
     def contestant(
@@ -156,15 +182,15 @@ def _contiguous(session: Session, peer: DeepGemm | None, shape: GroupedShape) ->
             for i in range(num_sets)
         ]
         contestants.append(contestant(peer.name, aligned, a, outs, calls))
-    session.compare(_row("contiguous", shape, counts), contestants, num_calls, TOLERANCE)
+    session.compare(row, contestants, num_calls, TOLERANCE)
 
 
-def _masked(session: Session, peer: DeepGemm | None, shape: GroupedShape) -> None:
+def _masked(session: Session, peer: DeepGemm | None, shape: GroupedShape, row: Row) -> None:
     num_experts, n, k = shape.num_experts, shape.n, shape.k
     counts = shape.counts()
     rows = max(_MASKED_ROWS, -(-max(counts) // 128) * 128)
     masked_m = _int32(counts)
-    num_sets, num_calls = plan_rotation(num_experts * n * k, l2_bytes())
+    num_sets, num_calls = _rotation(num_experts * n * k, num_experts * rows, n, k, contestants=2)
     a = [inputs.expert_activations(num_experts, rows, k) for _ in range(num_sets)]
     b = [inputs.weights(n, k, num_experts) for _ in range(num_sets)]
 
@@ -206,4 +232,4 @@ def _masked(session: Session, peer: DeepGemm | None, shape: GroupedShape) -> Non
             for i in range(num_sets)
         ]
         contestants.append(contestant(peer.name, outs, calls))
-    session.compare(_row("masked", shape, counts), contestants, num_calls, TOLERANCE)
+    session.compare(row, contestants, num_calls, TOLERANCE)

@@ -18,20 +18,23 @@ DEVICE = torch.device("cuda")
 FP8 = torch.float8_e4m3fn
 _BLOCK = 128
 
+#: fp8 values and their scales.
+Quantized = tuple[Tensor, Tensor]
 
-def activations(rows: int, k: int) -> tuple[Tensor, Tensor]:
+
+def activations(rows: int, k: int) -> Quantized:
     """fp8 [rows, k] and its MN-major scales."""
     x = torch.randn(rows, k, device=DEVICE, dtype=torch.bfloat16)
     return moe_fp8.quantize_fp8(x)
 
 
-def expert_activations(num_experts: int, rows: int, k: int) -> tuple[Tensor, Tensor]:
+def expert_activations(num_experts: int, rows: int, k: int) -> Quantized:
     """fp8 [num_experts, rows, k] and its MN-major scales [num_experts, rows, k/128]."""
     fp8, scale = activations(num_experts * rows, k)
     return fp8.view(num_experts, rows, k), moe_fp8.to_mn_major(scale.view(num_experts, rows, -1))
 
 
-def weights(n: int, k: int, num_experts: int | None = None) -> tuple[Tensor, Tensor]:
+def weights(n: int, k: int, num_experts: int | None = None) -> Quantized:
     """fp8 [n, k] or [num_experts, n, k] and its 128 x 128 block scales."""
     if num_experts is None:
         return moe_fp8.quantize_fp8_blocks(torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,9 @@ class DeepGemm:
             archive = folder / "deep_gemm.zip"
             if not archive.exists():
                 raise FileNotFoundError(f"neither {folder}/deep_gemm/ nor {archive} exists")
-            target = tempfile.mkdtemp(prefix="deep_gemm-")
-            zipfile.ZipFile(archive).extractall(target)
-            folder = Path(target)
+            # Always the same place: the peer's kernel cache knows its headers by their path.
+            folder = folder / "unpacked"
+            zipfile.ZipFile(archive).extractall(folder)
         sys.path.insert(0, str(folder.resolve()))
         self._module: Any = importlib.import_module("deep_gemm")
         self._module.set_mk_alignment_for_contiguous_layout(128)

@@ -1,7 +1,9 @@
-"""Tables for the README and docs, written from benchmarks/results/*.json and never by hand.
+"""Tables and plots for the README and docs, made from benchmarks/results/*.json and never by hand.
 
-`python -m benchmarks.report` rewrites the text between the markers of every file in `TARGETS`; with
-`--check` it changes nothing and exits 1 where a file differs. Standard library only.
+`python -m benchmarks.report` rewrites the text between the markers of every file in `TARGETS` and draws the
+plots that are not current; with `--check` it changes nothing and exits 1 where something would change;
+`--show FILE` prints where that results file stands against the targets. Only drawing needs more than the
+standard library: matplotlib, of the `bench` extra.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .results import CLASSES, RESULTS, ROOT
+from . import plots, targets
+from .results import CLASSES, RANDOM, RESULTS, ROOT, set_of
 
 BEGIN = "<!-- {name}: written by `make tables` -->"
 END = "<!-- end of {name} -->"
@@ -43,25 +46,15 @@ def load_results(folder: Path = RESULTS) -> Results:
 
 
 def summary(results: Results) -> str:
-    """One line a class: shapes, geometric mean and least of the ratio to the best peer."""
+    """Where every device stands against the targets, and its plots."""
     if not results:
         return "No device has been measured yet."
     parts = []
     for device in results:
-        lines = [
-            f"On one {_name(device)} ({_versions(device)}), peer time / our time:",
-            "",
-            "| class | shapes | geometric mean | least | most |",
-            "|---|---|---|---|---|",
-        ]
-        for cls, rows in _by_class(device):
-            ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
-            if ratios:
-                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-                lines.append(
-                    f"| {_TITLES[cls]} | {len(ratios)} | {mean:.2f} | {min(ratios):.2f} | {max(ratios):.2f} |"
-                )
-        parts.append("\n".join(lines))
+        parts.append(f"On one {_name(device)} ({_versions(device)}); peer time / ours where no unit stands:")
+        parts.append(targets.table(device))
+        for plot in plots.plots(device):
+            parts.append(f"![{plot.title}: share of the ceilings]({plot.path.relative_to(ROOT).as_posix()})")
     return "\n\n".join(parts)
 
 
@@ -84,10 +77,11 @@ TARGETS: list[tuple[Path, str, Callable[[Results], str]]] = [
 
 
 def _by_class(device: dict[str, Any]) -> Iterable[tuple[str, Results]]:
+    """A class's sets of shapes one after the other."""
     for cls in CLASSES:
         rows = [row for row in device["rows"] if row["class"] == cls]
-        if rows:
-            yield cls, rows
+        for name in dict.fromkeys(set_of(row["shape"]) for row in rows):
+            yield cls, [row for row in rows if set_of(row["shape"]) == name]
 
 
 def _name(device: dict[str, Any]) -> str:
@@ -102,14 +96,15 @@ def _versions(device: dict[str, Any]) -> str:
 
 
 def _table(cls: str, rows: Results) -> str:
-    dimensions = list(dict.fromkeys(name for row in rows for name in row["shape"]))
+    dimensions = list(dict.fromkeys(name for row in rows for name in row["shape"] if name != "set"))
+    title = _TITLES[cls] + (", random shapes" if set_of(rows[0]["shape"]) == RANDOM else "")
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     figures = [name for name in ("tflops", "gbs", "ceiling_share") if any(row[name] for row in rows)]
     checked = any(row["rel_error"] is not None for row in rows)
     header = [*dimensions, "us", *(f"{peer} us" for peer in peers)]
     header += ["ratio"] if peers else []
     header += [_FIGURES[name] for name in figures] + (["rel. error"] if checked else [])
-    lines = [f"### {_TITLES[cls]}", "", _line(header), _line(["---"] * len(header))]
+    lines = [f"### {title}", "", _line(header), _line(["---"] * len(header))]
     for row in rows:
         cells = [str(row["shape"].get(name, "")) for name in dimensions]
         cells += [_number(row["us"]), *(_number(row["peers"].get(peer)) for peer in peers)]
@@ -159,15 +154,29 @@ def stale(targets: Iterable[tuple[Path, str, Callable[[Results], str]]], results
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a table is stale")
-    check = parser.parse_args().check
-    wrong = stale(TARGETS, load_results())
-    for path, text in wrong.items():
-        if not check:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if anything is stale")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print one results file beside the targets")
+    options = parser.parse_args()
+    if options.show is not None:
+        print(targets.table(json.loads(options.show.read_text())))
+        return 0
+    results = load_results()
+    texts = stale(TARGETS, results)
+    drawings = [plot for device in results for plot in plots.plots(device) if not plot.is_current()]
+    changed = [*texts, *(plot.path for plot in drawings)]
+    if not options.check:
+        for path, text in texts.items():
             path.write_text(text)
-        print(f"{path.relative_to(ROOT)}: {'stale: run `make tables`' if check else 'written'}")
-    return 1 if check and wrong else 0
+        for plot in drawings:
+            plots.draw(plot)
+    for path in changed:
+        print(f"{path.relative_to(ROOT)}: {'stale: run `make tables`' if options.check else 'written'}")
+    return 1 if options.check and changed else 0
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 
+LISTED, RANDOM = "listed", "random"
+
 CLASSES = (
     "dense",
     "contiguous",
@@ -44,7 +46,10 @@ CEILINGS = {"h200": Ceiling(read_gbs=4550, fp8_tflops=1979)}
 
 @dataclass
 class Row:
-    """One timed shape. `us` is ours; `peers` maps a peer to its time; `rel_error` is against float64."""
+    """One timed shape. `us` is ours; `peers` maps a peer to its time; `rel_error` is against float64.
+
+    `shape["set"]` is there where the shape is of another set than `listed`.
+    """
 
     cls: str
     shape: dict[str, Any]
@@ -75,6 +80,11 @@ class Row:
         return four_digits(floor / self.us)
 
 
+def set_of(shape: dict[str, Any]) -> str:
+    """Which set of shapes a row's shape belongs to."""
+    return str(shape.get("set", LISTED))
+
+
 def shape_dict(shape: Any) -> dict[str, Any]:
     """A shape's dimensions by name."""
     if not is_dataclass(shape) or isinstance(shape, type):
@@ -85,15 +95,15 @@ def shape_dict(shape: Any) -> dict[str, Any]:
 class ResultsFile:
     """`path` as it grows: every `add` publishes the file again.
 
-    The rows that an earlier run left of a class go when the first row of that class is added, so that
-    the rows of a class always come from one run. Other classes stay. Raises ValueError where
-    the file belongs to another device.
+    The rows that an earlier run left of a class and set go when the first row of that class and set is
+    added, so that its rows always come from one run. The others stay. Raises ValueError where the file
+    belongs to another device.
     """
 
     def __init__(self, path: Path, environment: dict[str, Any]) -> None:
         self.path = path
         self.environment = environment
-        self._begun: set[str] = set()
+        self._begun: set[tuple[str, str]] = set()
         self._rows: list[dict[str, Any]] = []
         if path.exists():
             data = json.loads(path.read_text())
@@ -105,14 +115,15 @@ class ResultsFile:
         """Add one row and write the file; returns the row as written."""
         if row.cls not in CLASSES:
             raise ValueError(f"unknown class {row.cls!r}: one of {', '.join(CLASSES)}")
-        if row.cls not in self._begun:
-            self._begun.add(row.cls)
-            self._rows = [old for old in self._rows if old["class"] != row.cls]
+        group = (row.cls, set_of(row.shape))
+        if group not in self._begun:
+            self._begun.add(group)
+            self._rows = [old for old in self._rows if (old["class"], set_of(old["shape"])) != group]
         written = row.to_json(self.environment["device"])
         written["date"] = self.environment["date"]
         written["commit"] = self.environment["commit"]
         self._rows.append(written)
-        self._rows.sort(key=lambda old: CLASSES.index(old["class"]))
+        self._rows.sort(key=lambda old: (CLASSES.index(old["class"]), set_of(old["shape"]) != LISTED))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".tmp")
         lines = ",\n".join("  " + json.dumps(old) for old in self._rows)

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-Skew = Literal["equal", "spread", "zipf", "routed"]
+Skew = Literal["equal", "spread", "zipf", "routed", "sparse"]
 ContiguousLayout = Literal["m_indices", "psum", "offsets"]
 
 #: Rows between segment starts in `m_indices` and `psum`.
@@ -66,7 +66,7 @@ def expert_counts(num_experts: int, mean: int, skew: Skew) -> list[int]:
 
     equal: all the same. spread: evenly from 0.7 to 1.3 of the mean. zipf: the r-th busiest expert has
     a share proportional to 1/r. routed: every row picks its expert at random, so that at few rows
-    some experts are empty.
+    some experts are empty. sparse: a quarter of the experts are empty, the others are as in spread.
     """
     rng = random.Random(20_261)
     total = num_experts * mean
@@ -79,12 +79,16 @@ def expert_counts(num_experts: int, mean: int, skew: Skew) -> list[int]:
         return counts
     if skew == "spread":
         shares = [0.7 + 0.6 * i / (num_experts - 1) for i in range(num_experts)]
+    elif skew == "sparse":
+        busy = num_experts - max(1, num_experts // 4)
+        shares = [0.7 + 0.6 * i / max(1, busy - 1) if i < busy else 0.0 for i in range(num_experts)]
     else:
         shares = [1 / (rank + 1) for rank in range(num_experts)]
     scale = total / sum(shares)
     counts = [int(share * scale) for share in shares]
+    takers = [i for i, share in enumerate(shares) if share]
     for i in range(total - sum(counts)):
-        counts[i % num_experts] += 1
+        counts[takers[i % len(takers)]] += 1
     rng.shuffle(counts)
     return counts
 
@@ -97,36 +101,67 @@ def aligned_starts(counts: list[int]) -> list[int]:
     return starts
 
 
+#: DeepSeek-V3's and Qwen3-235B's projections, at TP1 and TP8.
 DENSE = [
     DenseShape(1, 4096, 7168),
+    DenseShape(1, 2112, 7168),
+    DenseShape(1, 9216, 4096),
+    DenseShape(8, 4096, 7168),
+    DenseShape(8, 7168, 2048),
+    DenseShape(8, 1280, 4096),
     DenseShape(16, 7168, 2048),
+    DenseShape(16, 2112, 7168),
+    DenseShape(16, 4096, 8192),
+    DenseShape(32, 4608, 7168),
+    DenseShape(32, 3072, 1536),
+    DenseShape(32, 9216, 4096),
     DenseShape(64, 4096, 7168),
     DenseShape(64, 7168, 2048),
     DenseShape(64, 2112, 7168),
+    DenseShape(64, 4096, 1024),
     DenseShape(128, 4096, 7168),
+    DenseShape(128, 7168, 2048),
+    DenseShape(128, 2112, 7168),
+    DenseShape(128, 9216, 4096),
     DenseShape(128, 7168, 16384),
     DenseShape(1024, 4096, 7168),
+    DenseShape(2048, 9216, 4096),
     DenseShape(4096, 4096, 7168),
     DenseShape(4096, 24576, 1536),
     DenseShape(4096, 7168, 16384),
+    DenseShape(8192, 2112, 7168),
+    DenseShape(16384, 7168, 2304),
 ]
 
+#: EP8's experts of DeepSeek-V3 (4096 x 7168, 7168 x 2048) and Qwen3-235B (3072 x 4096, 4096 x 1536).
 CONTIGUOUS = [
     GroupedShape("m_indices", 4, 8192, 4096, 7168),
     GroupedShape("m_indices", 8, 4096, 7168, 2048),
     GroupedShape("m_indices", 32, 1024, 4096, 7168),
+    GroupedShape("offsets", 8, 4096, 7168, 2048, "spread"),
+    GroupedShape("psum", 16, 1024, 3072, 4096, "zipf"),
+    GroupedShape("offsets", 16, 1024, 4096, 1536, "spread"),
     GroupedShape("m_indices", 64, 256, 4096, 7168),
     GroupedShape("m_indices", 64, 256, 7168, 2048),
+    GroupedShape("m_indices", 32, 128, 4096, 7168, "zipf"),
     GroupedShape("psum", 32, 128, 4096, 7168, "zipf"),
     GroupedShape("offsets", 32, 128, 4096, 7168, "zipf"),
+    GroupedShape("psum", 32, 256, 7168, 2048, "zipf"),
+    GroupedShape("offsets", 16, 256, 3072, 4096, "zipf"),
+    GroupedShape("psum", 16, 128, 4096, 1536, "spread"),
     GroupedShape("psum", 32, 1, 4096, 7168, "routed"),
     GroupedShape("psum", 32, 4, 4096, 7168, "routed"),
     GroupedShape("psum", 32, 16, 4096, 7168, "routed"),
     GroupedShape("psum", 32, 64, 4096, 7168, "routed"),
+    GroupedShape("offsets", 32, 1, 7168, 2048, "routed"),
     GroupedShape("offsets", 32, 4, 4096, 7168, "routed"),
     GroupedShape("offsets", 32, 64, 4096, 7168, "routed"),
     GroupedShape("psum", 32, 4, 7168, 2048, "routed"),
     GroupedShape("psum", 32, 16, 7168, 2048, "routed"),
+    GroupedShape("offsets", 32, 32, 7168, 2048, "sparse"),
+    GroupedShape("psum", 16, 8, 3072, 4096, "sparse"),
+    GroupedShape("offsets", 16, 32, 4096, 1536, "sparse"),
+    GroupedShape("psum", 16, 64, 3072, 4096, "zipf"),
 ]
 
 MASKED = [
@@ -135,9 +170,15 @@ MASKED = [
     GroupedShape("masked", 32, 20, 7168, 2048, "spread"),
     GroupedShape("masked", 32, 64, 4096, 7168, "spread"),
     GroupedShape("masked", 6, 20, 4096, 7168, "spread"),
+    GroupedShape("masked", 32, 48, 7168, 2048, "zipf"),
+    GroupedShape("masked", 32, 4, 7168, 2048, "sparse"),
+    GroupedShape("masked", 16, 8, 3072, 4096, "spread"),
     GroupedShape("masked", 8, 128, 7168, 2048, "spread"),
+    GroupedShape("masked", 32, 128, 4096, 7168, "zipf"),
     GroupedShape("masked", 32, 192, 4096, 7168, "spread"),
     GroupedShape("masked", 4, 256, 7168, 2048, "spread"),
+    GroupedShape("masked", 16, 256, 3072, 4096, "sparse"),
+    GroupedShape("masked", 8, 512, 4096, 7168, "spread"),
     GroupedShape("masked", 1, 1024, 7168, 2048, "spread"),
     GroupedShape("masked", 6, 1024, 4096, 7168, "spread"),
 ]

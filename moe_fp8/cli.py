@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import runpy
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from moe_fp8.doctor import diagnose
-from moe_fp8.errors import MoeFp8Error, ToolchainError
+from moe_fp8.errors import MoeFp8Error, ToolchainError, UnsupportedError
 from moe_fp8.jit.build import BuildReport
 from moe_fp8.specs import KernelSpec
 from moe_fp8.warmup.arguments import (
@@ -31,9 +33,12 @@ from moe_fp8.warmup.tables import build_table, console, plan_table, rows_table
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `moe-fp8`; the exit code."""
-    arguments = _parser().parse_args(argv)
-    command: Callable[[argparse.Namespace], int] = arguments.command
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
+        if given[:1] == ["bench"]:  # its arguments, --help too, belong to the benchmarks
+            return _bench(given[1:])
+        arguments = _parser().parse_args(given)
+        command: Callable[[argparse.Namespace], int] = arguments.command
         code = command(arguments)
         sys.stdout.flush()
         return code
@@ -80,6 +85,8 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = command("doctor", _doctor, "look at this machine: driver, GPU, NVRTC, torch, kernel cache")
     add_store_arguments(doctor)
+
+    commands.add_parser("bench", help="time the ops on this GPU: `python -m benchmarks` of a source checkout")
     return parser
 
 
@@ -172,6 +179,26 @@ def _doctor(arguments: argparse.Namespace) -> int:
             if finding.remedy:
                 print(f"{'':22}remedy: {finding.remedy}")
     return EXIT_OK if ok else EXIT_FAILED
+
+
+def _bench(argv: Sequence[str]) -> int:
+    """Hand `argv` to `python -m benchmarks`, which is in a source checkout and not in the wheel.
+
+    Found beside the package and not by name: other distributions install a `benchmarks` of their own.
+    """
+    checkout = Path(__file__).resolve().parent.parent
+    if not all((checkout / part).is_file() for part in ("benchmarks/__main__.py", "pyproject.toml")):
+        raise UnsupportedError(
+            f"bench: expected a source checkout with benchmarks/ beside moe_fp8/, got {checkout}: the wheel "
+            "has no benchmarks; clone the repository, `pip install -e .` there and run it again"
+        )
+    sys.path.insert(0, str(checkout))
+    sys.argv = ["benchmarks", *argv]
+    try:
+        runpy.run_module("benchmarks", run_name="__main__", alter_sys=True)
+    except SystemExit as finished:
+        return EXIT_OK if finished.code is None else int(finished.code)
+    return EXIT_OK
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -19,8 +19,6 @@ from moe_fp8.settings import settings
 
 Status = Literal["ok", "warn", "fail"]
 
-_HOPPER = (9, 0)
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -113,7 +111,7 @@ def _gpu() -> Finding:
     cc = ".".join(map(str, info.cc))
     version = ".".join(map(str, info.driver_version))
     detail = f"{info.name}, compute capability {cc}, {info.num_sms} SMs, driver for CUDA {version}"
-    if info.cc != _HOPPER:
+    if info.cc != driver.HOPPER:
         return Finding(
             "GPU", "warn", detail, "the kernels need compute capability 9.0: H100, H200, H20 or GH200"
         )

@@ -10,7 +10,17 @@ from typing import Any
 
 
 class MoeFp8Error(Exception):
-    """Base of every error raised by moe_fp8."""
+    """Base of every error raised by moe_fp8. They can be pickled, as engines do between their processes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own would call the class with the message alone, which subclasses do not take.
+        return _restore, (type(self), self.args), self.__dict__
+
+
+def _restore(kind: type[MoeFp8Error], args: tuple[Any, ...]) -> MoeFp8Error:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class ArgumentError(MoeFp8Error, ValueError):

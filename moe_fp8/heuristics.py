@@ -7,8 +7,9 @@ depends on must be a field of the problem. Shared-memory sizes computed here are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
 from moe_fp8.problems import GemmLayout, GemmProblem, MqaLogitsProblem, PagedMqaLogitsProblem
 
@@ -28,6 +29,9 @@ BARRIER_BYTES = 1024
 _SEGMENT_TABLE_BYTES = 12 * MAX_EXPERTS
 _BLOCK_K = 128
 
+#: What the CTAs of a cluster share.
+Shares = Literal["tokens", "weights", "k"]
+
 #: Token tiles, smallest first. wgmma's N is a multiple of 8; a tile never crosses a 128-row segment start.
 TOKEN_TILES = (8, 16, 32, 64, 128)
 
@@ -37,15 +41,15 @@ class GemmConfig:
     """Tile of one GEMM kernel.
 
     Weights lie on the M side of wgmma and tokens on its N side, so that few tokens cost few columns:
-    a tile is `block_n` weight rows by `block_m` tokens. `cluster` CTAs share (multicast) the token
-    tile ("tokens") or the weight tile ("weights").
+    a tile is `block_n` weight rows by `block_m` tokens. `cluster` CTAs share by multicast the token
+    tile ("tokens") or the weight tile ("weights"), or divide one tile along K ("k").
     """
 
     block_m: int
     block_n: int
     num_stages: int
     cluster: int = 1
-    multicast: str = "tokens"
+    shares: Shares = "tokens"
 
 
 def gemm_stage_bytes(block_m: int, block_n: int) -> int:
@@ -55,8 +59,8 @@ def gemm_stage_bytes(block_m: int, block_n: int) -> int:
 
 
 def gemm_epilogue_bytes(block_m: int) -> int:
-    """Per math warpgroup: up to 64 tokens of 64 bf16, padded by 16 bytes against bank conflicts."""
-    return 2 * min(block_m, 64) * 144
+    """Per math warpgroup: up to 64 tokens of 64 bf16."""
+    return 2 * min(block_m, 64) * 128
 
 
 def gemm_smem_bytes(config: GemmConfig) -> int:
@@ -67,53 +71,86 @@ def gemm_smem_bytes(config: GemmConfig) -> int:
         BARRIER_BYTES
         + config.num_stages * gemm_stage_bytes(config.block_m, config.block_n)
         + gemm_epilogue_bytes(config.block_m)
+        + (config.block_m * config.block_n * 4 if config.shares == "k" else 0)
         + _SEGMENT_TABLE_BYTES
         + 1024  # room to align the dynamic base
     )
 
 
-def _deepest(block_m: int, block_n: int, cluster: int = 1, multicast: str = "tokens") -> GemmConfig:
+@cache
+def _deepest(block_m: int, block_n: int, cluster: int = 1, shares: Shares = "tokens") -> GemmConfig:
     """The config with as many stages as fit, at most 12 (beyond that latency is long covered)."""
-    stages = 12
-    while gemm_smem_bytes(GemmConfig(block_m, block_n, stages)) > SMEM_CAPACITY:
-        stages -= 1
-    return GemmConfig(block_m, block_n, stages, cluster, multicast)
+    config = GemmConfig(block_m, block_n, 12, cluster, shares)
+    while gemm_smem_bytes(config) > SMEM_CAPACITY:
+        config = replace(config, num_stages=config.num_stages - 1)
+    return config
 
 
-def _expected_rows(problem: GemmProblem) -> int:
-    """Rows that one expert is expected to have: what the token tile should cover."""
-    if problem.layout == "dense":
-        return problem.m
-    if problem.expected_m is not None:
-        return min(max(problem.expected_m, 1), problem.m)
-    if problem.layout == "masked":
-        return problem.m
-    return max(1, -(-problem.m // problem.num_experts))
+#: What a tile costs on an H200, in microseconds: each 128 of K, and once (prologue, epilogue, first loads).
+#: The widest tile does the work of two in more than twice the time but leaves the GPU at a higher clock.
+_TILE_COSTS = {
+    (8, 128): (0.20, 1.0),
+    (16, 128): (0.21, 1.0),
+    (32, 128): (0.25, 1.0),
+    (64, 128): (0.36, 1.1),
+    (128, 128): (0.39, 1.2),
+    (128, 256): (0.75, 1.8),
+}
+
+#: Of which a cluster that splits K adds its parts, and clusters of that size that 132 SMs hold at once:
+#: a GPC has 16 or 18 SMs.
+_SPLIT_COSTS = {1: 0.0, 2: 2.0, 3: 2.5, 4: 3.0}
+_CLUSTERS_OF_132 = {1: 132, 2: 66, 3: 42, 4: 28}
+
+#: Bytes of weights that all SMs together read in a microsecond.
+_READ_RATE = 4.3e6
+
+
+def _cost(config: GemmConfig, layout: GemmLayout, rows: int, n: int, k: int, experts: int, sms: int) -> float:
+    """Predicted microseconds; only good for comparing configs."""
+    if layout == "dense":
+        tiles_m = float(-(-rows // config.block_m))
+    else:
+        # Rows are averages: most experts fit a tile that leaves room for a quarter more, and a cut
+        # through uneven experts wastes half a tile each.
+        tiles_m = 1.0 if rows + rows // 4 <= config.block_m else rows / config.block_m + 0.5
+    tiles = experts * tiles_m * -(-n // config.block_n)
+    split = config.cluster if config.shares == "k" else 1
+    at_once = _CLUSTERS_OF_132[split] * sms // 132
+    rounds = max(1.0, -(-tiles // at_once) if layout == "dense" else tiles / at_once + 0.4)
+    per_block, once = _TILE_COSTS[config.block_m, config.block_n]
+    busy = rounds * (-(-k // (_BLOCK_K * split)) * per_block + once + _SPLIT_COSTS[split])
+    return max(busy, experts * n * k / _READ_RATE)
 
 
 @cache
-def _gemm_config(layout: GemmLayout, rows: int, n: int, num_experts: int, num_sms: int) -> GemmConfig:
-    # Grouped rows are averages: leave room for an expert with a quarter more, since a second token
-    # tile reads the expert's weights again (from L2).
-    wanted = rows if layout == "dense" else rows + rows // 4
-    for block_m in TOKEN_TILES[:-1]:
-        if wanted <= block_m:
-            return _deepest(block_m, 128)
-    tiles = num_experts * -(-rows // 128) * -(-n // 256)
-    if tiles < num_sms:
-        return _deepest(128, 128)
+def _candidates(layout: GemmLayout, rows: int, k: int) -> tuple[GemmConfig, ...]:
+    configs = [_deepest(block_m, 128) for block_m in TOKEN_TILES]
+    for split in (2, 3, 4):
+        # A part of K shorter than this does not pay for the reduction.
+        if k // split >= 8 * _BLOCK_K:
+            configs += [_deepest(block_m, 128, split, "k") for block_m in TOKEN_TILES[:-1]]
     # Sharing weights pairs two token tiles of one expert: worth it once an odd tile is a small loss.
     # `m_indices` cannot: neighbouring tiles may belong to different experts.
-    if layout != "m_indices" and rows >= 1024:
-        return _deepest(128, 256, 2, "weights")
-    return _deepest(128, 256, 2, "tokens")
+    shares: Shares = "weights" if layout != "m_indices" and rows >= 1024 else "tokens"
+    return (*configs, _deepest(128, 256, 2, shares))
+
+
+@cache
+def _gemm_config(layout: GemmLayout, rows: int, n: int, k: int, experts: int, sms: int) -> GemmConfig:
+    return min(
+        _candidates(layout, rows, k),
+        key=lambda config: (_cost(config, layout, rows, n, k, experts, sms), config.block_m, config.cluster),
+    )
 
 
 def gemm_config(problem: GemmProblem) -> GemmConfig:
-    """Tile for a GEMM, dense or grouped."""
-    return _gemm_config(
-        problem.layout, _expected_rows(problem), problem.n, problem.num_experts, problem.num_sms
-    )
+    """Tile for a GEMM, dense or grouped: the cheapest candidate."""
+    rows = problem.expected_m
+    assert rows is not None  # set by GemmProblem
+    # Every tile is a multiple of 8 rows; beyond 4096 the order of the candidates no longer changes.
+    rows = min(-(-rows // 8) * 8, 4096)
+    return _gemm_config(problem.layout, rows, problem.n, problem.k, problem.num_experts, problem.num_sms)
 
 
 #: Keys per chunk of the paged kernel's schedule; `paged_mqa_logits_metadata` counts in these.

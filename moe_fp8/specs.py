@@ -40,7 +40,9 @@ class KernelSpec:
         return f"{self.name}[{values}]"
 
 
-_LAYOUTS = {"dense": 0, "m_indices": 1, "psum": 2, "offsets": 3, "masked": 4}
+_SHARES = {"tokens": 0, "weights": 1, "k": 2}
+#: LAYOUT of a GEMM kernel by the problem's layout.
+GEMM_LAYOUTS = {"dense": 0, "m_indices": 1, "psum": 2, "offsets": 3, "masked": 4}
 
 
 def _spec(name: str, num_threads: int, smem_bytes: int, cluster_size: int = 1, **defines: int) -> KernelSpec:
@@ -54,11 +56,11 @@ def _gemm_spec(layout: str, config: heuristics.GemmConfig, out_dtype: str) -> Ke
         heuristics.GEMM_THREADS,
         heuristics.gemm_smem_bytes(config),
         config.cluster,
-        LAYOUT=_LAYOUTS[layout],
+        LAYOUT=GEMM_LAYOUTS[layout],
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         NUM_STAGES=config.num_stages,
-        MULTICAST_WEIGHTS=int(config.multicast == "weights"),
+        CLUSTER_SHARES=_SHARES[config.shares] if config.cluster > 1 else 0,
         OUT_FP32=int(out_dtype == "float32"),
         MAX_EXPERTS=heuristics.MAX_EXPERTS,
     )

@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from sse_starlette.sse import EventSourceResponse
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 
 import moe_fp8
@@ -57,7 +58,9 @@ def create_app(engine: Engine) -> FastAPI:
         completion = Completion(engine, body)
         completion.submit()
         if body.stream:
-            return EventSourceResponse(completion.stream(), sep="\n")
+            # The stream cancels when it is closed; one whose client left before it began never runs.
+            left = BackgroundTask(engine.cancel, completion.request)
+            return EventSourceResponse(completion.stream(), sep="\n", background=left)
         answer = await completion.collect(http)
         return JSONResponse(answer.model_dump())
 
@@ -125,7 +128,9 @@ class Completion:
         self.events = events
 
         def emit(event: scheduler.TokenEvent) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            # A loop that has closed has no one left to hear of it; the engine must not fail for that.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(events.put_nowait, event)
 
         self.request = scheduler.Request(
             prompt=self._prompt_tokens(),

@@ -21,9 +21,12 @@ PROMPT = "The router looks at"
 START_SECONDS = 120.0
 
 
-def free_port() -> int:
+def free_port(wanted: int = 0) -> int:
+    """`wanted`, or any port if that is 0. Raises `OSError` where another process listens there."""
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+        # As the server binds it: connections that are still closing do not count.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", wanted))
         return int(sock.getsockname()[1])
 
 
@@ -80,6 +83,16 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=None, help="default: 8000, or any free one with --once")
     parser.add_argument("--max-tokens", type=int, default=64)
     arguments = parser.parse_args()
+    wanted = arguments.port or (0 if arguments.once else 8000)
+    try:
+        port = free_port(wanted)
+    except OSError as error:
+        # Otherwise whatever listens there would be asked, and might even answer.
+        print(
+            f"error: port {wanted}: {error.strerror}; choose another with --port (make: PORT=)",
+            file=sys.stderr,
+        )
+        return 1
     try:
         make_demo_model(arguments.dir)
         print(f"model written to {arguments.dir}", flush=True)
@@ -87,7 +100,6 @@ def main() -> int:
     except MoeFp8Error as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    port = arguments.port or (free_port() if arguments.once else 8000)
     url = f"http://127.0.0.1:{port}"
     server = start_server(arguments.dir, port)
     try:

@@ -41,9 +41,9 @@ class EngineOptions:
     max_waiting: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_context", "prefill_chunk", "max_waiting"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, "a positive int", getattr(self, name))
+        for name, least in (("max_batch", 1), ("max_context", 2), ("prefill_chunk", 1), ("max_waiting", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(name, f"an integer >= {least}", getattr(self, name))
         if self.cache_pages < 2:
             raise ConfigError(
                 "cache_pages", "at least 2: one for requests, one for padding", self.cache_pages
@@ -236,7 +236,10 @@ def _load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError("tokenizer.json", "a file in the model folder", None, "the checkpoint lacks it")
-    tokenizer = Tokenizer.from_file(str(path))
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises nothing narrower.
+        raise ConfigError("tokenizer.json", "a tokenizer of the tokenizers library", str(error)) from error
     if tokenizer.get_vocab_size() > vocab_size:
         raise ConfigError("tokenizer.json", f"at most {vocab_size} tokens", tokenizer.get_vocab_size())
     return tokenizer

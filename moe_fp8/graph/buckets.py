@@ -18,15 +18,13 @@ class BatchBuckets:
     def __init__(self, sizes: Iterable[int]) -> None:
         self.sizes: tuple[int, ...] = tuple(sorted(set(sizes)))
         if not self.sizes or self.sizes[0] < 1:
-            raise ArgumentError(
-                "BatchBuckets", "sizes", "at least one size, all of them positive", self.sizes
-            )
+            raise ArgumentError("BatchBuckets", "sizes", "at least one size, all positive", self.sizes)
 
     @classmethod
     def up_to(cls, largest: int) -> BatchBuckets:
-        """Powers of two up to 8, then multiples of 8; `largest` itself is always a bucket.
+        """1, 2, 4, then multiples of 8; `largest` itself is always a bucket.
 
-        Fine steps, since a padded row costs a graph of that size its whole share of the work.
+        Raises `ArgumentError` where it is not positive. The steps are fine because padding costs work too.
         """
         if largest < 1:
             raise ArgumentError("BatchBuckets.up_to", "largest", "a positive int", largest)
@@ -36,6 +34,7 @@ class BatchBuckets:
 
     @property
     def largest(self) -> int:
+        """The most rows that a batch may have."""
         return self.sizes[-1]
 
     def bucket(self, rows: int) -> int:

@@ -27,10 +27,13 @@ class StaticBuffers:
     """Tensors `[capacity, *row_shape]` whose addresses never change.
 
     A graph captured over `view(bucket)` reads whatever `load` last copied there. All rows start as
-    padding.
+    padding. Not thread-safe.
     """
 
     def __init__(self, specs: Mapping[str, BufferSpec], capacity: int, device: torch.device | str) -> None:
+        if not specs or capacity < 1:
+            got = f"{len(specs)} buffers of {capacity} rows"
+            raise ArgumentError("StaticBuffers", "specs, capacity", "at least one buffer and one row", got)
         self.specs = dict(specs)
         self.capacity = capacity
         self.device = torch.device(device)
@@ -40,32 +43,45 @@ class StaticBuffers:
         }
 
     def view(self, bucket: int) -> dict[str, torch.Tensor]:
-        """The first `bucket` rows of every buffer: contiguous, at a fixed address."""
+        """The first `bucket` (at most `capacity`) rows of every buffer: contiguous, at a fixed address."""
         return {name: tensor[:bucket] for name, tensor in self._tensors.items()}
+
+    def clear(self) -> None:
+        """Makes every row padding again, ordered with the current stream."""
+        for name, tensor in self._tensors.items():
+            tensor.fill_(self.specs[name].pad)
+
+    def check(self, inputs: Mapping[str, torch.Tensor]) -> int:
+        """The number of rows of `inputs`, which must be as for `load`. Raises `ArgumentError`."""
+        if inputs.keys() != self.specs.keys():
+            raise ArgumentError(
+                "StaticBuffers.load", "inputs", f"the names {sorted(self.specs)}", sorted(inputs)
+            )
+        first = next(iter(inputs.values()))
+        rows = first.shape[0] if first.dim() else 0
+        for name, value in inputs.items():
+            spec = self.specs[name]
+            if value.dtype != spec.dtype or value.shape != (rows, *spec.row_shape):
+                shape = ", ".join(map(str, (rows, *spec.row_shape)))
+                raise ArgumentError(
+                    "StaticBuffers.load",
+                    name,
+                    f"{spec.dtype} of shape [{shape}]",
+                    f"{value.dtype} of shape {list(value.shape)}",
+                )
+        return rows
 
     def load(self, inputs: Mapping[str, torch.Tensor], bucket: int) -> int:
         """Copies rows in, pads up to `bucket`, and returns the number of rows.
 
         `inputs` has exactly the names of the specs; each tensor is `[rows, *row_shape]` with one
-        `rows` <= bucket for all, of the spec's dtype, on any device. A copy from the host is ordered
-        with the current stream; the host tensor may be reused at once. Not for use inside a capture.
-        Raises `ArgumentError` for a missing or unknown name and for a wrong shape or dtype.
+        `rows` <= bucket <= capacity for all, of the spec's dtype, on any device. A copy from the host is
+        ordered with the current stream; the host tensor may be reused at once. Not for use inside a
+        capture. Raises `ArgumentError` for a missing or unknown name and for a wrong shape or dtype.
         """
-        if inputs.keys() != self.specs.keys():
-            raise ArgumentError(
-                "StaticBuffers.load", "inputs", f"the names {sorted(self.specs)}", sorted(inputs)
-            )
-        rows = next(iter(inputs.values())).shape[0]
-        for name, value in inputs.items():
-            spec = self.specs[name]
-            if value.dtype != spec.dtype or value.shape != (rows, *spec.row_shape) or rows > bucket:
-                raise ArgumentError(
-                    "StaticBuffers.load",
-                    name,
-                    f"{spec.dtype} of shape ({rows}, {', '.join(map(str, spec.row_shape))}) "
-                    f"with at most {bucket} rows",
-                    f"{value.dtype} of shape {tuple(value.shape)}",
-                )
+        rows = self.check(inputs)
+        if not rows <= bucket <= self.capacity:
+            raise ArgumentError("StaticBuffers.load", "bucket", f"{rows} to {self.capacity} rows", bucket)
         for name, value in inputs.items():
             buffer = self._tensors[name]
             buffer[:rows].copy_(value)

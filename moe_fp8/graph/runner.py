@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -24,7 +26,7 @@ class GraphRunner:
     Kernels it launches must be loaded before capture: preload the warmup plan first.
 
     `warmup_runs` eager calls precede each capture, so that libraries allocate workspaces and
-    choose algorithms outside it. They run on padding only.
+    choose algorithms outside it. They run on padding only. One thread may use a runner at a time.
     """
 
     def __init__(
@@ -56,44 +58,73 @@ class GraphRunner:
     def capture(self, progress: Callable[[int], None] | None = None) -> None:
         """Captures every bucket, the largest first so that the smaller ones fit in its memory pool.
 
-        `progress(bucket)` is called after each. On CPU it makes the warmup calls and captures nothing.
-        Call it again after replacing a tensor that the step closes over: the old graphs are dropped.
+        `progress(bucket)` is called after each. On CPU there is nothing to capture, and the step is called
+        once for each bucket. Call it again after replacing a tensor that the step closes over: the old
+        graphs are dropped. Raises `ArgumentError` where an output has no row for each of the bucket's.
         """
         self._graphs.clear()
-        pool = torch.cuda.graph_pool_handle() if self.uses_graphs else None
-        for bucket in reversed(self.buckets.sizes):
-            inputs = self.buffers.view(bucket)
-            if self.uses_graphs:
-                stream = torch.cuda.Stream(self.device)
-                stream.wait_stream(torch.cuda.current_stream(self.device))
-                with torch.cuda.stream(stream):
-                    for _ in range(self.warmup_runs):
-                        self.step(inputs)
-                torch.cuda.current_stream(self.device).wait_stream(stream)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    outputs = self.step(inputs)
-                self._graphs[bucket] = (graph, outputs)
-            else:
+        # What the last run left would be run again, and written again into the step's state.
+        self.buffers.clear()
+        with self._on_device():
+            pool = torch.cuda.graph_pool_handle() if self.uses_graphs else None
+            for bucket in reversed(self.buckets.sizes):
+                inputs = self.buffers.view(bucket)
+                if pool is None:
+                    _check_outputs(self.step(inputs), bucket)
+                else:
+                    self._graphs[bucket] = self._capture(inputs, bucket, pool)
+                if progress is not None:
+                    progress(bucket)
+
+    def _capture(self, inputs: Tensors, bucket: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensors]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(self.warmup_runs):
                 self.step(inputs)
-            if progress is not None:
-                progress(bucket)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            outputs = self.step(inputs)
+        _check_outputs(outputs, bucket)
+        return graph, outputs
 
     def run(self, inputs: Tensors) -> dict[str, torch.Tensor]:
         """Loads `inputs` (`[rows, ...]` each), pads to a bucket, runs it, and returns `rows` rows.
 
         The outputs are views of memory that the next `run` overwrites; on CUDA they are ordered with
-        the current stream and nothing has been synchronised. Raises `ArgumentError` for a batch that
-        no bucket holds and, on CUDA, before `capture()`.
+        the current stream and nothing has been synchronised. Raises `ArgumentError` for inputs that are
+        not as the specs say, a batch that no bucket holds and, on CUDA, before `capture()`.
         """
-        bucket = self.buckets.bucket(next(iter(inputs.values())).shape[0])
+        bucket = self.buckets.bucket(self.buffers.check(inputs))
         if self.uses_graphs and bucket not in self._graphs:
             raise ArgumentError("GraphRunner.run", "bucket", "a captured bucket", bucket, "call capture()")
-        rows = self.buffers.load(inputs, bucket)
-        if self.uses_graphs:
-            graph, outputs = self._graphs[bucket]
-            graph.replay()
-            self.replays += 1
-        else:
-            outputs = self.step(self.buffers.view(bucket))
+        with self._on_device():
+            rows = self.buffers.load(inputs, bucket)
+            if self.uses_graphs:
+                graph, outputs = self._graphs[bucket]
+                graph.replay()
+                self.replays += 1
+            else:
+                outputs = self.step(self.buffers.view(bucket))
         return {name: tensor[:rows] for name, tensor in outputs.items()}
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Streams and graphs are those of the current device."""
+        if self.uses_graphs:
+            with torch.cuda.device(self.device):
+                yield
+        else:
+            yield
+
+
+def _check_outputs(outputs: Tensors, bucket: int) -> None:
+    for name, tensor in outputs.items():
+        if tensor.dim() == 0 or tensor.shape[0] != bucket:
+            raise ArgumentError(
+                "GraphRunner.capture",
+                f"output {name}",
+                f"{bucket} rows, one for each of the bucket's",
+                f"shape {list(tensor.shape)}",
+            )

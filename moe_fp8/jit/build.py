@@ -158,8 +158,9 @@ class _Compiler:
                 break
             try:
                 result = self._compile(spec)
-            except OSError as error:
-                result = f"the compiler process cannot be reached ({error})"
+            except Exception as error:
+                # Whatever it was, the build waits for a result of every task.
+                result = f"the compiler process cannot be used ({type(error).__name__}: {error})"
             results.put((spec, result))
         self.stop()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from moe_fp8.jit.artifact import Artifact
 _DEFAULT_SMEM_LIMIT = 48 * 1024
 
 _ALIGNMENT = 64
+
+#: The compute capability that the kernels run on.
+HOPPER = (9, 0)
 
 
 class DeviceInfo(NamedTuple):
@@ -37,24 +41,23 @@ class ParamBlock:
 
     `buffer` is a writable view of `size` bytes at a 64-byte boundary (tensor maps need that), to
     be filled with `struct.pack_into`. A launch copies it before it returns, so one block serves any
-    number of launches, of one thread at a time.
+    number of launches, of several threads too while none of them writes to it.
     """
 
     __slots__ = ("_storage", "address", "buffer", "kernel_params", "size")
 
     def __init__(self, size: int) -> None:
         padded = -(-size // 8) * 8
-        storage = bytearray(padded + 8 + _ALIGNMENT)
-        # The ctypes view pins the bytearray's memory for as long as the block lives.
-        self._storage = (ctypes.c_char * len(storage)).from_buffer(storage)
+        self._storage = (ctypes.c_char * (padded + 8 + _ALIGNMENT))()
         base = ctypes.addressof(self._storage)
         offset = -base % _ALIGNMENT
+        view = memoryview(self._storage).cast("B")
         self.size = size
         self.address = base + offset
-        self.buffer = memoryview(storage)[offset : offset + size]
+        self.buffer = view[offset : offset + size]
         #: Address of the `void*[1]` that cuLaunchKernel takes; it holds `address`.
         self.kernel_params = self.address + padded
-        ctypes.c_void_p.from_address(self.kernel_params).value = self.address
+        struct.pack_into("P", view, offset + padded, self.address)
 
 
 #: What `LoadedKernel.launch` takes: a block, or any writable buffer of the struct's size.

@@ -75,7 +75,8 @@ class KernelRuntime:
                 self._by_id[id(spec)] = kernel
         return kernel
 
-    def _load(self, spec: KernelSpec) -> LoadedKernel:
+    def _load(self, spec: KernelSpec, just_built: bool = False) -> LoadedKernel:
+        """`just_built`: what the store holds was compiled for this very load, so it counts as a compile."""
         with self._lock:
             loading = self._loading.setdefault(spec, threading.Lock())
         with loading:
@@ -85,8 +86,9 @@ class KernelRuntime:
             artifact, hit = self.store.get_or_compile(spec)
             kernel = self._loader(artifact, spec.smem_bytes, spec.num_threads)
             with self._lock:
-                self._compiles += not hit
-                self._store_hits += hit
+                found = hit and not just_built
+                self._compiles += not found
+                self._store_hits += found
                 self._loads += 1
                 self._by_spec[spec] = kernel
                 self._loading.pop(spec, None)
@@ -126,14 +128,8 @@ class KernelRuntime:
         wanted = [spec for spec in dict.fromkeys(specs) if spec not in self._by_spec]
         if not wanted:
             return 0
-        report = build(wanted, self.store, jobs, progress)
-        for spec in wanted:
-            self._load(spec)
-        built = sum(not row.cached for row in report.rows)
-        with self._lock:
-            # The loads above found what the build had just compiled: those are compiles, not hits.
-            self._compiles += built
-            self._store_hits -= built
+        for row in build(wanted, self.store, jobs, progress).rows:
+            self._load(row.spec, just_built=not row.cached)
         return len(wanted)
 
     def freeze(self, mode: FreezeMode | None = None) -> None:

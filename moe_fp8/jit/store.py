@@ -58,9 +58,13 @@ def decode(data: bytes) -> Artifact | None:
     if not data.startswith(_MAGIC) or hashlib.sha256(body).digest() != data[len(_MAGIC) : start]:
         return None
     length = int.from_bytes(body[:4], "little")
-    metadata: dict[str, Any] = json.loads(body[4 : 4 + length])
-    metadata["warnings"] = tuple(metadata["warnings"])
-    return Artifact(cubin=body[4 + length :], **metadata)
+    try:
+        metadata: dict[str, Any] = json.loads(body[4 : 4 + length])
+        metadata["warnings"] = tuple(metadata["warnings"])
+        return Artifact(cubin=body[4 + length :], **metadata)
+    except (ValueError, KeyError, TypeError):
+        # Whole, but of another version of this package, whose artifacts have other fields.
+        return None
 
 
 class KernelStore:

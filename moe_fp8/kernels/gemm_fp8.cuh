@@ -4,8 +4,11 @@
 // One producer thread feeds a ring of stages by TMA; two math warpgroups share every tile (mma/fragments.cuh says how). The
 // grid is persistent.
 //
-// Specialised by: LAYOUT, BLOCK_M (tokens), BLOCK_N (weight rows), NUM_STAGES, CLUSTER_SIZE, MULTICAST_WEIGHTS,
-// OUT_FP32, MAX_EXPERTS; M, N, K and the number of experts are run-time values.
+// A cluster either shares operands by multicast (weights or tokens: each CTA loads a part of them for all) or shares one
+// tile along K: each CTA sums a part of K, and the parts are added in the order of rank, so that results repeat bit for bit.
+//
+// Specialised by: LAYOUT, BLOCK_M (tokens), BLOCK_N (weight rows), NUM_STAGES, CLUSTER_SIZE, CLUSTER_SHARES (0 tokens, 1
+// weights, 2 the tile, along K), OUT_FP32, MAX_EXPERTS; M, N, K and the number of experts are run-time values.
 #pragma once
 
 #include "common/types.cuh"
@@ -14,6 +17,7 @@
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
+#include "sched/ring.cuh"
 #include "sched/segments.cuh"
 
 namespace moe_fp8 {
@@ -23,10 +27,12 @@ constexpr int kBlockM = BLOCK_M;
 constexpr int kBlockN = BLOCK_N;
 constexpr int kStages = NUM_STAGES;
 constexpr int kCluster = CLUSTER_SIZE;
-constexpr bool kShareWeights = kCluster > 1 && MULTICAST_WEIGHTS;
-constexpr bool kShareTokens = kCluster > 1 && !MULTICAST_WEIGHTS;
+constexpr bool kShareTokens = kCluster > 1 && CLUSTER_SHARES == 0;
+constexpr bool kShareWeights = kCluster > 1 && CLUSTER_SHARES == 1;
+constexpr bool kSplitK = kCluster > 1 && CLUSTER_SHARES == 2;
 constexpr int kClusterM = kShareWeights ? kCluster : 1;
 constexpr int kClusterN = kShareTokens ? kCluster : 1;
+constexpr int kClusterK = kSplitK ? kCluster : 1;
 
 #if BLOCK_M == 128
 using Fragments = mma::TokensOnM<kBlockM, kBlockN>;
@@ -34,12 +40,14 @@ using Fragments = mma::TokensOnM<kBlockM, kBlockN>;
 using Fragments = mma::WeightsOnM<kBlockM, kBlockN>;
 #endif
 constexpr int kWaves = Fragments::kWaves;
+constexpr int kScaleBlocks = kBlockN / 128;  // of the weights, in a tile
 
 constexpr int kMathWarpgroups = 2;
+static_assert(!kSplitK || BLOCK_M < 128, "parts are dealt by groups of tokens");
 static_assert(NUM_THREADS == kWarpgroup * (1 + kMathWarpgroups), "one producer warpgroup");
 
 using Table = sched::SegmentTable<MAX_EXPERTS>;
-using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kClusterM, kClusterN, MAX_EXPERTS>;
+using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kClusterM, kClusterN, kClusterK, MAX_EXPERTS>;
 #if OUT_FP32
 using Out = float;
 #else
@@ -50,8 +58,14 @@ struct Shared {
     uint8_t weights[kStages][kBlockN * kBlockK];
     uint8_t tokens[kStages][kBlockM * kBlockK];
     alignas(128) float token_scales[kStages][align_up(kBlockM, 32)];
-    alignas(16) uint8_t staging[kMathWarpgroups][Fragments::kStagingBytes];
+    float weight_scales[kStages][kScaleBlocks];
+    alignas(128) uint8_t staging[kMathWarpgroups][Fragments::kStagingBytes];
+    // Parts of the sum for the peers, [column group][thread]; a single element where K is not split.
+    alignas(16) float4 parts[kMathWarpgroups][kSplitK ? Fragments::kColumns / 8 * kWarpgroup : 1];
     Table table;
+    sched::Tile tiles[kMathWarpgroups * 4];  // of each math warp, out of its registers while it accumulates
+    ptx::Barrier parts_full;  // every CTA of the cluster has published its part
+    ptx::Barrier parts_free;  // every CTA has read this one's
     ptx::Barrier full[kStages];
     ptx::Barrier empty[kStages];
 };
@@ -78,6 +92,17 @@ struct GemmParams {
 
 namespace moe_fp8 {
 
+DEVICE uint32_t cluster_rank() { return kCluster > 1 ? ptx::cluster_rank() : 0; }
+
+// Blocks of K that this CTA sums.
+struct KRange {
+    int begin, end;
+    DEVICE KRange(const GemmParams& p, uint32_t rank) {
+        const int blocks = p.k / kBlockK, part = kSplitK ? static_cast<int>(rank) : 0;
+        begin = blocks * part / kClusterK, end = blocks * (part + 1) / kClusterK;
+    }
+};
+
 // Copies the stages of one tile; one thread. `stage` and `phase` run on from tile to tile.
 DEVICE void load_tile(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t& stage,
                       uint32_t& phase) {
@@ -85,7 +110,8 @@ DEVICE void load_tile(const GemmParams& p, Shared& shared, const sched::Tile& ti
     const uint16_t everyone = (1 << kCluster) - 1;
     const int scale_column = kLayout == sched::Layout::kMasked ? tile.expert * num_k_blocks : 0;
     const int weight_row = tile.expert * p.n + tile.n;
-    for (int block = 0; block < num_k_blocks; ++block) {
+    const KRange range(p, rank);
+    for (int block = range.begin; block < range.end; ++block) {
         ptx::Barrier* full = &shared.full[stage];
         ptx::barrier_wait(&shared.empty[stage], phase ^ 1);
         ptx::barrier_arrive_expect(full, kStageBytes);
@@ -115,7 +141,9 @@ DEVICE void load_tile(const GemmParams& p, Shared& shared, const sched::Tile& ti
 
 // One warp walks the tiles together and waits for its first lane, which issues the copies. Not an elected lane: the ring's
 // position is that lane's alone, and the compiler may repeat an election.
-DEVICE void produce(const GemmParams& p, Shared& shared, Walk walk, uint32_t rank) {
+DEVICE void produce(const GemmParams& p, Shared& shared) {
+    const uint32_t rank = cluster_rank();
+    Walk walk(shared.table, p.index, p.num_experts, p.m, p.n, rank);
     uint32_t stage = 0, phase = 0;
     sched::Tile tile;
     while (walk.next(tile)) {
@@ -124,129 +152,230 @@ DEVICE void produce(const GemmParams& p, Shared& shared, Walk walk, uint32_t ran
     }
 }
 
+// A second warp brings the weights' scales, a few floats a stage that TMA is too coarse for: it reads them a warp's worth at a
+// time and a warp's worth ahead, and fills each stage's as the first warp does.
+DEVICE void produce_scales(const GemmParams& p, Shared& shared) {
+    const uint32_t rank = cluster_rank();
+    Walk walk(shared.table, p.index, p.num_experts, p.m, p.n, rank);
+    const KRange range(p, rank);
+    const int num_k_blocks = p.k / kBlockK, scale_rows = ceil_div(p.n, kBlockK);
+    uint32_t stage = 0, phase = 0;
+    sched::Tile tile;
+    while (walk.next(tile)) {
+        const float* rows[kScaleBlocks];
+        float held[kScaleBlocks], ahead[kScaleBlocks];
+        auto load = [&](float (&values)[kScaleBlocks], int block) {
+#pragma unroll
+            for (int i = 0; i < kScaleBlocks; ++i) values[i] = __ldg(rows[i] + min(block + lane_index(), range.end - 1));
+        };
+#pragma unroll
+        for (int i = 0; i < kScaleBlocks; ++i) {
+            const int row = tile.expert * scale_rows + min(tile.n / kBlockK + i, scale_rows - 1);
+            rows[i] = p.b_scale + static_cast<int64_t>(row) * num_k_blocks;
+        }
+        load(ahead, range.begin);
+        for (int block = range.begin; block < range.end; ++block) {
+            const int lane = (block - range.begin) % kWarp;
+            if (lane == 0) {
+#pragma unroll
+                for (int i = 0; i < kScaleBlocks; ++i) held[i] = ahead[i];
+                load(ahead, block + kWarp);
+            }
+            ptx::barrier_wait(&shared.empty[stage], phase ^ 1);
+            if (lane_index() == lane) {
+#pragma unroll
+                for (int i = 0; i < kScaleBlocks; ++i) shared.weight_scales[stage][i] = held[i];
+                ptx::barrier_arrive(&shared.full[stage]);
+            }
+            if (++stage == kStages) stage = 0, phase ^= 1;
+        }
+    }
+}
+
 // Tells every producer that writes to this stage that this warp has read it.
 DEVICE void release_stage(Shared& shared, uint32_t stage) {
     __syncwarp();
-    if constexpr (kCluster == 1) {
+    if constexpr (!kShareWeights && !kShareTokens) {
         if (lane_index() == 0) ptx::barrier_arrive(&shared.empty[stage]);
     } else {
         if (lane_index() < kCluster) ptx::barrier_arrive_cluster(&shared.empty[stage], lane_index());
     }
 }
 
-// Starts the multiplication of one wave over 128 of K, as one commit group.
-DEVICE void multiply(Fragments::Sum& partial, const Shared& shared, uint32_t stage, int warpgroup, int wave) {
-    const uint8_t* weights = shared.weights[stage];
-    const uint8_t* tokens = shared.tokens[stage];
-    const uint64_t a = ptx::wgmma_descriptor<kBlockK>(Fragments::m_operand(weights, tokens, warpgroup, wave));
-    const uint64_t b = ptx::wgmma_descriptor<kBlockK>(Fragments::n_operand(weights, tokens, wave));
-    ptx::wgmma_pin(partial);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int bytes = 0; bytes < kBlockK; bytes += 32) {
-        ptx::Wgmma<Fragments::kColumns>::mma(partial, ptx::advance_descriptor(a, bytes),
-                                             ptx::advance_descriptor(b, bytes), bytes > 0);
-    }
-    ptx::wgmma_commit();
-    ptx::wgmma_pin(partial);
-}
-
-// One row of weight scales, read a warp at a time (a lane holds every 32nd block) and a warp's worth ahead: a load for each
-// block would put an L2 round trip between two promotions. Holds no pointer: registers are short in the largest tile.
-class WeightScales {
+// The sum of one tile over this CTA's part of K: `num_blocks` > 0 stages.
+class Accumulator {
    public:
-    DEVICE void start(const GemmParams& p, int row) {
-        first_ = row * (p.k / kBlockK);
-        held_ = load(p, 0);
-        ahead_ = load(p, kWarp);
-    }
-    // Blocks are asked for in order.
-    DEVICE float at(const GemmParams& p, int block) {
-        if (block % kWarp == 0 && block > 0) held_ = ahead_, ahead_ = load(p, block + kWarp);
-        return __shfl_sync(0xffffffffu, held_, block % kWarp);
-    }
+    DEVICE Accumulator(Shared& shared, int warpgroup) : shared_(shared), warpgroup_(warpgroup) {}
 
-   private:
-    DEVICE float load(const GemmParams& p, int block) const {
-        return __ldg(p.b_scale + first_ + min(block + lane_index(), p.k / kBlockK - 1));
-    }
-    int first_;
-    float held_, ahead_;
-};
-
-DEVICE void consume(const GemmParams& p, Shared& shared, Walk walk, int warpgroup) {
-    const int num_k_blocks = p.k / kBlockK;
-    const int scale_rows = ceil_div(p.n, kBlockK);
-    uint32_t stage = 0, phase = 0;
-    sched::Tile tile;
-    while (walk.next(tile)) {
-        WeightScales weight_scales[kWaves];
-        Fragments::Sum sum[kWaves];
+    DEVICE void run(int num_blocks, Fragments::Sum (&sum)[kWaves]) {
 #pragma unroll
         for (int wave = 0; wave < kWaves; ++wave) {
-            const int row = min((tile.n + Fragments::weight_row(warpgroup, wave)) / kBlockK, scale_rows - 1);
-            weight_scales[wave].start(p, tile.expert * scale_rows + row);
 #pragma unroll
             for (int i = 0; i < Fragments::kColumns / 2; ++i) sum[wave][i] = 0.0f;
         }
-
         if constexpr (kWaves == 1) {
-            // One block is promoted while the next is multiplied into the other partial sum.
-            Fragments::Sum partial[2];
-            ptx::barrier_wait(&shared.full[stage], phase);
-            multiply(partial[0], shared, stage, warpgroup, 0);
-            auto promote = [&](Fragments::Sum& done, int block) {
-                Fragments::promote(sum[0], done, shared.token_scales[stage], weight_scales[0].at(p, block), warpgroup);
-                release_stage(shared, stage);
-                if (++stage == kStages) stage = 0, phase ^= 1;
-            };
-            auto step = [&](Fragments::Sum& done, Fragments::Sum& next, int block) {
-                const bool wraps = stage + 1 == kStages;
-                const uint32_t next_stage = wraps ? 0 : stage + 1;
-                ptx::barrier_wait(&shared.full[next_stage], phase ^ wraps);
-                multiply(next, shared, next_stage, warpgroup, 0);
-                ptx::wgmma_wait<1>();
-                promote(done, block);
-            };
-            int block = 0;
-            for (; block + 2 < num_k_blocks; block += 2) {
-                step(partial[0], partial[1], block);
-                step(partial[1], partial[0], block + 1);
-            }
-            if (block + 1 < num_k_blocks) {
-                step(partial[0], partial[1], block);
-                ptx::wgmma_wait<0>();
-                promote(partial[1], block + 1);
-            } else {
-                ptx::wgmma_wait<0>();
-                promote(partial[0], block);
-            }
+            run_block_by_block(num_blocks, sum[0]);
         } else {
-            // Two waves leave no registers for a second partial sum: one warpgroup promotes while the other multiplies.
-            for (int block = 0; block < num_k_blocks; ++block) {
-                ptx::barrier_wait(&shared.full[stage], phase);
-#pragma unroll
-                for (int wave = 0; wave < kWaves; ++wave) {
-                    const float weight_scale = weight_scales[wave].at(p, block);
-                    Fragments::Sum partial;
-                    multiply(partial, shared, stage, warpgroup, wave);
-                    ptx::wgmma_wait<0>();
-                    Fragments::promote(sum[wave], partial, shared.token_scales[stage], weight_scale, warpgroup);
-                }
-                release_stage(shared, stage);
-                if (++stage == kStages) stage = 0, phase ^= 1;
-            }
+            run_wave_by_wave(num_blocks, sum);
         }
+    }
 
-        // Spelled out and not a loop: the compiler leaves one this long rolled, which would put `sum` into local memory.
-        auto store_wave = [&](const Fragments::Sum& wave_sum, int wave) {
+   private:
+    using Sum = Fragments::Sum;
+    using Ring = sched::RingCursor<kStages>;
+
+    // One fragment. A block is promoted while the next is multiplied into the other of two partial sums.
+    DEVICE void run_block_by_block(int num_blocks, Sum& sum) {
+        Sum partial[2];
+        multiply(partial[0], ring_);
+        auto step = [&](Sum& done, Sum& next) {
+            Ring ahead = ring_;
+            ahead.step();
+            multiply(next, ahead);
+            promote<1>(sum, done);
+        };
+        int block = 0;
+        for (; block + 2 < num_blocks; block += 2) {
+            step(partial[0], partial[1]);
+            step(partial[1], partial[0]);
+        }
+        if (block + 1 < num_blocks) {
+            step(partial[0], partial[1]);
+            promote<0>(sum, partial[1]);
+        } else {
+            promote<0>(sum, partial[0]);
+        }
+    }
+
+    DEVICE void multiply(Sum& partial, const Ring& ring) {
+        ptx::barrier_wait(&shared_.full[ring.slot], ring.phase);
+        const uint8_t* weights = shared_.weights[ring.slot];
+        const uint8_t* tokens = shared_.tokens[ring.slot];
+        const uint64_t a = ptx::wgmma_descriptor<kBlockK>(Fragments::m_operand(weights, tokens, warpgroup_));
+        const uint64_t b = ptx::wgmma_descriptor<kBlockK>(Fragments::n_operand(weights, tokens));
+        ptx::wgmma_pin(partial);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int bytes = 0; bytes < kBlockK; bytes += 32) {
+            ptx::Wgmma<Fragments::kColumns>::mma(partial, ptx::advance_descriptor(a, bytes),
+                                                 ptx::advance_descriptor(b, bytes), bytes > 0);
+        }
+        ptx::wgmma_commit();
+        ptx::wgmma_pin(partial);
+    }
+
+    // The oldest block in flight; kPending younger ones stay there.
+    template <int kPending>
+    DEVICE void promote(Sum& sum, const Sum& partial) {
+        const Fragments::Scales scales = scales_of(0);
+        ptx::wgmma_wait<kPending>();
+        Fragments::promote(sum, partial, scales);
+        release_stage(shared_, ring_.slot);
+        ring_.step();
+    }
+
+    // Several fragments, which leave no registers for a second partial sum: one warpgroup promotes while the other
+    // multiplies. They share the tokens, which are the A operand, in registers, so that shared memory is read once for them.
+    DEVICE void run_wave_by_wave(int num_blocks, Sum (&sum)[kWaves]) {
+        mma::TokenRegisters tokens;
+        for (int left = num_blocks; left > 0; --left) {
+            ptx::barrier_wait(&shared_.full[ring_.slot], ring_.phase);
+            tokens.load(&shared_.tokens[ring_.slot][warpgroup_ * 64 * kBlockK]);
+#pragma unroll
+            for (int wave = 0; wave < kWaves; ++wave) {
+                Sum partial;
+                multiply(partial, tokens, wave);
+                const Fragments::Scales scales = scales_of(wave);
+                ptx::wgmma_wait<0>();
+                if (wave == kWaves - 1) release_stage(shared_, ring_.slot);
+                Fragments::promote(sum[wave], partial, scales);
+            }
+            ring_.step();
+        }
+    }
+
+    DEVICE void multiply(Sum& partial, const mma::TokenRegisters& tokens, int wave) {
+        const uint64_t weights = ptx::wgmma_descriptor<kBlockK>(
+            &shared_.weights[ring_.slot][Fragments::weight_row(warpgroup_, wave) * kBlockK]);
+        ptx::wgmma_pin(partial);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kBlockK / 32; ++i) {
+            ptx::Wgmma<Fragments::kColumns>::mma(partial, tokens.k32[i], ptx::advance_descriptor(weights, i * 32), i > 0);
+        }
+        ptx::wgmma_commit();
+        ptx::wgmma_pin(partial);
+    }
+
+    DEVICE Fragments::Scales scales_of(int wave) const {
+        return Fragments::Scales(shared_.token_scales[ring_.slot],
+                                 shared_.weight_scales[ring_.slot][Fragments::weight_row(warpgroup_, wave) / kBlockK],
+                                 warpgroup_);
+    }
+
+    Shared& shared_;
+    int warpgroup_;
+    Ring ring_;
+};
+
+// Adds the parts of the cluster's CTAs. Column groups (8 tokens each) are dealt to the ranks; on return `sum` holds the
+// whole sum for the tokens [begin, end), which are narrowed to this rank's.
+DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, uint32_t rank, uint32_t phase, int& begin,
+                      int& end) {
+    constexpr int kGroups = Fragments::kColumns / 8;
+    float4* mine = shared.parts[warpgroup] + mma::warpgroup_thread();
+    ptx::barrier_wait(&shared.parts_free, phase ^ 1);
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+        mine[j * kWarpgroup] = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
+    }
+    __syncwarp();
+    if (lane_index() < kCluster) ptx::barrier_arrive_cluster_release(&shared.parts_full, lane_index());
+    ptx::barrier_wait_cluster(&shared.parts_full, phase);
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+        if (j * kCluster / kGroups != static_cast<int>(rank)) continue;
+        float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int peer = 0; peer < kCluster; ++peer) {
+            const float4 part = ptx::load_cluster(mine + j * kWarpgroup, peer);
+            total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+        }
+        sum[4 * j] = total.x, sum[4 * j + 1] = total.y, sum[4 * j + 2] = total.z, sum[4 * j + 3] = total.w;
+    }
+    __syncwarp();
+    if (lane_index() < kCluster) ptx::barrier_arrive_cluster(&shared.parts_free, lane_index());
+    begin = max(begin, ceil_div(static_cast<int>(rank) * kGroups, kCluster) * 8);
+    end = min(end, ceil_div(static_cast<int>(rank + 1) * kGroups, kCluster) * 8);
+}
+
+DEVICE void consume(const GemmParams& p, Shared& shared, int math_warp) {
+    const int warpgroup = math_warp / 4;
+    const uint32_t rank = cluster_rank();
+    Walk walk(shared.table, p.index, p.num_experts, p.m, p.n, rank);
+    const KRange range(p, rank);
+    Accumulator accumulator(shared, warpgroup);
+    uint32_t parts_phase = 0;
+    sched::Tile tile;
+    while (walk.next(tile)) {
+        if (lane_index() == 0) shared.tiles[math_warp] = tile;
+        Fragments::Sum sum[kWaves];
+        accumulator.run(range.end - range.begin, sum);
+        __syncwarp();
+        tile = shared.tiles[math_warp];
+        if constexpr (kSplitK) {
+            add_parts(shared, sum[0], warpgroup, rank, parts_phase, tile.begin_row, tile.end_row);
+            parts_phase ^= 1;
+        }
+        // Called for each wave and not a loop: the compiler leaves one this long rolled, and `sum` would go to local memory.
+        auto store = [&](const Fragments::Sum& wave_sum, int wave) {
             const int n = tile.n + Fragments::weight_row(warpgroup, wave);
             Out* out = static_cast<Out*>(p.out) + tile.row * p.out_stride + n;
             Fragments::store(wave_sum, out, p.out_stride, tile.begin_row, tile.end_row, p.n - n,
                              shared.staging[warpgroup], warpgroup);
         };
-        store_wave(sum[0], 0);
-        if constexpr (kWaves > 1) store_wave(sum[1], 1);
+        store(sum[0], 0);
+        if constexpr (kWaves > 1) store(sum[1], 1);
     }
 }
 
@@ -264,9 +393,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
         ptx::prefetch_tensor_map(&p.a_scale);
         ptx::prefetch_tensor_map(&p.b);
         for (int stage = 0; stage < kStages; ++stage) {
-            ptx::barrier_init(&shared.full[stage], 1);
-            ptx::barrier_init(&shared.empty[stage], kMathWarpgroups * 4 * kCluster);
+            ptx::barrier_init(&shared.full[stage], 2);  // a producer each of operands and of weight scales
+            ptx::barrier_init(&shared.empty[stage], kMathWarpgroups * 4 * kClusterM * kClusterN);
         }
+        ptx::barrier_init(&shared.parts_full, kMathWarpgroups * 4 * kCluster);
+        ptx::barrier_init(&shared.parts_free, kMathWarpgroups * 4 * kCluster);
         ptx::fence_barrier_init();
     }
     if constexpr (kLayout != sched::Layout::kDense && kLayout != sched::Layout::kMIndices) {
@@ -274,20 +405,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
             sched::build_segment_table<kLayout, kBlockM * kClusterM>(shared.table, p.index, p.num_experts, p.m);
         }
     }
-    uint32_t rank = 0;
     __syncthreads();
-    if constexpr (kCluster > 1) {
-        rank = ptx::cluster_rank();
-        ptx::cluster_barrier();
-    }
+    if constexpr (kCluster > 1) ptx::cluster_barrier();
 
-    const Walk walk(shared.table, p.index, p.num_experts, p.m, p.n, rank);
     if (warp < 4) {
         ptx::registers_release<40>();
-        if (warp == 0) produce(p, shared, walk, rank);
+        if (warp == 0) produce(p, shared);
+        if (warp == 1) produce_scales(p, shared);
     } else {
         ptx::registers_acquire<232>();
-        consume(p, shared, walk, warp / 4 - 1);
+        consume(p, shared, warp - 4);
     }
 
     // A peer may still copy into this CTA's stages or arrive on its barriers.

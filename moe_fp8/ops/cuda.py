@@ -3,22 +3,25 @@
 Arguments arrive checked, with outputs allocated and activation scales MN-major. Each function packs the
 one struct that its kernel takes (the layouts are those of the `*Params` structs in `moe_fp8/kernels`) and
 launches on the current stream. Nothing here waits for the device, reads device data or allocates.
+
+Given the call's key they remember the launch, and `repeat` makes it again without checks or preparation.
 """
 
 from __future__ import annotations
 
 import struct
-import threading
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_fp8 import heuristics
 from moe_fp8.errors import UnsupportedError
-from moe_fp8.jit.driver import ParamBlock, device_info
+from moe_fp8.jit.driver import LoadedKernel, ParamBlock, device_info
 from moe_fp8.jit.runtime import get_kernel
 from moe_fp8.jit.tensor_map import encode_2d, encode_tiled
+from moe_fp8.ops.keys import Key
 from moe_fp8.problems import (
     GemmLayout,
     GemmProblem,
@@ -40,23 +43,19 @@ _METADATA = struct.Struct("QiiQii")
 _QUANTIZE = struct.Struct("QQQqqii")
 
 
-class _Blocks(threading.local):
-    """Parameter memory of one thread; a launch copies it before it returns."""
+class _Launch(NamedTuple):
+    """A launch in full but for the stream; read-only, so that threads may share it."""
 
-    def __init__(self) -> None:
-        self.gemm = ParamBlock(_padded(_GEMM))
-        self.mqa = ParamBlock(_padded(_MQA))
-        self.paged = ParamBlock(_padded(_PAGED))
-        self.metadata = ParamBlock(_METADATA.size)
-        self.quantize = ParamBlock(_QUANTIZE.size)
+    kernel: LoadedKernel
+    grid: int
+    device: int
+    block: ParamBlock
 
 
-def _padded(layout: struct.Struct) -> int:
-    # Structs that hold tensor maps are 64-byte aligned, and so padded.
-    return -(-layout.size // 64) * 64
-
-
-_blocks = _Blocks()
+_launches: dict[Key, _Launch] = {}
+# Allocators hand out the same addresses again and again; where they do not, launches remembered in vain
+# must not grow without end. One takes about 2.5 KiB.
+_MAX_LAUNCHES = 8192
 
 
 @cache
@@ -70,12 +69,38 @@ def _num_sms(device: int) -> int:
     return info.num_sms
 
 
-def _launch(spec: KernelSpec, grid: int, device: int, block: ParamBlock) -> None:
+def repeat(key: Key) -> bool:
+    """Launch what was launched for a call of this key; False if there was none.
+
+    Such a call has passed the checks: ask before them.
+    """
+    launch = _launches.get(key)
+    if launch is None:
+        return False
+    kernel, grid, device, block = launch
     if device == _current_device():
-        get_kernel(spec).launch(grid, _raw_stream(device), block)
+        kernel.launch(grid, _raw_stream(device), block)
     else:
         with torch.cuda.device(device):
-            get_kernel(spec).launch(grid, _raw_stream(device), block)
+            kernel.launch(grid, _raw_stream(device), block)
+    return True
+
+
+def _launch(spec: KernelSpec, grid: int, device: int, block: ParamBlock, key: Key | None) -> None:
+    if device != _current_device():
+        with torch.cuda.device(device):
+            return _launch(spec, grid, device, block, key)
+    kernel = get_kernel(spec)
+    kernel.launch(grid, _raw_stream(device), block)
+    if key is not None:
+        if len(_launches) >= _MAX_LAUNCHES:
+            _launches.clear()
+        _launches[key] = _Launch(kernel, grid, device, block)
+
+
+def _block(layout: struct.Struct) -> ParamBlock:
+    # Structs that hold tensor maps are 64-byte aligned, and so padded.
+    return ParamBlock(-(-layout.size // 64) * 64)
 
 
 @lru_cache(maxsize=65536)
@@ -99,8 +124,8 @@ def _gemm_plan(
         layout, m, n, k, num_experts, expected_m, "float32" if fp32 else "bfloat16", num_sms
     )
     config = heuristics.gemm_config(problem)
-    share_tokens = config.cluster if config.multicast == "tokens" else 1
-    share_weights = config.cluster if config.multicast == "weights" else 1
+    share_tokens = config.cluster if config.shares == "tokens" else 1
+    share_weights = config.cluster if config.shares == "weights" else 1
     grid = num_sms // config.cluster * config.cluster
     if layout == "dense":
         units = -(-m // (config.block_m * share_weights)) * -(-n // (config.block_n * share_tokens))
@@ -117,6 +142,7 @@ def gemm(
     out: Tensor,
     index: Tensor | None,
     expected_m: int | None,
+    key: Key | None = None,
 ) -> None:
     """Dense and grouped GEMM; a [M,K] or [E,Mmax,K], b [N,K] or [E,N,K], out [..., N]."""
     device = a.get_device()
@@ -128,7 +154,7 @@ def gemm(
         layout, m, n, k, num_experts, expected_m, out.dtype is torch.float32, _num_sms(device)
     )
     batch = num_experts if layout == "masked" else 1
-    block = _blocks.gemm
+    block = _block(_GEMM)
     _GEMM.pack_into(
         block.buffer,
         0,
@@ -146,7 +172,7 @@ def gemm(
         k,
         num_experts,
     )
-    _launch(spec, grid, device, block)
+    _launch(spec, grid, device, block, key)
 
 
 #: Keys of a prefill work item: enough items to spread evenly, few enough that loading queries stays cheap.
@@ -163,6 +189,7 @@ def mqa_logits(
     out: Tensor,
     compressed: bool,
     fill: bool,
+    key: Key | None = None,
 ) -> None:
     """Prefill indexer logits; q [M,H,D], k [N,D], weights [M,H], out [M, N or max_seqlen_k]."""
     device = q.get_device()
@@ -177,7 +204,7 @@ def mqa_logits(
     columns = max(n, width) if compressed else n
     share = -(-columns * query_blocks // (num_sms * _ITEMS_PER_SM * 128)) * 128
     chunk = min(max(share, _MIN_CHUNK), _MAX_CHUNK)
-    block = _blocks.mqa
+    block = _block(_MQA)
     _MQA.pack_into(
         block.buffer,
         0,
@@ -194,17 +221,22 @@ def mqa_logits(
         width,
         chunk,
     )
-    _launch(spec, min(num_sms, query_blocks * -(-columns // chunk)), device, block)
+    _launch(spec, min(num_sms, query_blocks * -(-columns // chunk)), device, block, key)
 
 
 def paged_mqa_logits_metadata(
-    context_lens: Tensor, block_size: int, num_workers: int, next_n: int, out: Tensor
+    context_lens: Tensor,
+    block_size: int,
+    num_workers: int,
+    next_n: int,
+    out: Tensor,
+    key: Key | None = None,
 ) -> None:
     """Schedule of the paged logits; context_lens [B] or [B,next_n], out [num_workers + 1, 2]."""
     device = context_lens.get_device()
     batch = context_lens.shape[0]
     spec = kernel_spec(PagedMqaMetadataProblem(batch, next_n, _num_sms(device)))
-    block = _blocks.metadata
+    block = _block(_METADATA)
     _METADATA.pack_into(
         block.buffer,
         0,
@@ -215,7 +247,7 @@ def paged_mqa_logits_metadata(
         batch,
         num_workers,
     )
-    _launch(spec, 1, device, block)
+    _launch(spec, 1, device, block, key)
 
 
 def paged_mqa_logits(
@@ -226,6 +258,7 @@ def paged_mqa_logits(
     block_table: Tensor,
     metadata: Tensor,
     out: Tensor,
+    key: Key | None = None,
 ) -> None:
     """Decode indexer logits; q [B,next_n,H,D], kv_cache [pages,block,1,D+4], out [B*next_n, width]."""
     device = q.get_device()
@@ -237,7 +270,7 @@ def paged_mqa_logits(
     block_q = heuristics.paged_mqa_config(problem).block_q
     rows = batch * next_n
     cache = kv_cache.data_ptr()
-    block = _blocks.paged
+    block = _block(_PAGED)
     _PAGED.pack_into(
         block.buffer,
         0,
@@ -256,7 +289,7 @@ def paged_mqa_logits(
         batch,
         out.shape[1],
     )
-    _launch(spec, metadata.shape[0] - 1, device, block)
+    _launch(spec, metadata.shape[0] - 1, device, block, key)
 
 
 _IN_DTYPES: dict[torch.dtype, InDtype] = {
@@ -269,13 +302,13 @@ _IN_DTYPES: dict[torch.dtype, InDtype] = {
 _QUANTIZE_ROWS, _QUANTIZE_BLOCKS_PER_SM = 16, 8
 
 
-def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
+def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool, key: Key | None = None) -> None:
     """x [M,K] -> q [M,K] fp8 and scale [M,K/128] MN-major."""
     device = x.get_device()
     num_sms = _num_sms(device)
     m, k = x.shape
     spec = kernel_spec(QuantizeProblem(m, k, _IN_DTYPES[x.dtype], power_of_two, num_sms))
-    block = _blocks.quantize
+    block = _block(_QUANTIZE)
     _QUANTIZE.pack_into(block.buffer, 0, x.data_ptr(), q.data_ptr(), scale.data_ptr(), k, (m + 3) & -4, m, k)
     tiles = -(-m // _QUANTIZE_ROWS) * (k >> 7)
-    _launch(spec, min(tiles, num_sms * _QUANTIZE_BLOCKS_PER_SM), device, block)
+    _launch(spec, min(tiles, num_sms * _QUANTIZE_BLOCKS_PER_SM), device, block, key)

@@ -47,7 +47,7 @@ def mqa_logits_fp8(
         if columns < 0:
             raise ArgumentError("mqa_logits_fp8", "max_seqlen_k", "at least 0", max_seqlen_k)
         out = torch.empty((q.shape[0], columns), dtype=torch.float32, device=q.device)
-    elif max_seqlen_k is not None and out.shape[-1:] != (max_seqlen_k,):
+    elif max_seqlen_k is not None and (out.dim() == 0 or out.shape[-1] != max_seqlen_k):
         raise ArgumentError(
             "mqa_logits_fp8", "out", f"{max_seqlen_k} columns (max_seqlen_k)", list(out.shape)
         )
@@ -111,7 +111,7 @@ def paged_mqa_logits_fp8(
         if max_context_len < 0:
             raise ArgumentError("paged_mqa_logits_fp8", "max_context_len", "at least 0", max_context_len)
         out = torch.empty((q.shape[0] * q.shape[1], max_context_len), dtype=torch.float32, device=q.device)
-    elif out.shape[-1:] != (max_context_len,):
+    elif out.dim() == 0 or out.shape[-1] != max_context_len:
         raise ArgumentError(
             "paged_mqa_logits_fp8", "out", f"{max_context_len} columns (max_context_len)", list(out.shape)
         )

@@ -32,7 +32,7 @@ def quantize_fp8(x: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tens
     if x.dim() != 2:
         checks.rank("quantize_fp8", "x", x, "[M, K]", 2)
     m, k = x.shape
-    q = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=x.device)
+    q = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scale = empty_mn_major(m, k // 128, x)
     schemas.quantize_fp8(x, q, scale, power_of_two)
     return q, scale

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_fp8.ops import checks, contracts, reference, scales
+from moe_fp8.ops import checks, contracts, keys, reference, scales
 
 _DEFINITIONS = (
     "quantize_fp8(Tensor x, Tensor(a!) q, Tensor(b!) scale, bool power_of_two) -> ()",
@@ -48,13 +48,16 @@ def _cuda() -> ModuleType:
 
 
 def _quantize_fp8(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
+    key = keys.quantize(x, q, scale, power_of_two) if x.is_cuda else None
+    if key is not None and _cuda().repeat(key):
+        return
     checks.quantize(x, q, scale)
     if x.shape[0] == 0:
         return
     if not x.is_cuda:
         reference.quantize(x, q, scale, power_of_two)
     elif scales.is_mn_major(scale):
-        _cuda().quantize(x, q, scale, power_of_two)
+        _cuda().quantize(x, q, scale, power_of_two, key)
     else:
         # torch's functionalisation may replace an output by a clone, which drops the padding of its stride.
         padded = scales.empty_mn_major(scale.shape[0], scale.shape[1], scale)
@@ -63,13 +66,16 @@ def _quantize_fp8(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> No
 
 
 def _gemm_fp8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> None:
-    a_scale = checks.gemm(a, a_scale, b, b_scale, out)
+    key = keys.gemm("dense", a, a_scale, b, b_scale, out, None, None) if a.is_cuda else None
+    if key is not None and _cuda().repeat(key):
+        return
+    mn_major = checks.gemm(a, a_scale, b, b_scale, out)
     if out.numel() == 0:
         return
     if a.is_cuda:
-        _cuda().gemm("dense", a, a_scale, b, b_scale, out, None, None)
+        _cuda().gemm("dense", a, mn_major, b, b_scale, out, None, None, key if mn_major is a_scale else None)
     else:
-        reference.gemm(a, a_scale, b, b_scale, out)
+        reference.gemm(a, mn_major, b, b_scale, out)
 
 
 def _grouped_gemm_fp8_contiguous(
@@ -82,15 +88,22 @@ def _grouped_gemm_fp8_contiguous(
     expected_m: int | None,
     out: Tensor,
 ) -> None:
-    a_scale = checks.gemm_contiguous(layout, a, a_scale, b, b_scale, index, out)
+    key = None
+    if a.is_cuda and not contracts.enabled(a):
+        key = keys.gemm(layout, a, a_scale, b, b_scale, out, index, expected_m)
+        if _cuda().repeat(key):
+            return
+    mn_major = checks.gemm_contiguous(layout, a, a_scale, b, b_scale, index, out)
     if contracts.enabled(a):
         contracts.contiguous_layout(layout, index, a.shape[0], b.shape[0])
     if out.numel() == 0 or b.shape[0] == 0:
         return
     if a.is_cuda:
-        _cuda().gemm(layout, a, a_scale, b, b_scale, out, index, expected_m)
+        _cuda().gemm(
+            layout, a, mn_major, b, b_scale, out, index, expected_m, key if mn_major is a_scale else None
+        )
     else:
-        reference.gemm_contiguous(layout, a, a_scale, b, b_scale, index, out)
+        reference.gemm_contiguous(layout, a, mn_major, b, b_scale, index, out)
 
 
 def _grouped_gemm_fp8_masked(
@@ -102,15 +115,22 @@ def _grouped_gemm_fp8_masked(
     expected_m: int | None,
     out: Tensor,
 ) -> None:
-    a_scale = checks.gemm_masked(a, a_scale, b, b_scale, masked_m, out)
+    key = None
+    if a.is_cuda and not contracts.enabled(a):
+        key = keys.gemm("masked", a, a_scale, b, b_scale, out, masked_m, expected_m)
+        if _cuda().repeat(key):
+            return
+    mn_major = checks.gemm_masked(a, a_scale, b, b_scale, masked_m, out)
     if contracts.enabled(a):
         contracts.masked_m(masked_m, a.shape[1])
     if out.numel() == 0:
         return
     if a.is_cuda:
-        _cuda().gemm("masked", a, a_scale, b, b_scale, out, masked_m, expected_m)
+        _cuda().gemm(
+            "masked", a, mn_major, b, b_scale, out, masked_m, expected_m, key if mn_major is a_scale else None
+        )
     else:
-        reference.gemm_masked(a, a_scale, b, b_scale, masked_m, out)
+        reference.gemm_masked(a, mn_major, b, b_scale, masked_m, out)
 
 
 def _mqa_logits_fp8(
@@ -124,6 +144,11 @@ def _mqa_logits_fp8(
     fill: bool,
     out: Tensor,
 ) -> None:
+    key = None
+    if q.is_cuda and not contracts.enabled(q):
+        key = keys.mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed, fill)
+        if _cuda().repeat(key):
+            return
     checks.mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed)
     if contracts.enabled(q):
         contracts.query_ranges(ks, ke, k.shape[0], out.shape[1])
@@ -133,17 +158,22 @@ def _mqa_logits_fp8(
         if fill:
             out.fill_(float("-inf"))
     elif q.is_cuda:
-        _cuda().mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed, fill)
+        _cuda().mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed, fill, key)
     else:
         reference.mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed, fill)
 
 
 def _paged_mqa_logits_metadata(context_lens: Tensor, block_size: int, next_n: int, out: Tensor) -> None:
+    key = None
+    if context_lens.is_cuda:
+        key = keys.paged_mqa_logits_metadata(context_lens, block_size, next_n, out)
+        if _cuda().repeat(key):
+            return
     checks.paged_mqa_logits_metadata(context_lens, block_size, next_n, out)
     if context_lens.shape[0] == 0:
         out.zero_()
     elif context_lens.is_cuda:
-        _cuda().paged_mqa_logits_metadata(context_lens, block_size, out.shape[0] - 1, next_n, out)
+        _cuda().paged_mqa_logits_metadata(context_lens, block_size, out.shape[0] - 1, next_n, out, key)
     else:
         reference.paged_mqa_logits_metadata(context_lens, out.shape[0] - 1, next_n, out)
 
@@ -157,6 +187,11 @@ def _paged_mqa_logits_fp8(
     metadata: Tensor,
     out: Tensor,
 ) -> None:
+    key = None
+    if q.is_cuda and not contracts.enabled(q):
+        key = keys.paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, metadata, out)
+        if _cuda().repeat(key):
+            return
     checks.paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, metadata, out)
     if contracts.enabled(q):
         contracts.paged_contexts(
@@ -165,7 +200,7 @@ def _paged_mqa_logits_fp8(
     if out.numel() == 0 or kv_cache.shape[0] == 0 or block_table.shape[1] == 0:
         return
     if q.is_cuda:
-        _cuda().paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, metadata, out)
+        _cuda().paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, metadata, out, key)
     else:
         reference.paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, out)
 

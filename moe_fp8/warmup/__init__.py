@@ -5,7 +5,7 @@ Nothing here imports torch, allocates a tensor or launches a kernel; planning an
 
 from __future__ import annotations
 
-from moe_fp8.warmup.model import ModelDescription, describe, load_model
+from moe_fp8.warmup.model import ModelDescription, describe, load_model, read_config
 from moe_fp8.warmup.planner import Plan, PlanOptions, PlanRow, plan
 from moe_fp8.warmup.run import build_plan, load_plan, missing_kernels
 from moe_fp8.warmup.shapes import GemmShape, Parallelism, gemm_shapes
@@ -24,4 +24,5 @@ __all__ = [
     "load_plan",
     "missing_kernels",
     "plan",
+    "read_config",
 ]

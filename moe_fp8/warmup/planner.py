@@ -1,16 +1,16 @@
 """Every kernel that a model can launch, computed by asking the selector that the ops ask.
 
-The plan is a set that is computed, not sampled: `specs.kernel_spec` is a pure function of a problem,
-and the planner hands it every kind of problem that an op derives from a call of the model. Where rows
-are many the planner relies on two properties of the selector that `tests/cpu/test_warmup_plan.py`
-checks: `m` and `expected_m` of a grouped GEMM act only through the rows that an expert is expected to
-have, and above `_EVERY_ROW` rows act only through whole 128-row tiles.
+The plan is a set that is computed, not sampled: `specs.kernel_spec` is a pure function of a problem, and
+the planner hands it every problem that an op can derive from a call of the model. `moe_fp8.problems`
+keeps those few enough to try them all: a problem holds its rows as `selection_rows` reduces them. Nothing
+is assumed about what the selector does with a problem.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from typing import Any
 
 from moe_fp8.errors import ConfigError
@@ -25,14 +25,12 @@ from moe_fp8.problems import (
     PagedMqaMetadataProblem,
     Problem,
     QuantizeProblem,
+    selection_extent,
+    selection_rows,
 )
 from moe_fp8.specs import KernelSpec, kernel_spec
 from moe_fp8.warmup.model import ModelDescription
 from moe_fp8.warmup.shapes import GemmShape, Parallelism, gemm_shapes, local_experts
-
-#: Up to here every row count is tried on its own; above, the first of each run between tile boundaries.
-_EVERY_ROW = 1024
-_ROW_TILE = 128
 
 _CONTIGUOUS: tuple[GemmLayout, ...] = ("m_indices", "psum", "offsets")
 
@@ -41,7 +39,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a server will ask of the model.
+    """What a server will ask of the model, with bf16 outputs and activations of the model's dtype.
 
     `max_tokens`: tokens of one forward pass. `max_batch`: requests decoded together, each with 1 to
     `next_n` tokens. `num_sms`: what the ops will see as the number of SMs. `block_size`: tokens of a
@@ -164,6 +162,7 @@ class _Bounds:
     """Most rows of each kind of buffer on one rank."""
 
     dense: int
+    context: int
     contiguous: int
     masked: int
 
@@ -175,68 +174,69 @@ class _Bounds:
         padding = local_experts(model, parallelism) * (SEGMENT_ALIGNMENT - 1)
         contiguous = dense * parallelism.dp * model.experts_per_token + padding
         masked = options.masked_rows or _round_up(decode * parallelism.dp, SEGMENT_ALIGNMENT)
-        return cls(dense, _round_up(contiguous, SEGMENT_ALIGNMENT), masked)
+        context = max(dense, model.max_positions)
+        return cls(dense, context, _round_up(contiguous, SEGMENT_ALIGNMENT), masked)
 
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _row_runs(limit: int) -> Iterator[tuple[int, int]]:
-    """Runs (first, last) of 1..limit over which neither floor nor ceiling of rows / 128 changes;
-    single rows up to `_EVERY_ROW`."""
-    for row in range(1, min(limit, _EVERY_ROW) + 1):
-        yield row, row
-    for tile in range(_EVERY_ROW, limit, _ROW_TILE):
-        last = tile + _ROW_TILE
-        yield tile + 1, min(last - 1, limit)
-        if last <= limit:
-            yield last, last
+def _runs(limit: int, reduced: Callable[[int], int]) -> Iterator[tuple[int, int]]:
+    """The runs (first, last) of 1..limit that `reduced`, which rounds up, makes one number."""
+    first = 1
+    while first <= limit:
+        last = reduced(first)
+        yield first, min(last, limit)
+        first = last + 1
 
 
-def _sweep(limit: int, problem_at: Callable[[int], Problem]) -> dict[KernelSpec, list[tuple[int, int]]]:
-    """The kernels over 1..limit rows, each with its ranges of rows."""
+def _sweep(
+    runs: Iterable[tuple[int, int]], problems_at: Callable[[int], Iterable[Problem]]
+) -> Iterator[tuple[KernelSpec, Ranges]]:
+    """The kernels over `runs` of rows, each with its ranges of rows."""
     found: dict[KernelSpec, list[tuple[int, int]]] = {}
-    previous: KernelSpec | None = None
-    for first, last in _row_runs(limit):
-        spec = kernel_spec(problem_at(first))
-        ranges = found.setdefault(spec, [])
-        if spec == previous:
-            ranges[-1] = (ranges[-1][0], last)
-        else:
-            ranges.append((first, last))
-        previous = spec
-    return found
+    for first, last in runs:
+        for spec in {kernel_spec(problem): None for problem in problems_at(first)}:
+            ranges = found.setdefault(spec, [])
+            if ranges and ranges[-1][1] + 1 == first:
+                ranges[-1] = (ranges[-1][0], last)
+            else:
+                ranges.append((first, last))
+    for spec, ranges in found.items():
+        yield spec, tuple(ranges)
 
 
-def _merge_shapes(shapes: Iterable[GemmShape]) -> dict[tuple[int, int, int | None], tuple[str, ...]]:
-    """Names by (N, K, experts): equal weights are one problem."""
-    names: dict[tuple[int, int, int | None], list[str]] = {}
+def _merge_shapes(shapes: Iterable[GemmShape]) -> dict[tuple[int, int, int | None], list[GemmShape]]:
+    """Shapes by (N, K, experts): equal weights are one problem."""
+    merged: dict[tuple[int, int, int | None], list[GemmShape]] = {}
     for shape in shapes:
-        names.setdefault((shape.n, shape.k, shape.num_experts), []).append(shape.what)
-    return {key: tuple(dict.fromkeys(value)) for key, value in names.items()}
+        merged.setdefault((shape.n, shape.k, shape.num_experts), []).append(shape)
+    return merged
 
 
 def _gemm_rows(shapes: Iterable[GemmShape], bounds: _Bounds, options: PlanOptions) -> Iterator[PlanRow]:
-    for (n, k, experts), what in _merge_shapes(shapes).items():
+    for (n, k, experts), same in _merge_shapes(shapes).items():
+        what = tuple(dict.fromkeys(shape.what for shape in same))
         if experts is None:
-            uses: list[tuple[str, GemmLayout, int]] = [("gemm_fp8", "dense", bounds.dense)]
+            most = bounds.context if any(shape.whole_context for shape in same) else bounds.dense
+            uses: list[tuple[str, GemmLayout, int]] = [("gemm_fp8", "dense", most)]
         else:
             uses = [("grouped_gemm_fp8_contiguous", layout, bounds.contiguous) for layout in _CONTIGUOUS]
             uses.append(("grouped_gemm_fp8_masked", "masked", bounds.masked))
         for op, layout, limit in uses:
-            found = _sweep(limit, _gemm_problem(layout, limit, n, k, experts, options.num_sms))
-            for spec, ranges in found.items():
-                yield PlanRow(op, what, layout, n, k, experts, tuple(ranges), spec)
+            problems_at = _gemm_problems(layout, limit, n, k, experts, options.num_sms)
+            for spec, ranges in _sweep(_runs(limit, selection_rows), problems_at):
+                yield PlanRow(op, what, layout, n, k, experts, ranges, spec)
 
 
-def _gemm_problem(
+def _gemm_problems(
     layout: GemmLayout, limit: int, n: int, k: int, experts: int | None, num_sms: int
-) -> Callable[[int], GemmProblem]:
+) -> Callable[[int], Iterable[GemmProblem]]:
     if experts is None:
-        return lambda rows: GemmProblem(layout, rows, n, k, num_sms=num_sms)
+        return lambda rows: (GemmProblem(layout, rows, n, k, num_sms=num_sms),)
     # A hint reaches every row count that a buffer can hold; without one the expectation is among them.
-    return lambda rows: GemmProblem(layout, limit, n, k, experts, rows, num_sms=num_sms)
+    return lambda rows: (GemmProblem(layout, limit, n, k, experts, rows, num_sms=num_sms),)
 
 
 def _quantize_rows(
@@ -250,13 +250,14 @@ def _quantize_rows(
         inputs.setdefault(model.indexer.head_dim, []).append("indexer.q, indexer.k")
     experts = max((shape.num_experts or 1 for shape in shapes), default=1)
     heads = 1 if model.indexer is None else model.indexer.num_heads
-    most = max(bounds.contiguous, bounds.masked * experts, bounds.dense * heads)
-    for k, what in inputs.items():
-        for power_of_two in (False, True):
-            # How many rows there are decides the grid only.
-            spec = kernel_spec(QuantizeProblem(most, k, model.dtype, power_of_two, options.num_sms))
-            names = tuple(dict.fromkeys(what))
-            yield PlanRow("quantize_fp8", names, None, None, k, None, ((1, most),), spec)
+    most = max(bounds.contiguous, bounds.masked * experts, bounds.dense * heads, bounds.context)
+    for (k, what), power_of_two in product(inputs.items(), (False, True)):
+
+        def quantize(rows: int, k: int = k, power_of_two: bool = power_of_two) -> Iterable[Problem]:
+            return (QuantizeProblem(rows, k, model.dtype, power_of_two, options.num_sms),)
+
+        for spec, ranges in _sweep(_runs(most, selection_extent), quantize):
+            yield PlanRow("quantize_fp8", tuple(dict.fromkeys(what)), None, None, k, None, ranges, spec)
 
 
 def _indexer_rows(model: ModelDescription, options: PlanOptions) -> Iterator[PlanRow]:
@@ -264,23 +265,28 @@ def _indexer_rows(model: ModelDescription, options: PlanOptions) -> Iterator[Pla
     if indexer is None:
         return
     heads, dim, sms = indexer.num_heads, indexer.head_dim, options.num_sms
-    queries = max(options.max_tokens, options.max_batch * options.next_n)
-    for compressed in (False, True):
-        for fill in (False, True):
-            problem = MqaLogitsProblem(queries, model.max_positions, heads, dim, compressed, fill, sms)
-            what = ("indexer", "compressed" if compressed else "full", *(("fill",) if fill else ()))
-            yield PlanRow(
-                "mqa_logits_fp8", what, None, None, None, None, ((1, queries),), kernel_spec(problem)
-            )
+    most_queries = max(options.max_tokens, options.max_batch * options.next_n)
+    for compressed, fill in product((False, True), repeat=2):
+        what = ("indexer", "compressed" if compressed else "full", *(("fill",) if fill else ()))
+
+        def prefill(
+            queries: int, compressed: bool = compressed, fill: bool = fill
+        ) -> Iterator[MqaLogitsProblem]:
+            for keys, _ in _runs(model.max_positions, selection_extent):
+                yield MqaLogitsProblem(queries, keys, heads, dim, compressed, fill, sms)
+
+        for spec, ranges in _sweep(_runs(most_queries, selection_extent), prefill):
+            yield PlanRow("mqa_logits_fp8", what, None, None, None, None, ranges, spec)
     for next_n in range(1, options.next_n + 1):
         what = ("indexer", f"next_n={next_n}", f"page={options.block_size}")
 
-        def logits(batch: int, next_n: int = next_n) -> Problem:
-            return PagedMqaLogitsProblem(batch, next_n, heads, dim, options.block_size, sms)
+        def logits(batch: int, next_n: int = next_n) -> Iterable[Problem]:
+            return (PagedMqaLogitsProblem(batch, next_n, heads, dim, options.block_size, sms),)
 
-        def metadata(batch: int, next_n: int = next_n) -> Problem:
-            return PagedMqaMetadataProblem(batch, next_n, sms)
+        def metadata(batch: int, next_n: int = next_n) -> Iterable[Problem]:
+            return (PagedMqaMetadataProblem(batch, next_n, sms),)
 
-        for op, problem_at in (("paged_mqa_logits_fp8", logits), ("paged_mqa_logits_metadata", metadata)):
-            for spec, ranges in _sweep(options.max_batch, problem_at).items():
-                yield PlanRow(op, what, None, None, None, None, tuple(ranges), spec)
+        for op, problems_at in (("paged_mqa_logits_fp8", logits), ("paged_mqa_logits_metadata", metadata)):
+            every_batch = ((batch, batch) for batch in range(1, options.max_batch + 1))
+            for spec, ranges in _sweep(every_batch, problems_at):
+                yield PlanRow(op, what, None, None, None, None, ranges, spec)

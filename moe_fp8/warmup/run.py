@@ -9,9 +9,6 @@ from moe_fp8.problems import DEFAULT_NUM_SMS
 from moe_fp8.specs import KernelSpec
 from moe_fp8.warmup.planner import Plan
 
-#: The compute capability that the kernels run on.
-HOPPER = (9, 0)
-
 
 def build_plan(
     plan: Plan, store: KernelStore | None = None, jobs: int | None = None, progress: Progress = None
@@ -48,7 +45,7 @@ def hopper_device() -> driver.DeviceInfo | None:
     if driver.device_count() == 0:
         return None
     info = driver.device_info()
-    return info if info.cc == HOPPER else None
+    return info if info.cc == driver.HOPPER else None
 
 
 def default_num_sms() -> int:

@@ -18,13 +18,16 @@ _TRIED_TP = (1, 2, 4, 8, 16, 32, 64)
 class GemmShape:
     """Weights of one GEMM on one rank: `[n, k]`, or `[num_experts, n, k]` for routed experts.
 
-    `what` is the module's usual name, with fused projections joined by "+".
+    `what` is the module's usual name, with fused projections joined by "+". `whole_context`: its rows may
+    be all tokens of a context and not only those of one pass, as where a chunked prefill projects the
+    latents of the cache up again.
     """
 
     what: str
     n: int
     k: int
     num_experts: int | None = None
+    whole_context: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,10 +109,9 @@ def _attention(model: ModelDescription, tp: int) -> list[GemmShape]:
             GemmShape("q_a+kv_a", attention.q_lora_rank + kv_a, hidden),
             GemmShape("q_b", heads * qk_dim, attention.q_lora_rank),
         ]
+    kv_dim = attention.qk_nope_head_dim + attention.v_head_dim
     shapes += [
-        GemmShape(
-            "kv_b", heads * (attention.qk_nope_head_dim + attention.v_head_dim), attention.kv_lora_rank
-        ),
+        GemmShape("kv_b", heads * kv_dim, attention.kv_lora_rank, whole_context=True),
         GemmShape("o", hidden, heads * attention.v_head_dim),
     ]
     indexer = model.indexer

@@ -1,110 +1,140 @@
-"""Plans and builds as tables for a terminal."""
+"""Plans and builds as tables for a terminal of 100 columns."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from moe_fp8.jit.build import BuildReport
-from moe_fp8.specs import KernelSpec
-from moe_fp8.warmup.planner import Plan, PlanRow, Ranges
+from moe_fp8.specs import GEMM_LAYOUTS, KernelSpec
+from moe_fp8.warmup.planner import Plan, Ranges
 
-#: Columns where stdout is no terminal: a log should not wrap at 80.
-_PLAIN_WIDTH = 160
+#: Columns where stdout is no terminal.
+PLAIN_WIDTH = 100
+
+#: Digits of a key that are shown: enough to tell kernels apart.
+KEY_DIGITS = 12
+
+_LAYOUT_NAMES = {code: name for name, code in GEMM_LAYOUTS.items()}
 
 
 def console() -> Console:
-    """Standard output, wide enough for the tables where it goes to a file."""
-    return Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
+    """Standard output: as wide as its terminal, or `PLAIN_WIDTH` where it goes to a file."""
+    return Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
 
 
-def plan_table(plan: Plan, keys: Mapping[KernelSpec, str] | None) -> Table:
-    """One line for each distinct kernel: what it is, and what it serves."""
+def plan_table(plan: Plan, keys: Mapping[KernelSpec, str] | None) -> Group:
+    """A table for each kernel source, with one line for each distinct kernel and the rows that it serves."""
     options = plan.options
-    table = Table(
-        title=f"{plan.model.name}: {len(plan.specs)} kernels for tp={options.tp} ep={options.ep} "
+    heading = (
+        f"{plan.model.name}: {len(plan.specs)} kernels for tp={options.tp} ep={options.ep} "
         f"max_tokens={options.max_tokens} max_batch={options.max_batch} next_n={options.next_n} "
-        f"num_sms={options.num_sms}",
-        caption="rows: of A for dense, expected of one expert for grouped layouts, else queries or requests",
+        f"num_sms={options.num_sms}\n"
+        "rows: of A if dense, expected of one expert if grouped, else queries or requests"
     )
-    table.add_column("#", justify="right")
-    for heading in ("kernel", "for", "config"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("smem KiB", "cluster", "uses", "rows"):
-        table.add_column(heading, justify="right")
-    table.add_column("key", overflow="fold")
-    for number, spec in enumerate(plan.specs, 1):
-        rows = [row for row in plan.rows if row.spec == spec]
-        table.add_row(
-            str(number),
-            spec.name,
-            _purpose(rows),
-            _config(spec, plan.specs, hidden="LAYOUT"),
-            f"{spec.smem_bytes / 1024:.1f}",
-            str(spec.cluster_size),
-            str(len(rows)),
-            _span([pair for row in rows for pair in row.rows]),
-            "-" if keys is None else keys[spec][:12],
-        )
-    return table
+    numbers = _numbers(plan)
+    served: dict[KernelSpec, list[tuple[int, int]]] = {}
+    for row in plan.rows:
+        served.setdefault(row.spec, []).extend(row.rows)
+
+    def cells(spec: KernelSpec) -> tuple[str, ...]:
+        key = "-" if keys is None else keys[spec][:KEY_DIGITS]
+        return str(numbers[spec]), _span(served[spec]), key
+
+    return _kernel_tables(heading, plan.specs, ("#", "rows", "key"), cells)
 
 
 def rows_table(plan: Plan) -> Table:
-    """One line for each use of a kernel: module, shape, layout and the rows that it serves."""
-    numbers = {spec: number for number, spec in enumerate(plan.specs, 1)}
-    table = Table(title=f"{plan.model.name}: {len(plan.rows)} uses")
-    for heading in ("op", "what", "layout"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("N", "K", "experts", "rows", "kernel #"):
-        table.add_column(heading, justify="right")
+    """One line for each use of a kernel: op or layout, shape of the weights, the rows that it serves."""
+    numbers = _numbers(plan)
+    table = _table(f"\n{plan.model.name}: {len(plan.rows)} uses; # is the kernel above")
+    table.add_column("#", justify="right")
+    table.add_column("use", no_wrap=True)
+    table.add_column("experts x N x K", justify="right", no_wrap=True)
+    table.add_column("rows", justify="right", overflow="fold")
+    table.add_column("for", overflow="fold")
     for row in plan.rows:
-        shape = (_number(row.n), _number(row.k), _number(row.num_experts))
+        sizes = [str(size) for size in (row.num_experts, row.n, row.k) if size is not None]
         ranges = ", ".join(_range(*pair) for pair in row.rows)
-        table.add_row(row.op, ", ".join(row.what), row.layout or "", *shape, ranges, str(numbers[row.spec]))
+        use, what = row.layout or row.op, ", ".join(row.what)
+        table.add_row(str(numbers[row.spec]), use, " x ".join(sizes), ranges, what)
     return table
 
 
-def build_table(report: BuildReport) -> Table:
-    """One line for each kernel of a build, with what ptxas reported."""
-    table = Table(title=f"{report.compiled} compiled, {report.cached} already there, {report.seconds:.1f} s")
-    table.add_column("kernel", overflow="fold")
-    table.add_column("config", overflow="fold")
-    for heading in ("registers", "spill bytes", "local bytes", "seconds"):
-        table.add_column(heading, justify="right")
-    table.add_column("key")
-    specs = tuple(row.spec for row in report.rows)
-    for row in report.rows:
-        seconds = "cached" if row.cached else f"{row.seconds:.2f}"
-        numbers = (str(row.registers), str(row.spill_bytes), str(row.local_bytes), seconds)
-        table.add_row(row.spec.name, _config(row.spec, specs), *numbers, row.key[:12])
-    return table
+def build_table(report: BuildReport) -> Group:
+    """A table for each kernel source, with one line for each kernel of the build and what ptxas reported."""
+    rows = {row.spec: row for row in report.rows}
+
+    def cells(spec: KernelSpec) -> tuple[str, ...]:
+        row = rows[spec]
+        time = "cached" if row.cached else f"{row.seconds:.2f} s"
+        numbers = (row.registers, row.spill_bytes, row.local_bytes)
+        return (*map(str, numbers), time, row.key[:KEY_DIGITS])
+
+    heading = f"{report.compiled} compiled, {report.cached} already there, {report.seconds:.1f} s"
+    return _kernel_tables(heading, rows, ("regs", "spill bytes", "local bytes", "time", "key"), cells)
 
 
-def _purpose(rows: list[PlanRow]) -> str:
-    return ", ".join(dict.fromkeys(row.layout or row.op.removesuffix("_fp8") for row in rows))
+def _kernel_tables(
+    heading: str,
+    specs: Collection[KernelSpec],
+    columns: tuple[str, ...],
+    cells: Callable[[KernelSpec], tuple[str, ...]],
+) -> Group:
+    """`specs` by name, each with the macros that tell it from its namesakes, and `cells` in `columns`."""
+    parts: list[RenderableType] = [Text(heading)]
+    for name in dict.fromkeys(spec.name for spec in specs):
+        facts = {spec: _facts(spec) for spec in specs if spec.name == name}
+        names = list(dict.fromkeys(fact for values in facts.values() for fact in values))
+        if len(facts) > 1:
+            names = [fact for fact in names if len({values.get(fact) for values in facts.values()}) > 1]
+        table = _table(f"\n{name}")
+        # Names wrap where they have an underscore.
+        for column in (*(fact.replace("_", " ") for fact in names), *columns):
+            is_text = column in ("layout", "key")
+            # A long heading is folded before a value is cut.
+            justify: JustifyMethod = "left" if is_text else "right"
+            table.add_column(column, justify=justify, no_wrap=is_text, overflow="fold")
+        for spec, values in facts.items():
+            table.add_row(*(values.get(fact, "") for fact in names), *cells(spec))
+        parts.append(table)
+    return Group(*parts)
 
 
-def _config(spec: KernelSpec, specs: tuple[KernelSpec, ...], hidden: str = "") -> str:
-    """The macros by which `spec` differs from others of its name (all if it is alone), less `hidden`."""
-    others = [other for other in specs if other.name == spec.name and other != spec]
-    shown = [
-        (name, value)
-        for name, value in spec.defines
-        if name != hidden and (not others or any(dict(other.defines).get(name) != value for other in others))
-    ]
-    return " ".join(f"{name.lower()}={value}" for name, value in shown)
+def _table(title: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
 
 
-def _span(ranges: list[tuple[int, int]] | Ranges) -> str:
-    return _range(min(first for first, _ in ranges), max(last for _, last in ranges))
+def _facts(spec: KernelSpec) -> dict[str, str]:
+    """What tells `spec` from others of its name; the layout of a GEMM by name."""
+    values = dict(spec.defines)
+    facts = {}
+    if "LAYOUT" in values:
+        facts["layout"] = _LAYOUT_NAMES[values.pop("LAYOUT")]
+    facts |= {name.lower(): str(value) for name, value in values.items()}
+    return {**facts, "cluster_size": str(spec.cluster_size)}
+
+
+def _numbers(plan: Plan) -> dict[KernelSpec, int]:
+    return {spec: number for number, spec in enumerate(plan.specs, 1)}
+
+
+def _span(ranges: Iterable[tuple[int, int]] | Ranges) -> str:
+    firsts, lasts = zip(*ranges, strict=True)
+    return _range(min(firsts), max(lasts))
 
 
 def _range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
-
-
-def _number(value: int | None) -> str:
-    return "" if value is None else str(value)

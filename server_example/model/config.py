@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from moe_fp8.errors import ConfigError
+from moe_fp8.warmup import read_config
 
 FP8_BLOCK = 128
 
@@ -80,9 +80,13 @@ class ModelConfig(BaseModel):
             if getattr(self, name) % FP8_BLOCK:
                 raise ValueError(f"{name} must be a multiple of {FP8_BLOCK}: it is the K of an FP8 GEMM")
         if self.num_attention_heads * self.v_head_dim % FP8_BLOCK:
-            raise ValueError("num_attention_heads * v_head_dim must be a multiple of 128")
-        if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > self.index_head_dim:
-            raise ValueError("qk_rope_head_dim must be even and at most index_head_dim")
+            raise ValueError(f"num_attention_heads * v_head_dim must be a multiple of {FP8_BLOCK}")
+        if self.qk_rope_head_dim not in (64, 128):
+            raise ValueError(
+                "qk_rope_head_dim must be 64 or 128: it ends an FP8 weight and starts an index head"
+            )
+        if self.num_attention_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim) % 64:
+            raise ValueError("num_attention_heads * qk_nope_head_dim must be a multiple of 64")
         return self
 
     @property
@@ -97,18 +101,10 @@ class ModelConfig(BaseModel):
     @classmethod
     def load(cls, folder: Path) -> ModelConfig:
         """Reads `folder/config.json`. Raises `ConfigError` naming the field at fault."""
-        path = folder / "config.json"
-        try:
-            raw = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ConfigError(
-                "model", "a folder with config.json", str(folder), "see server_example.make_demo_model"
-            ) from None
-        except json.JSONDecodeError as error:
-            raise ConfigError("config.json", "valid JSON", str(error)) from None
+        raw = read_config(folder)
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"]) or "config.json"
-            raise ConfigError(field, first["msg"], first["input"] if first["loc"] else str(path)) from None
+            raise ConfigError(field, first["msg"], first["input"] if first["loc"] else str(folder)) from None

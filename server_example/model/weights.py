@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from moe_fp8.errors import ConfigError
 from server_example.model.config import ModelConfig
@@ -23,22 +23,27 @@ class Checkpoint:
         self.device = device
         self._tensors: dict[str, torch.Tensor] = {}
         for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                names = list(file.keys())
-                for name in names:
-                    self._tensors[name] = file.get_tensor(name)
+            try:
+                with safe_open(path, framework="pt") as file:
+                    found = {name: file.get_tensor(name) for name in list(file.keys())}
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(str(path), "a readable safetensors file", str(error)) from error
+            if twice := sorted(found.keys() & self._tensors.keys()):
+                raise ConfigError(twice[0], "one tensor of this name", "another in " + path.name)
+            self._tensors |= found
         if not self._tensors:
             raise ConfigError("model", "a folder with *.safetensors", str(folder))
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The tensor on the CPU, checked. `dtype` None: any, converted to fp32."""
+        """The tensor on the CPU, checked. `dtype` None: bf16, fp16 or fp32, converted to fp32."""
         tensor = self._tensors.pop(name, None)
         if tensor is None:
             raise ConfigError(name, f"a tensor of shape {shape}", None, "the checkpoint lacks it")
-        if tuple(tensor.shape) != shape or dtype not in (None, tensor.dtype):
-            raise ConfigError(
-                name, f"{dtype or 'any dtype'} of shape {shape}", f"{tensor.dtype} {tuple(tensor.shape)}"
-            )
+        # An FP8 tensor without its scale, or an integer one, would load as numbers without meaning.
+        allowed = (torch.bfloat16, torch.float16, torch.float32) if dtype is None else (dtype,)
+        if tuple(tensor.shape) != shape or tensor.dtype not in allowed:
+            names = " or ".join(str(one).removeprefix("torch.") for one in allowed)
+            raise ConfigError(name, f"{names} of shape {shape}", f"{tensor.dtype} {tuple(tensor.shape)}")
         return tensor if dtype else tensor.float()
 
     def full(self, name: str, *shape: int) -> torch.Tensor:

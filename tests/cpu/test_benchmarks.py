@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import moe_fp8
-from benchmarks import compare, gemm, host, inputs, logits
+from benchmarks import compare, cublas, gemm, host, inputs, logits
 from benchmarks.compare import Session
 from benchmarks.results import CLASSES, Ceiling, ResultsFile, Row, device_slug
 from benchmarks.shapes import (
@@ -106,6 +106,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (logits, host):
         monkeypatch.setattr(module, "num_sms", lambda: 4)
     monkeypatch.setattr(gemm, "_MASKED_ROWS", 8)
+    monkeypatch.setattr(gemm, "CUBLAS", [])
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -215,6 +216,72 @@ def test_a_wrong_peer_is_left_out_with_the_reason(
     assert "relative error 1" in row["notes"]["reference left out"]
 
 
+def test_random_shapes_are_rows_of_their_own_set(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gemm, "DENSE", [DenseShape(3, 192, 256)])
+    monkeypatch.setattr(gemm.random_shapes, "DENSE", [DenseShape(5, 64, 128), DenseShape(6, 64, 128)])
+    path = tmp_path / "h200.json"
+
+    def run(commit: str, *sets: str) -> list[tuple[str, str]]:
+        results = ResultsFile(path, {**ENVIRONMENT, "commit": commit})
+        session = Session(results, replays=20, failures=[], sets=sets)
+        gemm.run_dense(session, ReferencePeer(), 1)
+        assert session.failures == []
+        return [(row["shape"].get("set", "listed"), row["commit"]) for row in _rows(path)]
+
+    assert run("a", "random") == [("random", "a")] * 2
+    assert run("b", "listed") == [("listed", "b"), ("random", "a"), ("random", "a")]
+    assert run("c", "listed", "random") == [("listed", "c"), ("random", "c"), ("random", "c")]
+
+
+def test_cublas_is_a_peer_and_a_ceiling(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def block_scaled(
+        a: Tensor, b: Tensor, a_scale: Tensor, a_kind: Any, b_scale: Tensor, b_kind: Any
+    ) -> Tensor:
+        groups = a.shape[1] // 128
+        # What torch 2.11 checks before it calls cuBLASLt.
+        assert a_scale.shape == (a.shape[0], groups) and a_scale.stride() == (1, a.shape[0])
+        padded = -(-groups // 4) * 4
+        assert b_scale.shape == (padded, -(-b.shape[1] // 128)) and b_scale.stride() == (1, padded)
+        assert (a_kind.name, b_kind.name) == ("BlockWise1x128", "BlockWise128x128")
+        return moe_fp8.gemm_fp8(a, a_scale, b.t(), b_scale[:groups].t().contiguous())
+
+    def tensor_scaled(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+        assert options["scale_a"].numel() == options["scale_b"].numel() == 1
+        return (a.float() @ b.float()).bfloat16()
+
+    monkeypatch.setattr(gemm, "DENSE", [DenseShape(3, 192, 256), DenseShape(1, 64, 128)])
+    monkeypatch.setattr(gemm, "CUBLAS", [cublas.scaled_mm, cublas.per_tensor])
+    monkeypatch.setattr(cublas.functional, "scaled_mm", block_scaled)
+    monkeypatch.setattr(torch, "_scaled_mm", tensor_scaled)
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    gemm.run_dense(session, ReferencePeer(), 1)
+    assert session.failures == []
+    for row in _rows(tmp_path / "h200.json"):
+        scaled_mm = next(name for name in row["peers"] if name.startswith("scaled_mm-"))
+        assert row["peers"] == {"reference": 2.0, scaled_mm: 3.0}
+        assert row["ratio"] == 2.0, "the ratio is against the best peer"
+        assert row["notes"]["cublaslt per-tensor us"] == 4.0
+
+
+def test_a_torch_without_scaled_mm_is_recorded(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gemm, "DENSE", [DenseShape(3, 192, 256)])
+    monkeypatch.setattr(gemm, "CUBLAS", [cublas.scaled_mm])
+    monkeypatch.delattr(cublas.functional, "ScalingType")
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    gemm.run_dense(session, ReferencePeer(), 1)
+    assert session.failures == []
+    (row,) = _rows(tmp_path / "h200.json")
+    assert row["peers"] == {"reference": 2.0}
+    (note,) = [text for name, text in row["notes"].items() if name.endswith("left out")]
+    assert "ScalingType" in note
+
+
 def test_classes_merge_and_each_is_of_one_run(tmp_path: Path) -> None:
     path = tmp_path / "h200.json"
     first = ResultsFile(path, ENVIRONMENT)
@@ -249,17 +316,18 @@ def test_device_slug(name: str, slug: str) -> None:
     assert device_slug(name) == slug
 
 
-@pytest.mark.parametrize("skew", ["equal", "spread", "zipf", "routed"])
+@pytest.mark.parametrize("skew", ["equal", "spread", "zipf", "routed", "sparse"])
 def test_counts_keep_the_mean_and_differ_as_named(skew: Any) -> None:
     counts = expert_counts(32, 4, skew)
     assert len(counts) == 32 and sum(counts) == 128 and min(counts) >= 0
     assert (len(set(counts)) == 1) == (skew == "equal")
+    assert skew != "sparse" or counts.count(0) == 8
 
 
 def test_the_lists_hold_what_they_are_for() -> None:
     assert any(0 in shape.counts() for shape in CONTIGUOUS), "no shape has an empty expert"
     assert {shape.layout for shape in CONTIGUOUS} == {"m_indices", "psum", "offsets"}
-    assert all(shape.layout == "masked" and min(shape.counts()) > 0 for shape in MASKED)
+    assert {shape.layout for shape in MASKED} == {"masked"}
     assert any(shape.next_n > 1 for shape in PAGED_MQA_LOGITS)
     assert aligned_starts([1, 0, 129]) == [0, 128, 128, 384]
 

@@ -66,6 +66,8 @@ def test_plan_prints_every_distinct_kernel(capsys: pytest.CaptureFixture[str]) -
     arguments = ["--model", str(CONFIGS / "deepseek_v32.json"), "--tp", "8", "--ep", "8"]
     assert cli.main(["plan", *arguments]) == 0
     table = capsys.readouterr().out
+    assert all(len(line) <= 100 for line in table.splitlines())
+    assert "…" not in table, "a column is cut off"
     expected = plan(load_model(CONFIGS / "deepseek_v32.json"), PlanOptions(tp=8, ep=8))
     assert f"{len(expected.specs)} kernels" in table
     for spec, key in expected.keys().items():
@@ -73,7 +75,10 @@ def test_plan_prints_every_distinct_kernel(capsys: pytest.CaptureFixture[str]) -
         assert key[:12] in table
     assert "q_a+kv_a" not in table
     assert cli.main(["plan", *arguments, "--rows"]) == 0
-    assert "q_a+kv_a" in capsys.readouterr().out
+    uses = capsys.readouterr().out
+    assert "q_a+kv_a" in uses
+    assert all(len(line) <= 100 for line in uses.splitlines())
+    assert "…" not in uses
 
 
 def test_plan_as_json(run_json: Json) -> None:
@@ -111,8 +116,11 @@ def test_build_fills_the_store_once(built: Path, run_json: Json) -> None:
 def test_build_prints_what_ptxas_said(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["build", *SMALL, "--cache-dir", str(built), "--quiet"]) == 0
     table = capsys.readouterr().out
-    assert "registers" in table
-    assert "block_m=8" in table
+    assert "compiled, " in table
+    for heading in ("regs", "spill", "local"):
+        assert heading in table
+    assert all(len(line) <= 100 for line in table.splitlines())
+    assert "…" not in table
 
 
 def test_check_passes_on_a_full_store(built: Path, run_json: Json) -> None:
@@ -337,3 +345,23 @@ def test_doctor_warns_of_a_cache_that_will_not_be_used(tmp_path: Path) -> None:
     file.write_text("")
     assert findings(file)["kernel cache"].status == "warn"
     assert findings(tmp_path / "new" / "deeper")["kernel cache"].status == "ok"
+
+
+def test_bench_hands_its_arguments_to_the_benchmarks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["moe-fp8"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert cli.main(["bench", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "python -m benchmarks" in said and "--set" in said
+    assert cli.main(["bench", "--class", "nonsense"]) == 2
+    assert "unknown class nonsense" in capsys.readouterr().err
+
+
+def test_bench_without_a_checkout_says_where_the_benchmarks_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "moe_fp8" / "cli.py"))
+    assert cli.main(["bench", "--quick"]) == 1
+    assert "source checkout" in capsys.readouterr().err

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import moe_fp8
-from moe_fp8 import settings
+from moe_fp8 import cli, settings
+from moe_fp8.warmup import __main__ as startup
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -56,11 +57,35 @@ def test_every_setting_is_documented() -> None:
     assert documented == set(settings._PARSERS)
 
 
-def test_every_commands_help_matches_the_docs() -> None:
-    text = (ROOT / "docs" / "warmup.md").read_text()
-    for command in sorted(set(re.findall(r"^moe-fp8 (\w+)", text, re.M))):
-        program = f"from moe_fp8.cli import main; main([{command!r}, '--help'])"
-        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, f"moe-fp8 {command}: {done.stderr}"
-        for option in ("--rows",) if command == "plan" else ():
-            assert option in done.stdout
+def test_the_example_of_graphs_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "graphs.md").read_text(), re.S)
+    check = "\nassert torch.equal(hidden, table[[7, 8, 9]])\nassert 4 in runner.buckets"
+    done = subprocess.run([sys.executable, "-c", code + check], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_imports_of_the_examples_work(page: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    lines = [line for block in blocks for line in block.splitlines() if re.match(r"(from|import) ", line)]
+    for line in lines:
+        exec(line, {})
+
+
+def test_the_commands_of_the_docs_take_their_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command line parses with the options that are written there, and those its comment names."""
+    text = "".join((ROOT / page).read_text() for page in ("README.md", "docs/warmup.md"))
+    lines = re.findall(r"^(moe-fp8 \w+|python -m moe_fp8\.warmup)(.*)$", text, re.M)
+    assert len(lines) >= 7
+    for program, rest in lines:
+        command = program.split()[1:] if program.startswith("moe-fp8") else []
+        main = cli.main if command else startup.main
+        with pytest.raises(SystemExit) as done:
+            main([*command, "--help"])
+        assert done.value.code == 0
+        known = capsys.readouterr().out
+        for option in re.findall(r"--[a-z-]+", rest):
+            assert f"{option} " in known or f"{option}\n" in known, f"{program} has no {option}"
+    in_prose = re.findall(r"`(--[a-z-]+)`", (ROOT / "docs" / "warmup.md").read_text())
+    # `known` is now the help of the last command, the start-up script.
+    assert in_prose and [option for option in in_prose if option not in known] == []

@@ -73,6 +73,42 @@ def test_load_refuses_what_does_not_fit(change: dict[str, torch.Tensor], name: s
     assert buffers.view(8)["tokens"].tolist() == [-1] * 8
 
 
+def test_load_refuses_a_bucket_that_does_not_hold_the_rows() -> None:
+    buffers = StaticBuffers(SPECS, 8, "cpu")
+    for bucket in (1, 9):
+        with pytest.raises(ArgumentError, match="2 to 8 rows"):
+            buffers.load(inputs(2), bucket)
+    with pytest.raises(ArgumentError, match="at least one buffer"):
+        StaticBuffers({}, 8, "cpu")
+
+
+def test_runner_refuses_what_is_no_batch() -> None:
+    runner = GraphRunner(lambda tensors: tensors, SPECS, BatchBuckets([2]), "cpu")
+    for bad in ({}, {"tokens": torch.tensor(1), "table": torch.zeros(0, 3, dtype=torch.int32)}, inputs(0)):
+        with pytest.raises(ArgumentError):
+            runner.run(bad)
+
+
+def test_capture_runs_on_padding_even_after_a_batch() -> None:
+    seen: list[list[int]] = []
+
+    def step(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        seen.append(tensors["tokens"].tolist())
+        return {"tokens": tensors["tokens"]}
+
+    runner = GraphRunner(step, SPECS, BatchBuckets([2]), "cpu")
+    runner.run(inputs(2))
+    runner.capture()
+    assert seen == [[1, 2], [-1, -1]]
+
+
+@pytest.mark.parametrize("output", [torch.zeros(()), torch.zeros(1)], ids=["a number", "too few rows"])
+def test_outputs_must_have_the_batch_first(output: torch.Tensor) -> None:
+    runner = GraphRunner(lambda tensors: {"odd": output}, SPECS, BatchBuckets([2]), "cpu")
+    with pytest.raises(ArgumentError, match="output odd"):
+        runner.capture()
+
+
 def test_runner_pads_to_the_bucket_and_returns_the_rows() -> None:
     seen: list[int] = []
 

@@ -77,6 +77,17 @@ def test_a_compiler_that_dies_is_replaced(
     assert build(_SPECS, store, 2, False).compiled == 1
 
 
+def test_a_compiler_that_cannot_start_fails_its_kernels_and_ends_the_build(
+    tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: _Compiler) -> subprocess.Popen[bytes]:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(_Compiler, "_running", broken)
+    with pytest.raises(CompileError, match="broken on purpose"):
+        build(_SPECS, KernelStore(tmp_path / "cache", sources), 2, False)
+
+
 def test_workers_do_not_import_the_callers_main(tmp_path: Path, sources: SourceTree) -> None:
     """A script without a __main__ guard: multiprocessing's spawn would run it again, imports and all."""
     script = tmp_path / "script.py"

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,6 +54,17 @@ def test_encoding_round_trips_and_detects_every_change() -> None:
     for length in (0, 1, 20, 60, len(data) - 1):
         assert decode(data[:length]) is None, length
     assert decode(data + b"x") is None
+
+
+def test_an_artifact_of_another_version_is_as_good_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "fields", lambda kind: [*fields(kind), SimpleNamespace(name="__doc__")])
+        newer = encode(_ARTIFACT)
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "fields", lambda kind: fields(kind)[:-1])
+        older = encode(_ARTIFACT)
+    assert decode(newer) is None
+    assert decode(older) is None
 
 
 def test_second_process_hits(tmp_path: Path, sources: SourceTree) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report
+from benchmarks import plots, report, targets
 from benchmarks.results import ROOT, Row
 
 DEVICE: dict[str, Any] = {
@@ -35,16 +35,61 @@ def test_the_tables_in_the_repository_are_current() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_summary_is_the_geometric_mean_of_rows_with_a_peer() -> None:
+def _dense(m: int, ours: float, peer: float | None, **more: str) -> Row:
+    peers = {"deep_gemm-2.8.1": peer} if peer else {"scaled_mm-2.11.0": 1.0}
+    return Row("dense", {"m": m, "n": 64, "k": 128, **more}, ours, 5e9, 20e6, peers)
+
+
+def test_summary_says_how_far_every_target_is() -> None:
     rows = [
-        Row("dense", {"m": 1}, 10.0, peers={"peer": 40.0}),
-        Row("dense", {"m": 2}, 10.0, peers={"peer": 10.0}),
-        Row("dense", {"m": 3}, 10.0),
-        Row("masked", {"m": 3}, 10.0),
+        _dense(1, 10.0, 40.0),
+        _dense(128, 10.0, 10.0),
+        _dense(3, 10.0, None),  # without the peer that the targets are against
+        _dense(200, 10.0, 10.0),
+        _dense(2000, 10.0, 11.0),
+        _dense(2, 10.0, 15.0, set="random"),
+        Row("host", {"op": "a"}, 4.0),
+        Row("host", {"op": "b"}, 9.0),
     ]
     text = report.summary([_device(*rows)])
-    assert "| `gemm_fp8` | 2 | 2.00 | 1.00 | 4.00 |" in text
-    assert "masked" not in text
+    assert "| dense, m <= 128 | 2 listed | 2.00 | 1.40 | 1.00 | 1.05 | no |" in text
+    assert "| dense, m <= 128 | 1 random | 1.50 | 1.40 | 1.50 | 1.05 | yes |" in text
+    assert "| dense, m 129 to 1023 | 1 listed | 1.00 | - | 1.00 | - | - |" in text
+    assert "| dense, m >= 1024 | 1 listed | 1.10 | 1.02 | 1.10 | 0.97 | yes |" in text
+    assert "| host time of an eager call | 2 listed | 6.00 us | - | 9.00 us | at most 8.00 | no |" in text
+    assert "masked" not in text and "docs/plots/h200_dense.svg" in text
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows", "line"),
+    [
+        ("psum", 64, "contiguous (psum, offsets), 1 to 64 rows an expert"),
+        ("offsets", 65, "contiguous, 64 to 256 rows"),
+        ("m_indices", 64, "contiguous, 64 to 256 rows"),
+        ("m_indices", 63, "contiguous (m_indices), below 64 rows"),
+        ("psum", 257, "contiguous, above 256 rows"),
+    ],
+)
+def test_a_contiguous_row_counts_for_one_target(layout: str, rows: int, line: str) -> None:
+    shape = {"layout": layout, "rows_per_expert": rows}
+    device = _device(Row("contiguous", shape, 1.0, peers={"deep_gemm-2.8.1": 1.0}))
+    assert [at.target.name for at in targets.standings(device)] == [line]
+
+
+def test_a_plot_is_redrawn_when_its_figures_change(tmp_path: Path) -> None:
+    before, after = _device(_dense(1, 10.0, 40.0)), _device(_dense(1, 11.0, 40.0))
+    (plot,) = plots.plots(before, tmp_path)
+    assert [series.name for series in plot.series] == ["moe_fp8", "deep_gemm-2.8.1"]
+    ours, theirs = (series.points[0] for series in plot.series)
+    assert ours == pytest.approx((1, 2000 / 4550, 500 / 1979), abs=1e-4)
+    assert theirs == pytest.approx((1, ours[1] / 4, ours[2] / 4), abs=1e-4)
+    assert not plot.is_current()
+    plots.draw(plot)
+    assert plot.is_current() and not next(plots.plots(after, tmp_path)).is_current()
+    drawn = plot.path.read_bytes()
+    plots.draw(plot)
+    assert plot.path.read_bytes() == drawn and len(drawn) < 100_000
+    assert list(plots.plots({**before, "device": "unmeasured"}, tmp_path)) == []
 
 
 def test_every_row_and_figure_is_in_the_full_table() -> None:
@@ -70,11 +115,11 @@ def test_a_changed_result_makes_a_file_stale(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     begin, end = report.BEGIN.format(name="t"), report.END.format(name="t")
     page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
-    targets = [(page, "t", report.summary)]
-    fresh = report.stale(targets, [])
+    pages = [(page, "t", report.summary)]
+    fresh = report.stale(pages, [])
     assert fresh[page].startswith("before\n") and fresh[page].endswith("after\n") and "old" not in fresh[page]
     page.write_text(fresh[page])
-    assert report.stale(targets, []) == {}
-    assert page in report.stale(targets, [_device(Row("dense", {"m": 1}, 1.0, peers={"peer": 1.0}))])
+    assert report.stale(pages, []) == {}
+    assert page in report.stale(pages, [_device(_dense(1, 1.0, 1.0))])
     with pytest.raises(ValueError, match="expected one"):
         report.rewritten("no markers", "t", "body")

@@ -285,6 +285,7 @@ def edited(folder: Path, to: Path, **changes: object) -> Path:
         ("rope_scaling", {"type": "yarn", "factor": 40}),
         ("quantization_config", {"quant_method": "gptq"}),
         ("num_experts_per_tok", 7),
+        ("qk_rope_head_dim", 32),
     ],
 )
 def test_config_is_refused_with_the_field(
@@ -310,6 +311,14 @@ def test_weights_are_checked_against_the_config(demo_folder: Path, tmp_path: Pat
 
     assert name in broken({key: value for key, value in tensors.items() if key != name})
     assert name in broken({**tensors, name: torch.ones(1, 1)})
+    assert name in broken({**tensors, name: tensors[name].bfloat16()})
+    norm = "model.norm.weight"
+    assert norm in broken({**tensors, norm: tensors[norm].to(torch.float8_e4m3fn)})
+    assert norm in broken({**tensors, norm: tensors[norm].int()})
     assert "model.layers.9" in broken({**tensors, "model.layers.9.extra": torch.ones(1)})
+    save_file({norm: tensors[norm]}, folder / "more.safetensors")
+    assert norm in broken(tensors)
+    (folder / "more.safetensors").write_bytes(b"no tensors")
+    assert "more.safetensors" in broken(tensors)
     with pytest.raises(ConfigError, match=r"config\.json"):
         ModelConfig.load(tmp_path / "nowhere")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +28,15 @@ def test_a_missing_model_ends_the_start_with_a_message(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_the_demo_asks_no_other_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        command = [sys.executable, "-m", "server_example.demo", "--once", "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: port {port}: ") and "Traceback" not in done.stderr
+
+
 def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match="no CUDA device"):
@@ -33,10 +44,21 @@ def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) ->
     assert choose_backend("auto").name == "reference"
 
 
-@pytest.mark.parametrize("options", [{"max_batch": 0}, {"cache_pages": 1}, {"prefill_chunk": -1}])
+@pytest.mark.parametrize(
+    "options", [{"max_batch": 0}, {"max_context": 1}, {"cache_pages": 1}, {"prefill_chunk": -1}]
+)
 def test_bad_options_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         EngineOptions(**options)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_broken_file_is_named(demo_folder: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(demo_folder, folder)
+    (folder / name).write_bytes(b"\xff{not what it should be")
+    with pytest.raises(ConfigError, match=name):
+        Engine(folder, choose_backend("cpu"), EngineOptions())
 
 
 def test_a_failure_of_the_engine_reaches_every_request(

@@ -7,6 +7,8 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,9 +23,11 @@ from moe_fp8.problems import (
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
     PagedMqaMetadataProblem,
+    Problem,
     QuantizeProblem,
 )
-from moe_fp8.specs import kernel_spec
+from moe_fp8.specs import KernelSpec, kernel_spec
+from moe_fp8.warmup import planner
 from moe_fp8.warmup.model import load_model
 from moe_fp8.warmup.planner import Plan, PlanOptions, PlanRow, plan
 from moe_fp8.warmup.shapes import GemmShape, Parallelism, gemm_shapes
@@ -47,13 +51,14 @@ def planned(request: pytest.FixtureRequest) -> Plan:
     return plan(load_model(CONFIGS / f"{name}.json"), options)
 
 
-def most_rows(planned: Plan, layout: str) -> int:
+def most_rows(planned: Plan, layout: str, shape: GemmShape | None = None) -> int:
     """The buffer that the engine allocates, restated: what the planner must have covered."""
     options, model = planned.options, planned.model
     tokens = max(options.max_tokens, options.max_batch * options.next_n)
     parallelism = Parallelism(options.tp, options.ep)
     if layout == "dense":
-        return tokens
+        # A chunked prefill projects the latents of a whole context up again.
+        return max(tokens, model.max_positions) if shape and shape.what == "kv_b" else tokens
     if layout == "masked":
         return options.max_batch * options.next_n * parallelism.dp
     experts = model.num_experts // options.ep
@@ -70,10 +75,10 @@ def rows_of(planned: Plan, shape: GemmShape, layout: str) -> list[PlanRow]:
 
 
 def test_every_dense_m_is_planned_for(planned: Plan) -> None:
-    most = most_rows(planned, "dense")
     for shape in gemms(planned):
         if shape.num_experts is not None:
             continue
+        most = most_rows(planned, "dense", shape)
         rows = rows_of(planned, shape, "dense")
         at = {m: row.spec for row in rows for first, last in row.rows for m in range(first, last + 1)}
         assert sorted(at) == list(range(1, most + 1))
@@ -120,40 +125,81 @@ def test_row_ranges_tell_the_kernel_of_every_expectation(planned: Plan, layout: 
                 assert kernel_spec(problem) == spec, problem
 
 
-@settings(max_examples=300, deadline=None)
-@given(data=st.data())
-def test_any_call_is_in_the_plan(planned: Plan, data: st.DataObject) -> None:
+def any_calls(planned: Plan, draw: st.DrawFn) -> Iterator[Problem]:
+    """A problem of each kind, as ops derive them from calls that the options allow."""
     options, model = planned.options, planned.model
-    shape = data.draw(st.sampled_from(gemms(planned)))
+    sms = options.num_sms
+    shape = draw(st.sampled_from(gemms(planned)))
     layout: GemmLayout = "dense"
     if shape.num_experts is not None:
-        layout = data.draw(st.sampled_from(GROUPED))
-    m = data.draw(st.integers(1, most_rows(planned, layout)))
-    hint = data.draw(st.none() | st.integers(-(2**31), 2**31 - 1))
-    experts = shape.num_experts or 1
-    assert (
-        kernel_spec(GemmProblem(layout, m, shape.n, shape.k, experts, hint, num_sms=options.num_sms))
-        in planned
-    )
+        layout = draw(st.sampled_from(GROUPED))
+    m = draw(st.integers(1, most_rows(planned, layout, shape)))
+    hint = draw(st.none() | st.integers(-(2**31), 2**31 - 1))
+    yield GemmProblem(layout, m, shape.n, shape.k, shape.num_experts or 1, hint, num_sms=sms)
 
-    rows = data.draw(st.integers(1, 2**31 - 1))
-    power_of_two = data.draw(st.booleans())
-    assert kernel_spec(QuantizeProblem(rows, shape.k, model.dtype, power_of_two, options.num_sms)) in planned
+    rows = draw(st.integers(1, most_rows(planned, "psum")))
+    yield QuantizeProblem(rows, shape.k, model.dtype, draw(st.booleans()), sms)
 
     if model.indexer is None:
         return
     heads, dim = model.indexer.num_heads, model.indexer.head_dim
-    queries = data.draw(st.integers(1, options.max_tokens))
-    keys = data.draw(st.integers(1, model.max_positions))
-    compressed, fill = data.draw(st.booleans()), data.draw(st.booleans())
-    assert (
-        kernel_spec(MqaLogitsProblem(queries, keys, heads, dim, compressed, fill, options.num_sms)) in planned
-    )
-    batch = data.draw(st.integers(1, options.max_batch))
-    next_n = data.draw(st.integers(1, options.next_n))
-    paged = PagedMqaLogitsProblem(batch, next_n, heads, dim, options.block_size, options.num_sms)
-    assert kernel_spec(paged) in planned
-    assert kernel_spec(PagedMqaMetadataProblem(batch, next_n, options.num_sms)) in planned
+    queries = draw(st.integers(1, options.max_tokens))
+    keys = draw(st.integers(1, model.max_positions))
+    yield MqaLogitsProblem(queries, keys, heads, dim, draw(st.booleans()), draw(st.booleans()), sms)
+    batch = draw(st.integers(1, options.max_batch))
+    next_n = draw(st.integers(1, options.next_n))
+    yield PagedMqaLogitsProblem(batch, next_n, heads, dim, options.block_size, sms)
+    yield PagedMqaMetadataProblem(batch, next_n, sms)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_any_call_is_in_the_plan(planned: Plan, data: st.DataObject) -> None:
+    for problem in any_calls(planned, data.draw):
+        assert kernel_spec(problem) in planned, problem
+
+
+def capricious(problem: Problem) -> KernelSpec:
+    """A selector that looks at everything: each problem has a kernel of its own."""
+    return KernelSpec(repr(problem), (), 1, 0)
+
+
+@pytest.fixture(scope="module")
+def capriciously_planned(planned: Plan) -> Iterator[Plan]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "kernel_spec", capricious)
+        yield plan(planned.model, planned.options)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_the_plan_assumes_nothing_about_the_selector(
+    capriciously_planned: Plan, capricious_specs: set[KernelSpec], data: st.DataObject
+) -> None:
+    for problem in any_calls(capriciously_planned, data.draw):
+        assert capricious(problem) in capricious_specs, problem
+
+
+@pytest.fixture(scope="module")
+def capricious_specs(capriciously_planned: Plan) -> set[KernelSpec]:
+    return set(capriciously_planned.specs)
+
+
+def test_problems_keep_what_may_decide_and_no_more() -> None:
+    dense = GemmProblem("dense", 1023, 4096, 7168)
+    assert (dense.m, dense.expected_m) == (1023, 1023)
+    assert GemmProblem("dense", 1025, 4096, 7168).m == GemmProblem("dense", 1152, 4096, 7168).m == 1152
+    masked = GemmProblem("masked", 256, 4096, 7168, 8, 20)
+    assert (masked.m, masked.expected_m) == (20, 20)
+    assert GemmProblem("masked", 256, 4096, 7168, 8).expected_m == 256
+    average = GemmProblem("psum", 1000, 4096, 7168, 8)
+    assert average == GemmProblem("psum", 1000, 4096, 7168, 8, 125)
+    assert (average.m, average.expected_m) == (1000, 125)
+    for hint in (-5, 0, 1):
+        assert GemmProblem("offsets", 64, 4096, 7168, 8, hint).expected_m == 1
+    assert GemmProblem("offsets", 64, 4096, 7168, 8, 2**31).expected_m == 64
+    for problem in (dense, masked, average):
+        assert replace(problem) == problem
 
 
 def test_specs_are_distinct_and_all_used(planned: Plan) -> None:

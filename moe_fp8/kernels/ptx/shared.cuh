@@ -10,6 +10,30 @@ DEVICE uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Sixteen bytes from the same offset in CTA `rank` of the cluster (or this one).
+DEVICE float4 load_cluster(const float4* pointer, uint32_t rank) {
+    float4 value;
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n"
+        "}"
+        : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+        : "r"(shared_address(pointer)), "r"(rank)
+        : "memory");
+    return value;
+}
+
+// Four 8x8 matrices of 16-bit elements; lane 8*i+r gives the address of row r of matrix i, and gets bytes lane%4*4 to +3 of
+// row lane/4 of each.
+DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements; lane 8*i+r gives the address of row r of matrix i. Visible to other threads after
 // a barrier among them.
 DEVICE void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {

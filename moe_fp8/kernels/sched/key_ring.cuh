@@ -3,6 +3,7 @@
 
 #include "common/types.cuh"
 #include "ptx/mbarrier.cuh"
+#include "sched/ring.cuh"
 
 namespace moe_fp8::sched {
 
@@ -31,15 +32,6 @@ struct MqaShared {
             ptx::barrier_init(&key_empty[i], kMathWarps);
         }
         ptx::fence_barrier_init();
-    }
-};
-
-// Position in a ring of kDepth slots; producer and consumers step it alike.
-template <int kDepth>
-struct RingCursor {
-    uint32_t slot = 0, phase = 0;
-    DEVICE void step() {
-        if (++slot == kDepth) slot = 0, phase ^= 1;
     }
 };
 

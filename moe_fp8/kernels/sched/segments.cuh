@@ -69,9 +69,9 @@ struct Tile {
     int n;          // first weight row
 };
 
-// Walks the tiles of one CTA. A unit is what a cluster takes at once: kClusterM x kClusterN tiles. Within a segment
-// units go in groups of kGroupN along N, so that CTAs running together share tokens and weights in L2.
-template <Layout kLayout, int kBlockM, int kBlockN, int kClusterM, int kClusterN, int kMaxExperts>
+// Walks the tiles of one CTA. A unit is what a cluster takes at once: kClusterM x kClusterN tiles, or one tile that
+// kClusterK CTAs share along K. Within a segment units go in groups of kGroupN along N, so that CTAs running together share tokens and weights in L2.
+template <Layout kLayout, int kBlockM, int kBlockN, int kClusterM, int kClusterN, int kClusterK, int kMaxExperts>
 class TileWalk {
    public:
     DEVICE TileWalk(const SegmentTable<kMaxExperts>& table, const int* index, int num_experts, int m, int n,
@@ -80,16 +80,17 @@ class TileWalk {
           index_(index),
           num_experts_(num_experts),
           m_(m),
-          units_n_(ceil_div(n, kBlockN * kClusterN)),
+          n_(n),
           rank_(static_cast<int>(cluster_rank)),
-          unit_(static_cast<int>(blockIdx.x) / (kClusterM * kClusterN)) {}
+          unit_(static_cast<int>(blockIdx.x) / kCtas) {}
 
     // False when the work is done. Called by whole warps.
     DEVICE bool next(Tile& tile) {
+        const int units_n = ceil_div(n_, kBlockN * kClusterN);
         while (true) {
             int first_unit = 0, units_m = 0, first_row = 0, num_rows = m_;
             if constexpr (kUsesTable) {
-                while (expert_ < num_experts_ && unit_ >= table_.last_unit[expert_] * units_n_) ++expert_;
+                while (expert_ < num_experts_ && unit_ >= table_.last_unit[expert_] * units_n) ++expert_;
                 if (expert_ == num_experts_) return false;
                 first_unit = expert_ == 0 ? 0 : table_.last_unit[expert_ - 1];
                 units_m = table_.last_unit[expert_] - first_unit;
@@ -97,18 +98,18 @@ class TileWalk {
                 num_rows = table_.num_rows[expert_];
             } else {
                 units_m = ceil_div(m_, kBlockM * kClusterM);
-                if (unit_ >= units_m * units_n_) return false;
+                if (unit_ >= units_m * units_n) return false;
             }
 
-            const int local = unit_ - first_unit * units_n_;
+            const int local = unit_ - first_unit * units_n;
             const int group = local / (units_m * kGroupN);
             const int in_group = local - group * units_m * kGroupN;
-            const int width = min(kGroupN, units_n_ - group * kGroupN);
+            const int width = min(kGroupN, units_n - group * kGroupN);
             const int unit_m = in_group / width;
             const int unit_n = group * kGroupN + in_group - unit_m * width;
             const int tile_m = unit_m * kClusterM + (kClusterM > 1 ? rank_ : 0);
             const int tile_n = unit_n * kClusterN + (kClusterN > 1 ? rank_ : 0);
-            unit_ += static_cast<int>(gridDim.x) / (kClusterM * kClusterN);
+            unit_ += static_cast<int>(gridDim.x) / kCtas;
 
             const int early = first_row % kRowAlignment<kLayout>;
             tile.expert = expert_;
@@ -135,12 +136,13 @@ class TileWalk {
    private:
     static constexpr bool kUsesTable = kLayout != Layout::kDense && kLayout != Layout::kMIndices;
     static constexpr int kGroupN = 8;
+    static constexpr int kCtas = kClusterM * kClusterN * kClusterK;
     static_assert(kLayout != Layout::kMIndices || kClusterM == 1, "neighbouring tiles may differ in expert");
     static_assert(kSegmentAlignment % kBlockM == 0, "a tile must not cross a segment start");
 
     const SegmentTable<kMaxExperts>& table_;
     const int* index_;
-    int num_experts_, m_, units_n_, rank_, unit_;
+    int num_experts_, m_, n_, rank_, unit_;
     int expert_ = 0;
 };
 

@@ -1,0 +1,173 @@
+"""Shapes that nobody chose: seeded draws from the widths of real models. Standard library only.
+
+`DENSE`, `CONTIGUOUS` and `MASKED` are the `random` set, 30 shapes a class and the same on every machine. They
+exist to catch a selector that was fitted to the listed shapes: do not tune on them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .shapes import DenseShape, GroupedShape, Skew, aligned_starts
+
+_SHAPES_A_CLASS = 30
+_SEED = 20_261
+
+_MOST_ROWS = 16_384
+#: Rows of one expert where each has a buffer of its own: more than that is prefill, which is not masked.
+_MOST_MASKED_ROWS = 1024
+#: Rows of all experts together. With `_MOST_WEIGHTS` and `_MOST_BUFFER` it keeps a shape below 30 GB
+#: and a class, 10 replays each, below three minutes.
+_MOST_ROUTED_ROWS = 65_536
+#: Bytes of one input set: all experts' weights; one contestant's activations and output.
+_MOST_WEIGHTS = 2 << 30
+_MOST_BUFFER = 4 << 30
+
+#: (TP, EP) of the experts' layers.
+_EXPERT_PARALLEL = ((1, 8), (1, 32))
+_TENSOR_PARALLEL = ((1, 1), (8, 1))
+
+#: Half uniform (0.7 to 1.3 of the mean), half Zipf; every other uniform one has empty experts.
+_SKEWS: tuple[Skew, ...] = ("spread", "zipf", "sparse", "zipf")
+
+
+@dataclass(frozen=True)
+class Mla:
+    heads: int
+    q_lora: int
+    kv_lora: int
+    nope: int
+    rope: int
+    v: int
+    index_heads: int = 0
+    index_dim: int = 128
+
+    def widths(self, hidden: int, tp: int) -> Iterator[tuple[int, int]]:
+        heads = self.heads // tp
+        yield self.q_lora + self.kv_lora + self.rope, hidden
+        yield heads * (self.nope + self.rope), self.q_lora
+        yield heads * (self.nope + self.v), self.kv_lora
+        yield hidden, heads * self.v
+        if self.index_heads:
+            yield self.index_heads * self.index_dim, self.q_lora
+
+
+@dataclass(frozen=True)
+class Gqa:
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+
+    def widths(self, hidden: int, tp: int) -> Iterator[tuple[int, int]]:
+        kv_heads = max(1, self.kv_heads // tp)
+        yield (self.heads // tp + 2 * kv_heads) * self.head_dim, hidden
+        yield hidden, self.heads // tp * self.head_dim
+
+
+@dataclass(frozen=True)
+class Model:
+    """`shared` and `dense` are the intermediate sizes of the shared expert and of dense layers, 0: none."""
+
+    hidden: int
+    moe: int
+    num_experts: int
+    attention: Mla | Gqa
+    shared: int = 0
+    dense: int = 0
+
+    def dense_widths(self, tp: int) -> Iterator[tuple[int, int]]:
+        yield from self.attention.widths(self.hidden, tp)
+        for size in filter(None, (self.shared, self.dense)):
+            yield from _feed_forward(self.hidden, size // tp)
+
+    def expert_widths(self, tp: int, ep: int) -> Iterator[tuple[int, int, int]]:
+        for n, k in _feed_forward(self.hidden, self.moe // tp):
+            yield self.num_experts // ep, n, k
+
+
+def _feed_forward(hidden: int, size: int) -> Iterator[tuple[int, int]]:
+    yield 2 * size, hidden
+    yield hidden, size
+
+
+MODELS = {
+    "DeepSeek-V3": Model(7168, 2048, 256, Mla(128, 1536, 512, 128, 64, 128), 2048, 18432),
+    "DeepSeek-V3.2": Model(7168, 2048, 256, Mla(128, 1536, 512, 128, 64, 128, 64), 2048, 18432),
+    "Kimi-K2": Model(7168, 2048, 384, Mla(64, 1536, 512, 128, 64, 128), 2048, 18432),
+    "GLM-5": Model(6144, 2048, 256, Mla(64, 2048, 512, 192, 64, 256, 32), 2048, 12288),
+    "GLM-4.5": Model(5120, 1536, 160, Gqa(96, 8), 1536, 12288),
+    "Qwen3-235B": Model(4096, 1536, 128, Gqa(64, 4)),
+    "Qwen3-30B": Model(2048, 768, 128, Gqa(32, 4)),
+}
+
+
+def _served(n: int, k: int) -> bool:
+    """Whether block scales fit these widths; Qwen3's expert of 192 columns at TP8 has to be padded."""
+    return n % 64 == 0 and k % 128 == 0
+
+
+def dense_widths() -> list[tuple[int, int]]:
+    """(N, K) of every model's dense projections at TP1 and TP8."""
+    found = {width for model in MODELS.values() for tp in (1, 8) for width in model.dense_widths(tp)}
+    return sorted(width for width in found if _served(*width))
+
+
+def expert_widths(
+    ranks: Sequence[tuple[int, int]] = (*_EXPERT_PARALLEL, *_TENSOR_PARALLEL),
+) -> list[tuple[int, int, int]]:
+    """(experts here, N, K) of every model at these (TP, EP), where the weights fit."""
+    found = {width for model in MODELS.values() for tp, ep in ranks for width in model.expert_widths(tp, ep)}
+    return sorted((e, n, k) for e, n, k in found if _served(n, k) and e * n * k <= _MOST_WEIGHTS)
+
+
+def _log_uniform(rng: random.Random, most: int) -> list[int]:
+    """1 to `most`, one draw from each of `_SHAPES_A_CLASS` equal parts of the logarithm."""
+    width = math.log(most) / _SHAPES_A_CLASS
+    return [round(math.exp((part + rng.random()) * width)) for part in range(_SHAPES_A_CLASS)]
+
+
+def _dense() -> list[DenseShape]:
+    rng = random.Random(_SEED)
+    widths = rng.sample(dense_widths(), _SHAPES_A_CLASS)
+    return [DenseShape(m, n, k) for m, (n, k) in zip(_log_uniform(rng, _MOST_ROWS), widths, strict=True)]
+
+
+def _contiguous() -> list[GroupedShape]:
+    layouts: tuple[Literal["m_indices", "psum", "offsets"], ...] = ("m_indices", "psum", "offsets")
+
+    def fits(shape: GroupedShape) -> bool:
+        return aligned_starts(shape.counts())[-1] <= _MOST_ROUTED_ROWS
+
+    return list(_grouped(random.Random(_SEED + 1), expert_widths(), layouts, _MOST_ROWS, fits))
+
+
+def _masked() -> list[GroupedShape]:
+    def fits(shape: GroupedShape) -> bool:
+        rows = shape.num_experts * max(_MOST_MASKED_ROWS, *shape.counts())
+        return rows * (shape.k + 2 * shape.n) <= _MOST_BUFFER
+
+    # Masked buffers come from a low-latency dispatch between expert-parallel ranks.
+    pool = expert_widths(_EXPERT_PARALLEL)
+    return list(_grouped(random.Random(_SEED + 2), pool, ("masked",), _MOST_MASKED_ROWS, fits))
+
+
+def _grouped(
+    rng: random.Random,
+    pool: Sequence[tuple[int, int, int]],
+    layouts: Sequence[Literal["m_indices", "psum", "offsets", "masked"]],
+    most_rows: int,
+    fits: Callable[[GroupedShape], bool],
+) -> Iterator[GroupedShape]:
+    for i, rows in enumerate(_log_uniform(rng, most_rows)):
+        layout, skew = layouts[i % len(layouts)], _SKEWS[i % len(_SKEWS)]
+        shapes = [GroupedShape(layout, e, rows, n, k, skew) for e, n, k in pool]
+        yield rng.choice([shape for shape in shapes if fits(shape)])
+
+
+DENSE = _dense()
+CONTIGUOUS = _contiguous()
+MASKED = _masked()

@@ -1,0 +1,152 @@
+"""A call's key tells apart whatever the checks tell apart; a launch of an equal key is made again."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moe_fp8.ops import keys
+from tests import cases
+
+I32 = torch.int32
+
+
+def _quantize() -> dict[str, Any]:
+    q = torch.zeros(5, 256, dtype=torch.float8_e4m3fn)
+    return {"x": torch.zeros(5, 256), "q": q, "scale": torch.zeros(5, 2), "power_of_two": False}
+
+
+def _gemm() -> dict[str, Any]:
+    case = cases.masked_case((3, 2), 4, 64, 256)
+    arguments = {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale}
+    return {"layout": "masked", **arguments, "out": case.poisoned(), "index": case.index, "expected_m": None}
+
+
+def _mqa() -> dict[str, Any]:
+    names = ("q", "k", "k_scale", "weights", "ks", "ke")
+    arguments = dict(zip(names, cases.mqa_case(4, 9, 8).arguments(), strict=True))
+    return {**arguments, "out": torch.zeros(4, 9), "compressed": False, "fill": True}
+
+
+def _metadata() -> dict[str, Any]:
+    context_lens = torch.tensor([3, 700], dtype=I32)
+    return {"context_lens": context_lens, "block_size": 64, "next_n": 1, "out": torch.zeros(5, 2, dtype=I32)}
+
+
+def _paged() -> dict[str, Any]:
+    case = cases.paged_case([64, 128], 1, 8, 64)
+    return {
+        "q": case.q,
+        "kv_cache": case.kv_cache,
+        "weights": case.weights,
+        "context_lens": case.context_lens,
+        "block_table": case.block_table,
+        "metadata": torch.zeros(4, 2, dtype=I32),
+        "out": torch.zeros(2, 128),
+    }
+
+
+KEYS: list[tuple[Callable[..., keys.Key], Callable[[], dict[str, Any]]]] = [
+    (keys.quantize, _quantize),
+    (keys.gemm, _gemm),
+    (keys.mqa_logits, _mqa),
+    (keys.paged_mqa_logits_metadata, _metadata),
+    (keys.paged_mqa_logits, _paged),
+]
+
+
+class _Elsewhere(torch.Tensor):
+    """The same memory, said to be on a GPU."""
+
+    def get_device(self) -> int:
+        return 1
+
+
+def _variants(value: Any) -> dict[str, Any]:
+    """`value` changed in one attribute each."""
+    if not isinstance(value, torch.Tensor):
+        return {"value": {False: True, True: False, None: 3, "masked": "psum"}.get(value, 32)}
+    other = {1: torch.int8, 2: torch.float16, 4: torch.uint32}
+    return {
+        "shape": value[:-1],
+        "rank": value[None],
+        "stride": value.as_strided(value.shape, (*value.stride()[:-1], 0)),
+        "dtype": value.view(other[value.element_size()]),
+        "device": value.as_subclass(_Elsewhere),
+        "address": torch.empty_strided(value.shape, value.stride(), dtype=value.dtype),
+    }
+
+
+@pytest.mark.parametrize("key, make", KEYS, ids=[key.__name__ for key, _ in KEYS])
+def test_every_attribute_of_every_argument_is_in_the_key(
+    key: Callable[..., keys.Key], make: Callable[[], dict[str, Any]]
+) -> None:
+    arguments = make()
+    known = {key(**arguments): "unchanged"}
+    assert known.get(key(**arguments)), "keys go by value"
+    for name, value in arguments.items():
+        for attribute, variant in _variants(value).items():
+            changed = key(**{**arguments, name: variant})
+            assert changed not in known, f"{name}: {attribute}"
+
+
+class _Kernel:
+    """Records what a launch passes."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[int, int, bytes]] = []
+
+    def launch(self, grid: int, stream: int, params: Any) -> None:
+        self.launches.append((grid, stream, ctypes.string_at(params.address, params.size)))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`moe_fp8.ops.cuda` on CPU tensors (device -1), with one kernel that records, as `cuda.kernel`."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0x7000, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    module = importlib.import_module("moe_fp8.ops.cuda")
+    kernel = _Kernel()
+    monkeypatch.setattr(module, "kernel", kernel, raising=False)
+    monkeypatch.setattr(module, "_raw_stream", lambda device: 0x7000)
+    monkeypatch.setattr(module, "_current_device", lambda: -1)
+    monkeypatch.setattr(module, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(module, "get_kernel", lambda spec: kernel)
+    monkeypatch.setattr(module, "_launches", {})
+    return module
+
+
+def test_a_known_call_is_launched_again(cuda: Any) -> None:
+    arguments = _quantize()
+    assert not cuda.repeat(keys.quantize(**arguments))
+    cuda.quantize(**arguments, key=keys.quantize(**arguments))
+    assert cuda.repeat(keys.quantize(**arguments))
+    first, second = cuda.kernel.launches
+    assert first == second
+    assert first[2].startswith(arguments["x"].data_ptr().to_bytes(8, "little"))
+    assert not cuda.repeat(keys.quantize(**{**arguments, "x": arguments["x"].clone()}))
+    assert len(cuda.kernel.launches) == 2
+
+
+def test_a_failed_launch_is_not_remembered(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(spec: object) -> Any:
+        raise KeyError(spec)
+
+    monkeypatch.setattr(cuda, "get_kernel", missing)
+    with pytest.raises(KeyError):
+        cuda.quantize(**_quantize(), key=("call",))
+    assert not cuda._launches
+
+
+def test_remembered_launches_are_bounded(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_MAX_LAUNCHES", 3)
+    kept = [_quantize() for _ in range(5)]
+    for arguments in kept:
+        cuda.quantize(**arguments, key=keys.quantize(**arguments))
+        assert cuda.repeat(keys.quantize(**arguments))
+        assert len(cuda._launches) <= 3

@@ -1,0 +1,78 @@
+"""The random shapes: the same everywhere, within the widths of real models, small enough to run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import gemm, random_shapes, shapes
+from benchmarks.results import ROOT
+from benchmarks.shapes import GroupedShape, aligned_starts
+from benchmarks.timing import plan_rotation
+
+L2 = 60 << 20
+
+
+def test_thirty_a_class_and_the_same_in_every_process() -> None:
+    program = "from benchmarks import random_shapes as r; print(r.DENSE, r.CONTIGUOUS, r.MASKED)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    lists = (random_shapes.DENSE, random_shapes.CONTIGUOUS, random_shapes.MASKED)
+    assert done.stdout.split() == " ".join(map(str, lists)).split()
+    assert [len(set(drawn)) for drawn in lists] == [30, 30, 30]
+
+
+def test_they_are_not_the_listed_ones() -> None:
+    assert not set(random_shapes.DENSE) & set(shapes.DENSE)
+    assert not set(random_shapes.CONTIGUOUS) & set(shapes.CONTIGUOUS)
+    assert not set(random_shapes.MASKED) & set(shapes.MASKED)
+
+
+@pytest.mark.parametrize(
+    "width",
+    [
+        (2112, 7168),  # DeepSeek-V3, fused q_a and kv_a
+        (3072, 1536),  # its q_b at TP8
+        (2624, 6144),  # GLM-5, fused q_a and kv_a
+        (14336, 5120),  # GLM-4.5, qkv
+        (1280, 4096),  # Qwen3-235B, qkv at TP8
+        (7168, 256),  # a shared expert of 2048 at TP8
+    ],
+)
+def test_the_widths_are_those_of_the_models(width: tuple[int, int]) -> None:
+    assert width in random_shapes.dense_widths()
+
+
+def test_the_experts_are_those_of_the_models() -> None:
+    pool = random_shapes.expert_widths()
+    for expected in ((32, 4096, 7168), (8, 7168, 2048), (48, 7168, 2048), (16, 3072, 4096), (4, 1536, 2048)):
+        assert expected in pool
+    assert all(n % 64 == 0 and k % 128 == 0 for _, n, k in pool)
+
+
+def test_rows_go_from_one_to_many_and_experts_differ() -> None:
+    assert random_shapes.DENSE[0].m == 1 and random_shapes.DENSE[-1].m > 8192
+    contiguous, masked = random_shapes.CONTIGUOUS, random_shapes.MASKED
+    assert {shape.layout for shape in contiguous} == {"m_indices", "psum", "offsets"}
+    for drawn in (contiguous, masked):
+        assert drawn[0].rows_per_expert == 1 and drawn[-1].rows_per_expert > 700
+        assert {shape.skew for shape in drawn} == {"spread", "zipf", "sparse"}
+        assert sum(0 in shape.counts() for shape in drawn) >= 5
+
+
+@pytest.mark.parametrize("shape", [*random_shapes.CONTIGUOUS, *random_shapes.MASKED], ids=str)
+def test_a_grouped_shape_fits_in_30_gb(shape: GroupedShape) -> None:
+    e, n, k, counts = shape.num_experts, shape.n, shape.k, shape.counts()
+    rows = e * max(gemm._MASKED_ROWS, *counts) if shape.layout == "masked" else aligned_starts(counts)[-1]
+    most_sets = min(64, max(2, gemm._MOST_ROW_BYTES // (rows * (k + 4 * n))))
+    sets, _ = plan_rotation(e * n * k, L2, most_sets)
+    # Weights, two activations (the peer's own for `offsets`) and two outputs a set.
+    held = sets * (e * n * k + rows * (2 * k + 4 * n))
+    # float64 copies while the largest expert is checked, or bf16 while rows are quantised.
+    checking = 24 * (max(counts) * (n + k) + n * k)
+    quantising = 4 * rows * k
+    assert held + max(checking, quantising) < 30e9
+    assert 2 * sum(counts) * n * k < 4e12
