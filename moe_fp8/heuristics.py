@@ -102,8 +102,10 @@ _TILE_COSTS = {
 _SPLIT_COSTS = {1: 0.0, 2: 2.0, 3: 2.5, 4: 3.0}
 _CLUSTERS_OF_132 = {1: 132, 2: 66, 3: 42, 4: 28}
 
-#: Bytes of weights that all SMs together read in a microsecond.
+#: Bytes of weights that all SMs together read in a microsecond, and what reading them again (from L2) for
+#: another token tile costs beside that.
 _READ_RATE = 4.3e6
+_REREAD = 0.4
 
 
 def _cost(config: GemmConfig, layout: GemmLayout, rows: int, n: int, k: int, experts: int, sms: int) -> float:
@@ -120,7 +122,8 @@ def _cost(config: GemmConfig, layout: GemmLayout, rows: int, n: int, k: int, exp
     rounds = max(1.0, -(-tiles // at_once) if layout == "dense" else tiles / at_once + 0.4)
     per_block, once = _TILE_COSTS[config.block_m, config.block_n]
     busy = rounds * (-(-k // (_BLOCK_K * split)) * per_block + once + _SPLIT_COSTS[split])
-    return max(busy, experts * n * k / _READ_RATE)
+    read = experts * n * k * (1 + _REREAD * (tiles_m - 1)) / _READ_RATE
+    return max(busy, read) + 0.1 * min(busy, read)
 
 
 @cache
@@ -148,8 +151,8 @@ def gemm_config(problem: GemmProblem) -> GemmConfig:
     """Tile for a GEMM, dense or grouped: the cheapest candidate."""
     rows = problem.expected_m
     assert rows is not None  # set by GemmProblem
-    # Every tile is a multiple of 8 rows; beyond 4096 the order of the candidates no longer changes.
-    rows = min(-(-rows // 8) * 8, 4096)
+    # Coarser where a row more cannot matter; beyond 4096 the order of the candidates no longer changes.
+    rows = rows if rows < 64 else min(-(-rows // 8) * 8, 4096)
     return _gemm_config(problem.layout, rows, problem.n, problem.k, problem.num_experts, problem.num_sms)
 
 

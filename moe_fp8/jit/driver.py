@@ -23,6 +23,9 @@ _DEFAULT_SMEM_LIMIT = 48 * 1024
 
 _ALIGNMENT = 64
 
+#: Grids and streams whose launch configuration a kernel keeps.
+_MAX_CONFIGS = 1024
+
 #: The compute capability that the kernels run on.
 HOPPER = (9, 0)
 
@@ -55,7 +58,7 @@ class ParamBlock:
         self.size = size
         self.address = base + offset
         self.buffer = view[offset : offset + size]
-        #: Address of the `void*[1]` that cuLaunchKernel takes; it holds `address`.
+        #: Address of the `void*[1]` that a launch takes; it holds `address`.
         self.kernel_params = self.address + padded
         struct.pack_into("P", view, offset + padded, self.address)
 
@@ -69,9 +72,13 @@ class LoadedKernel:
 
     `num_threads` a block, `smem_bytes` of dynamic shared memory a block; cluster dimensions are
     compiled in.
+
+    Launches are programmatic dependent ones: a kernel may start before its predecessor on the stream has
+    ended, so every kernel executes `griddepcontrol.wait` in all threads before it touches memory.
     """
 
     __slots__ = (
+        "_configs",
         "_function",
         "_kernel",
         "_launch",
@@ -87,10 +94,11 @@ class LoadedKernel:
         self.num_threads = num_threads
         self.smem_bytes = smem_bytes
         self._kernel = kernel
-        # cuLaunchKernel takes a CUkernel cast to CUfunction: unlike a real CUfunction it belongs to no
-        # context, so that one handle serves every device.
+        # A launch takes a CUkernel cast to CUfunction: unlike a real CUfunction it belongs to no context,
+        # so that one handle serves every device.
         self._function = api.CUfunction(int(kernel))
-        self._launch = api.cuLaunchKernel
+        self._launch = api.cuLaunchKernelEx
+        self._configs: dict[tuple[int, int], Any] = {}
         self._ready: set[int] = set()
         self._lock = threading.Lock()
 
@@ -105,11 +113,30 @@ class LoadedKernel:
         else:
             pointer = _Pointer(params)
             kernel_params = pointer.address
-        status = self._launch(
-            self._function, grid, 1, 1, self.num_threads, 1, 1, self.smem_bytes, stream, kernel_params, 0
-        )[0]
+        config = self._configs.get((grid, stream))
+        if config is None:
+            config = self._configure(grid, stream)
+        status = self._launch(config, self._function, kernel_params, 0)[0]
         if status:
-            self._retry(status, grid, stream, kernel_params)
+            self._retry(status, config, grid, kernel_params)
+
+    def _configure(self, grid: int, stream: int) -> Any:
+        """The launch configuration for this grid and stream; kept, since making one costs microseconds."""
+        api = _driver()
+        dependent = api.CUlaunchAttribute()
+        dependent.id = api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        dependent.value.programmaticStreamSerializationAllowed = 1
+        config = api.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.num_threads, 1, 1
+        config.sharedMemBytes = self.smem_bytes
+        config.hStream = stream
+        config.attrs = [dependent]
+        config.numAttrs = 1
+        if len(self._configs) >= _MAX_CONFIGS:
+            self._configs.clear()
+        self._configs[grid, stream] = config
+        return config
 
     def prepare(self) -> None:
         """Load the code onto the current device and allow its shared memory there; idempotent."""
@@ -129,7 +156,7 @@ class LoadedKernel:
                 _check(f"cuKernelGetFunction({self.name})", api.cuKernelGetFunction(self._kernel))
             self._ready.add(int(device))
 
-    def _retry(self, status: Any, grid: int, stream: int, kernel_params: int) -> None:
+    def _retry(self, status: Any, config: Any, grid: int, kernel_params: int) -> None:
         api = _driver()
         # A thread that has called nothing of the CUDA runtime yet has no context.
         bound = ensure_context()
@@ -137,11 +164,9 @@ class LoadedKernel:
         if bound or device not in self._ready:
             # Loaded on another device: its shared-memory limit is still the default here.
             self.prepare()
-            status = self._launch(
-                self._function, grid, 1, 1, self.num_threads, 1, 1, self.smem_bytes, stream, kernel_params, 0
-            )[0]
+            status = self._launch(config, self._function, kernel_params, 0)[0]
         _check(
-            f"cuLaunchKernel({self.name}, grid={grid}, block={self.num_threads}, smem={self.smem_bytes})",
+            f"cuLaunchKernelEx({self.name}, grid={grid}, block={self.num_threads}, smem={self.smem_bytes})",
             (status,),
         )
 

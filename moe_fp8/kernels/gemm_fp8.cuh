@@ -400,6 +400,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
         ptx::barrier_init(&shared.parts_free, kMathWarpgroups * 4 * kCluster);
         ptx::fence_barrier_init();
     }
+    ptx::grid_dependency_wait();
     if constexpr (kLayout != sched::Layout::kDense && kLayout != sched::Layout::kMIndices) {
         if (warp == 1) {
             sched::build_segment_table<kLayout, kBlockM * kClusterM>(shared.table, p.index, p.num_experts, p.m);

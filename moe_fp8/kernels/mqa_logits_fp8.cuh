@@ -202,6 +202,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         ptx::prefetch_tensor_map(&p.weights);
         shared.init();
     }
+    ptx::grid_dependency_wait();
     __syncthreads();
     if (warp < 4) {
         ptx::registers_release<40>();

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/types.cuh"
+#include "ptx/sync.cuh"
 #include "sched/context_lens.cuh"
 
 struct PagedMqaLogitsMetadataParams {
@@ -44,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     paged_mqa_logits_metadata(const __grid_constant__ PagedMqaLogitsMetadataParams p) {
     using namespace moe_fp8;
     __shared__ int warp_sums[kWarps];
+    ptx::grid_dependency_wait();
     auto chunks = [&](int request) {
         return request < p.batch ? ceil_div(max(p.context_lens.longest(request), 0), CHUNK_KV) : 0;
     };

@@ -83,9 +83,13 @@ class FakeDriver:
         self.functions += 1
         return _OK, 9
 
-    def cuLaunchKernel(self, function: Any, *arguments: int) -> Any:
-        gx, gy, gz, bx, by, bz, smem, stream, params, extra = arguments
-        assert (int(function), gy, gz, by, bz, extra) == (8, 1, 1, 1, 1, 0)
+    def cuLaunchKernelEx(self, config: Any, function: Any, params: int, extra: int) -> Any:
+        gx, bx, smem, stream = config.gridDimX, config.blockDimX, config.sharedMemBytes, int(config.hStream)
+        dimensions = (config.gridDimY, config.gridDimZ, config.blockDimY, config.blockDimZ)
+        assert (int(function), dimensions, extra) == (8, (1, 1, 1, 1), 0)
+        (attribute,) = config.attrs
+        assert attribute.id.name == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
+        assert attribute.value.programmaticStreamSerializationAllowed == 1
         if not self._current():
             return (real.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         if gx == 0 or smem > self.smem_limits.get(self._current() - 100, 48 * 1024):
@@ -186,7 +190,7 @@ def test_failures_name_the_call(fake: FakeDriver) -> None:
     with pytest.raises(DriverError, match=r"cuKernelSetAttribute\(tiny, smem=240000\)"):
         driver.load(_ARTIFACT, 240_000, 128)
     assert not fake.relaxed
-    with pytest.raises(DriverError, match=r"cuLaunchKernel\(tiny, grid=0, block=128, smem=0\)"):
+    with pytest.raises(DriverError, match=r"cuLaunchKernelEx\(tiny, grid=0, block=128, smem=0\)"):
         driver.load(_ARTIFACT, 0, 128).launch(0, 0, ParamBlock(16))
 
 

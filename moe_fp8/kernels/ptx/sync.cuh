@@ -33,6 +33,13 @@ DEVICE uint32_t cluster_rank() {
     return rank;
 }
 
+// Programmatic dependent launch: lets the next kernel of the stream begin as SMs fall free, then waits until the kernel
+// before has ended and its writes are visible. Every thread, before any access to global memory; what needs none (barriers,
+// descriptors) goes before, beside the kernel before's last tiles.
+DEVICE void grid_dependency_wait() {
+    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+}
+
 // All threads of the cluster; orders their memory accesses at cluster scope.
 DEVICE void cluster_barrier() {
     asm volatile(
