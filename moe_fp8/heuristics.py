@@ -129,10 +129,12 @@ def _cost(config: GemmConfig, layout: GemmLayout, rows: int, n: int, k: int, exp
 @cache
 def _candidates(layout: GemmLayout, rows: int, k: int) -> tuple[GemmConfig, ...]:
     configs = [_deepest(block_m, 128) for block_m in TOKEN_TILES]
-    for split in (2, 3, 4):
-        # A part of K shorter than this does not pay for the reduction.
-        if k // split >= 8 * _BLOCK_K:
-            configs += [_deepest(block_m, 128, split, "k") for block_m in TOKEN_TILES[:-1]]
+    # Splitting K changes the order of a sum, so only what results may depend on may choose it: grouped
+    # results are the same for any `expected_m`. A part of K under 1024 does not pay for the reduction.
+    if layout == "dense":
+        for split in (2, 3, 4):
+            if k // split >= 8 * _BLOCK_K:
+                configs += [_deepest(block_m, 128, split, "k") for block_m in TOKEN_TILES[:-1]]
     # Sharing weights pairs two token tiles of one expert: worth it once an odd tile is a small loss.
     # `m_indices` cannot: neighbouring tiles may belong to different experts.
     shares: Shares = "weights" if layout != "m_indices" and rows >= 1024 else "tokens"

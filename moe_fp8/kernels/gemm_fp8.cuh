@@ -1,8 +1,8 @@
 // Block-scaled FP8 GEMM, dense and grouped: D[m,n] = sum_k A[m,k] * B[n,k], with a scale for each 1 x 128 of A and
 // each 128 x 128 of B.
 //
-// One producer thread feeds a ring of stages by TMA; two math warpgroups share every tile (mma/fragments.cuh says how). The
-// grid is persistent.
+// One warp feeds a ring of stages by TMA, a second one adds the weights' scales; two math warpgroups share every tile
+// (mma/fragments.cuh says how). The grid is persistent.
 //
 // A cluster either shares operands by multicast (weights or tokens: each CTA loads a part of them for all) or shares one
 // tile along K: each CTA sums a part of K, and the parts are added in the order of rank, so that results repeat bit for bit.
