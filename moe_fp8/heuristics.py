@@ -118,7 +118,7 @@ def _cost(config: GemmConfig, layout: GemmLayout, rows: int, n: int, k: int, exp
         tiles_m = 1.0 if rows + rows // 4 <= config.block_m else rows / config.block_m + 0.5
     tiles = experts * tiles_m * -(-n // config.block_n)
     split = config.cluster if config.shares == "k" else 1
-    at_once = _CLUSTERS_OF_132[split] * sms // 132
+    at_once = max(1, _CLUSTERS_OF_132[split] * sms // 132)
     rounds = max(1.0, -(-tiles // at_once) if layout == "dense" else tiles / at_once + 0.4)
     per_block, once = _TILE_COSTS[config.block_m, config.block_n]
     busy = rounds * (-(-k // (_BLOCK_K * split)) * per_block + once + _SPLIT_COSTS[split])
@@ -144,7 +144,7 @@ def _candidates(layout: GemmLayout, rows: int, k: int) -> tuple[GemmConfig, ...]
 @cache
 def _gemm_config(layout: GemmLayout, rows: int, n: int, k: int, experts: int, sms: int) -> GemmConfig:
     return min(
-        _candidates(layout, rows, k),
+        (config for config in _candidates(layout, rows, k) if config.cluster <= sms),
         key=lambda config: (_cost(config, layout, rows, n, k, experts, sms), config.block_m, config.cluster),
     )
 
