@@ -23,7 +23,7 @@ GEMM_THREADS = 3 * WARPGROUP
 #: Experts that the in-kernel segment table holds.
 MAX_EXPERTS = 512
 
-#: Bytes before the pipeline stages: the stage bases must be 1024-byte aligned for the 128-byte swizzle.
+#: Room for the barriers and what else a kernel keeps beside its stages.
 BARRIER_BYTES = 1024
 
 _SEGMENT_TABLE_BYTES = 12 * MAX_EXPERTS
@@ -40,9 +40,9 @@ TOKEN_TILES = (8, 16, 32, 64, 128)
 class GemmConfig:
     """Tile of one GEMM kernel.
 
-    Weights lie on the M side of wgmma and tokens on its N side, so that few tokens cost few columns:
-    a tile is `block_n` weight rows by `block_m` tokens. `cluster` CTAs share by multicast the token
-    tile ("tokens") or the weight tile ("weights"), or divide one tile along K ("k").
+    Up to 64 tokens weights lie on the M side of wgmma and tokens on its N side, so that few tokens cost
+    few columns. A tile is `block_n` weight rows by `block_m` tokens. `cluster` CTAs share by multicast the
+    token tile ("tokens") or the weight tile ("weights"), or divide one tile along K ("k").
     """
 
     block_m: int
@@ -59,7 +59,7 @@ def gemm_stage_bytes(block_m: int, block_n: int) -> int:
 
 
 def gemm_epilogue_bytes(block_m: int) -> int:
-    """Per math warpgroup: up to 64 tokens of 64 bf16."""
+    """Both math warpgroups: up to 64 tokens of 64 bf16 each."""
     return 2 * min(block_m, 64) * 128
 
 
@@ -151,8 +151,7 @@ def _gemm_config(layout: GemmLayout, rows: int, n: int, k: int, experts: int, sm
 
 def gemm_config(problem: GemmProblem) -> GemmConfig:
     """Tile for a GEMM, dense or grouped: the cheapest candidate."""
-    rows = problem.expected_m
-    assert rows is not None  # set by GemmProblem
+    rows = problem.expected_m or problem.m  # GemmProblem sets it
     # Coarser where a row more cannot matter; beyond 4096 the order of the candidates no longer changes.
     rows = rows if rows < 64 else min(-(-rows // 8) * 8, 4096)
     return _gemm_config(problem.layout, rows, problem.n, problem.k, problem.num_experts, problem.num_sms)

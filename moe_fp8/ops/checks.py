@@ -291,6 +291,12 @@ def _block_size(op: str, block_size: int) -> None:
         raise UnsupportedError(f"{op}: block_size: expected one of {BLOCK_SIZES} tokens, got {block_size}")
 
 
+def _pair_aligned(op: str, name: str, schedule: Tensor) -> None:
+    # The kernels read and write its rows as pairs.
+    if schedule.data_ptr() & 7:
+        raise ArgumentError(op, name, "an 8-byte aligned address", hex(schedule.data_ptr()), "clone it")
+
+
 def paged_mqa_logits_metadata(context_lens: Tensor, block_size: int, next_n: int, out: Tensor) -> None:
     """context_lens int32 [B] or [B,next_n]; out int32 [num_sms+1, 2]."""
     op = "paged_mqa_logits_metadata"
@@ -304,6 +310,7 @@ def paged_mqa_logits_metadata(context_lens: Tensor, block_size: int, next_n: int
         _dtype(op, "out", out, "int32")
     if not out.is_contiguous():
         _dense(op, "out", out)
+    _pair_aligned(op, "out", out)
     if context_lens.get_device() != out.get_device():
         _device(op, context_lens, out=out)
 
@@ -360,6 +367,7 @@ def paged_mqa_logits(
         _dtype(op, "metadata", metadata, "int32")
     if not metadata.is_contiguous():
         _dense(op, "metadata", metadata)
+    _pair_aligned(op, "metadata", metadata)
     _logits_out(op, out, batch * next_n, None)
     device = q.get_device()
     if (

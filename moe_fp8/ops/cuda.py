@@ -287,7 +287,8 @@ def paged_mqa_logits(
         out.stride(0),
         block_table.stride(0),
         batch,
-        out.shape[1],
+        # The kernel works up to here whatever the lengths say, and so reads no page past the table.
+        min(out.shape[1], block_table.shape[1] * page_size),
     )
     _launch(spec, metadata.shape[0] - 1, device, block, key)
 

@@ -262,6 +262,15 @@ def test_the_registered_op_checks_too() -> None:
         schemas.quantize_fp8(x, torch.empty(5, 256), torch.empty(5, 2), False)
 
 
+def test_schedules_off_their_alignment_are_refused() -> None:
+    lengths = torch.zeros(3, dtype=I32)
+    shifted = torch.zeros(2 * 5 + 1, dtype=I32)[1:].view(5, 2)
+    with pytest.raises(ArgumentError, match="out: expected an 8-byte aligned address"):
+        schemas.paged_mqa_logits_metadata(lengths, 64, 1, shifted)
+    with pytest.raises(ArgumentError, match="metadata: expected an 8-byte aligned address"):
+        moe_fp8.paged_mqa_logits_fp8(**{**_paged(), "metadata": shifted})
+
+
 def test_shapes_no_kernel_serves() -> None:
     mqa = _mqa()
     with pytest.raises(UnsupportedError, match="heads"):

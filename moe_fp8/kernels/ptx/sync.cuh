@@ -22,11 +22,6 @@ DEVICE void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Counts these threads in without waiting.
-DEVICE void named_barrier_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 DEVICE uint32_t cluster_rank() {
     uint32_t rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -48,7 +43,8 @@ DEVICE void cluster_barrier() {
             : "memory");
 }
 
-// One lane of a converged warp, the same at every call.
+// One lane of a converged warp; not for what a lane keeps from call to call, since the compiler may repeat the election
+// where fewer lanes are left.
 DEVICE bool elect_one() {
     uint32_t elected;
     asm volatile(

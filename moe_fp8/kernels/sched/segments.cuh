@@ -32,7 +32,7 @@ DEVICE void read_segment(const int* index, int e, int m, int& first_row, int& nu
         const int begin = kLayout == Layout::kOffsets ? index[e] : e == 0 ? 0 : align_up(index[e - 1], kSegmentAlignment);
         const int end = kLayout == Layout::kOffsets ? index[e + 1] : index[e];
         first_row = min(max(begin, 0), m);
-        num_rows = max(min(end, m) - first_row, 0);
+        num_rows = max(min(end, m), first_row) - first_row;
     }
 }
 
