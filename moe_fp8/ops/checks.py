@@ -310,9 +310,9 @@ def paged_mqa_logits_metadata(context_lens: Tensor, block_size: int, next_n: int
         _dtype(op, "out", out, "int32")
     if not out.is_contiguous():
         _dense(op, "out", out)
-    _pair_aligned(op, "out", out)
     if context_lens.get_device() != out.get_device():
         _device(op, context_lens, out=out)
+    _pair_aligned(op, "out", out)
 
 
 def paged_mqa_logits(
@@ -367,7 +367,6 @@ def paged_mqa_logits(
         _dtype(op, "metadata", metadata, "int32")
     if not metadata.is_contiguous():
         _dense(op, "metadata", metadata)
-    _pair_aligned(op, "metadata", metadata)
     _logits_out(op, out, batch * next_n, None)
     device = q.get_device()
     if (
@@ -377,5 +376,6 @@ def paged_mqa_logits(
         others = {"kv_cache": kv_cache, "weights": weights, "context_lens": context_lens}
         _device(op, q, **others, block_table=block_table, metadata=metadata, out=out)
     _first_not_dense(op, q=q, weights=weights)
+    _pair_aligned(op, "metadata", metadata)
     if kv_cache.data_ptr() & 15:
         raise ArgumentError(op, "kv_cache", "a 16-byte aligned address", hex(kv_cache.data_ptr()))
