@@ -1,5 +1,5 @@
-// wgmma: D[64,N] (+)= A[64,32] @ B[N,32]^T, FP8 e4m3 operands (K-major, in shared memory; A also in registers), fp32 accumulators
-// in the registers of a warpgroup.
+// wgmma: D[64,N] (+)= A[64,32] @ B[N,32]^T, FP8 e4m3 operands (K-major, in shared memory; A also in registers), fp32
+// accumulators in the registers of a warpgroup.
 //
 // Thread t of the warpgroup holds, for j < N/8: d[4j], d[4j+1] = row t/32*16 + t%32/4, columns 8j + t%4*2 and the
 // next; d[4j+2], d[4j+3] = the row 8 below.

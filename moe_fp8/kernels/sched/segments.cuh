@@ -70,7 +70,8 @@ struct Tile {
 };
 
 // Walks the tiles of one CTA. A unit is what a cluster takes at once: kClusterM x kClusterN tiles, or one tile that
-// kClusterK CTAs share along K. Within a segment units go in groups of kGroupN along N, so that CTAs running together share tokens and weights in L2.
+// kClusterK CTAs share along K. Within a segment units go in groups of kGroupN along N, so that CTAs running together
+// share tokens and weights in L2.
 template <Layout kLayout, int kBlockM, int kBlockN, int kClusterM, int kClusterN, int kClusterK, int kMaxExperts>
 class TileWalk {
    public:
