@@ -1,8 +1,8 @@
 // Block-scaled FP8 GEMM, dense and grouped: D[m,n] = sum_k A[m,k] * B[n,k], with a scale for each 1 x 128 of A and
 // each 128 x 128 of B.
 //
-// One warp feeds a ring of stages by TMA, a second one adds the weights' scales; two math warpgroups share every tile
-// (mma/fragments.cuh says how). The grid is persistent.
+// The grid is persistent. In each CTA one warp walks its tiles, one feeds a ring of stages by TMA, one adds the weights'
+// scales, two math warpgroups share every tile (mma/fragments.cuh says how), and one warp takes finished tiles to memory.
 //
 // A cluster either shares operands by multicast (weights or tokens: each CTA loads a part of them for all) or shares one
 // tile along K: each CTA sums a part of K, and the parts are added in the order of rank, so that results repeat bit for bit.
@@ -19,6 +19,7 @@
 #include "ptx/wgmma.cuh"
 #include "sched/ring.cuh"
 #include "sched/segments.cuh"
+#include "sched/tile_ring.cuh"
 
 namespace moe_fp8 {
 
@@ -48,22 +49,24 @@ static_assert(NUM_THREADS == kWarpgroup * (1 + kMathWarpgroups), "one producer w
 
 using Table = sched::SegmentTable<MAX_EXPERTS>;
 using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kClusterM, kClusterN, kClusterK, MAX_EXPERTS>;
-#if OUT_FP32
-using Out = float;
-#else
-using Out = uint16_t;
-#endif
+// Who reads tiles: both producers, the math warps and, for bf16, the storing warp (fp32 leaves from the registers).
+constexpr int kTileReaders = 2 + kMathWarpgroups * 4 + (OUT_FP32 ? 0 : 1);
+using Tiles = sched::TileRing<kTileReaders>;
+using TileWriter = sched::TileWriter<kTileReaders>;
+using TileReader = sched::TileReader<kTileReaders>;
 
 struct Shared {
     uint8_t weights[kStages][kBlockN * kBlockK];
     uint8_t tokens[kStages][kBlockM * kBlockK];
     alignas(128) float token_scales[kStages][align_up(kBlockM, 32)];
-    float weight_scales[kStages][kScaleBlocks];
-    alignas(128) uint8_t staging[kMathWarpgroups][Fragments::kStagingBytes];
+    alignas(8) float weight_scales[kStages][kScaleBlocks];
+    alignas(128) uint8_t staging[kBlockM * Fragments::kPitch];
     // Parts of the sum for the peers, [column group][thread]; a single element where K is not split.
     alignas(16) float4 parts[kMathWarpgroups][kSplitK ? Fragments::kColumns / 8 * kWarpgroup : 1];
     Table table;
-    sched::Tile tiles[kMathWarpgroups * 4];  // of each math warp, out of its registers while it accumulates
+    Tiles tiles;
+    ptx::Barrier staged;    // the math warps have filled `staging`
+    ptx::Barrier unstaged;  // the storing warp has emptied it
     ptx::Barrier parts_full;  // every CTA of the cluster has published its part
     ptx::Barrier parts_free;  // every CTA has read this one's
     ptx::Barrier full[kStages];
@@ -103,17 +106,19 @@ struct KRange {
     }
 };
 
-// Copies the stages of one tile; one thread. `stage` and `phase` run on from tile to tile.
-DEVICE void load_tile(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t& stage,
-                      uint32_t& phase) {
+using Ring = sched::RingCursor<kStages>;
+
+// Copies the stages of one tile; one thread.
+DEVICE void load_tile(const GemmParams& p, Shared& shared, const sched::Tile tile, uint32_t rank, Ring& ring) {
     const int num_k_blocks = p.k / kBlockK;
     const uint16_t everyone = (1 << kCluster) - 1;
     const int scale_column = kLayout == sched::Layout::kMasked ? tile.expert * num_k_blocks : 0;
     const int weight_row = tile.expert * p.n + tile.n;
     const KRange range(p, rank);
-    for (int block = range.begin; block < range.end; ++block) {
+    for (int block = range.begin; block < range.end; ++block, ring.step()) {
+        const uint32_t stage = ring.slot;
         ptx::Barrier* full = &shared.full[stage];
-        ptx::barrier_wait(&shared.empty[stage], phase ^ 1);
+        ptx::barrier_wait(&shared.empty[stage], ring.phase ^ 1);
         ptx::barrier_arrive_expect(full, kStageBytes);
         if constexpr (kShareWeights) {
             constexpr int kRows = kBlockN / kCluster;
@@ -135,33 +140,36 @@ DEVICE void load_tile(const GemmParams& p, Shared& shared, const sched::Tile& ti
             ptx::tma_load_2d(&p.a_scale, full, shared.token_scales[stage], tile.scale_row, scale_column + block,
                              ptx::CacheHint::kEvictLast);
         }
-        if (++stage == kStages) stage = 0, phase ^= 1;
     }
 }
 
-// One warp walks the tiles together and waits for its first lane, which issues the copies. Not an elected lane: the ring's
-// position is that lane's alone, and the compiler may repeat an election.
-DEVICE void produce(const GemmParams& p, Shared& shared) {
-    const uint32_t rank = cluster_rank();
-    Walk walk(shared.table, p.index, p.num_experts, p.m, p.n, rank);
-    uint32_t stage = 0, phase = 0;
+DEVICE void walk_tiles(const GemmParams& p, Shared& shared) {
+    Walk walk(shared.table, p.index, p.num_experts, p.m, p.n, cluster_rank());
+    TileWriter writer(shared.tiles);
     sched::Tile tile;
-    while (walk.next(tile)) {
-        if (lane_index() == 0) load_tile(p, shared, tile, rank, stage, phase);
-        __syncwarp();
+    while (walk.next(tile)) writer.push(tile);
+    writer.finish();
+}
+
+// The warp stays together around its first lane, which issues the copies. Not an elected lane: the ring's position is that
+// lane's alone, and the compiler may repeat an election.
+DEVICE void produce(const GemmParams& p, Shared& shared) {
+    TileReader reader(shared.tiles);
+    Ring ring;
+    while (const sched::Tile* tile = reader.next()) {
+        if (lane_index() == 0) load_tile(p, shared, *tile, cluster_rank(), ring);
+        reader.release();
     }
 }
 
 // A second warp brings the weights' scales, a few floats a stage that TMA is too coarse for: it reads them a warp's worth at a
 // time and a warp's worth ahead, and fills each stage's as the first warp does.
 DEVICE void produce_scales(const GemmParams& p, Shared& shared) {
-    const uint32_t rank = cluster_rank();
-    Walk walk(shared.table, p.index, p.num_experts, p.m, p.n, rank);
-    const KRange range(p, rank);
+    TileReader reader(shared.tiles);
+    const KRange range(p, cluster_rank());
     const int num_k_blocks = p.k / kBlockK, scale_rows = ceil_div(p.n, kBlockK);
-    uint32_t stage = 0, phase = 0;
-    sched::Tile tile;
-    while (walk.next(tile)) {
+    Ring ring;
+    while (const sched::Tile* tile = reader.next()) {
         const float* rows[kScaleBlocks];
         float held[kScaleBlocks], ahead[kScaleBlocks];
         auto load = [&](float (&values)[kScaleBlocks], int block) {
@@ -170,24 +178,24 @@ DEVICE void produce_scales(const GemmParams& p, Shared& shared) {
         };
 #pragma unroll
         for (int i = 0; i < kScaleBlocks; ++i) {
-            const int row = tile.expert * scale_rows + min(tile.n / kBlockK + i, scale_rows - 1);
+            const int row = tile->expert * scale_rows + min(tile->n / kBlockK + i, scale_rows - 1);
             rows[i] = p.b_scale + static_cast<int64_t>(row) * num_k_blocks;
         }
+        reader.release();
         load(ahead, range.begin);
-        for (int block = range.begin; block < range.end; ++block) {
+        for (int block = range.begin; block < range.end; ++block, ring.step()) {
             const int lane = (block - range.begin) % kWarp;
             if (lane == 0) {
 #pragma unroll
                 for (int i = 0; i < kScaleBlocks; ++i) held[i] = ahead[i];
                 load(ahead, block + kWarp);
             }
-            ptx::barrier_wait(&shared.empty[stage], phase ^ 1);
+            ptx::barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
             if (lane_index() == lane) {
 #pragma unroll
-                for (int i = 0; i < kScaleBlocks; ++i) shared.weight_scales[stage][i] = held[i];
-                ptx::barrier_arrive(&shared.full[stage]);
+                for (int i = 0; i < kScaleBlocks; ++i) shared.weight_scales[ring.slot][i] = held[i];
+                ptx::barrier_arrive(&shared.full[ring.slot]);
             }
-            if (++stage == kStages) stage = 0, phase ^= 1;
         }
     }
 }
@@ -202,18 +210,20 @@ DEVICE void release_stage(Shared& shared, uint32_t stage) {
     }
 }
 
-// The sum of one tile over this CTA's part of K: `num_blocks` > 0 stages.
+// The sum of a part of one tile over this CTA's part of K: `num_blocks` > 0 stages. A stage's scales are read before the
+// tensor core is given work: while it is busy they would wait for shared memory, and it then for them.
 class Accumulator {
    public:
-    DEVICE Accumulator(Shared& shared, int warpgroup) : shared_(shared), warpgroup_(warpgroup) {}
+    DEVICE explicit Accumulator(Shared& shared) : shared_(shared) {}
 
-    DEVICE void run(int num_blocks, Fragments::Sum (&sum)[kWaves]) {
+    DEVICE void run(int num_blocks, mma::Part part, Fragments::Sum (&sum)[kWaves]) {
+        part_ = part;
 #pragma unroll
         for (int wave = 0; wave < kWaves; ++wave) {
 #pragma unroll
             for (int i = 0; i < Fragments::kColumns / 2; ++i) sum[wave][i] = 0.0f;
         }
-        if constexpr (kWaves == 1) {
+        if (kWaves == 1 || part.columns == Fragments::kColumns) {
             run_block_by_block(num_blocks, sum[0]);
         } else {
             run_wave_by_wave(num_blocks, sum);
@@ -222,37 +232,74 @@ class Accumulator {
 
    private:
     using Sum = Fragments::Sum;
-    using Ring = sched::RingCursor<kStages>;
+    using Scales = Fragments::Scales;
 
     // One fragment. A block is promoted while the next is multiplied into the other of two partial sums.
     DEVICE void run_block_by_block(int num_blocks, Sum& sum) {
         Sum partial[2];
-        multiply(partial[0], ring_);
-        auto step = [&](Sum& done, Sum& next) {
+        Scales scales[2];
+        wait(ring_, scales[0]);
+        multiply(partial[0], ring_, 0);
+        auto step = [&](int done, int next) {
             Ring ahead = ring_;
             ahead.step();
-            multiply(next, ahead);
-            promote<1>(sum, done);
+            wait(ahead, scales[next]);
+            multiply(partial[next], ahead, 0);
+            ptx::wgmma_wait<1>();
+            finish_block(sum, partial[done], scales[done]);
         };
         int block = 0;
         for (; block + 2 < num_blocks; block += 2) {
-            step(partial[0], partial[1]);
-            step(partial[1], partial[0]);
+            step(0, 1);
+            step(1, 0);
         }
         if (block + 1 < num_blocks) {
-            step(partial[0], partial[1]);
-            promote<0>(sum, partial[1]);
+            step(0, 1);
+            ptx::wgmma_wait<0>();
+            finish_block(sum, partial[1], scales[1]);
         } else {
-            promote<0>(sum, partial[0]);
+            ptx::wgmma_wait<0>();
+            finish_block(sum, partial[0], scales[0]);
         }
     }
 
-    DEVICE void multiply(Sum& partial, const Ring& ring) {
+    DEVICE void finish_block(Sum& sum, const Sum& partial, const Scales& scales) {
+        Fragments::promote(sum, partial, scales, 0);
+        release_stage(shared_, ring_.slot);
+        ring_.step();
+    }
+
+    // Two fragments, which leave no registers for a second partial sum: one warpgroup promotes while the other multiplies.
+    DEVICE void run_wave_by_wave(int num_blocks, Sum (&sum)[kWaves]) {
+        Sum partial;
+        Scales scales;
+        wait(ring_, scales);
+        for (int left = num_blocks;;) {
+            multiply(partial, ring_, 0);
+            ptx::wgmma_wait<0>();
+            Fragments::promote(sum[0], partial, scales, 0);
+            multiply(partial, ring_, 1);
+            ptx::wgmma_wait<0>();
+            release_stage(shared_, ring_.slot);
+            ring_.step();
+            if (--left == 0) break;
+            const Scales done = scales;
+            wait(ring_, scales);
+            Fragments::promote(sum[1], partial, done, 1);
+        }
+        Fragments::promote(sum[1], partial, scales, 1);
+    }
+
+    DEVICE void wait(const Ring& ring, Scales& scales) {
         ptx::barrier_wait(&shared_.full[ring.slot], ring.phase);
-        const uint8_t* weights = shared_.weights[ring.slot];
+        scales.load(shared_.token_scales[ring.slot], shared_.weight_scales[ring.slot], part_);
+    }
+
+    DEVICE void multiply(Sum& partial, const Ring& ring, int wave) {
+        const uint8_t* weights = shared_.weights[ring.slot] + wave * Fragments::kColumns * kBlockK;
         const uint8_t* tokens = shared_.tokens[ring.slot];
-        const uint64_t a = ptx::wgmma_descriptor<kBlockK>(Fragments::m_operand(weights, tokens, warpgroup_));
-        const uint64_t b = ptx::wgmma_descriptor<kBlockK>(Fragments::n_operand(weights, tokens));
+        const uint64_t a = ptx::wgmma_descriptor<kBlockK>(Fragments::m_operand(weights, tokens, part_));
+        const uint64_t b = ptx::wgmma_descriptor<kBlockK>(Fragments::n_operand(weights, tokens, part_));
         ptx::wgmma_pin(partial);
         ptx::wgmma_fence();
 #pragma unroll
@@ -264,64 +311,22 @@ class Accumulator {
         ptx::wgmma_pin(partial);
     }
 
-    // The oldest block in flight; kPending younger ones stay there.
-    template <int kPending>
-    DEVICE void promote(Sum& sum, const Sum& partial) {
-        const Fragments::Scales scales = scales_of(0);
-        ptx::wgmma_wait<kPending>();
-        Fragments::promote(sum, partial, scales);
-        release_stage(shared_, ring_.slot);
-        ring_.step();
-    }
-
-    // Several fragments, which leave no registers for a second partial sum: one warpgroup promotes while the other
-    // multiplies. They share the tokens, which are the A operand, in registers, so that shared memory is read once for them.
-    DEVICE void run_wave_by_wave(int num_blocks, Sum (&sum)[kWaves]) {
-        mma::TokenRegisters tokens;
-        for (int left = num_blocks; left > 0; --left) {
-            ptx::barrier_wait(&shared_.full[ring_.slot], ring_.phase);
-            tokens.load(&shared_.tokens[ring_.slot][warpgroup_ * 64 * kBlockK]);
-#pragma unroll
-            for (int wave = 0; wave < kWaves; ++wave) {
-                Sum partial;
-                multiply(partial, tokens, wave);
-                const Fragments::Scales scales = scales_of(wave);
-                ptx::wgmma_wait<0>();
-                if (wave == kWaves - 1) release_stage(shared_, ring_.slot);
-                Fragments::promote(sum[wave], partial, scales);
-            }
-            ring_.step();
-        }
-    }
-
-    DEVICE void multiply(Sum& partial, const mma::TokenRegisters& tokens, int wave) {
-        const uint64_t weights = ptx::wgmma_descriptor<kBlockK>(
-            &shared_.weights[ring_.slot][Fragments::weight_row(warpgroup_, wave) * kBlockK]);
-        ptx::wgmma_pin(partial);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < kBlockK / 32; ++i) {
-            ptx::Wgmma<Fragments::kColumns>::mma(partial, tokens.k32[i], ptx::advance_descriptor(weights, i * 32), i > 0);
-        }
-        ptx::wgmma_commit();
-        ptx::wgmma_pin(partial);
-    }
-
-    DEVICE Fragments::Scales scales_of(int wave) const {
-        return Fragments::Scales(shared_.token_scales[ring_.slot],
-                                 shared_.weight_scales[ring_.slot][Fragments::weight_row(warpgroup_, wave) / kBlockK],
-                                 warpgroup_);
-    }
-
     Shared& shared_;
-    int warpgroup_;
+    mma::Part part_;
     Ring ring_;
 };
 
-// Adds the parts of the cluster's CTAs. Column groups (8 tokens each) are dealt to the ranks; on return `sum` holds the
-// whole sum for the tokens [begin, end), which are narrowed to this rank's.
-DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, uint32_t rank, uint32_t phase, int& begin,
-                      int& end) {
+// Tokens of a tile that this CTA stores: all, or where K is split the rank's share of the groups of eight.
+DEVICE void narrow_to_rank(uint32_t rank, int& begin, int& end) {
+    if constexpr (kSplitK) {
+        constexpr int kGroups = Fragments::kColumns / 8;
+        begin = max(begin, ceil_div(static_cast<int>(rank) * kGroups, kCluster) * 8);
+        end = min(end, ceil_div(static_cast<int>(rank + 1) * kGroups, kCluster) * 8);
+    }
+}
+
+// Adds the parts of the cluster's CTAs; `sum` then is whole for this rank's tokens.
+DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, uint32_t rank, uint32_t phase) {
     constexpr int kGroups = Fragments::kColumns / 8;
     float4* mine = shared.parts[warpgroup] + mma::warpgroup_thread();
     ptx::barrier_wait(&shared.parts_free, phase ^ 1);
@@ -345,37 +350,65 @@ DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, uint32
     }
     __syncwarp();
     if (lane_index() < kCluster) ptx::barrier_arrive_cluster(&shared.parts_free, lane_index());
-    begin = max(begin, ceil_div(static_cast<int>(rank) * kGroups, kCluster) * 8);
-    end = min(end, ceil_div(static_cast<int>(rank + 1) * kGroups, kCluster) * 8);
 }
 
-DEVICE void consume(const GemmParams& p, Shared& shared, int math_warp) {
-    const int warpgroup = math_warp / 4;
+DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
     const uint32_t rank = cluster_rank();
-    Walk walk(shared.table, p.index, p.num_experts, p.m, p.n, rank);
     const KRange range(p, rank);
-    Accumulator accumulator(shared, warpgroup);
-    uint32_t parts_phase = 0;
-    sched::Tile tile;
-    while (walk.next(tile)) {
-        if (lane_index() == 0) shared.tiles[math_warp] = tile;
+    TileReader reader(shared.tiles);
+    Accumulator accumulator(shared);
+    uint32_t phase = 0;
+    for (; const sched::Tile* tile = reader.next(); phase ^= 1) {
+        const mma::Part part = Fragments::part(warpgroup, tile->end_row);
         Fragments::Sum sum[kWaves];
-        accumulator.run(range.end - range.begin, sum);
-        __syncwarp();
-        tile = shared.tiles[math_warp];
-        if constexpr (kSplitK) {
-            add_parts(shared, sum[0], warpgroup, rank, parts_phase, tile.begin_row, tile.end_row);
-            parts_phase ^= 1;
+        accumulator.run(range.end - range.begin, part, sum);
+        if constexpr (kSplitK) add_parts(shared, sum[0], warpgroup, rank, phase);
+        if constexpr (OUT_FP32) {
+            int begin = tile->begin_row, end = tile->end_row;
+            narrow_to_rank(rank, begin, end);
+            float* out = static_cast<float*>(p.out) + tile->row * p.out_stride + tile->n;
+            Fragments::store(sum, out, p.out_stride, begin, end, p.n - tile->n, part);
+        } else {
+            ptx::barrier_wait(&shared.unstaged, phase ^ 1);
+            Fragments::stage(sum, shared.staging, part);
+            __syncwarp();
+            if (lane_index() == 0) ptx::barrier_arrive(&shared.staged);
         }
-        // Called for each wave and not a loop: the compiler leaves one this long rolled, and `sum` would go to local memory.
-        auto store = [&](const Fragments::Sum& wave_sum, int wave) {
-            const int n = tile.n + Fragments::weight_row(warpgroup, wave);
-            Out* out = static_cast<Out*>(p.out) + tile.row * p.out_stride + n;
-            Fragments::store(wave_sum, out, p.out_stride, tile.begin_row, tile.end_row, p.n - n,
-                             shared.staging[warpgroup], warpgroup);
-        };
-        store(sum[0], 0);
-        if constexpr (kWaves > 1) store(sum[1], 1);
+        reader.release();
+    }
+}
+
+// One warp takes staged tiles to memory, 16 bytes a lane, while the next tile is under way.
+DEVICE void store_tiles(const GemmParams& p, Shared& shared) {
+    constexpr int kLanes = kBlockN / 8;  // of one token
+    constexpr int kTokens = kWarp / kLanes;
+    constexpr int kUnroll = 4;
+    const int column = lane_index() % kLanes * 8;
+    const uint8_t* staged = shared.staging + column * 2;
+    TileReader reader(shared.tiles);
+    uint32_t phase = 0;
+    for (; const sched::Tile* tile = reader.next(); phase ^= 1) {
+        int begin = tile->begin_row, end = tile->end_row;
+        narrow_to_rank(cluster_rank(), begin, end);
+        if (tile->n + column >= p.n) end = 0;
+        uint16_t* out = static_cast<uint16_t*>(p.out) + tile->row * p.out_stride + tile->n + column;
+        reader.release();
+        ptx::barrier_wait(&shared.staged, phase);
+        for (int token = begin + lane_index() / kLanes; token < end; token += kTokens * kUnroll) {
+            uint4 values[kUnroll];
+#pragma unroll
+            for (int i = 0; i < kUnroll; ++i) {
+                const int row = min(token + i * kTokens, kBlockM - 1);
+                values[i] = *reinterpret_cast<const uint4*>(staged + row * Fragments::kPitch);
+            }
+#pragma unroll
+            for (int i = 0; i < kUnroll; ++i) {
+                const int row = token + i * kTokens;
+                if (row < end) *reinterpret_cast<uint4*>(out + row * p.out_stride) = values[i];
+            }
+        }
+        __syncwarp();
+        if (lane_index() == 0) ptx::barrier_arrive(&shared.unstaged);
     }
 }
 
@@ -396,6 +429,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
             ptx::barrier_init(&shared.full[stage], 2);  // a producer each of operands and of weight scales
             ptx::barrier_init(&shared.empty[stage], kMathWarpgroups * 4 * kClusterM * kClusterN);
         }
+        shared.tiles.init();
+        ptx::barrier_init(&shared.staged, kMathWarpgroups * 4);
+        ptx::barrier_init(&shared.unstaged, 1);
         ptx::barrier_init(&shared.parts_full, kMathWarpgroups * 4 * kCluster);
         ptx::barrier_init(&shared.parts_free, kMathWarpgroups * 4 * kCluster);
         ptx::fence_barrier_init();
@@ -413,9 +449,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
         ptx::registers_release<40>();
         if (warp == 0) produce(p, shared);
         if (warp == 1) produce_scales(p, shared);
+        if (warp == 2) walk_tiles(p, shared);
+        if (warp == 3 && !OUT_FP32) store_tiles(p, shared);
     } else {
         ptx::registers_acquire<232>();
-        consume(p, shared, warp - 4);
+        consume(p, shared, warp / 4 - 1);
     }
 
     // A peer may still copy into this CTA's stages or arrive on its barriers.

@@ -10,6 +10,22 @@ DEVICE uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Where it stands: the compiler neither moves it down to its use nor merges it with another.
+DEVICE float load_here(const float* pointer) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared_address(pointer)) : "memory");
+    return value;
+}
+
+DEVICE float2 load_here(const float2* pointer) {
+    float2 value;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(value.x), "=f"(value.y)
+                 : "r"(shared_address(pointer))
+                 : "memory");
+    return value;
+}
+
 // Sixteen bytes from the same offset in CTA `rank` of the cluster (or this one).
 DEVICE float4 load_cluster(const float4* pointer, uint32_t rank) {
     float4 value;

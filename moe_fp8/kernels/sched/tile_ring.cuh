@@ -1,0 +1,80 @@
+// One warp walks the tiles, the others read them here: dividing tile numbers and reading index tensors stays off their paths.
+#pragma once
+
+#include "common/types.cuh"
+#include "ptx/mbarrier.cuh"
+#include "sched/ring.cuh"
+#include "sched/segments.cuh"
+
+namespace moe_fp8::sched {
+
+// Tiles on their way from the walking warp to `kReaders` others.
+template <int kReaders>
+struct TileRing {
+    static constexpr int kSlots = 4;
+
+    Tile tiles[kSlots];
+    ptx::Barrier full[kSlots];
+    ptx::Barrier empty[kSlots];
+
+    // One thread.
+    DEVICE void init() {
+        for (int slot = 0; slot < kSlots; ++slot) {
+            ptx::barrier_init(&full[slot], 1);
+            ptx::barrier_init(&empty[slot], kReaders);
+        }
+    }
+};
+
+// The walking warp's end; called by the whole warp.
+template <int kReaders>
+class TileWriter {
+   public:
+    DEVICE explicit TileWriter(TileRing<kReaders>& ring) : ring_(ring) {}
+
+    DEVICE void push(const Tile& tile) {
+        ptx::barrier_wait(&ring_.empty[cursor_.slot], cursor_.phase ^ 1);
+        if (lane_index() == 0) {
+            ring_.tiles[cursor_.slot] = tile;
+            ptx::barrier_arrive(&ring_.full[cursor_.slot]);
+        }
+        __syncwarp();
+        cursor_.step();
+    }
+
+    DEVICE void finish() {
+        Tile none;
+        none.expert = -1;
+        push(none);
+    }
+
+   private:
+    TileRing<kReaders>& ring_;
+    RingCursor<TileRing<kReaders>::kSlots> cursor_;
+};
+
+// A reading warp's end; called by the whole warp.
+template <int kReaders>
+class TileReader {
+   public:
+    DEVICE explicit TileReader(TileRing<kReaders>& ring) : ring_(ring) {}
+
+    // Null when there are no more; else the tile stays until `release`.
+    DEVICE const Tile* next() {
+        ptx::barrier_wait(&ring_.full[cursor_.slot], cursor_.phase);
+        const Tile* tile = &ring_.tiles[cursor_.slot];
+        return tile->expert < 0 ? nullptr : tile;
+    }
+
+    DEVICE void release() {
+        __syncwarp();
+        if (lane_index() == 0) ptx::barrier_arrive(&ring_.empty[cursor_.slot]);
+        cursor_.step();
+    }
+
+   private:
+    TileRing<kReaders>& ring_;
+    RingCursor<TileRing<kReaders>::kSlots> cursor_;
+};
+
+}  // namespace moe_fp8::sched
