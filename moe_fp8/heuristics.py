@@ -20,13 +20,9 @@ SMEM_CAPACITY = 232_448
 WARPGROUP = 128
 GEMM_THREADS = 3 * WARPGROUP
 
-#: Experts that the in-kernel segment table holds.
-MAX_EXPERTS = 512
-
 #: Room for the barriers and what else a kernel keeps beside its stages.
 BARRIER_BYTES = 1024
 
-_SEGMENT_TABLE_BYTES = 12 * MAX_EXPERTS
 _BLOCK_K = 128
 
 #: What the CTAs of a cluster share.
@@ -58,22 +54,18 @@ def gemm_stage_bytes(block_m: int, block_n: int) -> int:
     return (block_n + block_m) * _BLOCK_K + scale_bytes
 
 
-def gemm_epilogue_bytes(block_m: int, block_n: int) -> int:
-    """A tile as bf16, with 16 bytes more a token to keep it clear of bank conflicts."""
-    return block_m * (block_n * 2 + 16)
+def gemm_staging_bytes(block_m: int) -> int:
+    """Both math warpgroups' fragments as bf16: 64 weight rows of every token, or 64 tokens of 128 weight rows."""
+    return 2 * (block_m * 128 if block_m <= 64 else 64 * 256)
 
 
 def gemm_smem_bytes(config: GemmConfig) -> int:
     """Dynamic shared memory of the GEMM kernel, in bytes."""
-    # Stage sizes are multiples of 128 only; weights and tokens are laid out as separate arrays so that
-    # each tile starts at a multiple of 1024.
     return (
         BARRIER_BYTES
         + config.num_stages * gemm_stage_bytes(config.block_m, config.block_n)
-        + gemm_epilogue_bytes(config.block_m, config.block_n)
+        + gemm_staging_bytes(config.block_m)
         + (config.block_m * config.block_n * 4 if config.shares == "k" else 0)
-        + _SEGMENT_TABLE_BYTES
-        + 1024  # room to align the dynamic base
     )
 
 

@@ -2,13 +2,13 @@
 // each 128 x 128 of B.
 //
 // The grid is persistent. In each CTA one warp walks its tiles, one feeds a ring of stages by TMA, one adds the weights'
-// scales, two math warpgroups share every tile (mma/fragments.cuh says how), and one warp takes finished tiles to memory.
+// scales, and two math warpgroups share every tile (mma/fragments.cuh says how).
 //
 // A cluster either shares operands by multicast (weights or tokens: each CTA loads a part of them for all) or shares one
 // tile along K: each CTA sums a part of K, and the parts are added in the order of rank, so that results repeat bit for bit.
 //
 // Specialised by: LAYOUT, BLOCK_M (tokens), BLOCK_N (weight rows), NUM_STAGES, CLUSTER_SIZE, CLUSTER_SHARES (0 tokens, 1
-// weights, 2 the tile, along K), OUT_FP32, MAX_EXPERTS; M, N, K and the number of experts are run-time values.
+// weights, 2 the tile, along K), OUT_FP32; M, N, K and the number of experts are run-time values.
 #pragma once
 
 #include "common/types.cuh"
@@ -47,33 +47,32 @@ constexpr int kMathWarpgroups = 2;
 static_assert(!kSplitK || BLOCK_M < 128, "parts are dealt by groups of tokens");
 static_assert(NUM_THREADS == kWarpgroup * (1 + kMathWarpgroups), "one producer warpgroup");
 
-using Table = sched::SegmentTable<MAX_EXPERTS>;
-using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kClusterM, kClusterN, kClusterK, MAX_EXPERTS>;
-// Who reads tiles: both producers, the math warps and, for bf16, the storing warp (fp32 leaves from the registers).
-constexpr int kTileReaders = 2 + kMathWarpgroups * 4 + (OUT_FP32 ? 0 : 1);
+using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kClusterM, kClusterN, kClusterK>;
+constexpr int kTileReaders = 2 + kMathWarpgroups * 4;  // both producers and the math warps
 using Tiles = sched::TileRing<kTileReaders>;
 using TileWriter = sched::TileWriter<kTileReaders>;
 using TileReader = sched::TileReader<kTileReaders>;
 
+// Tokens that TMA stores at once, and bytes of a warpgroup's staging.
+constexpr int kStoredTokens = kBlockM < 16 ? kBlockM : 16;
+constexpr int kStagingBytes = Fragments::kStagedBoxes * Fragments::kStagedTokens * mma::kStagedBytes;
+
 struct Shared {
     uint8_t weights[kStages][kBlockN * kBlockK];
     uint8_t tokens[kStages][kBlockM * kBlockK];
+    uint8_t staging[kMathWarpgroups][kStagingBytes];
     alignas(128) float token_scales[kStages][align_up(kBlockM, 32)];
-    alignas(8) float weight_scales[kStages][kScaleBlocks];
-    alignas(128) uint8_t staging[kBlockM * Fragments::kPitch];
     // Parts of the sum for the peers, [column group][thread]; a single element where K is not split.
     alignas(16) float4 parts[kMathWarpgroups][kSplitK ? Fragments::kColumns / 8 * kWarpgroup : 1];
-    Table table;
+    float weight_scales[kStages][kScaleBlocks];
     Tiles tiles;
-    ptx::Barrier staged;    // the math warps have filled `staging`
-    ptx::Barrier unstaged;  // the storing warp has emptied it
     ptx::Barrier parts_full;  // every CTA of the cluster has published its part
     ptx::Barrier parts_free;  // every CTA has read this one's
     ptx::Barrier full[kStages];
     ptx::Barrier empty[kStages];
 };
-// heuristics.gemm_smem_bytes computes the same from its own constants, with 1 KiB for the barriers.
-static_assert(sizeof(Shared) + 1024 <= SMEM_BYTES && SMEM_BYTES <= sizeof(Shared) + 3072, "see heuristics.py");
+// heuristics.gemm_smem_bytes computes the same from its own constants, with 1 KiB for the tiles and barriers.
+static_assert(sizeof(Shared) <= SMEM_BYTES && SMEM_BYTES <= sizeof(Shared) + 1024, "see heuristics.py");
 
 constexpr uint32_t kStageBytes = (kBlockN + kBlockM) * kBlockK + kBlockM * sizeof(float);
 
@@ -83,6 +82,7 @@ struct GemmParams {
     moe_fp8::TensorMap a;        // [rows, K] fp8, box kBlockM / kClusterN rows x 128
     moe_fp8::TensorMap a_scale;  // [K/128 (x experts if masked), rows] fp32, box 1 x kBlockM / kClusterN
     moe_fp8::TensorMap b;        // [experts * N, K] fp8, box kBlockN / kClusterM rows x 128
+    moe_fp8::TensorMap out_map;  // [rows, N] bf16, box kStoredTokens rows x 64; unused if fp32
     void* out;                   // [rows, N]
     const float* b_scale;        // [experts, ceil(N/128), K/128]
     const int* index;            // m_indices, psum, offsets or masked_m; null if dense
@@ -94,6 +94,21 @@ struct GemmParams {
 };
 
 namespace moe_fp8 {
+
+#ifdef TL
+__device__ __forceinline__ long long now_() { long long t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); return t; }
+#define TLP(p) (reinterpret_cast<long long*>(static_cast<char*>((p).out) + int64_t((p).m) * (kLayout == sched::Layout::kMasked ? (p).num_experts : 1) * (p).out_stride * 2) + blockIdx.x * 64)
+#define TLSET(p, i, v) do { if (threadIdx.x == 128 && ((i) < 58 || (i) >= 62)) TLP(p)[i] = (v); } while (0)
+#define TLDECL int count_ = 0;
+#define TLNEXT ++count_;
+#define TLEND if (count_ >= 0) { TLSET(p, 62, (long long)count_); } TLSET(p, 63, clock64());
+#else
+#define TLSET(p, i, v)
+#define TLDECL
+#define TLNEXT
+#define TLEND
+#endif
+constexpr uint16_t kEveryone = (1 << kCluster) - 1;
 
 DEVICE uint32_t cluster_rank() { return kCluster > 1 ? ptx::cluster_rank() : 0; }
 
@@ -108,43 +123,37 @@ struct KRange {
 
 using Ring = sched::RingCursor<kStages>;
 
-// Copies the stages of one tile; one thread.
-DEVICE void load_tile(const GemmParams& p, Shared& shared, const sched::Tile tile, uint32_t rank, Ring& ring) {
-    const int num_k_blocks = p.k / kBlockK;
-    const uint16_t everyone = (1 << kCluster) - 1;
-    const int scale_column = kLayout == sched::Layout::kMasked ? tile.expert * num_k_blocks : 0;
-    const int weight_row = tile.expert * p.n + tile.n;
-    const KRange range(p, rank);
-    for (int block = range.begin; block < range.end; ++block, ring.step()) {
-        const uint32_t stage = ring.slot;
-        ptx::Barrier* full = &shared.full[stage];
-        ptx::barrier_wait(&shared.empty[stage], ring.phase ^ 1);
-        ptx::barrier_arrive_expect(full, kStageBytes);
-        if constexpr (kShareWeights) {
-            constexpr int kRows = kBlockN / kCluster;
-            ptx::tma_load_2d_multicast(&p.b, full, &shared.weights[stage][rank * kRows * kBlockK], block * kBlockK,
-                                       weight_row + rank * kRows, everyone, ptx::CacheHint::kNormal);
-        } else {
-            ptx::tma_load_2d(&p.b, full, shared.weights[stage], block * kBlockK, weight_row,
-                             kBlockM < 128 ? ptx::CacheHint::kEvictFirst : ptx::CacheHint::kNormal);
-        }
-        if constexpr (kShareTokens) {
-            constexpr int kRows = kBlockM / kCluster;
-            ptx::tma_load_2d_multicast(&p.a, full, &shared.tokens[stage][rank * kRows * kBlockK], block * kBlockK,
-                                       tile.row + rank * kRows, everyone, ptx::CacheHint::kEvictLast);
-            ptx::tma_load_2d_multicast(&p.a_scale, full, &shared.token_scales[stage][rank * kRows],
-                                       tile.scale_row + rank * kRows, scale_column + block, everyone,
-                                       ptx::CacheHint::kEvictLast);
-        } else {
-            ptx::tma_load_2d(&p.a, full, shared.tokens[stage], block * kBlockK, tile.row, ptx::CacheHint::kEvictLast);
-            ptx::tma_load_2d(&p.a_scale, full, shared.token_scales[stage], tile.scale_row, scale_column + block,
-                             ptx::CacheHint::kEvictLast);
-        }
+// Copies one stage's weights, or tokens and their scales.
+DEVICE void load_weights(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t stage, int block) {
+    const int row = tile.expert * p.n + tile.n;
+    if constexpr (kShareWeights) {
+        constexpr int kRows = kBlockN / kCluster;
+        ptx::tma_load_2d_multicast(&p.b, &shared.full[stage], &shared.weights[stage][rank * kRows * kBlockK],
+                                   block * kBlockK, row + rank * kRows, kEveryone, ptx::CacheHint::kNormal);
+    } else {
+        ptx::tma_load_2d(&p.b, &shared.full[stage], shared.weights[stage], block * kBlockK, row,
+                         kBlockM < 128 ? ptx::CacheHint::kEvictFirst : ptx::CacheHint::kNormal);
+    }
+}
+
+DEVICE void load_tokens(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t stage, int block) {
+    const int scale_row = (kLayout == sched::Layout::kMasked ? tile.expert * (p.k / kBlockK) : 0) + block;
+    ptx::Barrier* full = &shared.full[stage];
+    if constexpr (kShareTokens) {
+        constexpr int kRows = kBlockM / kCluster;
+        ptx::tma_load_2d_multicast(&p.a, full, &shared.tokens[stage][rank * kRows * kBlockK], block * kBlockK,
+                                   tile.row + rank * kRows, kEveryone, ptx::CacheHint::kEvictLast);
+        ptx::tma_load_2d_multicast(&p.a_scale, full, &shared.token_scales[stage][rank * kRows],
+                                   tile.scale_row + rank * kRows, scale_row, kEveryone, ptx::CacheHint::kEvictLast);
+    } else {
+        ptx::tma_load_2d(&p.a, full, shared.tokens[stage], block * kBlockK, tile.row, ptx::CacheHint::kEvictLast);
+        ptx::tma_load_2d(&p.a_scale, full, shared.token_scales[stage], tile.scale_row, scale_row, ptx::CacheHint::kEvictLast);
     }
 }
 
 DEVICE void walk_tiles(const GemmParams& p, Shared& shared) {
-    Walk walk(shared.table, p.index, p.num_experts, p.m, p.n, cluster_rank());
+    if constexpr (kLayout != sched::Layout::kDense) ptx::grid_dependency_wait();
+    Walk walk(p.index, p.num_experts, p.m, p.n, cluster_rank());
     TileWriter writer(shared.tiles);
     sched::Tile tile;
     while (walk.next(tile)) writer.push(tile);
@@ -153,13 +162,46 @@ DEVICE void walk_tiles(const GemmParams& p, Shared& shared) {
 
 // The warp stays together around its first lane, which issues the copies. Not an elected lane: the ring's position is that
 // lane's alone, and the compiler may repeat an election.
+//
+// Weights do not depend on the kernel before: those of the first stages are on their way while it ends.
 DEVICE void produce(const GemmParams& p, Shared& shared) {
+    const uint32_t rank = cluster_rank();
+    const KRange range(p, rank);
     TileReader reader(shared.tiles);
     Ring ring;
-    while (const sched::Tile* tile = reader.next()) {
-        if (lane_index() == 0) load_tile(p, shared, *tile, cluster_rank(), ring);
+    bool waited = false;
+    while (const sched::Tile* slot = reader.next()) {
+        const sched::Tile tile = *slot;
         reader.release();
+        int block = range.begin;
+        if (!waited) {
+            const int ahead = min(range.begin + kStages, range.end);
+            if (lane_index() == 0) {
+#pragma unroll 1
+                for (int i = block; i < ahead; ++i) {
+                    ptx::barrier_arrive_expect(&shared.full[i - block], kStageBytes);
+                    load_weights(p, shared, tile, rank, i - block, i);
+                }
+            }
+            ptx::grid_dependency_wait();
+#pragma unroll 1
+            for (; block < ahead; ++block, ring.step()) {
+                if (lane_index() == 0) load_tokens(p, shared, tile, rank, ring.slot, block);
+            }
+            waited = true;
+        }
+        if (lane_index() == 0) {
+#pragma unroll 1
+            for (; block < range.end; ++block, ring.step()) {
+                ptx::barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
+                ptx::barrier_arrive_expect(&shared.full[ring.slot], kStageBytes);
+                load_weights(p, shared, tile, rank, ring.slot, block);
+                load_tokens(p, shared, tile, rank, ring.slot, block);
+            }
+        }
+        __syncwarp();
     }
+    if (!waited) ptx::grid_dependency_wait();
 }
 
 // A second warp brings the weights' scales, a few floats a stage that TMA is too coarse for: it reads them a warp's worth at a
@@ -216,7 +258,9 @@ class Accumulator {
    public:
     DEVICE explicit Accumulator(Shared& shared) : shared_(shared) {}
 
-    DEVICE void run(int num_blocks, mma::Part part, Fragments::Sum (&sum)[kWaves]) {
+    // `first_done` is called with the first of two fragments as soon as it is whole.
+    template <typename FirstDone>
+    DEVICE void run(int num_blocks, mma::Part part, Fragments::Sum (&sum)[kWaves], FirstDone first_done) {
         part_ = part;
 #pragma unroll
         for (int wave = 0; wave < kWaves; ++wave) {
@@ -226,7 +270,15 @@ class Accumulator {
         if (kWaves == 1 || part.columns == Fragments::kColumns) {
             run_block_by_block(num_blocks, sum[0]);
         } else {
-            run_wave_by_wave(num_blocks, sum);
+            run_wave_by_wave(num_blocks, sum, first_done);
+        }
+    }
+
+    // Lets a tile pass of which this warpgroup owns nothing.
+    DEVICE void skip(int num_blocks) {
+        for (; num_blocks > 0; --num_blocks, ring_.step()) {
+            ptx::barrier_wait(&shared_.full[ring_.slot], ring_.phase);
+            release_stage(shared_, ring_.slot);
         }
     }
 
@@ -270,7 +322,8 @@ class Accumulator {
     }
 
     // Two fragments, which leave no registers for a second partial sum: one warpgroup promotes while the other multiplies.
-    DEVICE void run_wave_by_wave(int num_blocks, Sum (&sum)[kWaves]) {
+    template <typename FirstDone>
+    DEVICE void run_wave_by_wave(int num_blocks, Sum (&sum)[kWaves], FirstDone first_done) {
         Sum partial;
         Scales scales;
         wait(ring_, scales);
@@ -279,14 +332,18 @@ class Accumulator {
             ptx::wgmma_wait<0>();
             Fragments::promote(sum[0], partial, scales, 0);
             multiply(partial, ring_, 1);
+            if (--left == 0) break;
             ptx::wgmma_wait<0>();
             release_stage(shared_, ring_.slot);
             ring_.step();
-            if (--left == 0) break;
             const Scales done = scales;
             wait(ring_, scales);
             Fragments::promote(sum[1], partial, done, 1);
         }
+        first_done(sum[0]);
+        ptx::wgmma_wait<0>();
+        release_stage(shared_, ring_.slot);
+        ring_.step();
         Fragments::promote(sum[1], partial, scales, 1);
     }
 
@@ -352,64 +409,84 @@ DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, uint32
     if (lane_index() < kCluster) ptx::barrier_arrive_cluster(&shared.parts_free, lane_index());
 }
 
+// Takes this warp's group of staged tokens to memory: by TMA if all of it is to be stored, else row by row. `row` and `column`
+// are the fragment's first, [begin, end) counts from there.
+DEVICE void store_staged(const GemmParams& p, const uint8_t* staging, int row, int column, int begin, int end) {
+    constexpr int kGroups = Fragments::kStagedTokens / kStoredTokens;
+    constexpr int kBoxBytes = Fragments::kStagedTokens * mma::kStagedBytes;
+    const int warp = mma::warpgroup_thread() / kWarp, lane = mma::fresh_lane();
+    const int first = warp * kStoredTokens, from = max(begin, first), to = min(end, first + kStoredTokens);
+    if (warp >= kGroups) return;
+    if (to - from == kStoredTokens) {
+        if (lane < Fragments::kStagedBoxes && column + lane * 64 < p.n) {
+            ptx::tma_store_2d(&p.out_map, staging + lane * kBoxBytes + first * mma::kStagedBytes, column + lane * 64,
+                              row + first);
+        }
+        ptx::bulk_commit();
+        return;
+    }
+#pragma unroll 1
+    for (int token = from + lane / 8; token < to; token += kWarp / 8) {
+#pragma unroll
+        for (int box = 0; box < Fragments::kStagedBoxes; ++box) {
+            if (column + box * 64 >= p.n) break;
+            const uint8_t* source =
+                staging + box * kBoxBytes + token * mma::kStagedBytes + mma::staged_chunk(token, lane % 8);
+            uint16_t* out = static_cast<uint16_t*>(p.out) + (row + token) * p.out_stride + column + box * 64;
+            reinterpret_cast<uint4*>(out)[lane % 8] = *reinterpret_cast<const uint4*>(source);
+        }
+    }
+}
+
 DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
     const uint32_t rank = cluster_rank();
     const KRange range(p, rank);
     TileReader reader(shared.tiles);
     Accumulator accumulator(shared);
-    uint32_t phase = 0;
-    for (; const sched::Tile* tile = reader.next(); phase ^= 1) {
+    uint32_t parts_phase = 0;
+    TLDECL
+    for (; const sched::Tile* tile = reader.next(); reader.release()) {
+        TLSET(p, 2 + 4 * count_, clock64());
         const mma::Part part = Fragments::part(warpgroup, tile->end_row);
-        Fragments::Sum sum[kWaves];
-        accumulator.run(range.end - range.begin, part, sum);
-        if constexpr (kSplitK) add_parts(shared, sum[0], warpgroup, rank, phase);
-        if constexpr (OUT_FP32) {
+        if (part.token >= tile->end_row) {
+            accumulator.skip(range.end - range.begin);
+            continue;
+        }
+        auto store = [&](const Fragments::Sum& sum, int wave) {
             int begin = tile->begin_row, end = tile->end_row;
             narrow_to_rank(rank, begin, end);
-            float* out = static_cast<float*>(p.out) + tile->row * p.out_stride + tile->n;
-            Fragments::store(sum, out, p.out_stride, begin, end, p.n - tile->n, part);
+            begin -= part.token, end -= part.token;
+            const int row = tile->row + part.token, column = tile->n + part.weight + wave * Fragments::kColumns;
+            if constexpr (OUT_FP32) {
+                float* out = static_cast<float*>(p.out) + row * p.out_stride + column;
+                Fragments::store(sum, out, p.out_stride, begin, end, p.n - column);
+            } else {
+                uint8_t* staging = shared.staging[warpgroup];
+                ptx::bulk_wait_read();
+                Fragments::sync_staging(warpgroup);
+                Fragments::stage(sum, staging);
+                ptx::fence_async_proxy();
+                Fragments::sync_staging(warpgroup);
+                store_staged(p, staging, row, column, begin, end);
+            }
+        };
+        Fragments::Sum sum[kWaves];
+        accumulator.run(range.end - range.begin, part, sum, [&](const Fragments::Sum& first) { store(first, 0); });
+        TLSET(p, 3 + 4 * count_, clock64());
+        if constexpr (kSplitK) {
+            add_parts(shared, sum[0], warpgroup, rank, parts_phase);
+            parts_phase ^= 1;
+        }
+        if (kWaves == 1 || part.columns == Fragments::kColumns) {
+            store(sum[0], 0);
         } else {
-            ptx::barrier_wait(&shared.unstaged, phase ^ 1);
-            Fragments::stage(sum, shared.staging, part);
-            __syncwarp();
-            if (lane_index() == 0) ptx::barrier_arrive(&shared.staged);
+            store(sum[kWaves - 1], 1);
         }
-        reader.release();
+        TLSET(p, 5 + 4 * count_, clock64() * 2 + (part.columns == 128));
+        TLNEXT
     }
-}
-
-// One warp takes staged tiles to memory, 16 bytes a lane, while the next tile is under way.
-DEVICE void store_tiles(const GemmParams& p, Shared& shared) {
-    constexpr int kLanes = kBlockN / 8;  // of one token
-    constexpr int kTokens = kWarp / kLanes;
-    constexpr int kUnroll = 4;
-    const int column = lane_index() % kLanes * 8;
-    const uint8_t* staged = shared.staging + column * 2;
-    TileReader reader(shared.tiles);
-    uint32_t phase = 0;
-    for (; const sched::Tile* tile = reader.next(); phase ^= 1) {
-        int begin = tile->begin_row, end = tile->end_row;
-        narrow_to_rank(cluster_rank(), begin, end);
-        if (tile->n + column >= p.n) end = 0;
-        uint16_t* out = static_cast<uint16_t*>(p.out) + tile->row * p.out_stride + tile->n + column;
-        reader.release();
-        ptx::barrier_wait(&shared.staged, phase);
-        for (int token = begin + lane_index() / kLanes; token < end; token += kTokens * kUnroll) {
-            uint4 values[kUnroll];
-#pragma unroll
-            for (int i = 0; i < kUnroll; ++i) {
-                const int row = min(token + i * kTokens, kBlockM - 1);
-                values[i] = *reinterpret_cast<const uint4*>(staged + row * Fragments::kPitch);
-            }
-#pragma unroll
-            for (int i = 0; i < kUnroll; ++i) {
-                const int row = token + i * kTokens;
-                if (row < end) *reinterpret_cast<uint4*>(out + row * p.out_stride) = values[i];
-            }
-        }
-        __syncwarp();
-        if (lane_index() == 0) ptx::barrier_arrive(&shared.unstaged);
-    }
+    TLEND
+    ptx::bulk_wait_read();
 }
 
 }  // namespace moe_fp8
@@ -417,40 +494,34 @@ DEVICE void store_tiles(const GemmParams& p, Shared& shared) {
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CLUSTER_SIZE, 1, 1)
     gemm_fp8(const __grid_constant__ GemmParams p) {
     using namespace moe_fp8;
-    extern __shared__ uint8_t dynamic[];
-    Shared& shared = *reinterpret_cast<Shared*>(dynamic + (1024 - ptx::shared_address(dynamic) % 1024) % 1024);
+    TLSET(p, 0, clock64());
+    extern __shared__ __align__(1024) uint8_t dynamic[];  // with no static shared memory it starts at such an address
+    Shared& shared = *reinterpret_cast<Shared*>(dynamic);
 
     const int warp = warp_index();
     if (warp == 0 && ptx::elect_one()) {
         ptx::prefetch_tensor_map(&p.a);
         ptx::prefetch_tensor_map(&p.a_scale);
         ptx::prefetch_tensor_map(&p.b);
+        if constexpr (!OUT_FP32) ptx::prefetch_tensor_map(&p.out_map);
         for (int stage = 0; stage < kStages; ++stage) {
             ptx::barrier_init(&shared.full[stage], 2);  // a producer each of operands and of weight scales
             ptx::barrier_init(&shared.empty[stage], kMathWarpgroups * 4 * kClusterM * kClusterN);
         }
         shared.tiles.init();
-        ptx::barrier_init(&shared.staged, kMathWarpgroups * 4);
-        ptx::barrier_init(&shared.unstaged, 1);
         ptx::barrier_init(&shared.parts_full, kMathWarpgroups * 4 * kCluster);
         ptx::barrier_init(&shared.parts_free, kMathWarpgroups * 4 * kCluster);
         ptx::fence_barrier_init();
     }
-    ptx::grid_dependency_wait();
-    if constexpr (kLayout != sched::Layout::kDense && kLayout != sched::Layout::kMIndices) {
-        if (warp == 1) {
-            sched::build_segment_table<kLayout, kBlockM * kClusterM>(shared.table, p.index, p.num_experts, p.m);
-        }
-    }
     __syncthreads();
     if constexpr (kCluster > 1) ptx::cluster_barrier();
 
+    TLSET(p, 1, clock64());
     if (warp < 4) {
         ptx::registers_release<40>();
         if (warp == 0) produce(p, shared);
         if (warp == 1) produce_scales(p, shared);
         if (warp == 2) walk_tiles(p, shared);
-        if (warp == 3 && !OUT_FP32) store_tiles(p, shared);
     } else {
         ptx::registers_acquire<232>();
         consume(p, shared, warp / 4 - 1);

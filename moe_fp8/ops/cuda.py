@@ -36,7 +36,7 @@ from moe_fp8.specs import KernelSpec, kernel_spec
 _raw_stream = torch._C._cuda_getCurrentRawStream
 _current_device = torch._C._cuda_getDevice
 
-_GEMM = struct.Struct("128s128s128sQQQqiiii")
+_GEMM = struct.Struct("128s128s128s128sQQQqiiii")
 _MQA = struct.Struct("128s128s128s128sQQQqiiii")
 _PAGED = struct.Struct("128s128s128s128sQQQQiiqqii")
 _METADATA = struct.Struct("QiiQii")
@@ -113,13 +113,8 @@ def _gemm_plan(
     expected_m: int | None,
     fp32: bool,
     num_sms: int,
-) -> tuple[KernelSpec, int, int, int]:
-    """Spec, grid, and the box rows of tokens and of weights."""
-    if num_experts > heuristics.MAX_EXPERTS:
-        raise UnsupportedError(
-            f"grouped GEMM: at most {heuristics.MAX_EXPERTS} experts a call, got {num_experts}; "
-            "split the experts"
-        )
+) -> tuple[KernelSpec, int, int, int, int]:
+    """Spec, grid, and the box rows of tokens, of weights and of the output."""
     problem = GemmProblem(
         layout, m, n, k, num_experts, expected_m, "float32" if fp32 else "bfloat16", num_sms
     )
@@ -130,7 +125,8 @@ def _gemm_plan(
     if layout == "dense":
         units = -(-m // (config.block_m * share_weights)) * -(-n // (config.block_n * share_tokens))
         grid = min(grid, units * config.cluster)
-    return kernel_spec(problem), grid, config.block_m // share_tokens, config.block_n // share_weights
+    boxes = config.block_m // share_tokens, config.block_n // share_weights, min(config.block_m, 16)
+    return kernel_spec(problem), grid, *boxes
 
 
 def gemm(
@@ -150,8 +146,9 @@ def gemm(
     m = a.shape[-2]
     n = b.shape[-2]
     num_experts = b.shape[0] if layout != "dense" else 1
-    spec, grid, token_rows, weight_rows = _gemm_plan(
-        layout, m, n, k, num_experts, expected_m, out.dtype is torch.float32, _num_sms(device)
+    fp32 = out.dtype is torch.float32
+    spec, grid, token_rows, weight_rows, out_rows = _gemm_plan(
+        layout, m, n, k, num_experts, expected_m, fp32, _num_sms(device)
     )
     batch = num_experts if layout == "masked" else 1
     block = _block(_GEMM)
@@ -163,6 +160,7 @@ def gemm(
             a_scale.data_ptr(), "float32", (m, batch * (k >> 7)), ((m + 3) & -4) * 4, (token_rows, 1), 0
         ),
         encode_2d(b.data_ptr(), "uint8", (k, n * num_experts), k, (128, weight_rows)),
+        b"" if fp32 else encode_2d(out.data_ptr(), "bfloat16", (n, m * batch), n * 2, (64, out_rows)),
         out.data_ptr(),
         b_scale.data_ptr(),
         0 if index is None else index.data_ptr(),

@@ -8,8 +8,9 @@
 // the weights. `promote` is the second level of accumulation: the tensor core's sum over 128 of K enters the fp32 sum times
 // both scales.
 //
-// `stage` writes a part as bf16 to its place in the tile's staging, kPitch bytes a token; `store` writes it as fp32 to
-// `out`, the tile's first element, but for tokens outside of [begin, end) and weight rows from `columns` on.
+// `stage` writes one fragment as bf16 to the warpgroup's staging: for each 64 weight rows a box of kStagedTokens tokens x 128
+// bytes, swizzled as TMA expects it; `sync_staging` comes before and after, for those who share a box. `store` writes one as fp32 to `out`, the element of the part's first token and the
+// fragment's first weight row, but for tokens outside of [begin, end) and weight rows from `columns` on.
 #pragma once
 
 #include "common/types.cuh"
@@ -18,9 +19,9 @@
 
 namespace moe_fp8::mma {
 
-// Bytes from one staged token to the next: the rows of an 8x8 matrix meet in no bank.
-template <int kBlockN>
-constexpr int kStagedPitch = kBlockN * 2 + 16;
+// Bytes of a staged token, and where its `chunk` of 16 bytes lies among them.
+constexpr int kStagedBytes = 128;
+DEVICE int staged_chunk(int token, int chunk) { return (chunk ^ token % 8) * 16; }
 
 // Read anew at each call: the addresses that an epilogue derives from it are not kept in registers over the main loop.
 DEVICE int fresh_lane() {
@@ -40,7 +41,8 @@ template <int kBlockM, int kBlockN>
 struct WeightsOnM {
     static constexpr int kColumns = kBlockM;
     static constexpr int kWaves = 1;
-    static constexpr int kPitch = kStagedPitch<kBlockN>;
+    static constexpr int kStagedTokens = kBlockM;
+    static constexpr int kStagedBoxes = 1;
     static_assert(kBlockM <= 64 && kBlockN == 128, "64 weight rows for each warpgroup");
     using Sum = float[kColumns / 2];
 
@@ -73,15 +75,16 @@ struct WeightsOnM {
         }
     }
 
-    static DEVICE void stage(const Sum (&sum)[kWaves], uint8_t* staging, Part part) {
-        const Sum& d = sum[0];
-        const int lane = fresh_lane();
+    static DEVICE void sync_staging(int warpgroup) { ptx::named_barrier(1 + warpgroup, kWarpgroup); }
+
+    static DEVICE void stage(const Sum& d, uint8_t* staging) {
+        const int lane = fresh_lane(), warp = warpgroup_thread() / kWarp;
         // Matrix lane/8 of an x4 store: tokens of group j + lane/16, weight rows from 8 * (lane/8 % 2).
-        const uint32_t address = ptx::shared_address(staging) + (lane / 16 * 8 + lane % 8) * kPitch +
-                                 (part.weight + warpgroup_thread() / kWarp * 16 + lane / 8 % 2 * 8) * 2;
+        const uint32_t address = ptx::shared_address(staging) + (lane / 16 * 8 + lane % 8) * kStagedBytes +
+                                 staged_chunk(lane, warp * 2 + lane / 8 % 2);
 #pragma unroll
         for (int j = 0; j < kColumns / 8; j += 2) {
-            const uint32_t target = address + j * 8 * kPitch;
+            const uint32_t target = address + j * 8 * kStagedBytes;
             const uint32_t r0 = ptx::pack_bf16(d[4 * j], d[4 * j + 1]), r1 = ptx::pack_bf16(d[4 * j + 2], d[4 * j + 3]);
             if constexpr (kColumns == 8) {
                 ptx::stmatrix_x2_trans(target, r0, r1);
@@ -93,12 +96,10 @@ struct WeightsOnM {
     }
 
     // Eight lanes write 32 consecutive bytes of a token.
-    static DEVICE void store(const Sum (&sum)[kWaves], float* out, int64_t stride, int begin, int end, int columns,
-                             Part part) {
-        const Sum& d = sum[0];
-        if (part.weight >= columns) return;
+    static DEVICE void store(const Sum& d, float* out, int64_t stride, int begin, int end, int columns) {
+        if (columns <= 0) return;
         const int thread = warpgroup_thread();
-        float* column = out + part.weight + thread / kWarp * 16 + thread % kWarp / 4;
+        float* column = out + thread / kWarp * 16 + thread % kWarp / 4;
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) {
             const int token = i / 4 * 8 + thread % 4 * 2 + i % 2;
@@ -112,7 +113,8 @@ template <int kBlockM, int kBlockN>
 struct TokensOnM {
     static constexpr int kColumns = 128;
     static constexpr int kWaves = kBlockN / kColumns;
-    static constexpr int kPitch = kStagedPitch<kBlockN>;
+    static constexpr int kStagedTokens = 64;
+    static constexpr int kStagedBoxes = kColumns / 64;
     static_assert(kBlockM == 128 && kBlockN == kColumns * kWaves, "64 tokens for each warpgroup");
     using Sum = float[kColumns / 2];
 
@@ -151,47 +153,35 @@ struct TokensOnM {
         }
     }
 
-    static DEVICE void stage(const Sum (&sum)[kWaves], uint8_t* staging, Part part) {
-        const int lane = fresh_lane();
-        // Matrix lane/8 of an x4 store: tokens from 8 * (lane/8 % 2), columns of group j + lane/16.
-        const uint32_t address = ptx::shared_address(staging) +
-                                 (part.token + warpgroup_thread() / kWarp * 16 + lane % 16) * kPitch +
-                                 (part.weight + lane / 16 * 8) * 2;
-        stage_wave(sum[0], address);
-        // Not a loop: the compiler leaves one this long rolled, and `sum` would go to local memory.
-        if constexpr (kWaves == 2) {
-            if (part.columns > kColumns) stage_wave(sum[1], address + kColumns * 2);
-        }
-    }
+    static DEVICE void sync_staging(int) { __syncwarp(); }
 
-    static DEVICE void stage_wave(const Sum& d, uint32_t address) {
+    static DEVICE void stage(const Sum& d, uint8_t* staging) {
+        const int lane = fresh_lane();
+        // Matrix lane/8 of an x4 store: tokens from 8 * (lane/8 % 2), weight rows of group j + lane/16.
+        const uint32_t row = ptx::shared_address(staging) + (warpgroup_thread() / kWarp * 16 + lane % 16) * kStagedBytes;
+        const uint32_t chunk = staged_chunk(lane, lane / 16);
 #pragma unroll
         for (int j = 0; j < kColumns / 8; j += 2) {
             const float* group = &d[4 * j];
-            ptx::stmatrix_x4(address + j * 16, ptx::pack_bf16(group[0], group[1]), ptx::pack_bf16(group[2], group[3]),
+            ptx::stmatrix_x4(row + j / 8 * kStagedTokens * kStagedBytes + (chunk ^ j % 8 * 16),
+                             ptx::pack_bf16(group[0], group[1]), ptx::pack_bf16(group[2], group[3]),
                              ptx::pack_bf16(group[4], group[5]), ptx::pack_bf16(group[6], group[7]));
         }
     }
 
-    static DEVICE void store(const Sum (&sum)[kWaves], float* out, int64_t stride, int begin, int end, int columns,
-                             Part part) {
-        const int upper = part.token + upper_token(), lower = upper + 8;
-        float* pairs = out + part.weight + lane_index() % 4 * 2;
-        columns = min(columns - part.weight, part.columns);
-        auto store_wave = [&](const Sum& d, int first) {
+    static DEVICE void store(const Sum& d, float* out, int64_t stride, int begin, int end, int columns) {
+        const int upper = upper_token(), lower = upper + 8;
+        float* pairs = out + lane_index() % 4 * 2;
 #pragma unroll
-            for (int j = 0; j < kColumns / 8; ++j) {
-                if (first + 8 * j >= columns) return;
-                if (begin <= upper && upper < end) {
-                    *reinterpret_cast<float2*>(pairs + upper * stride + first + 8 * j) = make_float2(d[4 * j], d[4 * j + 1]);
-                }
-                if (begin <= lower && lower < end) {
-                    *reinterpret_cast<float2*>(pairs + lower * stride + first + 8 * j) = make_float2(d[4 * j + 2], d[4 * j + 3]);
-                }
+        for (int j = 0; j < kColumns / 8; ++j) {
+            if (8 * j >= columns) return;
+            if (begin <= upper && upper < end) {
+                *reinterpret_cast<float2*>(pairs + upper * stride + 8 * j) = make_float2(d[4 * j], d[4 * j + 1]);
             }
-        };
-        store_wave(sum[0], 0);
-        if constexpr (kWaves == 2) store_wave(sum[1], kColumns);
+            if (begin <= lower && lower < end) {
+                *reinterpret_cast<float2*>(pairs + lower * stride + 8 * j) = make_float2(d[4 * j + 2], d[4 * j + 3]);
+            }
+        }
     }
 };
 

@@ -28,11 +28,11 @@ DEVICE uint32_t cluster_rank() {
     return rank;
 }
 
-// Programmatic dependent launch: lets the next kernel of the stream begin as SMs fall free, then waits until the kernel
-// before has ended and its writes are visible. Every thread, before any access to global memory; what needs none (barriers,
-// descriptors) goes before, beside the kernel before's last tiles.
+// Programmatic dependent launch: waits until the kernel before has ended and its writes are visible to this grid, then lets
+// the next kernel of the stream begin as SMs fall free. In this order, so that whatever a kernel does ahead of its wait comes
+// after all kernels but the one before.
 DEVICE void grid_dependency_wait() {
-    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // All threads of the cluster; orders their memory accesses at cluster scope.

@@ -45,4 +45,20 @@ DEVICE void tma_load_3d(const TensorMap* map, Barrier* barrier, void* destinatio
         : "memory");
 }
 
+// A box from shared to global memory, in this thread's current bulk group; x runs along the innermost dimension.
+DEVICE void tma_store_2d(const TensorMap* map, const void* source, int x, int y) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+                 "r"(shared_address(source)), "r"(x), "r"(y)
+                 : "memory");
+}
+
+// Closes this thread's bulk group.
+DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until every bulk group of this thread has read its sources.
+DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Orders this thread's accesses of shared memory before later bulk copies and wgmma that read it.
+DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 }  // namespace moe_fp8::ptx

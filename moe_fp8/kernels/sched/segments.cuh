@@ -8,14 +8,6 @@ namespace moe_fp8::sched {
 
 enum class Layout { kDense = 0, kMIndices = 1, kPsum = 2, kOffsets = 3, kMasked = 4 };
 
-// Segments of all experts. `last_unit[e]` is the running total of scheduling units along M up to and including e.
-template <int kMaxExperts>
-struct SegmentTable {
-    int last_unit[kMaxExperts];
-    int first_row[kMaxExperts];
-    int num_rows[kMaxExperts];
-};
-
 // TMA reads scales from multiples of 16 bytes along a row, that is from every fourth token. A ragged segment's first tile
 // therefore starts up to three rows early, and these are left out of its store.
 template <Layout kLayout>
@@ -36,28 +28,65 @@ DEVICE void read_segment(const int* index, int e, int m, int& first_row, int& nu
     }
 }
 
-// One warp fills the table; follow with a CTA barrier.
-template <Layout kLayout, int kUnitRows, int kMaxExperts>
-DEVICE void build_segment_table(SegmentTable<kMaxExperts>& table, const int* index, int num_experts, int m) {
-    int total = 0;
-    for (int base = 0; base < num_experts; base += kWarp) {
+// The segments of 32 experts, one a lane; whole warps only. Scheduling units (kUnitRows rows) are counted over all experts, so
+// that a unit's number says whose it is.
+template <Layout kLayout, int kUnitRows>
+class SegmentWindow {
+   public:
+    struct Segment {
+        int expert;
+        int first_unit, num_units;
+        int first_row, num_rows;
+    };
+
+    DEVICE SegmentWindow(const int* index, int num_experts, int m) : index_(index), num_experts_(num_experts), m_(m) {}
+
+    // The segment that holds `unit`; calls ask for growing units. False when there are no more. `units_n` units along N
+    // stand for each along M.
+    DEVICE bool find(int unit, int units_n, Segment& segment) {
+        int below = num_below(unit, units_n);
+        while (below == kWarp) {
+            if (base_ + kWarp >= num_experts_) return false;
+            load(base_ + kWarp);
+            below = num_below(unit, units_n);
+        }
+        const int before = __shfl_sync(kAll, last_unit_, max(below - 1, 0));
+        segment.expert = base_ + below;
+        segment.first_unit = below == 0 ? first_unit_ : before;
+        segment.num_units = __shfl_sync(kAll, last_unit_, below) - segment.first_unit;
+        segment.first_row = __shfl_sync(kAll, first_row_, below);
+        segment.num_rows = __shfl_sync(kAll, num_rows_, below);
+        return true;
+    }
+
+   private:
+    static constexpr uint32_t kAll = 0xffffffffu;
+
+    // Running totals do not fall, so lanes whose segment ends before `unit` come first.
+    DEVICE int num_below(int unit, int units_n) const { return __popc(__ballot_sync(kAll, unit >= last_unit_ * units_n)); }
+
+    DEVICE void load(int base) {
+        base_ = base;
+        first_unit_ = __shfl_sync(kAll, last_unit_, kWarp - 1);
+        first_row_ = num_rows_ = 0;
         const int e = base + lane_index();
-        int first_row = 0, num_rows = 0;
-        if (e < num_experts) read_segment<kLayout>(index, e, m, first_row, num_rows);
-        int units = num_rows > 0 ? ceil_div(first_row % kRowAlignment<kLayout> + num_rows, kUnitRows) : 0;
+        if (e < num_experts_) read_segment<kLayout>(index_, e, m_, first_row_, num_rows_);
+        int units = num_rows_ > 0 ? ceil_div(first_row_ % kRowAlignment<kLayout> + num_rows_, kUnitRows) : 0;
 #pragma unroll
         for (int distance = 1; distance < kWarp; distance *= 2) {
-            const int below = __shfl_up_sync(0xffffffffu, units, distance);
+            const int below = __shfl_up_sync(kAll, units, distance);
             if (lane_index() >= distance) units += below;
         }
-        if (e < num_experts) {
-            table.last_unit[e] = total + units;
-            table.first_row[e] = first_row;
-            table.num_rows[e] = num_rows;
-        }
-        total += __shfl_sync(0xffffffffu, units, kWarp - 1);
+        last_unit_ = first_unit_ + units;
     }
-}
+
+    const int* index_;
+    int num_experts_, m_;
+    int base_ = -kWarp;
+    int first_unit_ = 0;  // total of the experts below the window
+    int last_unit_ = 0;   // total up to and including this lane's expert
+    int first_row_ = 0, num_rows_ = 0;
+};
 
 // One output tile: kBlockM tokens by kBlockN weight rows.
 struct Tile {
@@ -72,12 +101,11 @@ struct Tile {
 // Walks the tiles of one CTA. A unit is what a cluster takes at once: kClusterM x kClusterN tiles, or one tile that
 // kClusterK CTAs share along K. Within a segment units go in groups of kGroupN along N, so that CTAs running together
 // share tokens and weights in L2.
-template <Layout kLayout, int kBlockM, int kBlockN, int kClusterM, int kClusterN, int kClusterK, int kMaxExperts>
+template <Layout kLayout, int kBlockM, int kBlockN, int kClusterM, int kClusterN, int kClusterK>
 class TileWalk {
    public:
-    DEVICE TileWalk(const SegmentTable<kMaxExperts>& table, const int* index, int num_experts, int m, int n,
-                    uint32_t cluster_rank)
-        : table_(table),
+    DEVICE TileWalk(const int* index, int num_experts, int m, int n, uint32_t cluster_rank)
+        : window_(index, num_experts, m),
           index_(index),
           num_experts_(num_experts),
           m_(m),
@@ -89,14 +117,12 @@ class TileWalk {
     DEVICE bool next(Tile& tile) {
         const int units_n = ceil_div(n_, kBlockN * kClusterN);
         while (true) {
-            int first_unit = 0, units_m = 0, first_row = 0, num_rows = m_;
-            if constexpr (kUsesTable) {
-                while (expert_ < num_experts_ && unit_ >= table_.last_unit[expert_] * units_n) ++expert_;
-                if (expert_ == num_experts_) return false;
-                first_unit = expert_ == 0 ? 0 : table_.last_unit[expert_ - 1];
-                units_m = table_.last_unit[expert_] - first_unit;
-                first_row = table_.first_row[expert_];
-                num_rows = table_.num_rows[expert_];
+            int expert = 0, first_unit = 0, units_m = 0, first_row = 0, num_rows = m_;
+            if constexpr (kGrouped) {
+                typename Window::Segment segment;
+                if (!window_.find(unit_, units_n, segment)) return false;
+                expert = segment.expert, first_unit = segment.first_unit, units_m = segment.num_units;
+                first_row = segment.first_row, num_rows = segment.num_rows;
             } else {
                 units_m = ceil_div(m_, kBlockM * kClusterM);
                 if (unit_ >= units_m * units_n) return false;
@@ -113,7 +139,7 @@ class TileWalk {
             unit_ += static_cast<int>(gridDim.x) / kCtas;
 
             const int early = first_row % kRowAlignment<kLayout>;
-            tile.expert = expert_;
+            tile.expert = expert;
             tile.row = first_row - early + tile_m * kBlockM;
             tile.begin_row = tile_m == 0 ? early : 0;
             tile.end_row = min(kBlockM, num_rows + early - tile_m * kBlockM);
@@ -121,13 +147,13 @@ class TileWalk {
             tile.n = tile_n * kBlockN;
             if constexpr (kLayout == Layout::kMIndices) {
                 // A tile lies within one 128-row block, that is within one segment, but padding may stand anywhere in it.
-                int expert = -1;
+                int highest = -1;
 #pragma unroll
                 for (int row = 0; row < kBlockM; row += kWarp) {
                     const int mine = row + lane_index();
-                    if (mine < tile.end_row) expert = max(expert, index_[tile.row + mine]);
+                    if (mine < tile.end_row) highest = max(highest, index_[tile.row + mine]);
                 }
-                tile.expert = __reduce_max_sync(0xffffffffu, expert);
+                tile.expert = __reduce_max_sync(0xffffffffu, highest);
                 if (tile.expert < 0 || tile.expert >= num_experts_) continue;
             }
             return true;
@@ -135,16 +161,16 @@ class TileWalk {
     }
 
    private:
-    static constexpr bool kUsesTable = kLayout != Layout::kDense && kLayout != Layout::kMIndices;
+    static constexpr bool kGrouped = kLayout != Layout::kDense && kLayout != Layout::kMIndices;
     static constexpr int kGroupN = 8;
     static constexpr int kCtas = kClusterM * kClusterN * kClusterK;
     static_assert(kLayout != Layout::kMIndices || kClusterM == 1, "neighbouring tiles may differ in expert");
     static_assert(kSegmentAlignment % kBlockM == 0, "a tile must not cross a segment start");
+    using Window = SegmentWindow<kLayout, kBlockM * kClusterM>;
 
-    const SegmentTable<kMaxExperts>& table_;
+    Window window_;
     const int* index_;
     int num_experts_, m_, n_, rank_, unit_;
-    int expert_ = 0;
 };
 
 }  // namespace moe_fp8::sched
