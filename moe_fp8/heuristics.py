@@ -65,7 +65,7 @@ def gemm_smem_bytes(config: GemmConfig) -> int:
         BARRIER_BYTES
         + config.num_stages * gemm_stage_bytes(config.block_m, config.block_n)
         + gemm_staging_bytes(config.block_m)
-        + (config.block_m * config.block_n * 4 if config.shares == "k" else 0)
+        + (config.block_m * 512 if config.shares == "k" or config.block_n == 64 else 0)
     )
 
 

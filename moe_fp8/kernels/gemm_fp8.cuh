@@ -41,10 +41,15 @@ using Fragments = mma::TokensOnM<kBlockM, kBlockN>;
 using Fragments = mma::WeightsOnM<kBlockM, kBlockN>;
 #endif
 constexpr int kWaves = Fragments::kWaves;
-constexpr int kScaleBlocks = kBlockN / 128;  // of the weights, in a tile
+constexpr int kScaleBlocks = ceil_div(kBlockN, 128);  // of the weights, in a tile
 
 constexpr int kMathWarpgroups = 2;
-static_assert(!kSplitK || BLOCK_M < 128, "parts are dealt by groups of tokens");
+// Tiles of 64 weight rows are one fragment: the warpgroups take alternate blocks of K.
+constexpr bool kAlternate = kBlockN == 64;
+// Parts in which a tile's sum comes about, and the columns of a fragment in groups of eight, which are dealt to them.
+constexpr int kParts = kClusterK * (kAlternate ? kMathWarpgroups : 1);
+constexpr int kColumnGroups = Fragments::kColumns / 8;
+static_assert(kParts == 1 || kWaves == 1, "one fragment");
 static_assert(NUM_THREADS == kWarpgroup * (1 + kMathWarpgroups), "one producer warpgroup");
 
 using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kClusterM, kClusterN, kClusterK>;
@@ -62,8 +67,8 @@ struct Shared {
     uint8_t tokens[kStages][kBlockM * kBlockK];
     uint8_t staging[kMathWarpgroups][kStagingBytes];
     alignas(128) float token_scales[kStages][align_up(kBlockM, 32)];
-    // Parts of the sum for the peers, [column group][thread]; a single element where K is not split.
-    alignas(16) float4 parts[kMathWarpgroups][kSplitK ? Fragments::kColumns / 8 * kWarpgroup : 1];
+    // Parts of the sum for the peers, [column group][thread]; a single element where there is one part.
+    alignas(16) float4 parts[kMathWarpgroups][kParts > 1 ? kColumnGroups * kWarpgroup : 1];
     float weight_scales[kStages][kScaleBlocks];
     Tiles tiles;
     ptx::Barrier parts_full;  // every CTA of the cluster has published its part
@@ -256,7 +261,9 @@ DEVICE void release_stage(Shared& shared, uint32_t stage) {
 // tensor core is given work: while it is busy they would wait for shared memory, and it then for them.
 class Accumulator {
    public:
-    DEVICE explicit Accumulator(Shared& shared) : shared_(shared) {}
+    DEVICE Accumulator(Shared& shared, int warpgroup) : shared_(shared), warpgroup_(warpgroup) {
+        if (kAlternate && warpgroup == 1) ring_.step();
+    }
 
     // `first_done` is called with the first of two fragments as soon as it is whole.
     template <typename FirstDone>
@@ -267,7 +274,11 @@ class Accumulator {
 #pragma unroll
             for (int i = 0; i < Fragments::kColumns / 2; ++i) sum[wave][i] = 0.0f;
         }
-        if (kWaves == 1 || part.columns == Fragments::kColumns) {
+        if constexpr (kAlternate) {
+            const int mine = (num_blocks + (next_ == warpgroup_)) / 2;
+            next_ ^= num_blocks & 1;
+            if (mine > 0) run_block_by_block(mine, sum[0]);
+        } else if (kWaves == 1 || part.columns == Fragments::kColumns) {
             run_block_by_block(num_blocks, sum[0]);
         } else {
             run_wave_by_wave(num_blocks, sum, first_done);
@@ -294,7 +305,7 @@ class Accumulator {
         multiply(partial[0], ring_, 0);
         auto step = [&](int done, int next) {
             Ring ahead = ring_;
-            ahead.step();
+            step_ring(ahead);
             wait(ahead, scales[next]);
             multiply(partial[next], ahead, 0);
             ptx::wgmma_wait<1>();
@@ -318,7 +329,12 @@ class Accumulator {
     DEVICE void finish_block(Sum& sum, const Sum& partial, const Scales& scales) {
         Fragments::promote(sum, partial, scales, 0);
         release_stage(shared_, ring_.slot);
-        ring_.step();
+        step_ring(ring_);
+    }
+
+    DEVICE static void step_ring(Ring& ring) {
+        ring.step();
+        if constexpr (kAlternate) ring.step();
     }
 
     // Two fragments, which leave no registers for a second partial sum: one warpgroup promotes while the other multiplies.
@@ -369,39 +385,45 @@ class Accumulator {
     }
 
     Shared& shared_;
+    const int warpgroup_;
+    int next_ = 0;  // the warpgroup that takes the next block, where they alternate
     mma::Part part_;
     Ring ring_;
 };
 
-// Tokens of a tile that this CTA stores: all, or where K is split the rank's share of the groups of eight.
-DEVICE void narrow_to_rank(uint32_t rank, int& begin, int& end) {
-    if constexpr (kSplitK) {
-        constexpr int kGroups = Fragments::kColumns / 8;
-        begin = max(begin, ceil_div(static_cast<int>(rank) * kGroups, kCluster) * 8);
-        end = min(end, ceil_div(static_cast<int>(rank + 1) * kGroups, kCluster) * 8);
-    }
-}
+// The column groups [first, end) that this warpgroup adds up and stores.
+struct Share {
+    int first = 0, end = kColumnGroups;
 
-// Adds the parts of the cluster's CTAs; `sum` then is whole for this rank's tokens.
-DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, uint32_t rank, uint32_t phase) {
-    constexpr int kGroups = Fragments::kColumns / 8;
-    float4* mine = shared.parts[warpgroup] + mma::warpgroup_thread();
+    DEVICE Share(uint32_t rank, int warpgroup) {
+        if constexpr (kParts > 1) {
+            const int dealer = static_cast<int>(rank) % kClusterK * (kParts / kClusterK) + (kAlternate ? warpgroup : 0);
+            first = ceil_div(dealer * kColumnGroups, kParts), end = ceil_div((dealer + 1) * kColumnGroups, kParts);
+        }
+    }
+};
+
+// Adds the parts of the warpgroups and of the cluster's CTAs, in that order; `sum` then is whole for this warpgroup's share.
+DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, Share share, uint32_t phase) {
+    const int thread = mma::warpgroup_thread();
     ptx::barrier_wait(&shared.parts_free, phase ^ 1);
 #pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
-        mine[j * kWarpgroup] = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
+    for (int j = 0; j < kColumnGroups; ++j) {
+        shared.parts[warpgroup][j * kWarpgroup + thread] =
+            make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
     }
     __syncwarp();
     if (lane_index() < kCluster) ptx::barrier_arrive_cluster_release(&shared.parts_full, lane_index());
     ptx::barrier_wait_cluster(&shared.parts_full, phase);
 #pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
-        if (j * kCluster / kGroups != static_cast<int>(rank)) continue;
+    for (int j = 0; j < kColumnGroups; ++j) {
+        if (j < share.first || j >= share.end) continue;
         float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-        for (int peer = 0; peer < kCluster; ++peer) {
-            const float4 part = ptx::load_cluster(mine + j * kWarpgroup, peer);
-            total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+        for (int part = 0; part < kParts; ++part) {
+            const float4* source = shared.parts[kAlternate ? part % 2 : warpgroup] + j * kWarpgroup + thread;
+            const float4 value = ptx::load_cluster(source, kAlternate ? part / 2 : part);
+            total.x += value.x, total.y += value.y, total.z += value.z, total.w += value.w;
         }
         sum[4 * j] = total.x, sum[4 * j + 1] = total.y, sum[4 * j + 2] = total.z, sum[4 * j + 3] = total.w;
     }
@@ -410,15 +432,17 @@ DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, uint32
 }
 
 // Takes this warp's group of staged tokens to memory: by TMA if all of it is to be stored, else row by row. `row` and `column`
-// are the fragment's first, [begin, end) counts from there.
-DEVICE void store_staged(const GemmParams& p, const uint8_t* staging, int row, int column, int begin, int end) {
+// are the fragment's first.
+DEVICE void store_staged(const GemmParams& p, const uint8_t* staging, int row, int column,
+                         const Fragments::Region& region) {
     constexpr int kGroups = Fragments::kStagedTokens / kStoredTokens;
     constexpr int kBoxBytes = Fragments::kStagedTokens * mma::kStagedBytes;
     const int warp = mma::warpgroup_thread() / kWarp, lane = mma::fresh_lane();
-    const int first = warp * kStoredTokens, from = max(begin, first), to = min(end, first + kStoredTokens);
+    const int first = warp * kStoredTokens, from = max(region.begin, first), to = min(region.end, first + kStoredTokens);
     if (warp >= kGroups) return;
-    if (to - from == kStoredTokens) {
-        if (lane < Fragments::kStagedBoxes && column + lane * 64 < p.n) {
+    const int left = region.left, right = min(region.right, p.n - column);
+    if (to - from == kStoredTokens && (left | right) % 64 == 0) {
+        if (left / 64 <= lane && lane < right / 64) {
             ptx::tma_store_2d(&p.out_map, staging + lane * kBoxBytes + first * mma::kStagedBytes, column + lane * 64,
                               row + first);
         }
@@ -429,11 +453,12 @@ DEVICE void store_staged(const GemmParams& p, const uint8_t* staging, int row, i
     for (int token = from + lane / 8; token < to; token += kWarp / 8) {
 #pragma unroll
         for (int box = 0; box < Fragments::kStagedBoxes; ++box) {
-            if (column + box * 64 >= p.n) break;
+            const int at = box * 64 + lane % 8 * 8;
+            if (at < left || at >= right) continue;
             const uint8_t* source =
                 staging + box * kBoxBytes + token * mma::kStagedBytes + mma::staged_chunk(token, lane % 8);
-            uint16_t* out = static_cast<uint16_t*>(p.out) + (row + token) * p.out_stride + column + box * 64;
-            reinterpret_cast<uint4*>(out)[lane % 8] = *reinterpret_cast<const uint4*>(source);
+            uint16_t* out = static_cast<uint16_t*>(p.out) + (row + token) * p.out_stride + column + at;
+            *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(source);
         }
     }
 }
@@ -441,8 +466,9 @@ DEVICE void store_staged(const GemmParams& p, const uint8_t* staging, int row, i
 DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
     const uint32_t rank = cluster_rank();
     const KRange range(p, rank);
+    const Share share(rank, warpgroup);
     TileReader reader(shared.tiles);
-    Accumulator accumulator(shared);
+    Accumulator accumulator(shared, warpgroup);
     uint32_t parts_phase = 0;
     TLDECL
     for (; const sched::Tile* tile = reader.next(); reader.release()) {
@@ -453,13 +479,11 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
             continue;
         }
         auto store = [&](const Fragments::Sum& sum, int wave) {
-            int begin = tile->begin_row, end = tile->end_row;
-            narrow_to_rank(rank, begin, end);
-            begin -= part.token, end -= part.token;
+            const Fragments::Region region(tile->begin_row - part.token, tile->end_row - part.token, share.first, share.end);
             const int row = tile->row + part.token, column = tile->n + part.weight + wave * Fragments::kColumns;
             if constexpr (OUT_FP32) {
                 float* out = static_cast<float*>(p.out) + row * p.out_stride + column;
-                Fragments::store(sum, out, p.out_stride, begin, end, p.n - column);
+                Fragments::store(sum, out, p.out_stride, region, p.n - column);
             } else {
                 uint8_t* staging = shared.staging[warpgroup];
                 ptx::bulk_wait_read();
@@ -467,14 +491,14 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
                 Fragments::stage(sum, staging);
                 ptx::fence_async_proxy();
                 Fragments::sync_staging(warpgroup);
-                store_staged(p, staging, row, column, begin, end);
+                store_staged(p, staging, row, column, region);
             }
         };
         Fragments::Sum sum[kWaves];
         accumulator.run(range.end - range.begin, part, sum, [&](const Fragments::Sum& first) { store(first, 0); });
         TLSET(p, 3 + 4 * count_, clock64());
-        if constexpr (kSplitK) {
-            add_parts(shared, sum[0], warpgroup, rank, parts_phase);
+        if constexpr (kParts > 1) {
+            add_parts(shared, sum[0], warpgroup, share, parts_phase);
             parts_phase ^= 1;
         }
         if (kWaves == 1 || part.columns == Fragments::kColumns) {
@@ -506,7 +530,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
         if constexpr (!OUT_FP32) ptx::prefetch_tensor_map(&p.out_map);
         for (int stage = 0; stage < kStages; ++stage) {
             ptx::barrier_init(&shared.full[stage], 2);  // a producer each of operands and of weight scales
-            ptx::barrier_init(&shared.empty[stage], kMathWarpgroups * 4 * kClusterM * kClusterN);
+            ptx::barrier_init(&shared.empty[stage], (kAlternate ? 1 : kMathWarpgroups) * 4 * kClusterM * kClusterN);
         }
         shared.tiles.init();
         ptx::barrier_init(&shared.parts_full, kMathWarpgroups * 4 * kCluster);

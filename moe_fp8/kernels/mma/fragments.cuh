@@ -10,7 +10,7 @@
 //
 // `stage` writes one fragment as bf16 to the warpgroup's staging: for each 64 weight rows a box of kStagedTokens tokens x 128
 // bytes, swizzled as TMA expects it; `sync_staging` comes before and after, for those who share a box. `store` writes one as fp32 to `out`, the element of the part's first token and the
-// fragment's first weight row, but for tokens outside of [begin, end) and weight rows from `columns` on.
+// fragment's first weight row; of its weight rows there are `columns`.
 #pragma once
 
 #include "common/types.cuh"
@@ -37,16 +37,27 @@ struct Part {
     int token, weight, columns;
 };
 
+// What is stored of a fragment: tokens [begin, end) and weight rows [left, right).
+struct Stored {
+    int begin, end, left, right;
+};
+
 template <int kBlockM, int kBlockN>
 struct WeightsOnM {
     static constexpr int kColumns = kBlockM;
     static constexpr int kWaves = 1;
     static constexpr int kStagedTokens = kBlockM;
     static constexpr int kStagedBoxes = 1;
-    static_assert(kBlockM <= 64 && kBlockN == 128, "64 weight rows for each warpgroup");
+    static_assert(kBlockM <= 64 && (kBlockN == 128 || kBlockN == 64), "64 weight rows for each warpgroup, or for both");
     using Sum = float[kColumns / 2];
 
-    static DEVICE Part part(int warpgroup, int) { return {0, warpgroup * 64, 64}; }
+    // Of the column groups [first, end).
+    struct Region : Stored {
+        DEVICE Region(int begin, int end, int first_group, int end_group)
+            : Stored{max(begin, first_group * 8), min(end, end_group * 8), 0, 64} {}
+    };
+
+    static DEVICE Part part(int warpgroup, int) { return {0, kBlockN == 128 ? warpgroup * 64 : 0, 64}; }
     static DEVICE const uint8_t* m_operand(const uint8_t* weights, const uint8_t*, Part part) {
         return weights + part.weight * kBlockK;
     }
@@ -96,14 +107,14 @@ struct WeightsOnM {
     }
 
     // Eight lanes write 32 consecutive bytes of a token.
-    static DEVICE void store(const Sum& d, float* out, int64_t stride, int begin, int end, int columns) {
+    static DEVICE void store(const Sum& d, float* out, int64_t stride, const Region& region, int columns) {
         if (columns <= 0) return;
         const int thread = warpgroup_thread();
         float* column = out + thread / kWarp * 16 + thread % kWarp / 4;
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) {
             const int token = i / 4 * 8 + thread % 4 * 2 + i % 2;
-            if (begin <= token && token < end) column[token * stride + i / 2 % 2 * 8] = d[i];
+            if (region.begin <= token && token < region.end) column[token * stride + i / 2 % 2 * 8] = d[i];
         }
     }
 };
@@ -117,6 +128,12 @@ struct TokensOnM {
     static constexpr int kStagedBoxes = kColumns / 64;
     static_assert(kBlockM == 128 && kBlockN == kColumns * kWaves, "64 tokens for each warpgroup");
     using Sum = float[kColumns / 2];
+
+    // Of the column groups [first, end).
+    struct Region : Stored {
+        DEVICE Region(int begin, int end, int first_group, int end_group)
+            : Stored{begin, end, first_group * 8, end_group * 8} {}
+    };
 
     static DEVICE Part part(int warpgroup, int tokens) {
         return kWaves == 2 && tokens <= 64 ? Part{0, warpgroup * kColumns, kColumns} : Part{warpgroup * 64, 0, kBlockN};
@@ -169,16 +186,16 @@ struct TokensOnM {
         }
     }
 
-    static DEVICE void store(const Sum& d, float* out, int64_t stride, int begin, int end, int columns) {
+    static DEVICE void store(const Sum& d, float* out, int64_t stride, const Region& region, int columns) {
         const int upper = upper_token(), lower = upper + 8;
         float* pairs = out + lane_index() % 4 * 2;
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {
-            if (8 * j >= columns) return;
-            if (begin <= upper && upper < end) {
+            if (8 * j < region.left || 8 * j >= min(region.right, columns)) continue;
+            if (region.begin <= upper && upper < region.end) {
                 *reinterpret_cast<float2*>(pairs + upper * stride + 8 * j) = make_float2(d[4 * j], d[4 * j + 1]);
             }
-            if (begin <= lower && lower < end) {
+            if (region.begin <= lower && lower < region.end) {
                 *reinterpret_cast<float2*>(pairs + lower * stride + 8 * j) = make_float2(d[4 * j + 2], d[4 * j + 3]);
             }
         }
