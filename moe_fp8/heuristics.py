@@ -16,6 +16,12 @@ from moe_fp8.problems import GemmLayout, GemmProblem, MqaLogitsProblem, PagedMqa
 #: Dynamic shared memory that one block may use on sm_90.
 SMEM_CAPACITY = 232_448
 
+
+def smem_capacity(ctas_per_sm: int) -> int:
+    """Dynamic shared memory for each of so many blocks on one SM, which has 228 KiB and keeps one back for each."""
+    return (228 // ctas_per_sm - 1) * 1024
+
+
 #: One producer warpgroup and two math warpgroups.
 WARPGROUP = 128
 GEMM_THREADS = 3 * WARPGROUP
@@ -46,6 +52,7 @@ class GemmConfig:
     num_stages: int
     cluster: int = 1
     shares: Shares = "tokens"
+    ctas_per_sm: int = 1
 
 
 def gemm_stage_bytes(block_m: int, block_n: int) -> int:
@@ -70,10 +77,12 @@ def gemm_smem_bytes(config: GemmConfig) -> int:
 
 
 @cache
-def _deepest(block_m: int, block_n: int, cluster: int = 1, shares: Shares = "tokens") -> GemmConfig:
-    """The config with as many stages as fit, at most 12 (beyond that latency is long covered)."""
-    config = GemmConfig(block_m, block_n, 12, cluster, shares)
-    while gemm_smem_bytes(config) > SMEM_CAPACITY:
+def _deepest(
+    block_m: int, block_n: int, cluster: int = 1, shares: Shares = "tokens", ctas_per_sm: int = 1
+) -> GemmConfig:
+    """The config with as many stages as fit, at most 24 (beyond that latency is long covered)."""
+    config = GemmConfig(block_m, block_n, 24 * 64 // block_n, cluster, shares, ctas_per_sm)
+    while gemm_smem_bytes(config) > smem_capacity(ctas_per_sm):
         config = replace(config, num_stages=config.num_stages - 1)
     return config
 

@@ -52,6 +52,12 @@ constexpr int kColumnGroups = Fragments::kColumns / 8;
 static_assert(kParts == 1 || kWaves == 1, "one fragment");
 static_assert(NUM_THREADS == kWarpgroup * (1 + kMathWarpgroups), "one producer warpgroup");
 
+// Registers a thread of either role, out of 168 on average or, where two CTAs share an SM, 80.
+constexpr int kProducerRegisters = CTAS_PER_SM == 1 ? 40 : 32;
+constexpr int kMathRegisters = CTAS_PER_SM == 1 ? 232 : 104;
+// Partial sums of a fragment in flight.
+constexpr int kPartials = CTAS_PER_SM == 1 || Fragments::kColumns < 64 ? 2 : 1;
+
 using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kClusterM, kClusterN, kClusterK>;
 constexpr int kTileReaders = 2 + kMathWarpgroups * 4;  // both producers and the math warps
 using Tiles = sched::TileRing<kTileReaders>;
@@ -299,6 +305,17 @@ class Accumulator {
 
     // One fragment. A block is promoted while the next is multiplied into the other of two partial sums.
     DEVICE void run_block_by_block(int num_blocks, Sum& sum) {
+        if constexpr (kPartials == 1) {
+            for (; num_blocks > 0; --num_blocks) {
+                Sum partial;
+                Scales scales;
+                wait(ring_, scales);
+                multiply(partial, ring_, 0);
+                ptx::wgmma_wait<0>();
+                finish_block(sum, partial, scales);
+            }
+            return;
+        }
         Sum partial[2];
         Scales scales[2];
         wait(ring_, scales[0]);
@@ -515,7 +532,7 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
 
 }  // namespace moe_fp8
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CLUSTER_SIZE, 1, 1)
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, CTAS_PER_SM) __cluster_dims__(CLUSTER_SIZE, 1, 1)
     gemm_fp8(const __grid_constant__ GemmParams p) {
     using namespace moe_fp8;
     TLSET(p, 0, clock64());
@@ -542,12 +559,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
 
     TLSET(p, 1, clock64());
     if (warp < 4) {
-        ptx::registers_release<40>();
+        ptx::registers_release<kProducerRegisters>();
         if (warp == 0) produce(p, shared);
         if (warp == 1) produce_scales(p, shared);
         if (warp == 2) walk_tiles(p, shared);
     } else {
-        ptx::registers_acquire<232>();
+        ptx::registers_acquire<kMathRegisters>();
         consume(p, shared, warp / 4 - 1);
     }
 
