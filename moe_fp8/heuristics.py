@@ -16,12 +16,6 @@ from moe_fp8.problems import GemmLayout, GemmProblem, MqaLogitsProblem, PagedMqa
 #: Dynamic shared memory that one block may use on sm_90.
 SMEM_CAPACITY = 232_448
 
-
-def smem_capacity(ctas_per_sm: int) -> int:
-    """Dynamic shared memory for each of so many blocks on one SM, which has 228 KiB and keeps one back for each."""
-    return (228 // ctas_per_sm - 1) * 1024
-
-
 #: One producer warpgroup and two math warpgroups.
 WARPGROUP = 128
 GEMM_THREADS = 3 * WARPGROUP
@@ -52,7 +46,6 @@ class GemmConfig:
     num_stages: int
     cluster: int = 1
     shares: Shares = "tokens"
-    ctas_per_sm: int = 1
 
 
 def gemm_stage_bytes(block_m: int, block_n: int) -> int:
@@ -66,23 +59,27 @@ def gemm_staging_bytes(block_m: int) -> int:
     return 2 * (block_m * 128 if block_m <= 64 else 64 * 256)
 
 
+def gemm_parts_bytes(config: GemmConfig) -> int:
+    """What a tile's parts send one another, two warpgroups' shares of 8 columns x 128 threads in fp32."""
+    parts = (config.cluster if config.shares == "k" else 1) * (2 if config.block_n == 64 else 1)
+    return 2 * (parts - 1) * -(-config.block_m // 8 // parts) * 2048
+
+
 def gemm_smem_bytes(config: GemmConfig) -> int:
     """Dynamic shared memory of the GEMM kernel, in bytes."""
     return (
         BARRIER_BYTES
         + config.num_stages * gemm_stage_bytes(config.block_m, config.block_n)
         + gemm_staging_bytes(config.block_m)
-        + (config.block_m * 512 if config.shares == "k" or config.block_n == 64 else 0)
+        + gemm_parts_bytes(config)
     )
 
 
 @cache
-def _deepest(
-    block_m: int, block_n: int, cluster: int = 1, shares: Shares = "tokens", ctas_per_sm: int = 1
-) -> GemmConfig:
+def _deepest(block_m: int, block_n: int, cluster: int = 1, shares: Shares = "tokens") -> GemmConfig:
     """The config with as many stages as fit, at most 24 (beyond that latency is long covered)."""
-    config = GemmConfig(block_m, block_n, 24 * 64 // block_n, cluster, shares, ctas_per_sm)
-    while gemm_smem_bytes(config) > smem_capacity(ctas_per_sm):
+    config = GemmConfig(block_m, block_n, 24 * 64 // block_n, cluster, shares)
+    while gemm_smem_bytes(config) > SMEM_CAPACITY:
         config = replace(config, num_stages=config.num_stages - 1)
     return config
 

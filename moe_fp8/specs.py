@@ -62,7 +62,6 @@ def _gemm_spec(layout: str, config: heuristics.GemmConfig, out_dtype: str) -> Ke
         NUM_STAGES=config.num_stages,
         CLUSTER_SHARES=_SHARES[config.shares] if config.cluster > 1 else 0,
         OUT_FP32=int(out_dtype == "float32"),
-        CTAS_PER_SM=config.ctas_per_sm,
     )
 
 

@@ -49,14 +49,9 @@ constexpr bool kAlternate = kBlockN == 64;
 // Parts in which a tile's sum comes about, and the columns of a fragment in groups of eight, which are dealt to them.
 constexpr int kParts = kClusterK * (kAlternate ? kMathWarpgroups : 1);
 constexpr int kColumnGroups = Fragments::kColumns / 8;
+constexpr int kMostShare = ceil_div(kColumnGroups, kParts);
 static_assert(kParts == 1 || kWaves == 1, "one fragment");
 static_assert(NUM_THREADS == kWarpgroup * (1 + kMathWarpgroups), "one producer warpgroup");
-
-// Registers a thread of either role, out of 168 on average or, where two CTAs share an SM, 80.
-constexpr int kProducerRegisters = CTAS_PER_SM == 1 ? 40 : 32;
-constexpr int kMathRegisters = CTAS_PER_SM == 1 ? 232 : 104;
-// Partial sums of a fragment in flight.
-constexpr int kPartials = CTAS_PER_SM == 1 || Fragments::kColumns < 64 ? 2 : 1;
 
 using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kClusterM, kClusterN, kClusterK>;
 constexpr int kTileReaders = 2 + kMathWarpgroups * 4;  // both producers and the math warps
@@ -73,12 +68,12 @@ struct Shared {
     uint8_t tokens[kStages][kBlockM * kBlockK];
     uint8_t staging[kMathWarpgroups][kStagingBytes];
     alignas(128) float token_scales[kStages][align_up(kBlockM, 32)];
-    // Parts of the sum for the peers, [column group][thread]; a single element where there is one part.
-    alignas(16) float4 parts[kMathWarpgroups][kParts > 1 ? kColumnGroups * kWarpgroup : 1];
+    // For each warpgroup, from every other part of the sum, its share of it: [part][column group][thread].
+    alignas(16) float4 parts[kMathWarpgroups][kParts > 1 ? (kParts - 1) * kMostShare * kWarpgroup : 1];
     float weight_scales[kStages][kScaleBlocks];
     Tiles tiles;
-    ptx::Barrier parts_full;  // every CTA of the cluster has published its part
-    ptx::Barrier parts_free;  // every CTA has read this one's
+    ptx::Barrier parts_full[kMathWarpgroups];  // the others' parts have come
+    ptx::Barrier parts_free;                   // every warp of the cluster has read the parts it got
     ptx::Barrier full[kStages];
     ptx::Barrier empty[kStages];
 };
@@ -105,21 +100,6 @@ struct GemmParams {
 };
 
 namespace moe_fp8 {
-
-#ifdef TL
-__device__ __forceinline__ long long now_() { long long t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); return t; }
-#define TLP(p) (reinterpret_cast<long long*>(static_cast<char*>((p).out) + int64_t((p).m) * (kLayout == sched::Layout::kMasked ? (p).num_experts : 1) * (p).out_stride * 2) + blockIdx.x * 64)
-#define TLSET(p, i, v) do { if (threadIdx.x == 128 && ((i) < 58 || (i) >= 62)) TLP(p)[i] = (v); } while (0)
-#define TLDECL int count_ = 0;
-#define TLNEXT ++count_;
-#define TLEND if (count_ >= 0) { TLSET(p, 62, (long long)count_); } TLSET(p, 63, clock64());
-#else
-#define TLSET(p, i, v)
-#define TLDECL
-#define TLNEXT
-#define TLEND
-#endif
-constexpr uint16_t kEveryone = (1 << kCluster) - 1;
 
 DEVICE uint32_t cluster_rank() { return kCluster > 1 ? ptx::cluster_rank() : 0; }
 
@@ -195,6 +175,7 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
                 }
             }
             ptx::grid_dependency_wait();
+            ptx::launch_dependents();
 #pragma unroll 1
             for (; block < ahead; ++block, ring.step()) {
                 if (lane_index() == 0) load_tokens(p, shared, tile, rank, ring.slot, block);
@@ -212,7 +193,7 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
         }
         __syncwarp();
     }
-    if (!waited) ptx::grid_dependency_wait();
+    if (!waited) ptx::grid_dependency_wait(), ptx::launch_dependents();
 }
 
 // A second warp brings the weights' scales, a few floats a stage that TMA is too coarse for: it reads them a warp's worth at a
@@ -305,17 +286,6 @@ class Accumulator {
 
     // One fragment. A block is promoted while the next is multiplied into the other of two partial sums.
     DEVICE void run_block_by_block(int num_blocks, Sum& sum) {
-        if constexpr (kPartials == 1) {
-            for (; num_blocks > 0; --num_blocks) {
-                Sum partial;
-                Scales scales;
-                wait(ring_, scales);
-                multiply(partial, ring_, 0);
-                ptx::wgmma_wait<0>();
-                finish_block(sum, partial, scales);
-            }
-            return;
-        }
         Sum partial[2];
         Scales scales[2];
         wait(ring_, scales[0]);
@@ -408,38 +378,46 @@ class Accumulator {
     Ring ring_;
 };
 
-// The column groups [first, end) that this warpgroup adds up and stores.
+// The column groups [first, end) that warpgroup `warpgroup` of CTA `rank` adds up and stores, as `part` of kParts.
 struct Share {
-    int first = 0, end = kColumnGroups;
+    int part = 0, first = 0, end = kColumnGroups;
 
     DEVICE Share(uint32_t rank, int warpgroup) {
         if constexpr (kParts > 1) {
-            const int dealer = static_cast<int>(rank) % kClusterK * (kParts / kClusterK) + (kAlternate ? warpgroup : 0);
-            first = ceil_div(dealer * kColumnGroups, kParts), end = ceil_div((dealer + 1) * kColumnGroups, kParts);
+            part = kAlternate ? (kSplitK ? rank * kMathWarpgroups : 0) + warpgroup : rank;
+            first = ceil_div(part * kColumnGroups, kParts), end = ceil_div((part + 1) * kColumnGroups, kParts);
         }
     }
 };
 
-// Adds the parts of the warpgroups and of the cluster's CTAs, in that order; `sum` then is whole for this warpgroup's share.
-DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, Share share, uint32_t phase) {
+// Adds the parts of the tile, in the order of their numbers: every warpgroup sends each other its share and gets its own. What
+// this does to groups of other shares has no meaning. (No branch depends on whose a group is: where each has one group the
+// compiler would index `sum` by it, and put it in local memory.)
+DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const Share& share, uint32_t phase) {
     const int thread = mma::warpgroup_thread();
+    if (thread == 0) {
+        ptx::barrier_arrive_expect(&shared.parts_full[warpgroup],
+                                   (kParts - 1) * (share.end - share.first) * kWarpgroup * sizeof(float4));
+    }
     ptx::barrier_wait(&shared.parts_free, phase ^ 1);
 #pragma unroll
     for (int j = 0; j < kColumnGroups; ++j) {
-        shared.parts[warpgroup][j * kWarpgroup + thread] =
-            make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
+        const int to = j * kParts / kColumnGroups, slot = j - ceil_div(to * kColumnGroups, kParts);
+        const int target = kAlternate ? to % kMathWarpgroups : warpgroup, from = share.part - (share.part > to);
+        ptx::store_cluster_async(to != share.part,
+                                 &shared.parts[target][(from * kMostShare + slot) * kWarpgroup + thread],
+                                 make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]),
+                                 &shared.parts_full[target], kAlternate ? to / kMathWarpgroups : to);
     }
-    __syncwarp();
-    if (lane_index() < kCluster) ptx::barrier_arrive_cluster_release(&shared.parts_full, lane_index());
-    ptx::barrier_wait_cluster(&shared.parts_full, phase);
+    ptx::barrier_wait(&shared.parts_full[warpgroup], phase);
 #pragma unroll
     for (int j = 0; j < kColumnGroups; ++j) {
-        if (j < share.first || j >= share.end) continue;
+        const int to = j * kParts / kColumnGroups, slot = j - ceil_div(to * kColumnGroups, kParts);
         float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-            const float4* source = shared.parts[kAlternate ? part % 2 : warpgroup] + j * kWarpgroup + thread;
-            const float4 value = ptx::load_cluster(source, kAlternate ? part / 2 : part);
+            float4 value = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
+            if (part != to) value = shared.parts[warpgroup][((part - (part > to)) * kMostShare + slot) * kWarpgroup + thread];
             total.x += value.x, total.y += value.y, total.z += value.z, total.w += value.w;
         }
         sum[4 * j] = total.x, sum[4 * j + 1] = total.y, sum[4 * j + 2] = total.z, sum[4 * j + 3] = total.w;
@@ -487,9 +465,7 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
     TileReader reader(shared.tiles);
     Accumulator accumulator(shared, warpgroup);
     uint32_t parts_phase = 0;
-    TLDECL
     for (; const sched::Tile* tile = reader.next(); reader.release()) {
-        TLSET(p, 2 + 4 * count_, clock64());
         const mma::Part part = Fragments::part(warpgroup, tile->end_row);
         if (part.token >= tile->end_row) {
             accumulator.skip(range.end - range.begin);
@@ -513,7 +489,6 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
         };
         Fragments::Sum sum[kWaves];
         accumulator.run(range.end - range.begin, part, sum, [&](const Fragments::Sum& first) { store(first, 0); });
-        TLSET(p, 3 + 4 * count_, clock64());
         if constexpr (kParts > 1) {
             add_parts(shared, sum[0], warpgroup, share, parts_phase);
             parts_phase ^= 1;
@@ -523,19 +498,15 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
         } else {
             store(sum[kWaves - 1], 1);
         }
-        TLSET(p, 5 + 4 * count_, clock64() * 2 + (part.columns == 128));
-        TLNEXT
     }
-    TLEND
     ptx::bulk_wait_read();
 }
 
 }  // namespace moe_fp8
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, CTAS_PER_SM) __cluster_dims__(CLUSTER_SIZE, 1, 1)
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CLUSTER_SIZE, 1, 1)
     gemm_fp8(const __grid_constant__ GemmParams p) {
     using namespace moe_fp8;
-    TLSET(p, 0, clock64());
     extern __shared__ __align__(1024) uint8_t dynamic[];  // with no static shared memory it starts at such an address
     Shared& shared = *reinterpret_cast<Shared*>(dynamic);
 
@@ -550,21 +521,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, CTAS_PER_SM) __cluster
             ptx::barrier_init(&shared.empty[stage], (kAlternate ? 1 : kMathWarpgroups) * 4 * kClusterM * kClusterN);
         }
         shared.tiles.init();
-        ptx::barrier_init(&shared.parts_full, kMathWarpgroups * 4 * kCluster);
+        for (int warpgroup = 0; warpgroup < kMathWarpgroups; ++warpgroup) ptx::barrier_init(&shared.parts_full[warpgroup], 1);
         ptx::barrier_init(&shared.parts_free, kMathWarpgroups * 4 * kCluster);
         ptx::fence_barrier_init();
     }
     __syncthreads();
     if constexpr (kCluster > 1) ptx::cluster_barrier();
 
-    TLSET(p, 1, clock64());
     if (warp < 4) {
-        ptx::registers_release<kProducerRegisters>();
+        ptx::registers_release<40>();
         if (warp == 0) produce(p, shared);
         if (warp == 1) produce_scales(p, shared);
         if (warp == 2) walk_tiles(p, shared);
     } else {
-        ptx::registers_acquire<kMathRegisters>();
+        ptx::registers_acquire<232>();
         consume(p, shared, warp / 4 - 1);
     }
 

@@ -198,6 +198,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         shared.init();
     }
     ptx::grid_dependency_wait();
+    ptx::launch_dependents();
     __syncthreads();
     if (warp < 4) {
         ptx::registers_release<40>();

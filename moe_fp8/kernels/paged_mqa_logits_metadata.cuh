@@ -46,6 +46,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     using namespace moe_fp8;
     __shared__ int warp_sums[kWarps];
     ptx::grid_dependency_wait();
+    ptx::launch_dependents();
     auto chunks = [&](int request) {
         return request < p.batch ? ceil_div(max(p.context_lens.longest(request), 0), CHUNK_KV) : 0;
     };

@@ -75,6 +75,7 @@ DEVICE uint32_t pack_fp8(float a, float b, float c, float d) {
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) quantize_fp8(const __grid_constant__ QuantizeParams p) {
     using namespace moe_fp8;
     ptx::grid_dependency_wait();
+    ptx::launch_dependents();
     const int groups = p.k / kBlockK;
     const int part = static_cast<int>(threadIdx.x) % kThreadsPerGroup;
     const int64_t tiles = static_cast<int64_t>(ceil_div(p.m, kRows)) * groups;

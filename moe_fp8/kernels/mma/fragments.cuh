@@ -119,7 +119,8 @@ struct WeightsOnM {
     }
 };
 
-// Tiles of up to 64 tokens are narrow: both warpgroups take the same tokens, and each its own half of the weight rows.
+// Of 256 weight rows, both warpgroups take the same tokens and each its own half of the rows if there are no more than 64
+// tokens.
 template <int kBlockM, int kBlockN>
 struct TokensOnM {
     static constexpr int kColumns = 128;
@@ -187,8 +188,8 @@ struct TokensOnM {
     }
 
     static DEVICE void store(const Sum& d, float* out, int64_t stride, const Region& region, int columns) {
-        const int upper = upper_token(), lower = upper + 8;
-        float* pairs = out + lane_index() % 4 * 2;
+        const int lane = fresh_lane(), upper = warpgroup_thread() / kWarp * 16 + lane / 4, lower = upper + 8;
+        float* pairs = out + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {
             if (8 * j < region.left || 8 * j >= min(region.right, columns)) continue;

@@ -35,18 +35,6 @@ DEVICE void barrier_arrive_cluster(Barrier* barrier, uint32_t rank) {
         : "memory");
 }
 
-// As above, and publishes this thread's writes to whoever acquires at cluster scope.
-DEVICE void barrier_arrive_cluster_release(Barrier* barrier, uint32_t rank) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
-        "}" ::"r"(shared_address(barrier)),
-        "r"(rank)
-        : "memory");
-}
-
 // One arrival, and `bytes` more to come from asynchronous copies before the phase may complete.
 DEVICE void barrier_arrive_expect(Barrier* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
@@ -62,21 +50,6 @@ DEVICE void barrier_wait(Barrier* barrier, uint32_t parity) {
         ".reg .pred done;\n"
         "WAIT:\n"
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra DONE;\n"
-        "bra WAIT;\n"
-        "DONE:\n"
-        "}" ::"r"(shared_address(barrier)),
-        "r"(parity)
-        : "memory");
-}
-
-// As above, and acquires what peers released at cluster scope; invalidates L1, so not for a main loop.
-DEVICE void barrier_wait_cluster(Barrier* barrier, uint32_t parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "WAIT:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
         "@done bra DONE;\n"
         "bra WAIT;\n"
         "DONE:\n"

@@ -26,28 +26,20 @@ DEVICE float2 load_here(const float2* pointer) {
     return value;
 }
 
-// Sixteen bytes from the same offset in CTA `rank` of the cluster (or this one).
-DEVICE float4 load_cluster(const float4* pointer, uint32_t rank) {
-    float4 value;
+// If `on`, sixteen bytes to the same offset in CTA `rank` of the cluster (or this one), and as many transaction bytes to the same
+// barrier there. Whoever waits for that barrier's phase sees them.
+DEVICE void store_cluster_async(bool on, const float4* pointer, const float4& value, const uint64_t* barrier, uint32_t rank) {
     asm volatile(
         "{\n"
-        ".reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %4, %5;\n"
-        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n"
-        "}"
-        : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-        : "r"(shared_address(pointer)), "r"(rank)
+        ".reg .pred on;\n"
+        ".reg .b32 remote, remote_barrier;\n"
+        "setp.ne.b32 on, %7, 0;\n"
+        "mapa.shared::cluster.u32 remote, %0, %6;\n"
+        "mapa.shared::cluster.u32 remote_barrier, %1, %6;\n"
+        "@on st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [remote], {%2, %3, %4, %5}, [remote_barrier];\n"
+        "}" ::"r"(shared_address(pointer)),
+        "r"(shared_address(barrier)), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(rank), "r"(int(on))
         : "memory");
-    return value;
-}
-
-// Four 8x8 matrices of 16-bit elements; lane 8*i+r gives the address of row r of matrix i, and gets bytes lane%4*4 to +3 of
-// row lane/4 of each.
-DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
 }
 
 // Four 8x8 matrices of 16-bit elements; lane 8*i+r gives the address of row r of matrix i. Visible to other threads after

@@ -28,18 +28,19 @@ DEVICE uint32_t cluster_rank() {
     return rank;
 }
 
-// Programmatic dependent launch: waits until the kernel before has ended and its writes are visible to this grid, then lets
-// the next kernel of the stream begin as SMs fall free. In this order, so that whatever a kernel does ahead of its wait comes
-// after all kernels but the one before.
-DEVICE void grid_dependency_wait() {
-    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-}
+// Programmatic dependent launch: waits until the kernel before has ended and its writes are visible to this grid.
+DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// All threads of the cluster; orders their memory accesses at cluster scope.
+// Lets the next kernel of the stream begin as SMs fall free, once a thread of every block has said so. After
+// grid_dependency_wait, so that whatever a kernel does ahead of its wait comes after all kernels but the one before.
+DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// All threads of the cluster have come here. Orders no memory accesses (that costs a fence at GPU scope): for barriers that
+// fence_barrier_init has published, and for the end, when all that was asked for has arrived.
 DEVICE void cluster_barrier() {
     asm volatile(
-        "barrier.cluster.arrive.release.aligned;\n"
-        "barrier.cluster.wait.acquire.aligned;" ::
+        "barrier.cluster.arrive.relaxed.aligned;\n"
+        "barrier.cluster.wait.aligned;" ::
             : "memory");
 }
 
