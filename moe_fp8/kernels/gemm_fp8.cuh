@@ -34,6 +34,7 @@ constexpr bool kSplitK = kCluster > 1 && CLUSTER_SHARES == 2;
 constexpr int kClusterM = kShareWeights ? kCluster : 1;
 constexpr int kClusterN = kShareTokens ? kCluster : 1;
 constexpr int kClusterK = kSplitK ? kCluster : 1;
+constexpr uint16_t kEveryone = (1 << kCluster) - 1;
 
 #if BLOCK_M == 128
 using Fragments = mma::TokensOnM<kBlockM, kBlockN>;
