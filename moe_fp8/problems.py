@@ -46,6 +46,9 @@ class GemmProblem:
     that an expert is expected to have or None. Both only tune, and are kept as one number: `expected_m`
     is `selection_rows` of the rows that a token tile should cover (1 to m; without a hint the average of
     the experts, for "dense" and "masked" all), and `m` what the call would have if all experts had as many.
+
+    `device` names whose measured table corrects the choice ("" for none). `batch_invariant`: a row's bits
+    may depend on neither `m` nor the layout. `config`: the tile that the caller asks for, as text.
     """
 
     layout: GemmLayout
@@ -56,6 +59,9 @@ class GemmProblem:
     expected_m: int | None = None
     out_dtype: OutDtype = "bfloat16"
     num_sms: int = DEFAULT_NUM_SMS
+    device: str = ""
+    batch_invariant: bool = False
+    config: str | None = None
 
     def __post_init__(self) -> None:
         # The rows of a contiguous layout are shared out among the experts.

@@ -20,7 +20,7 @@ ALLOWED = {
     "errors": set(),
     "problems": set(),
     "settings": {"errors"},
-    "heuristics": {"problems"},
+    "heuristics": {"errors", "problems"},
     "specs": {"heuristics", "problems"},
     "kernels": set(),
     "jit": {"errors", "settings", "specs", "kernels"},

@@ -1,0 +1,60 @@
+"""problem -> tile config: pure functions, no torch, no GPU.
+
+The same function serves the ops at launch and the planner before any launch, so whatever a config
+depends on must be a field of the problem.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from moe_fp8.heuristics import gemm_costs, gemm_table
+from moe_fp8.heuristics.gemm_configs import (
+    GEMM_THREADS,
+    SMEM_CAPACITY,
+    TOKEN_TILES,
+    GemmConfig,
+    gemm_configs,
+    gemm_smem_bytes,
+    parse_gemm_config,
+)
+from moe_fp8.heuristics.mqa import (
+    MQA_BLOCK_KV,
+    PAGED_CHUNK,
+    MqaConfig,
+    mqa_config,
+    mqa_smem_bytes,
+    paged_mqa_config,
+)
+from moe_fp8.problems import GemmProblem
+
+__all__ = [
+    "GEMM_THREADS",
+    "MQA_BLOCK_KV",
+    "PAGED_CHUNK",
+    "SMEM_CAPACITY",
+    "TOKEN_TILES",
+    "GemmConfig",
+    "MqaConfig",
+    "gemm_config",
+    "gemm_configs",
+    "gemm_smem_bytes",
+    "mqa_config",
+    "mqa_smem_bytes",
+    "paged_mqa_config",
+    "parse_gemm_config",
+]
+
+
+@cache
+def gemm_config(problem: GemmProblem) -> GemmConfig:
+    """Tile for a GEMM: what the caller asks for, else what the device's table says, else the cheapest by model.
+
+    Raises ConfigError where `problem.config` names no config that it may use.
+    """
+    if problem.config is not None:
+        return parse_gemm_config(problem.config, problem)
+    measured = gemm_table.lookup(problem)
+    if measured is not None:
+        return measured
+    return gemm_costs.cheapest(problem)

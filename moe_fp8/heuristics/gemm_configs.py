@@ -1,0 +1,139 @@
+"""The GEMM kernel's tiles: which there are, what they need, their text. Pure; standard library only.
+
+Shared-memory sizes computed here are restated by `static_assert` in the kernel.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from moe_fp8.errors import ConfigError
+from moe_fp8.problems import GemmLayout, GemmProblem
+
+#: Dynamic shared memory that one block may use on sm_90.
+SMEM_CAPACITY = 232_448
+
+#: One producer warpgroup and two math warpgroups.
+WARPGROUP = 128
+GEMM_THREADS = 3 * WARPGROUP
+
+#: Room for the barriers and what else a kernel keeps beside its stages.
+BARRIER_BYTES = 1024
+
+_BLOCK_K = 128
+
+#: What the CTAs of a cluster share.
+Shares = Literal["tokens", "weights", "k"]
+
+#: Token tiles, smallest first. wgmma's N is a multiple of 8; a tile never crosses a 128-row segment start.
+TOKEN_TILES = (8, 16, 32, 64, 128)
+
+_SHARES: dict[str, Shares] = {"t": "tokens", "w": "weights", "k": "k"}
+_CONFIG_TEXT = re.compile(r"(\d{1,3})x(\d{1,3})(?:/(\d)([twk]))?")
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Tile of one GEMM kernel.
+
+    Up to 64 tokens weights lie on the M side of wgmma and tokens on its N side, so that few tokens cost
+    few columns. A tile is `block_m` tokens by `block_n` weight rows. `cluster` CTAs share by multicast the
+    token tile ("tokens") or the weight tile ("weights"), or divide one tile along K ("k"). Tiles of 64
+    weight rows divide K between the two warpgroups of a CTA.
+
+    As text: `"64x128"`, `"128x256/2w"`, `"64x64/3k"`: tokens x weight rows / cluster and what it shares.
+    """
+
+    block_m: int
+    block_n: int
+    num_stages: int
+    cluster: int = 1
+    shares: Shares = "tokens"
+
+    def __str__(self) -> str:
+        shared = f"/{self.cluster}{self.shares[0]}" if self.cluster > 1 else ""
+        return f"{self.block_m}x{self.block_n}{shared}"
+
+    @property
+    def parts(self) -> int:
+        """In how many parts, rounded on their own, the sum along K comes about."""
+        return (self.cluster if self.shares == "k" else 1) * (2 if self.block_n == 64 else 1)
+
+
+def gemm_stage_bytes(block_m: int, block_n: int) -> int:
+    """Weights, tokens and token scales (padded to TMA's 128-byte destination alignment) of one stage."""
+    scale_bytes = -(-block_m * 4 // 128) * 128
+    return (block_n + block_m) * _BLOCK_K + scale_bytes
+
+
+def gemm_staging_bytes(block_m: int) -> int:
+    """Both math warpgroups' fragments as bf16: 64 weight rows of every token, or 64 tokens of 128 weight rows."""
+    return 2 * (block_m * 128 if block_m <= 64 else 64 * 256)
+
+
+def gemm_parts_bytes(config: GemmConfig) -> int:
+    """What a tile's parts send one another, two warpgroups' shares of 8 columns x 128 threads in fp32."""
+    return 2 * (config.parts - 1) * -(-config.block_m // 8 // config.parts) * 2048
+
+
+def gemm_smem_bytes(config: GemmConfig) -> int:
+    """Dynamic shared memory of the GEMM kernel, in bytes."""
+    return (
+        BARRIER_BYTES
+        + config.num_stages * gemm_stage_bytes(config.block_m, config.block_n)
+        + gemm_staging_bytes(config.block_m)
+        + gemm_parts_bytes(config)
+    )
+
+
+@cache
+def _deepest(block_m: int, block_n: int, cluster: int = 1, shares: Shares = "tokens") -> GemmConfig:
+    """The config with as many stages as fit, at most 24 (beyond that latency is long covered)."""
+    config = GemmConfig(block_m, block_n, 24 * 64 // block_n, cluster, shares)
+    while gemm_smem_bytes(config) > SMEM_CAPACITY:
+        config = replace(config, num_stages=config.num_stages - 1)
+    return config
+
+
+@cache
+def gemm_configs(layout: GemmLayout, k: int, batch_invariant: bool = False) -> tuple[GemmConfig, ...]:
+    """Every config that a GEMM of this layout may use, cheapest in shared memory first.
+
+    Dividing K changes the order of a sum, so only what results may depend on may choose it: grouped results
+    are the same for any `expected_m`, and batch-invariant ones for any number of rows. Neither do parts of K
+    under 512 pay for adding them.
+    """
+    configs = [_deepest(block_m, 128) for block_m in TOKEN_TILES]
+    if layout == "dense" and not batch_invariant:
+        configs += [_deepest(block_m, 64) for block_m in TOKEN_TILES[:-1] if k >= 1024]
+        for split in (2, 3, 4):
+            configs += [_deepest(block_m, 128, split, "k") for block_m in TOKEN_TILES if k >= 512 * split]
+            configs += [_deepest(block_m, 64, split, "k") for block_m in TOKEN_TILES[:-1] if k >= 1024 * split]
+    configs += [_deepest(128, 256), _deepest(128, 256, 2, "tokens")]
+    # Sharing weights pairs two token tiles of one expert; with `m_indices` neighbours may differ in expert.
+    if layout != "m_indices":
+        configs.append(_deepest(128, 256, 2, "weights"))
+    return tuple(configs)
+
+
+def parse_gemm_config(text: str, problem: GemmProblem) -> GemmConfig:
+    """The config that `text` (see GemmConfig) names; ConfigError unless it is one that `problem` may use."""
+    match = _CONFIG_TEXT.fullmatch(text)
+    legal = gemm_configs(problem.layout, problem.k, problem.batch_invariant)
+    if match:
+        block_m, block_n, cluster, shares = match.groups()
+        wanted = (int(block_m), int(block_n), int(cluster or 1), _SHARES[shares or "t"])
+        for config in legal:
+            same = (config.block_m, config.block_n, config.cluster, config.shares) == wanted
+            if same and config.cluster <= problem.num_sms:
+                return config
+    raise ConfigError(
+        "config",
+        f"one of {', '.join(map(str, legal))} for layout {problem.layout}, K = {problem.k}"
+        + (" and batch-invariant results" if problem.batch_invariant else ""),
+        text,
+        "choose one of these, or None to leave the choice to the selector",
+    )

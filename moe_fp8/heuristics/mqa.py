@@ -1,0 +1,49 @@
+"""Tiles of the MQA-logits kernels. Pure; standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_fp8.heuristics.gemm_configs import BARRIER_BYTES
+from moe_fp8.problems import MqaLogitsProblem, PagedMqaLogitsProblem
+
+#: Keys per chunk of the paged kernel's schedule; `paged_mqa_logits_metadata` counts in these.
+PAGED_CHUNK = 256
+
+#: Columns (query token x head) of one MQA-logits tile: wgmma's largest N, so that K is read least often.
+MQA_COLUMNS = 256
+
+#: Query tokens of one tile: each costs registers for its key range.
+MQA_MAX_QUERIES = 8
+
+#: Keys of one pipeline stage: 64 for each math warpgroup.
+MQA_BLOCK_KV = 128
+
+
+@dataclass(frozen=True)
+class MqaConfig:
+    """Tile of the MQA-logits kernels: `block_q` query tokens x heads against `MQA_BLOCK_KV` keys a stage."""
+
+    block_q: int
+    num_stages: int
+
+
+def mqa_smem_bytes(config: MqaConfig, num_heads: int, head_dim: int) -> int:
+    """Dynamic shared memory of the prefill and paged logits kernels, in bytes."""
+    columns = config.block_q * num_heads
+    queries = columns * head_dim + -(-columns * 4 // 128) * 128  # FP8 rows and their fp32 weights
+    keys = MQA_BLOCK_KV * head_dim + MQA_BLOCK_KV * 4
+    return BARRIER_BYTES + 2 * queries + config.num_stages * keys + 1024
+
+
+def mqa_config(problem: MqaLogitsProblem) -> MqaConfig:
+    """Tile of the prefill indexer."""
+    return MqaConfig(block_q=min(MQA_COLUMNS // problem.num_heads, MQA_MAX_QUERIES), num_stages=6)
+
+
+def paged_mqa_config(problem: PagedMqaLogitsProblem) -> MqaConfig:
+    """Tile of the decode indexer: the least power of two of tokens that covers next_n, or several passes."""
+    block_q = 1
+    while block_q < min(problem.next_n, MQA_MAX_QUERIES) and 2 * block_q * problem.num_heads <= MQA_COLUMNS:
+        block_q *= 2
+    return MqaConfig(block_q=block_q, num_stages=8)
