@@ -1,0 +1,153 @@
+// The main loop of a math warpgroup.
+#pragma once
+
+#include "gemm/shape.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace moe_fp8 {
+
+// Tells every producer that writes to this stage that this warp has read it.
+DEVICE void release_stage(Shared& shared, uint32_t stage) {
+    __syncwarp();
+    if constexpr (!kShareWeights && !kShareTokens) {
+        if (lane_index() == 0) ptx::barrier_arrive(&shared.empty[stage]);
+    } else {
+        if (lane_index() < kCluster) ptx::barrier_arrive_cluster(&shared.empty[stage], lane_index());
+    }
+}
+
+// The sum of a part of one tile over this CTA's part of K: `num_blocks` > 0 stages. A stage's scales are read before the
+// tensor core is given work: while it is busy they would wait for shared memory, and it then for them.
+class Accumulator {
+   public:
+    DEVICE Accumulator(Shared& shared, int warpgroup) : shared_(shared), warpgroup_(warpgroup) {
+        if (kAlternate && warpgroup == 1) ring_.step();
+    }
+
+    // `first_done` is called with the first of two fragments as soon as it is whole.
+    template <typename FirstDone>
+    DEVICE void run(int num_blocks, mma::Part part, Fragments::Sum (&sum)[kWaves], FirstDone first_done) {
+        part_ = part;
+#pragma unroll
+        for (int wave = 0; wave < kWaves; ++wave) {
+#pragma unroll
+            for (int i = 0; i < Fragments::kColumns / 2; ++i) sum[wave][i] = 0.0f;
+        }
+        if constexpr (kAlternate) {
+            const int mine = (num_blocks + (next_ == warpgroup_)) / 2;
+            next_ ^= num_blocks & 1;
+            if (mine > 0) run_block_by_block(mine, sum[0]);
+        } else if (kWaves == 1 || part.columns == Fragments::kColumns) {
+            run_block_by_block(num_blocks, sum[0]);
+        } else {
+            run_wave_by_wave(num_blocks, sum, first_done);
+        }
+    }
+
+    // Lets a tile pass of which this warpgroup owns nothing.
+    DEVICE void skip(int num_blocks) {
+        for (; num_blocks > 0; --num_blocks, ring_.step()) {
+            ptx::barrier_wait(&shared_.full[ring_.slot], ring_.phase);
+            release_stage(shared_, ring_.slot);
+        }
+    }
+
+   private:
+    using Sum = Fragments::Sum;
+    using Scales = Fragments::Scales;
+
+    // One fragment. A block is promoted while the next is multiplied into the other of two partial sums.
+    DEVICE void run_block_by_block(int num_blocks, Sum& sum) {
+        Sum partial[2];
+        Scales scales[2];
+        wait(ring_, scales[0]);
+        multiply(partial[0], ring_, 0);
+        auto step = [&](int done, int next) {
+            Ring ahead = ring_;
+            step_ring(ahead);
+            wait(ahead, scales[next]);
+            multiply(partial[next], ahead, 0);
+            ptx::wgmma_wait<1>();
+            finish_block(sum, partial[done], scales[done]);
+        };
+        int block = 0;
+        for (; block + 2 < num_blocks; block += 2) {
+            step(0, 1);
+            step(1, 0);
+        }
+        if (block + 1 < num_blocks) {
+            step(0, 1);
+            ptx::wgmma_wait<0>();
+            finish_block(sum, partial[1], scales[1]);
+        } else {
+            ptx::wgmma_wait<0>();
+            finish_block(sum, partial[0], scales[0]);
+        }
+    }
+
+    DEVICE void finish_block(Sum& sum, const Sum& partial, const Scales& scales) {
+        Fragments::promote(sum, partial, scales, 0);
+        release_stage(shared_, ring_.slot);
+        step_ring(ring_);
+    }
+
+    DEVICE static void step_ring(Ring& ring) {
+        ring.step();
+        if constexpr (kAlternate) ring.step();
+    }
+
+    // Two fragments, which leave no registers for a second partial sum: one warpgroup promotes while the other multiplies.
+    template <typename FirstDone>
+    DEVICE void run_wave_by_wave(int num_blocks, Sum (&sum)[kWaves], FirstDone first_done) {
+        Sum partial;
+        Scales scales;
+        wait(ring_, scales);
+        for (int left = num_blocks;;) {
+            multiply(partial, ring_, 0);
+            ptx::wgmma_wait<0>();
+            Fragments::promote(sum[0], partial, scales, 0);
+            multiply(partial, ring_, 1);
+            if (--left == 0) break;
+            ptx::wgmma_wait<0>();
+            release_stage(shared_, ring_.slot);
+            ring_.step();
+            const Scales done = scales;
+            wait(ring_, scales);
+            Fragments::promote(sum[1], partial, done, 1);
+        }
+        first_done(sum[0]);
+        ptx::wgmma_wait<0>();
+        release_stage(shared_, ring_.slot);
+        ring_.step();
+        Fragments::promote(sum[1], partial, scales, 1);
+    }
+
+    DEVICE void wait(const Ring& ring, Scales& scales) {
+        ptx::barrier_wait(&shared_.full[ring.slot], ring.phase);
+        scales.load(shared_.token_scales[ring.slot], shared_.weight_scales[ring.slot], part_);
+    }
+
+    DEVICE void multiply(Sum& partial, const Ring& ring, int wave) {
+        const uint8_t* weights = shared_.weights[ring.slot] + wave * Fragments::kColumns * kBlockK;
+        const uint8_t* tokens = shared_.tokens[ring.slot];
+        const uint64_t a = ptx::wgmma_descriptor<kBlockK>(Fragments::m_operand(weights, tokens, part_));
+        const uint64_t b = ptx::wgmma_descriptor<kBlockK>(Fragments::n_operand(weights, tokens, part_));
+        ptx::wgmma_pin(partial);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int bytes = 0; bytes < kBlockK; bytes += 32) {
+            ptx::Wgmma<Fragments::kColumns>::mma(partial, ptx::advance_descriptor(a, bytes),
+                                                 ptx::advance_descriptor(b, bytes), bytes > 0);
+        }
+        ptx::wgmma_commit();
+        ptx::wgmma_pin(partial);
+    }
+
+    Shared& shared_;
+    const int warpgroup_;
+    int next_ = 0;  // the warpgroup that takes the next block, where they alternate
+    mma::Part part_;
+    Ring ring_;
+};
+
+}  // namespace moe_fp8

@@ -1,0 +1,89 @@
+// From a math warpgroup's sum to memory: adding the parts of a tile, storing it.
+#pragma once
+
+#include "gemm/shape.cuh"
+#include "ptx/tma.cuh"
+
+namespace moe_fp8 {
+
+// The column groups [first, end) that warpgroup `warpgroup` of CTA `rank` adds up and stores, as `part` of kParts.
+struct Share {
+    int part = 0, first = 0, end = kColumnGroups;
+
+    DEVICE Share(uint32_t rank, int warpgroup) {
+        if constexpr (kParts > 1) {
+            part = kAlternate ? (kSplitK ? rank * kMathWarpgroups : 0) + warpgroup : rank;
+            first = ceil_div(part * kColumnGroups, kParts), end = ceil_div((part + 1) * kColumnGroups, kParts);
+        }
+    }
+};
+
+// Adds the parts of the tile, in the order of their numbers: every warpgroup sends each other its share and gets its own. What
+// this does to groups of other shares has no meaning. (No branch depends on whose a group is: where each has one group the
+// compiler would index `sum` by it, and put it in local memory.)
+DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const Share& share, uint32_t phase) {
+    const int thread = mma::warpgroup_thread();
+    if (thread == 0) {
+        ptx::barrier_arrive_expect(&shared.parts_full[warpgroup],
+                                   (kParts - 1) * (share.end - share.first) * kWarpgroup * sizeof(float4));
+    }
+    ptx::barrier_wait(&shared.parts_free, phase ^ 1);
+#pragma unroll
+    for (int j = 0; j < kColumnGroups; ++j) {
+        const int to = j * kParts / kColumnGroups, slot = j - ceil_div(to * kColumnGroups, kParts);
+        const int target = kAlternate ? to % kMathWarpgroups : warpgroup, from = share.part - (share.part > to);
+        ptx::store_cluster_async(to != share.part,
+                                 &shared.parts[target][(from * kMostShare + slot) * kWarpgroup + thread],
+                                 make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]),
+                                 &shared.parts_full[target], kAlternate ? to / kMathWarpgroups : to);
+    }
+    ptx::barrier_wait(&shared.parts_full[warpgroup], phase);
+#pragma unroll
+    for (int j = 0; j < kColumnGroups; ++j) {
+        const int to = j * kParts / kColumnGroups, slot = j - ceil_div(to * kColumnGroups, kParts);
+        float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            float4 value = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
+            if (part != to) value = shared.parts[warpgroup][((part - (part > to)) * kMostShare + slot) * kWarpgroup + thread];
+            total.x += value.x, total.y += value.y, total.z += value.z, total.w += value.w;
+        }
+        sum[4 * j] = total.x, sum[4 * j + 1] = total.y, sum[4 * j + 2] = total.z, sum[4 * j + 3] = total.w;
+    }
+    __syncwarp();
+    if (lane_index() < kCluster) ptx::barrier_arrive_cluster(&shared.parts_free, lane_index());
+}
+
+// Takes this warp's group of staged tokens to memory: by TMA if all of it is to be stored, else row by row. `row` and `column`
+// are the fragment's first.
+DEVICE void store_staged(const GemmParams& p, const uint8_t* staging, int row, int column,
+                         const Fragments::Region& region) {
+    constexpr int kGroups = Fragments::kStagedTokens / kStoredTokens;
+    constexpr int kBoxBytes = Fragments::kStagedTokens * mma::kStagedBytes;
+    const int warp = mma::warpgroup_thread() / kWarp, lane = mma::fresh_lane();
+    const int first = warp * kStoredTokens, from = max(region.begin, first), to = min(region.end, first + kStoredTokens);
+    if (warp >= kGroups) return;
+    const int left = region.left, right = min(region.right, p.n - column);
+    if (to - from == kStoredTokens && (left | right) % 64 == 0) {
+        if (left / 64 <= lane && lane < right / 64) {
+            ptx::tma_store_2d(&p.out_map, staging + lane * kBoxBytes + first * mma::kStagedBytes, column + lane * 64,
+                              row + first);
+        }
+        ptx::bulk_commit();
+        return;
+    }
+#pragma unroll 1
+    for (int token = from + lane / 8; token < to; token += kWarp / 8) {
+#pragma unroll
+        for (int box = 0; box < Fragments::kStagedBoxes; ++box) {
+            const int at = box * 64 + lane % 8 * 8;
+            if (at < left || at >= right) continue;
+            const uint8_t* source =
+                staging + box * kBoxBytes + token * mma::kStagedBytes + mma::staged_chunk(token, lane % 8);
+            uint16_t* out = static_cast<uint16_t*>(p.out) + (row + token) * p.out_stride + column + at;
+            *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(source);
+        }
+    }
+}
+
+}  // namespace moe_fp8

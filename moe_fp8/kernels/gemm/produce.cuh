@@ -1,0 +1,129 @@
+// The warps that feed the math warps: tiles, operands and scales.
+#pragma once
+
+#include "gemm/shape.cuh"
+#include "ptx/tma.cuh"
+
+namespace moe_fp8 {
+
+// Copies one stage's weights, or tokens and their scales.
+DEVICE void load_weights(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t stage, int block) {
+    const int row = tile.expert * p.n + tile.n;
+    if constexpr (kShareWeights) {
+        constexpr int kRows = kBlockN / kCluster;
+        ptx::tma_load_2d_multicast(&p.b, &shared.full[stage], &shared.weights[stage][rank * kRows * kBlockK],
+                                   block * kBlockK, row + rank * kRows, kEveryone, ptx::CacheHint::kNormal);
+    } else {
+        ptx::tma_load_2d(&p.b, &shared.full[stage], shared.weights[stage], block * kBlockK, row,
+                         kBlockM < 128 ? ptx::CacheHint::kEvictFirst : ptx::CacheHint::kNormal);
+    }
+}
+
+DEVICE void load_tokens(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t stage, int block) {
+    const int scale_row = (kLayout == sched::Layout::kMasked ? tile.expert * (p.k / kBlockK) : 0) + block;
+    ptx::Barrier* full = &shared.full[stage];
+    if constexpr (kShareTokens) {
+        constexpr int kRows = kBlockM / kCluster;
+        ptx::tma_load_2d_multicast(&p.a, full, &shared.tokens[stage][rank * kRows * kBlockK], block * kBlockK,
+                                   tile.row + rank * kRows, kEveryone, ptx::CacheHint::kEvictLast);
+        ptx::tma_load_2d_multicast(&p.a_scale, full, &shared.token_scales[stage][rank * kRows],
+                                   tile.scale_row + rank * kRows, scale_row, kEveryone, ptx::CacheHint::kEvictLast);
+    } else {
+        ptx::tma_load_2d(&p.a, full, shared.tokens[stage], block * kBlockK, tile.row, ptx::CacheHint::kEvictLast);
+        ptx::tma_load_2d(&p.a_scale, full, shared.token_scales[stage], tile.scale_row, scale_row, ptx::CacheHint::kEvictLast);
+    }
+}
+
+DEVICE void walk_tiles(const GemmParams& p, Shared& shared) {
+    if constexpr (kLayout != sched::Layout::kDense) ptx::grid_dependency_wait();
+    Walk walk(p.index, p.num_experts, p.m, p.n, cluster_rank());
+    TileWriter writer(shared.tiles);
+    sched::Tile tile;
+    while (walk.next(tile)) writer.push(tile);
+    writer.finish();
+}
+
+// The warp stays together around its first lane, which issues the copies. Not an elected lane: the ring's position is that
+// lane's alone, and the compiler may repeat an election.
+//
+// Weights do not depend on the kernel before: those of the first stages are on their way while it ends.
+DEVICE void produce(const GemmParams& p, Shared& shared) {
+    const uint32_t rank = cluster_rank();
+    const KRange range(p, rank);
+    TileReader reader(shared.tiles);
+    Ring ring;
+    bool waited = false;
+    while (const sched::Tile* slot = reader.next()) {
+        const sched::Tile tile = *slot;
+        reader.release();
+        int block = range.begin;
+        if (!waited) {
+            const int ahead = min(range.begin + kStages, range.end);
+            if (lane_index() == 0) {
+#pragma unroll 1
+                for (int i = block; i < ahead; ++i) {
+                    ptx::barrier_arrive_expect(&shared.full[i - block], kStageBytes);
+                    load_weights(p, shared, tile, rank, i - block, i);
+                }
+            }
+            ptx::grid_dependency_wait();
+            ptx::launch_dependents();
+#pragma unroll 1
+            for (; block < ahead; ++block, ring.step()) {
+                if (lane_index() == 0) load_tokens(p, shared, tile, rank, ring.slot, block);
+            }
+            waited = true;
+        }
+        if (lane_index() == 0) {
+#pragma unroll 1
+            for (; block < range.end; ++block, ring.step()) {
+                ptx::barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
+                ptx::barrier_arrive_expect(&shared.full[ring.slot], kStageBytes);
+                load_weights(p, shared, tile, rank, ring.slot, block);
+                load_tokens(p, shared, tile, rank, ring.slot, block);
+            }
+        }
+        __syncwarp();
+    }
+    if (!waited) ptx::grid_dependency_wait(), ptx::launch_dependents();
+}
+
+// A second warp brings the weights' scales, a few floats a stage that TMA is too coarse for: it reads them a warp's worth at a
+// time and a warp's worth ahead, and fills each stage's as the first warp does.
+DEVICE void produce_scales(const GemmParams& p, Shared& shared) {
+    TileReader reader(shared.tiles);
+    const KRange range(p, cluster_rank());
+    const int num_k_blocks = p.k / kBlockK, scale_rows = ceil_div(p.n, kBlockK);
+    Ring ring;
+    while (const sched::Tile* tile = reader.next()) {
+        const float* rows[kScaleBlocks];
+        float held[kScaleBlocks], ahead[kScaleBlocks];
+        auto load = [&](float (&values)[kScaleBlocks], int block) {
+#pragma unroll
+            for (int i = 0; i < kScaleBlocks; ++i) values[i] = __ldg(rows[i] + min(block + lane_index(), range.end - 1));
+        };
+#pragma unroll
+        for (int i = 0; i < kScaleBlocks; ++i) {
+            const int row = tile->expert * scale_rows + min(tile->n / kBlockK + i, scale_rows - 1);
+            rows[i] = p.b_scale + static_cast<int64_t>(row) * num_k_blocks;
+        }
+        reader.release();
+        load(ahead, range.begin);
+        for (int block = range.begin; block < range.end; ++block, ring.step()) {
+            const int lane = (block - range.begin) % kWarp;
+            if (lane == 0) {
+#pragma unroll
+                for (int i = 0; i < kScaleBlocks; ++i) held[i] = ahead[i];
+                load(ahead, block + kWarp);
+            }
+            ptx::barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
+            if (lane_index() == lane) {
+#pragma unroll
+                for (int i = 0; i < kScaleBlocks; ++i) shared.weight_scales[ring.slot][i] = held[i];
+                ptx::barrier_arrive(&shared.full[ring.slot]);
+            }
+        }
+    }
+}
+
+}  // namespace moe_fp8

@@ -1,0 +1,106 @@
+// What one GEMM kernel is specialised for, the shared memory that follows from it, and its parameters.
+#pragma once
+
+#include "common/types.cuh"
+#include "mma/fragments.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "sched/ring.cuh"
+#include "sched/segments.cuh"
+#include "sched/tile_ring.cuh"
+
+namespace moe_fp8 {
+
+constexpr sched::Layout kLayout = static_cast<sched::Layout>(LAYOUT);
+constexpr int kBlockM = BLOCK_M;
+constexpr int kBlockN = BLOCK_N;
+constexpr int kStages = NUM_STAGES;
+constexpr int kCluster = CLUSTER_SIZE;
+constexpr bool kShareTokens = kCluster > 1 && CLUSTER_SHARES == 0;
+constexpr bool kShareWeights = kCluster > 1 && CLUSTER_SHARES == 1;
+constexpr bool kSplitK = kCluster > 1 && CLUSTER_SHARES == 2;
+constexpr int kClusterM = kShareWeights ? kCluster : 1;
+constexpr int kClusterN = kShareTokens ? kCluster : 1;
+constexpr int kClusterK = kSplitK ? kCluster : 1;
+constexpr uint16_t kEveryone = (1 << kCluster) - 1;
+
+#if BLOCK_M == 128
+using Fragments = mma::TokensOnM<kBlockM, kBlockN>;
+#else
+using Fragments = mma::WeightsOnM<kBlockM, kBlockN>;
+#endif
+constexpr int kWaves = Fragments::kWaves;
+constexpr int kScaleBlocks = ceil_div(kBlockN, 128);  // of the weights, in a tile
+
+constexpr int kMathWarpgroups = 2;
+// Tiles of 64 weight rows are one fragment: the warpgroups take alternate blocks of K.
+constexpr bool kAlternate = kBlockN == 64;
+// Parts in which a tile's sum comes about, and the columns of a fragment in groups of eight, which are dealt to them.
+constexpr int kParts = kClusterK * (kAlternate ? kMathWarpgroups : 1);
+constexpr int kColumnGroups = Fragments::kColumns / 8;
+constexpr int kMostShare = ceil_div(kColumnGroups, kParts);
+static_assert(kParts == 1 || kWaves == 1, "one fragment");
+static_assert(NUM_THREADS == kWarpgroup * (1 + kMathWarpgroups), "one producer warpgroup");
+
+using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kClusterM, kClusterN, kClusterK>;
+constexpr int kTileReaders = 2 + kMathWarpgroups * 4;  // both producers and the math warps
+using Tiles = sched::TileRing<kTileReaders>;
+using TileWriter = sched::TileWriter<kTileReaders>;
+using TileReader = sched::TileReader<kTileReaders>;
+
+// Tokens that TMA stores at once, and bytes of a warpgroup's staging.
+constexpr int kStoredTokens = kBlockM < 16 ? kBlockM : 16;
+constexpr int kStagingBytes = Fragments::kStagedBoxes * Fragments::kStagedTokens * mma::kStagedBytes;
+
+struct Shared {
+    uint8_t weights[kStages][kBlockN * kBlockK];
+    uint8_t tokens[kStages][kBlockM * kBlockK];
+    uint8_t staging[kMathWarpgroups][kStagingBytes];
+    alignas(128) float token_scales[kStages][align_up(kBlockM, 32)];
+    // For each warpgroup, from every other part of the sum, its share of it: [part][column group][thread].
+    alignas(16) float4 parts[kMathWarpgroups][kParts > 1 ? (kParts - 1) * kMostShare * kWarpgroup : 1];
+    float weight_scales[kStages][kScaleBlocks];
+    Tiles tiles;
+    ptx::Barrier parts_full[kMathWarpgroups];  // the others' parts have come
+    ptx::Barrier parts_free;                   // every warp of the cluster has read the parts it got
+    ptx::Barrier full[kStages];
+    ptx::Barrier empty[kStages];
+};
+// gemm_smem_bytes of heuristics/gemm_configs.py computes the same from its own constants, with 1 KiB for the tiles and barriers.
+static_assert(sizeof(Shared) <= SMEM_BYTES && SMEM_BYTES <= sizeof(Shared) + 1024, "see gemm_configs.py");
+
+constexpr uint32_t kStageBytes = (kBlockN + kBlockM) * kBlockK + kBlockM * sizeof(float);
+
+}  // namespace moe_fp8
+
+struct GemmParams {
+    moe_fp8::TensorMap a;        // [rows, K] fp8, box kBlockM / kClusterN rows x 128
+    moe_fp8::TensorMap a_scale;  // [K/128 (x experts if masked), rows] fp32, box 1 x kBlockM / kClusterN
+    moe_fp8::TensorMap b;        // [experts * N, K] fp8, box kBlockN / kClusterM rows x 128
+    moe_fp8::TensorMap out_map;  // [rows, N] bf16, box kStoredTokens rows x 64; unused if fp32
+    void* out;                   // [rows, N]
+    const float* b_scale;        // [experts, ceil(N/128), K/128]
+    const int* index;            // m_indices, psum, offsets or masked_m; null if dense
+    int64_t out_stride;          // elements between tokens
+    int m;                       // rows of a; if masked, of one expert's buffer
+    int n;
+    int k;
+    int num_experts;
+};
+
+namespace moe_fp8 {
+
+DEVICE uint32_t cluster_rank() { return kCluster > 1 ? ptx::cluster_rank() : 0; }
+
+// Blocks of K that this CTA sums.
+struct KRange {
+    int begin, end;
+    DEVICE KRange(const GemmParams& p, uint32_t rank) {
+        const int blocks = p.k / kBlockK, part = kSplitK ? static_cast<int>(rank) : 0;
+        begin = blocks * part / kClusterK, end = blocks * (part + 1) / kClusterK;
+    }
+};
+
+using Ring = sched::RingCursor<kStages>;
+
+}  // namespace moe_fp8
