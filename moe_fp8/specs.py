@@ -40,7 +40,6 @@ class KernelSpec:
         return f"{self.name}[{values}]"
 
 
-_SHARES = {"tokens": 0, "weights": 1, "k": 2}
 #: LAYOUT of a GEMM kernel by the problem's layout.
 GEMM_LAYOUTS = {"dense": 0, "m_indices": 1, "psum": 2, "offsets": 3, "masked": 4}
 
@@ -60,7 +59,7 @@ def _gemm_spec(layout: str, config: heuristics.GemmConfig, out_dtype: str) -> Ke
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         NUM_STAGES=config.num_stages,
-        CLUSTER_SHARES=_SHARES[config.shares] if config.cluster > 1 else 0,
+        SPLIT_K=int(config.shares == "k"),
         OUT_FP32=int(out_dtype == "float32"),
     )
 

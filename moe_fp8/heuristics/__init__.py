@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 from moe_fp8.heuristics import gemm_costs, gemm_table
-from moe_fp8.heuristics.gemm_configs import (
+from moe_fp8.heuristics.tiles import (
     GEMM_THREADS,
     SMEM_CAPACITY,
     TOKEN_TILES,

@@ -1,7 +1,8 @@
 """Measured corrections to the choice of a GEMM tile: one JSON file a device, as `moe-fp8 tune` writes it.
 
-A row is one problem and the config that was fastest for it. A problem uses the row of its own layout, N,
-K and number of experts with the fewest rows that are not below its own; without one the cost model decides.
+A row is one problem for which a config was faster than the cost model's choice. It serves every number of
+rows from its own down to the next that was measured ("above"). Everything else is left to the model: what
+has no row was not measured, or the model chose well.
 """
 
 from __future__ import annotations
@@ -9,15 +10,22 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from functools import cache
-from importlib import resources
+from pathlib import Path
+from typing import Any
 
-from moe_fp8.heuristics.gemm_configs import GemmConfig, parse_gemm_config
+from moe_fp8.heuristics.tiles import GemmConfig, parse_gemm_config
 from moe_fp8.problems import GemmProblem
 
 #: Devices that a problem can name, and words of the driver's name for each.
 DEVICES = {"h100": "H100", "h200": "H200"}
 
-_Key = tuple[str, int, int, int]
+_FOLDER = Path(__file__).parent / "tuned"
+
+#: Layout, N, K and experts.
+Key = tuple[str, int, int, int]
+
+#: (rows, above, config), ascending.
+_Rows = tuple[tuple[int, int, str], ...]
 
 
 def device_of(name: str) -> str:
@@ -25,26 +33,40 @@ def device_of(name: str) -> str:
     return next((device for device, word in DEVICES.items() if word in name), "")
 
 
+def table_file(device: str) -> Path:
+    """Where the package keeps the device's table, be it there or not."""
+    return _FOLDER / f"{device}.json"
+
+
 @cache
-def _rows(device: str) -> dict[_Key, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Rows that were measured, ascending, and the config of each, by layout, N, K and experts."""
-    file = resources.files("moe_fp8.heuristics") / "tuned" / f"{device}.json"
-    if not device or not file.is_file():
+def devices() -> tuple[str, ...]:
+    """What `device` of a problem may be for the choice to depend on it: "" and each that has a table."""
+    return ("", *(device for device in DEVICES if table_file(device).is_file()))
+
+
+def row_key(row: dict[str, Any]) -> Key:
+    """The problem of a table's row, less its number of rows."""
+    return row["layout"], row["n"], row["k"], row["num_experts"]
+
+
+@cache
+def _table(device: str) -> dict[Key, _Rows]:
+    if device not in devices() or not device:
         return {}
-    measured: dict[_Key, list[tuple[int, str]]] = {}
-    for row in json.loads(file.read_text())["rows"]:
-        key = row["layout"], row["n"], row["k"], row["num_experts"]
-        measured.setdefault(key, []).append((row["rows"], row["config"]))
-    return {key: tuple(zip(*sorted(rows), strict=True)) for key, rows in measured.items()}  # type: ignore[misc]
+    measured: dict[Key, list[tuple[int, int, str]]] = {}
+    for row in json.loads(table_file(device).read_text())["rows"]:
+        measured.setdefault(row_key(row), []).append((row["rows"], row.get("above", 0), row["config"]))
+    return {key: tuple(sorted(rows)) for key, rows in measured.items()}
 
 
 def lookup(problem: GemmProblem) -> GemmConfig | None:
-    """The config that the device's table has for `problem`, if any."""
+    """The config that the device's table has for `problem`, if any; none for batch-invariant results."""
     if problem.batch_invariant or problem.expected_m is None:
         return None
-    found = _rows(problem.device).get((problem.layout, problem.n, problem.k, problem.num_experts))
+    found = _table(problem.device).get((problem.layout, problem.n, problem.k, problem.num_experts))
     if found is None:
         return None
-    rows, configs = found
-    at = bisect_left(rows, problem.expected_m)
-    return parse_gemm_config(configs[at], problem) if at < len(rows) else None
+    at = bisect_left(found, (problem.expected_m,))
+    if at == len(found) or found[at][1] >= problem.expected_m:
+        return None
+    return parse_gemm_config(found[at][2], problem)

@@ -4,11 +4,11 @@
 // The grid is persistent. In each CTA one warp walks its tiles, one feeds a ring of stages by TMA, one adds the weights'
 // scales, and two math warpgroups share every tile (mma/fragments.cuh says how).
 //
-// A cluster either shares operands by multicast (weights or tokens: each CTA loads a part of them for all) or shares one
-// tile along K: each CTA sums a part of K, and the parts are added in the order of rank, so that results repeat bit for bit.
+// A cluster is either a pair of tiles with weights or tokens in common, of which each CTA loads a half for both; or it shares
+// one tile along K: each CTA sums a part of K, and the parts are added in the order of rank, so that results repeat bit for bit.
 //
-// Specialised by: LAYOUT, BLOCK_M (tokens), BLOCK_N (weight rows), NUM_STAGES, CLUSTER_SIZE, CLUSTER_SHARES (0 tokens, 1
-// weights, 2 the tile, along K), OUT_FP32; M, N, K and the number of experts are run-time values.
+// Specialised by: LAYOUT, BLOCK_M (tokens), BLOCK_N (weight rows), NUM_STAGES, CLUSTER_SIZE, SPLIT_K (of what kind the cluster
+// is), OUT_FP32; M, N, K and the number of experts are run-time values.
 #pragma once
 
 #include "gemm/accumulate.cuh"
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
         if constexpr (!OUT_FP32) ptx::prefetch_tensor_map(&p.out_map);
         for (int stage = 0; stage < kStages; ++stage) {
             ptx::barrier_init(&shared.full[stage], 2);  // a producer each of operands and of weight scales
-            ptx::barrier_init(&shared.empty[stage], (kAlternate ? 1 : kMathWarpgroups) * 4 * kClusterM * kClusterN);
+            ptx::barrier_init(&shared.empty[stage], (kAlternate ? 1 : kMathWarpgroups) * 4 * (kPaired ? 2 : 1));
         }
         shared.tiles.init();
         for (int warpgroup = 0; warpgroup < kMathWarpgroups; ++warpgroup) ptx::barrier_init(&shared.parts_full[warpgroup], 1);

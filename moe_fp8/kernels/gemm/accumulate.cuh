@@ -9,7 +9,7 @@ namespace moe_fp8 {
 // Tells every producer that writes to this stage that this warp has read it.
 DEVICE void release_stage(Shared& shared, uint32_t stage) {
     __syncwarp();
-    if constexpr (!kShareWeights && !kShareTokens) {
+    if constexpr (!kPaired) {
         if (lane_index() == 0) ptx::barrier_arrive(&shared.empty[stage]);
     } else {
         if (lane_index() < kCluster) ptx::barrier_arrive_cluster(&shared.empty[stage], lane_index());

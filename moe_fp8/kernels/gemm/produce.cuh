@@ -6,31 +6,40 @@
 
 namespace moe_fp8 {
 
-// Copies one stage's weights, or tokens and their scales.
+// Copies one stage's weights, or tokens and their scales: all of them, or a half for both CTAs of a pair.
 DEVICE void load_weights(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t stage, int block) {
     const int row = tile.expert * p.n + tile.n;
-    if constexpr (kShareWeights) {
-        constexpr int kRows = kBlockN / kCluster;
-        ptx::tma_load_2d_multicast(&p.b, &shared.full[stage], &shared.weights[stage][rank * kRows * kBlockK],
-                                   block * kBlockK, row + rank * kRows, kEveryone, ptx::CacheHint::kNormal);
-    } else {
-        ptx::tma_load_2d(&p.b, &shared.full[stage], shared.weights[stage], block * kBlockK, row,
-                         kBlockM < 128 ? ptx::CacheHint::kEvictFirst : ptx::CacheHint::kNormal);
+    ptx::Barrier* full = &shared.full[stage];
+    uint8_t* weights = shared.weights[stage];
+    // Weights of tiles with many tokens are read again for other tokens.
+    constexpr ptx::CacheHint kHint = kBlockM < 128 ? ptx::CacheHint::kEvictFirst : ptx::CacheHint::kNormal;
+    if (kPaired && tile.common == sched::Common::kWeights) {
+        ptx::tma_load_2d_multicast(&p.b, full, weights + rank * kWeightBox * kBlockK, block * kBlockK,
+                                   row + rank * kWeightBox, kEveryone, kHint);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kBlockN; i += kWeightBox) {
+        ptx::tma_load_2d(&p.b, full, weights + i * kBlockK, block * kBlockK, row + i, kHint);
     }
 }
 
 DEVICE void load_tokens(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t stage, int block) {
     const int scale_row = (kLayout == sched::Layout::kMasked ? tile.expert * (p.k / kBlockK) : 0) + block;
     ptx::Barrier* full = &shared.full[stage];
-    if constexpr (kShareTokens) {
-        constexpr int kRows = kBlockM / kCluster;
-        ptx::tma_load_2d_multicast(&p.a, full, &shared.tokens[stage][rank * kRows * kBlockK], block * kBlockK,
-                                   tile.row + rank * kRows, kEveryone, ptx::CacheHint::kEvictLast);
-        ptx::tma_load_2d_multicast(&p.a_scale, full, &shared.token_scales[stage][rank * kRows],
-                                   tile.scale_row + rank * kRows, scale_row, kEveryone, ptx::CacheHint::kEvictLast);
-    } else {
-        ptx::tma_load_2d(&p.a, full, shared.tokens[stage], block * kBlockK, tile.row, ptx::CacheHint::kEvictLast);
-        ptx::tma_load_2d(&p.a_scale, full, shared.token_scales[stage], tile.scale_row, scale_row, ptx::CacheHint::kEvictLast);
+    uint8_t* tokens = shared.tokens[stage];
+    float* scales = shared.token_scales[stage];
+    constexpr ptx::CacheHint kHint = ptx::CacheHint::kEvictLast;
+    if (kPaired && tile.common == sched::Common::kTokens) {
+        const int first = rank * kTokenBox;
+        ptx::tma_load_2d_multicast(&p.a, full, tokens + first * kBlockK, block * kBlockK, tile.row + first, kEveryone, kHint);
+        ptx::tma_load_2d_multicast(&p.a_scale, full, scales + first, tile.scale_row + first, scale_row, kEveryone, kHint);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kBlockM; i += kTokenBox) {
+        ptx::tma_load_2d(&p.a, full, tokens + i * kBlockK, block * kBlockK, tile.row + i, kHint);
+        ptx::tma_load_2d(&p.a_scale, full, scales + i, tile.scale_row + i, scale_row, kHint);
     }
 }
 

@@ -16,12 +16,11 @@ constexpr int kBlockM = BLOCK_M;
 constexpr int kBlockN = BLOCK_N;
 constexpr int kStages = NUM_STAGES;
 constexpr int kCluster = CLUSTER_SIZE;
-constexpr bool kShareTokens = kCluster > 1 && CLUSTER_SHARES == 0;
-constexpr bool kShareWeights = kCluster > 1 && CLUSTER_SHARES == 1;
-constexpr bool kSplitK = kCluster > 1 && CLUSTER_SHARES == 2;
-constexpr int kClusterM = kShareWeights ? kCluster : 1;
-constexpr int kClusterN = kShareTokens ? kCluster : 1;
+// A cluster is a pair of tiles with something in common, or one tile whose sum its CTAs share along K.
+constexpr bool kPaired = kCluster > 1 && !SPLIT_K;
+constexpr bool kSplitK = kCluster > 1 && SPLIT_K;
 constexpr int kClusterK = kSplitK ? kCluster : 1;
+static_assert(!kPaired || kCluster == 2, "a pair");
 constexpr uint16_t kEveryone = (1 << kCluster) - 1;
 
 #if BLOCK_M == 128
@@ -42,11 +41,15 @@ constexpr int kMostShare = ceil_div(kColumnGroups, kParts);
 static_assert(kParts == 1 || kWaves == 1, "one fragment");
 static_assert(NUM_THREADS == kWarpgroup * (1 + kMathWarpgroups), "one producer warpgroup");
 
-using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kClusterM, kClusterN, kClusterK>;
+using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kPaired, kClusterK>;
 constexpr int kTileReaders = 2 + kMathWarpgroups * 4;  // both producers and the math warps
 using Tiles = sched::TileRing<kTileReaders>;
 using TileWriter = sched::TileWriter<kTileReaders>;
 using TileReader = sched::TileReader<kTileReaders>;
+
+// Rows that TMA loads at once: of a pair each CTA may load a half for both.
+constexpr int kTokenBox = kBlockM / (kPaired ? 2 : 1);
+constexpr int kWeightBox = kBlockN / (kPaired ? 2 : 1);
 
 // Tokens that TMA stores at once, and bytes of a warpgroup's staging.
 constexpr int kStoredTokens = kBlockM < 16 ? kBlockM : 16;
@@ -66,17 +69,17 @@ struct Shared {
     ptx::Barrier full[kStages];
     ptx::Barrier empty[kStages];
 };
-// gemm_smem_bytes of heuristics/gemm_configs.py computes the same from its own constants, with 1 KiB for the tiles and barriers.
-static_assert(sizeof(Shared) <= SMEM_BYTES && SMEM_BYTES <= sizeof(Shared) + 1024, "see gemm_configs.py");
+// gemm_smem_bytes of heuristics/tiles.py computes the same from its own constants, with 1 KiB for the tiles and barriers.
+static_assert(sizeof(Shared) <= SMEM_BYTES && SMEM_BYTES <= sizeof(Shared) + 1024, "see tiles.py");
 
 constexpr uint32_t kStageBytes = (kBlockN + kBlockM) * kBlockK + kBlockM * sizeof(float);
 
 }  // namespace moe_fp8
 
 struct GemmParams {
-    moe_fp8::TensorMap a;        // [rows, K] fp8, box kBlockM / kClusterN rows x 128
-    moe_fp8::TensorMap a_scale;  // [K/128 (x experts if masked), rows] fp32, box 1 x kBlockM / kClusterN
-    moe_fp8::TensorMap b;        // [experts * N, K] fp8, box kBlockN / kClusterM rows x 128
+    moe_fp8::TensorMap a;        // [rows, K] fp8, box kTokenBox rows x 128
+    moe_fp8::TensorMap a_scale;  // [K/128 (x experts if masked), rows] fp32, box 1 x kTokenBox
+    moe_fp8::TensorMap b;        // [experts * N, K] fp8, box kWeightBox rows x 128
     moe_fp8::TensorMap out_map;  // [rows, N] bf16, box kStoredTokens rows x 64; unused if fp32
     void* out;                   // [rows, N]
     const float* b_scale;        // [experts, ceil(N/128), K/128]

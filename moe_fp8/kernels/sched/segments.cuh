@@ -28,32 +28,49 @@ DEVICE void read_segment(const int* index, int e, int m, int& first_row, int& nu
     }
 }
 
-// The segments of 32 experts, one a lane; whole warps only. Scheduling units (kUnitRows rows) are counted over all experts, so
-// that a unit's number says whose it is.
-template <Layout kLayout, int kUnitRows>
+// How a segment's tiles divide into scheduling units: what a CTA takes at once or, kPaired, what a cluster of two does. Two
+// tiles of a pair lie above one another and have their weights in common; the last tile of an odd number is left, and of those
+// two side by side make a pair that has its tokens in common.
+template <int kBlockM, bool kPaired>
+struct Division {
+    int whole;   // rows of units
+    int single;  // 1 if a row of single tiles follows
+
+    DEVICE explicit Division(int num_rows) {
+        const int tiles = ceil_div(num_rows, kBlockM);
+        whole = kPaired ? tiles / 2 : tiles, single = kPaired ? tiles % 2 : 0;
+    }
+    // Units of so many columns of tiles.
+    DEVICE int units(int columns) const { return whole * columns + single * ceil_div(columns, 2); }
+};
+
+struct Segment {
+    int expert = 0;
+    int first_unit = 0;  // units of the segments before
+    int first_row = 0;
+    int num_rows = 0;
+};
+
+// The segments of 32 experts, one a lane; whole warps only. Units are counted over all experts, so that a unit's number says
+// whose it is.
+template <Layout kLayout, typename Division>
 class SegmentWindow {
    public:
-    struct Segment {
-        int expert;
-        int first_unit, num_units;
-        int first_row, num_rows;
-    };
+    // `columns` of tiles there are along N.
+    DEVICE SegmentWindow(const int* index, int num_experts, int m, int columns)
+        : index_(index), num_experts_(num_experts), m_(m), columns_(columns) {}
 
-    DEVICE SegmentWindow(const int* index, int num_experts, int m) : index_(index), num_experts_(num_experts), m_(m) {}
-
-    // The segment that holds `unit`; calls ask for growing units. False when there are no more. `units_n` units along N
-    // stand for each along M.
-    DEVICE bool find(int unit, int units_n, Segment& segment) {
-        int below = num_below(unit, units_n);
+    // The segment that holds `unit`; calls ask for growing units. False when there are no more.
+    DEVICE bool find(int unit, Segment& segment) {
+        int below = num_below(unit);
         while (below == kWarp) {
             if (base_ + kWarp >= num_experts_) return false;
             load(base_ + kWarp);
-            below = num_below(unit, units_n);
+            below = num_below(unit);
         }
         const int before = __shfl_sync(kAll, last_unit_, max(below - 1, 0));
         segment.expert = base_ + below;
         segment.first_unit = below == 0 ? first_unit_ : before;
-        segment.num_units = __shfl_sync(kAll, last_unit_, below) - segment.first_unit;
         segment.first_row = __shfl_sync(kAll, first_row_, below);
         segment.num_rows = __shfl_sync(kAll, num_rows_, below);
         return true;
@@ -63,7 +80,7 @@ class SegmentWindow {
     static constexpr uint32_t kAll = 0xffffffffu;
 
     // Running totals do not fall, so lanes whose segment ends before `unit` come first.
-    DEVICE int num_below(int unit, int units_n) const { return __popc(__ballot_sync(kAll, unit >= last_unit_ * units_n)); }
+    DEVICE int num_below(int unit) const { return __popc(__ballot_sync(kAll, unit >= last_unit_)); }
 
     DEVICE void load(int base) {
         base_ = base;
@@ -71,7 +88,7 @@ class SegmentWindow {
         first_row_ = num_rows_ = 0;
         const int e = base + lane_index();
         if (e < num_experts_) read_segment<kLayout>(index_, e, m_, first_row_, num_rows_);
-        int units = num_rows_ > 0 ? ceil_div(first_row_ % kRowAlignment<kLayout> + num_rows_, kUnitRows) : 0;
+        int units = num_rows_ > 0 ? Division(first_row_ % kRowAlignment<kLayout> + num_rows_).units(columns_) : 0;
 #pragma unroll
         for (int distance = 1; distance < kWarp; distance *= 2) {
             const int below = __shfl_up_sync(kAll, units, distance);
@@ -81,80 +98,76 @@ class SegmentWindow {
     }
 
     const int* index_;
-    int num_experts_, m_;
+    int num_experts_, m_, columns_;
     int base_ = -kWarp;
     int first_unit_ = 0;  // total of the experts below the window
     int last_unit_ = 0;   // total up to and including this lane's expert
     int first_row_ = 0, num_rows_ = 0;
 };
 
+// What the two tiles of a pair have in common, and each of its CTAs loads a half of for both.
+enum class Common { kNothing, kWeights, kTokens };
+
 // One output tile: kBlockM tokens by kBlockN weight rows.
 struct Tile {
     int expert;
     int row;        // first token, counted over all of `a`
-    int begin_row;  // tokens of the tile to store; none for the padding half of an odd cluster
+    int begin_row;  // tokens of the tile to store, counted from `row`; none for the padding half of a pair
     int end_row;
     int scale_row;  // first token, counted within its scale matrix
     int n;          // first weight row
+    Common common;
 };
 
-// Walks the tiles of one CTA. A unit is what a cluster takes at once: kClusterM x kClusterN tiles, or one tile that
-// kClusterK CTAs share along K. Within a segment units go in groups of kGroupN along N, so that CTAs running together
-// share tokens and weights in L2.
-template <Layout kLayout, int kBlockM, int kBlockN, int kClusterM, int kClusterN, int kClusterK>
+// Walks the tiles of one CTA. A unit is one tile, a pair of them for a cluster of two (kPaired), or one that kClusterK CTAs
+// share along K. Within a segment units go in groups of kGroupN along N, so that CTAs running together share tokens and
+// weights in L2.
+template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, int kClusterK>
 class TileWalk {
    public:
     DEVICE TileWalk(const int* index, int num_experts, int m, int n, uint32_t cluster_rank)
-        : window_(index, num_experts, m),
+        : columns_(ceil_div(n, kBlockN)),
+          window_(index, num_experts, m, columns_),
           index_(index),
           num_experts_(num_experts),
           m_(m),
-          n_(n),
-          rank_(static_cast<int>(cluster_rank)),
+          rank_(kPaired ? static_cast<int>(cluster_rank) : 0),
           unit_(static_cast<int>(blockIdx.x) / kCtas) {}
 
     // False when the work is done. Called by whole warps.
     DEVICE bool next(Tile& tile) {
-        const int units_n = ceil_div(n_, kBlockN * kClusterN);
         while (true) {
-            int expert = 0, first_unit = 0, units_m = 0, first_row = 0, num_rows = m_;
+            Segment segment;
             if constexpr (kGrouped) {
-                typename Window::Segment segment;
-                if (!window_.find(unit_, units_n, segment)) return false;
-                expert = segment.expert, first_unit = segment.first_unit, units_m = segment.num_units;
-                first_row = segment.first_row, num_rows = segment.num_rows;
+                if (!window_.find(unit_, segment)) return false;
             } else {
-                units_m = ceil_div(m_, kBlockM * kClusterM);
-                if (unit_ >= units_m * units_n) return false;
+                segment.num_rows = m_;
+                if (unit_ >= Division(m_).units(columns_)) return false;
             }
-
-            const int local = unit_ - first_unit * units_n;
-            const int group = local / (units_m * kGroupN);
-            const int in_group = local - group * units_m * kGroupN;
-            const int width = min(kGroupN, units_n - group * kGroupN);
-            const int unit_m = in_group / width;
-            const int unit_n = group * kGroupN + in_group - unit_m * width;
-            const int tile_m = unit_m * kClusterM + (kClusterM > 1 ? rank_ : 0);
-            const int tile_n = unit_n * kClusterN + (kClusterN > 1 ? rank_ : 0);
+            const int early = segment.first_row % kRowAlignment<kLayout>;
+            const Division division(early + segment.num_rows);
+            const int local = unit_ - segment.first_unit, per_group = division.units(kGroupN);
+            const int group = local / per_group, in_group = local - group * per_group;
+            const int width = min(kGroupN, columns_ - group * kGroupN);
+            int tile_m = in_group / width, tile_n = in_group - tile_m * width;
+            tile.common = kPaired ? Common::kWeights : Common::kNothing;
+            if (kPaired && tile_m >= division.whole) {
+                tile_m = 2 * division.whole;
+                tile_n = (in_group - division.whole * width) * 2 + rank_;
+                tile.common = Common::kTokens;
+            } else if (kPaired) {
+                tile_m = tile_m * 2 + rank_;
+            }
             unit_ += static_cast<int>(gridDim.x) / kCtas;
 
-            const int early = first_row % kRowAlignment<kLayout>;
-            tile.expert = expert;
-            tile.row = first_row - early + tile_m * kBlockM;
+            tile.expert = segment.expert;
+            tile.row = segment.first_row - early + tile_m * kBlockM;
             tile.begin_row = tile_m == 0 ? early : 0;
-            tile.end_row = min(kBlockM, num_rows + early - tile_m * kBlockM);
+            tile.end_row = min(kBlockM, segment.num_rows + early - tile_m * kBlockM);
             tile.scale_row = kLayout == Layout::kMasked ? tile_m * kBlockM : tile.row;
-            tile.n = tile_n * kBlockN;
+            tile.n = (group * kGroupN + tile_n) * kBlockN;
             if constexpr (kLayout == Layout::kMIndices) {
-                // A tile lies within one 128-row block, that is within one segment, but padding may stand anywhere in it.
-                int highest = -1;
-#pragma unroll
-                for (int row = 0; row < kBlockM; row += kWarp) {
-                    const int mine = row + lane_index();
-                    if (mine < tile.end_row) highest = max(highest, index_[tile.row + mine]);
-                }
-                tile.expert = __reduce_max_sync(0xffffffffu, highest);
-                if (tile.expert < 0 || tile.expert >= num_experts_) continue;
+                if (!find_expert(tile)) continue;
             }
             return true;
         }
@@ -163,14 +176,42 @@ class TileWalk {
    private:
     static constexpr bool kGrouped = kLayout != Layout::kDense && kLayout != Layout::kMIndices;
     static constexpr int kGroupN = 8;
-    static constexpr int kCtas = kClusterM * kClusterN * kClusterK;
-    static_assert(kLayout != Layout::kMIndices || kClusterM == 1, "neighbouring tiles may differ in expert");
+    static constexpr int kCtas = kPaired ? 2 : kClusterK;
     static_assert(kSegmentAlignment % kBlockM == 0, "a tile must not cross a segment start");
-    using Window = SegmentWindow<kLayout, kBlockM * kClusterM>;
+    using Division = sched::Division<kBlockM, kPaired>;
 
-    Window window_;
+    // Of the rows [row, row + kBlockM): a tile lies within one 128-row block, that is within one segment, but padding may stand
+    // anywhere in it. -1 if it stands everywhere.
+    DEVICE int expert_of(int row) const {
+        int highest = -1;
+#pragma unroll
+        for (int i = 0; i < kBlockM; i += kWarp) {
+            const int mine = row + i + lane_index();
+            if (mine < m_) highest = max(highest, index_[mine]);
+        }
+        highest = __reduce_max_sync(0xffffffffu, highest);
+        return highest < num_experts_ ? highest : -1;
+    }
+
+    // False if there is nothing to compute. Two tiles above one another may differ in expert, and then have nothing in common;
+    // one of padding goes along with the other.
+    DEVICE bool find_expert(Tile& tile) const {
+        tile.expert = expert_of(tile.row);
+        if (tile.common == Common::kWeights) {
+            const int other = expert_of(tile.row + (rank_ == 0 ? kBlockM : -kBlockM));
+            if (tile.expert < 0) {
+                tile.expert = other, tile.end_row = 0;
+            } else if (other >= 0 && other != tile.expert) {
+                tile.common = Common::kNothing;
+            }
+        }
+        return tile.expert >= 0;
+    }
+
+    int columns_;
+    SegmentWindow<kLayout, Division> window_;
     const int* index_;
-    int num_experts_, m_, n_, rank_, unit_;
+    int num_experts_, m_, rank_, unit_;
 };
 
 }  // namespace moe_fp8::sched

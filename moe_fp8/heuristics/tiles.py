@@ -25,14 +25,14 @@ BARRIER_BYTES = 1024
 
 _BLOCK_K = 128
 
-#: What the CTAs of a cluster share.
-Shares = Literal["tokens", "weights", "k"]
+#: What the CTAs of a cluster share: operands that two tiles have in common, by multicast, or one tile along K.
+Shares = Literal["operands", "k"]
 
 #: Token tiles, smallest first. wgmma's N is a multiple of 8; a tile never crosses a 128-row segment start.
 TOKEN_TILES = (8, 16, 32, 64, 128)
 
-_SHARES: dict[str, Shares] = {"t": "tokens", "w": "weights", "k": "k"}
-_CONFIG_TEXT = re.compile(r"(\d{1,3})x(\d{1,3})(?:/(\d)([twk]))?")
+_SHARES: dict[str, Shares] = {"p": "operands", "k": "k"}
+_CONFIG_TEXT = re.compile(r"(\d{1,3})x(\d{1,3})(?:/(\d)([pk]))?")
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,21 @@ class GemmConfig:
     """Tile of one GEMM kernel.
 
     Up to 64 tokens weights lie on the M side of wgmma and tokens on its N side, so that few tokens cost
-    few columns. A tile is `block_m` tokens by `block_n` weight rows. `cluster` CTAs share by multicast the
-    token tile ("tokens") or the weight tile ("weights"), or divide one tile along K ("k"). Tiles of 64
-    weight rows divide K between the two warpgroups of a CTA.
+    few columns. A tile is `block_m` tokens by `block_n` weight rows. A `cluster` of two CTAs takes a pair of
+    tiles that have weights or tokens in common ("operands"); one of two to four divides a tile along K
+    ("k"). Tiles of 64 weight rows divide K between the two warpgroups of a CTA.
 
-    As text: `"64x128"`, `"128x256/2w"`, `"64x64/3k"`: tokens x weight rows / cluster and what it shares.
+    As text: `"64x128"`, `"128x256/2p"`, `"64x64/3k"`: tokens x weight rows / cluster, p for pair or k.
     """
 
     block_m: int
     block_n: int
     num_stages: int
     cluster: int = 1
-    shares: Shares = "tokens"
+    shares: Shares = "operands"
 
     def __str__(self) -> str:
-        shared = f"/{self.cluster}{self.shares[0]}" if self.cluster > 1 else ""
+        shared = f"/{self.cluster}{'k' if self.shares == 'k' else 'p'}" if self.cluster > 1 else ""
         return f"{self.block_m}x{self.block_n}{shared}"
 
     @property
@@ -90,7 +90,7 @@ def gemm_smem_bytes(config: GemmConfig) -> int:
 
 
 @cache
-def _deepest(block_m: int, block_n: int, cluster: int = 1, shares: Shares = "tokens") -> GemmConfig:
+def _deepest(block_m: int, block_n: int, cluster: int = 1, shares: Shares = "operands") -> GemmConfig:
     """The config with as many stages as fit, at most 24 (beyond that latency is long covered)."""
     config = GemmConfig(block_m, block_n, 24 * 64 // block_n, cluster, shares)
     while gemm_smem_bytes(config) > SMEM_CAPACITY:
@@ -112,11 +112,7 @@ def gemm_configs(layout: GemmLayout, k: int, batch_invariant: bool = False) -> t
         for split in (2, 3, 4):
             configs += [_deepest(block_m, 128, split, "k") for block_m in TOKEN_TILES if k >= 512 * split]
             configs += [_deepest(block_m, 64, split, "k") for block_m in TOKEN_TILES[:-1] if k >= 1024 * split]
-    configs += [_deepest(128, 256), _deepest(128, 256, 2, "tokens")]
-    # Sharing weights pairs two token tiles of one expert; with `m_indices` neighbours may differ in expert.
-    if layout != "m_indices":
-        configs.append(_deepest(128, 256, 2, "weights"))
-    return tuple(configs)
+    return (*configs, _deepest(128, 256), _deepest(128, 256, 2))
 
 
 def parse_gemm_config(text: str, problem: GemmProblem) -> GemmConfig:
@@ -125,7 +121,7 @@ def parse_gemm_config(text: str, problem: GemmProblem) -> GemmConfig:
     legal = gemm_configs(problem.layout, problem.k, problem.batch_invariant)
     if match:
         block_m, block_n, cluster, shares = match.groups()
-        wanted = (int(block_m), int(block_n), int(cluster or 1), _SHARES[shares or "t"])
+        wanted = (int(block_m), int(block_n), int(cluster or 1), _SHARES[shares or "p"])
         for config in legal:
             same = (config.block_m, config.block_n, config.cluster, config.shares) == wanted
             if same and config.cluster <= problem.num_sms:
