@@ -9,6 +9,14 @@ from __future__ import annotations
 from functools import cache
 
 from moe_fp8.heuristics import gemm_costs, gemm_table
+from moe_fp8.heuristics.mqa import (
+    MQA_BLOCK_KV,
+    PAGED_CHUNK,
+    MqaConfig,
+    mqa_config,
+    mqa_smem_bytes,
+    paged_mqa_config,
+)
 from moe_fp8.heuristics.tiles import (
     GEMM_THREADS,
     SMEM_CAPACITY,
@@ -17,14 +25,6 @@ from moe_fp8.heuristics.tiles import (
     gemm_configs,
     gemm_smem_bytes,
     parse_gemm_config,
-)
-from moe_fp8.heuristics.mqa import (
-    MQA_BLOCK_KV,
-    PAGED_CHUNK,
-    MqaConfig,
-    mqa_config,
-    mqa_smem_bytes,
-    paged_mqa_config,
 )
 from moe_fp8.problems import GemmProblem
 
@@ -48,7 +48,7 @@ __all__ = [
 
 @cache
 def gemm_config(problem: GemmProblem) -> GemmConfig:
-    """Tile for a GEMM: what the caller asks for, else what the device's table says, else the cheapest by model.
+    """Tile for a GEMM: what the caller asks for, else what the device's table says, else the cheapest.
 
     Raises ConfigError where `problem.config` names no config that it may use.
     """

@@ -29,8 +29,8 @@ _TILE = {8: 0.14, 16: 0.14, 32: 0.14, 64: 0.41, 128: 0.74}
 #: A pair of tiles copies less.
 _PAIR = 0.97
 
-#: Once a kernel: launch, first copies, last stores; what adding a tile's parts takes beside, by their number; and
-#: what a further round of clusters that do so takes, since it starts cold.
+#: Once a kernel: launch, first copies, last stores; what adding a tile's parts takes beside, by their
+#: number; and what a further round of clusters that do so takes, since it starts cold.
 _KERNEL = 1.8
 _PARTS = {1: 0.0, 2: 0.36, 3: 0.66, 4: 0.78, 6: 0.91, 8: 1.36}
 _NEXT_ROUND = 3.0
@@ -109,5 +109,11 @@ def cheapest(problem: GemmProblem) -> GemmConfig:
     # Coarser where a row more cannot matter; beyond 4096 the order of the candidates no longer changes.
     rows = rows if rows < 64 else min(-(-rows // 8) * 8, 4096)
     return _cheapest(
-        problem.layout, rows, problem.n, problem.k, problem.num_experts, problem.num_sms, problem.batch_invariant
+        problem.layout,
+        rows,
+        problem.n,
+        problem.k,
+        problem.num_experts,
+        problem.num_sms,
+        problem.batch_invariant,
     )

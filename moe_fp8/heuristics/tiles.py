@@ -25,7 +25,7 @@ BARRIER_BYTES = 1024
 
 _BLOCK_K = 128
 
-#: What the CTAs of a cluster share: operands that two tiles have in common, by multicast, or one tile along K.
+#: What the CTAs of a cluster share: operands that two tiles have in common, or one tile along K.
 Shares = Literal["operands", "k"]
 
 #: Token tiles, smallest first. wgmma's N is a multiple of 8; a tile never crosses a 128-row segment start.
@@ -70,7 +70,7 @@ def gemm_stage_bytes(block_m: int, block_n: int) -> int:
 
 
 def gemm_staging_bytes(block_m: int) -> int:
-    """Both math warpgroups' fragments as bf16: 64 weight rows of every token, or 64 tokens of 128 weight rows."""
+    """Both math warpgroups' fragments as bf16: 64 rows of every token, or 64 tokens of 128 weight rows."""
     return 2 * (block_m * 128 if block_m <= 64 else 64 * 256)
 
 
@@ -111,7 +111,9 @@ def gemm_configs(layout: GemmLayout, k: int, batch_invariant: bool = False) -> t
         configs += [_deepest(block_m, 64) for block_m in TOKEN_TILES[:-1] if k >= 1024]
         for split in (2, 3, 4):
             configs += [_deepest(block_m, 128, split, "k") for block_m in TOKEN_TILES if k >= 512 * split]
-            configs += [_deepest(block_m, 64, split, "k") for block_m in TOKEN_TILES[:-1] if k >= 1024 * split]
+            configs += [
+                _deepest(block_m, 64, split, "k") for block_m in TOKEN_TILES[:-1] if k >= 1024 * split
+            ]
     return (*configs, _deepest(128, 256), _deepest(128, 256, 2))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_fp8 import heuristics
+from moe_fp8.errors import ConfigError
 from moe_fp8.problems import GemmLayout, GemmProblem
 
 LAYOUTS: tuple[GemmLayout, ...] = ("dense", "m_indices", "psum", "offsets", "masked")
@@ -24,7 +25,7 @@ def test_every_config_fits_the_device(layout: GemmLayout, num_sms: int) -> None:
             assert heuristics.gemm_smem_bytes(config) <= heuristics.SMEM_CAPACITY
             assert config.num_stages >= 3
             if config.shares == "k":
-                assert k // config.cluster >= 1024
+                assert k // config.cluster >= 512
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
@@ -32,16 +33,50 @@ def test_no_hint_decides_how_a_grouped_sum_is_split(layout: GemmLayout) -> None:
     # Parts of K are rounded on their own: a split that a hint could choose would show in the results.
     for rows in ROWS:
         problem = GemmProblem(layout, 16384, 576, 7168, 2, expected_m=rows)
-        assert heuristics.gemm_config(problem).shares != "k"
+        assert heuristics.gemm_config(problem).parts == 1
 
 
-def test_m_indices_tiles_in_a_cluster_share_their_expert() -> None:
+def test_batch_invariant_sums_are_never_divided() -> None:
     for rows in ROWS:
-        config = heuristics.gemm_config(GemmProblem("m_indices", rows * 4, 4096, 7168, 4))
-        assert config.cluster == 1 or config.shares == "tokens"
+        problem = GemmProblem("dense", rows, 2112, 7168, batch_invariant=True)
+        assert heuristics.gemm_config(problem).parts == 1
+    assert heuristics.gemm_config(GemmProblem("dense", 1, 2112, 7168)).parts > 1
+
+
+def test_configs_have_a_text() -> None:
+    for layout in LAYOUTS:
+        problem = GemmProblem(layout, 64, 4096, 7168)
+        for config in heuristics.gemm_configs(layout, 7168):
+            assert heuristics.parse_gemm_config(str(config), problem) == config
+    texts = [str(config) for config in heuristics.gemm_configs("dense", 7168)]
+    assert len(set(texts)) == len(texts) and {"8x128", "64x64/2k", "128x256/2p"} <= set(texts)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "64", "64x128 ", "65x128", "64x128/2", "128x128/2p", "64x64/5k", "9x9"]
+)
+def test_texts_of_no_config_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        heuristics.gemm_config(GemmProblem("dense", 64, 4096, 7168, config=text))
+    assert caught.value.got == text and "64x128" in caught.value.expected
+
+
+def test_what_divides_k_is_refused_where_results_must_not_depend_on_it() -> None:
+    for problem in (
+        GemmProblem("psum", 64, 4096, 7168, 1, config="64x128/2k"),
+        GemmProblem("dense", 64, 4096, 7168, batch_invariant=True, config="64x64"),
+        GemmProblem("dense", 64, 4096, 512, config="64x128/2k"),
+    ):
+        with pytest.raises(ConfigError):
+            heuristics.gemm_config(problem)
+
+
+def test_what_is_asked_for_is_taken() -> None:
+    problem = GemmProblem("dense", 1, 4096, 7168, config="128x256/2p")
+    assert str(heuristics.gemm_config(problem)) == "128x256/2p"
 
 
 def test_few_tiles_split_k_and_many_rows_take_the_widest_tile() -> None:
-    assert heuristics.gemm_config(GemmProblem("dense", 1, 4096, 7168)).shares == "k"
+    assert heuristics.gemm_config(GemmProblem("dense", 1, 4096, 7168)).parts > 1
     widest = heuristics.gemm_config(GemmProblem("dense", 4096, 4096, 7168))
     assert (widest.block_m, widest.block_n, widest.cluster) == (128, 256, 2)

@@ -1,0 +1,144 @@
+"""Every GEMM config on the GPU: right, repeatable and, where K is not divided, bit for bit the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from moe_fp8 import ConfigError, gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked
+from moe_fp8.heuristics import gemm_configs
+from tests import cases
+
+#: Segments that end on either side of a tile of 64 and 128 rows, alone and in pairs; some empty.
+ROWS = (3, 0, 130, 64, 200, 128, 0, 65, 257, 1)
+
+LAYOUTS = ("m_indices", "psum", "offsets", "masked")
+UNDIVIDED = [str(config) for config in gemm_configs("psum", 512)]
+
+
+def _dense(case: cases.GemmCase, config: str | None, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    out = case.poisoned(dtype)
+    gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, out, config=config)
+    return out
+
+
+def _grouped(case: cases.GemmCase, config: str | None, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    out = case.poisoned(dtype)
+    operands = (case.a, case.a_scale, case.b, case.b_scale)
+    if case.layout == "masked":
+        assert case.index is not None
+        grouped_gemm_fp8_masked(*operands, case.index, out=out, config=config)
+    else:
+        grouped_gemm_fp8_contiguous(*operands, **{case.layout: case.index}, out=out, config=config)
+    return out
+
+
+def _case(layout: str, rows: Sequence[int], n: int, k: int) -> cases.GemmCase:
+    if layout == "masked":
+        return cases.masked_case(rows, max(rows) + 100, n, k, "cuda")
+    return cases.contiguous_case(layout, rows, n, k, "cuda")
+
+
+def _valid(case: cases.GemmCase, out: torch.Tensor) -> torch.Tensor:
+    """All valid rows, expert by expert."""
+    picks = [(e, slice(a, b)) if case.layout == "masked" else slice(a, b) for e, a, b in case.runs]
+    return torch.cat([out[pick] for pick in picks])
+
+
+# N of an odd number of columns of tiles, the last of them half; K of more blocks than some have stages.
+@pytest.mark.parametrize("m", [1, 8, 50, 64, 100, 128, 330])
+@pytest.mark.parametrize("n, k", [(576, 512), (2112, 3200)])
+def test_dense(m: int, n: int, k: int) -> None:
+    case = cases.dense_case(m, n, k, "cuda")
+    undivided = None
+    for config in gemm_configs("dense", k):
+        first = _dense(case, str(config))
+        cases.check_gemm(case, first)
+        if config.parts == 1:
+            undivided = first if undivided is None else undivided
+            assert torch.equal(first, undivided), f"{config} rounds differently"
+        assert all(torch.equal(_dense(case, str(config)), first) for _ in range(3)), (
+            f"{config} does not repeat"
+        )
+
+
+@pytest.mark.parametrize("m", [5, 128, 200])
+def test_dense_fp32(m: int) -> None:
+    case = cases.dense_case(m, 576, 2048, "cuda")
+    for config in gemm_configs("dense", 2048):
+        cases.check_gemm(case, _dense(case, str(config), torch.float32))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("n, k", [(576, 512), (2112, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped(layout: str, n: int, k: int, dtype: torch.dtype) -> None:
+    case = _case(layout, ROWS, n, k)
+    undivided = None
+    for config in UNDIVIDED:
+        out = _grouped(case, config, dtype)
+        cases.check_gemm(case, out)
+        rows = _valid(case, out)
+        undivided = rows if undivided is None else undivided
+        assert torch.equal(rows, undivided), f"{config} rounds differently"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:3])
+def test_a_row_does_not_depend_on_rows_neighbours_or_layout(layout: str) -> None:
+    # What the batch-invariant mode relies on: dense and grouped results of a row are equal.
+    case = cases.contiguous_case(layout, ROWS, 576, 512, "cuda")
+    out = _grouped(case, None)
+    for expert, start, end in case.runs:
+        rows = slice(start, end)
+        alone = torch.empty_like(out[rows])
+        scale = case.a_scale[rows].contiguous()
+        gemm_fp8(case.a[rows], scale, case.b[expert], case.b_scale[expert], alone, config="64x128")
+        assert torch.equal(alone, out[rows])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("config", ["32x128", "128x256/2p"])
+def test_repeats_twenty_times(layout: str, config: str) -> None:
+    case = _case(layout, ROWS, 2112, 1024)
+    first = _valid(case, _grouped(case, config))
+    for _ in range(20):
+        assert torch.equal(_valid(case, _grouped(case, config)), first)
+
+
+@pytest.mark.parametrize("config", ["8x64/2k", "64x64", "64x64/3k", "128x128/3k", "64x128/2k"])
+def test_divided_sums_repeat_twenty_times(config: str) -> None:
+    case = cases.dense_case(int(config.split("x")[0]) - 3, 2112, 7168, "cuda")
+    first = _dense(case, config)
+    cases.check_gemm(case, first)
+    for _ in range(20):
+        assert torch.equal(_dense(case, config), first)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("config", ["64x128", "128x128", "128x256", "128x256/2p"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_small(layout: str, config: str) -> None:
+    case = _case(layout, (3, 0, 200, 130), 576, 256)
+    cases.check_gemm(case, _grouped(case, config))
+
+
+def test_a_graph_keeps_its_config() -> None:
+    case = cases.dense_case(40, 576, 2048, "cuda")
+    expected = _dense(case, "64x64/2k")
+    out = case.poisoned()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, out, config="64x64/2k")
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+def test_unknown_configs_are_refused() -> None:
+    case = cases.dense_case(4, 192, 256, "cuda")
+    for config in ("", "7x128", "64x64/2k", "128x256/3p", "large"):
+        with pytest.raises(ConfigError):
+            _dense(case, config)
