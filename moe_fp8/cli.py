@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_fp8.doctor import diagnose
-from moe_fp8.errors import MoeFp8Error, ToolchainError, UnsupportedError
+from moe_fp8.errors import ConfigError, MoeFp8Error, ToolchainError, UnsupportedError
 from moe_fp8.jit.build import BuildReport
 from moe_fp8.specs import KernelSpec
 from moe_fp8.warmup.arguments import (
@@ -21,13 +21,16 @@ from moe_fp8.warmup.arguments import (
     EXIT_OK,
     add_build_arguments,
     add_plan_arguments,
+    add_rank_arguments,
     add_store_arguments,
     complain,
+    counts,
     plan_from,
     store_from,
 )
 from moe_fp8.warmup.planner import Plan
 from moe_fp8.warmup.run import build_plan, missing_kernels
+from moe_fp8.warmup.shapes import Parallelism
 from moe_fp8.warmup.tables import build_table, console, plan_table, rows_table
 
 
@@ -85,6 +88,33 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = command("doctor", _doctor, "look at this machine: driver, GPU, NVRTC, torch, kernel cache")
     add_store_arguments(doctor)
+
+    tune = command("tune", _tune, "time GEMM tiles on this GPU and correct its table; docs/tuning.md")
+    tune.add_argument(
+        "--model", action="append", default=[], metavar="PATH",
+        help="model folder, or its config.json: tune the GEMMs of one rank; may be repeated",
+    )  # fmt: skip
+    add_rank_arguments(tune)
+    tune.add_argument(
+        "--shape", action="append", default=[], metavar="LAYOUT:N:K:EXPERTS",
+        help="tune this GEMM, such as dense:4096:7168 or masked:4096:7168:32; may be repeated",
+    )  # fmt: skip
+    tune.add_argument(
+        "--rows", type=counts, default=counts("1,8,16,32,64,128"), metavar="ROWS",
+        help="numbers of rows, of each expert where there are several (default 1,8,16,32,64,128)",
+    )  # fmt: skip
+    tune.add_argument(
+        "--factor", type=float, default=1.6,
+        help="try what should cost at most this many times the least (default %(default)s)",
+    )  # fmt: skip
+    tune.add_argument(
+        "--max-seconds", type=float, default=float("inf"),
+        help="begin nothing more after this time and write what was timed (default: no limit)",
+    )  # fmt: skip
+    tune.add_argument(
+        "--out", type=Path, default=None, help="the table to correct (default: the package's, of this device)"
+    )
+    add_build_arguments(tune)
 
     commands.add_parser("bench", help="time the ops on this GPU: `python -m benchmarks` of a source checkout")
     return parser
@@ -179,6 +209,32 @@ def _doctor(arguments: argparse.Namespace) -> int:
             if finding.remedy:
                 print(f"{'':22}remedy: {finding.remedy}")
     return EXIT_OK if ok else EXIT_FAILED
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from moe_fp8 import tune  # imports torch
+
+    parallelism = Parallelism(arguments.tp, arguments.ep)
+    targets = [tune.parse_target(text) for text in arguments.shape]
+    for model in arguments.model:
+        targets += tune.model_targets(model, parallelism, pad_intermediate=arguments.pad_intermediate)
+    if not targets:
+        raise ConfigError("--model, --shape", "at least one of the two", "none")
+    path, timings = tune.tune(
+        targets,
+        arguments.rows,
+        arguments.out,
+        factor=arguments.factor,
+        max_seconds=arguments.max_seconds,
+        jobs=arguments.jobs,
+        quiet=arguments.quiet,
+    )
+    written = [timing.to_row() for timing in timings if timing.gains]
+    if arguments.json:
+        _print_json({"table": str(path), "timed": len(timings), "rows": written})
+    else:
+        print(f"{len(written)} of {len(timings)} problems gain and are in {path}")
+    return EXIT_OK
 
 
 def _bench(argv: Sequence[str]) -> int:

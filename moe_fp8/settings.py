@@ -25,12 +25,14 @@ class Settings:
 
     `cache_dir` (MOE_FP8_CACHE_DIR): where compiled kernels are kept; None, kept in memory only, where
     there is no home directory. `checked` (MOE_FP8_CHECKED): ops also look at the contents of index
-    tensors. `jobs` (MOE_FP8_JOBS): compiler processes of a build. `miss` (MOE_FP8_JIT_MISS): what a
-    frozen process does about a kernel that is not loaded.
+    tensors. `batch_invariant` (MOE_FP8_BATCH_INVARIANT): a row's bits in a GEMM depend on neither the other
+    rows nor their number. `jobs` (MOE_FP8_JOBS): compiler processes of a build. `miss` (MOE_FP8_JIT_MISS):
+    what a frozen process does about a kernel that is not loaded.
     """
 
     cache_dir: Path | None
     checked: bool
+    batch_invariant: bool
     jobs: int
     miss: MissPolicy
 
@@ -55,6 +57,7 @@ def parse_settings(environ: Mapping[str, str]) -> Settings:
     values: dict[str, Any] = {
         "cache_dir": _default_cache_dir(environ),
         "checked": False,
+        "batch_invariant": False,
         "jobs": len(os.sched_getaffinity(0)),
         "miss": "strict",
     }
@@ -103,6 +106,7 @@ def _parse_miss(name: str, value: str) -> MissPolicy:
 _PARSERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "MOE_FP8_CACHE_DIR": ("cache_dir", _parse_path),
     "MOE_FP8_CHECKED": ("checked", _parse_bool),
+    "MOE_FP8_BATCH_INVARIANT": ("batch_invariant", _parse_bool),
     "MOE_FP8_JOBS": ("jobs", _parse_jobs),
     "MOE_FP8_JIT_MISS": ("miss", _parse_miss),
 }

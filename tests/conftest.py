@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,3 +27,24 @@ def checked_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 
     on = dataclasses.replace(settings(), checked=True)
     monkeypatch.setattr(contracts, "settings", lambda: on)
+
+
+@pytest.fixture
+def put_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """put_table(rows, device="h200"): tables of measured tiles instead of the package's; no rows, no file."""
+    from moe_fp8 import heuristics
+    from moe_fp8.heuristics import gemm_table
+
+    def forget() -> None:
+        for cached in (gemm_table.devices, gemm_table._table, heuristics.gemm_config):
+            cached.cache_clear()
+
+    def put(rows: Sequence[dict[str, Any]], device: str = "h200") -> None:
+        if rows:
+            (tmp_path / f"{device}.json").write_text(json.dumps({"rows": list(rows)}))
+        forget()
+
+    monkeypatch.setattr(gemm_table, "_FOLDER", tmp_path)
+    yield put
+    monkeypatch.undo()
+    forget()

@@ -6,13 +6,16 @@ a comparison of attributes; text is made only to raise.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
 
+from moe_fp8 import heuristics
 from moe_fp8.errors import ArgumentError, UnsupportedError
 from moe_fp8.ops import scales
+from moe_fp8.problems import GemmLayout, GemmProblem
+from moe_fp8.settings import settings
 
 FP8 = torch.float8_e4m3fn
 F32 = torch.float32
@@ -211,6 +214,17 @@ def gemm_masked(
     if masked_m.get_device() != a.get_device():
         _device(op, a, masked_m=masked_m)
     return _gemm_operands(op, a, a_scale, b, b_scale, out, (num_experts, m), (num_experts,), b.shape[1], k)
+
+
+def gemm_config(layout: str, a: Tensor, b: Tensor, config: str) -> None:
+    """`config` names a tile that this GEMM may use; ConfigError otherwise. The operands have been checked."""
+    # Rows decide nothing here; sizes that are symbols while a call is traced become numbers.
+    n, k = int(b.shape[-2]), int(a.shape[-1])
+    experts = 1 if layout == "dense" else int(b.shape[0])
+    invariant = settings().batch_invariant
+    heuristics.gemm_config(
+        GemmProblem(cast(GemmLayout, layout), 1, n, k, experts, batch_invariant=invariant, config=config)
+    )
 
 
 def _heads(op: str, q: Tensor) -> None:

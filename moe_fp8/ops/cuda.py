@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_fp8 import heuristics
 from moe_fp8.errors import UnsupportedError
+from moe_fp8.heuristics import gemm_table
 from moe_fp8.jit.driver import LoadedKernel, ParamBlock, device_info
 from moe_fp8.jit.runtime import get_kernel
 from moe_fp8.jit.tensor_map import encode_2d, encode_tiled
@@ -31,6 +32,7 @@ from moe_fp8.problems import (
     PagedMqaMetadataProblem,
     QuantizeProblem,
 )
+from moe_fp8.settings import settings
 from moe_fp8.specs import KernelSpec, kernel_spec
 
 _raw_stream = torch._C._cuda_getCurrentRawStream
@@ -67,6 +69,12 @@ def _num_sms(device: int) -> int:
             "move the tensors to such a GPU, or to the CPU for the reference implementation"
         )
     return info.num_sms
+
+
+@cache
+def _table(device: int) -> str:
+    """The measured table that is meant for the device, "" for none."""
+    return gemm_table.device_of(device_info(device).name)
 
 
 def repeat(key: Key) -> bool:
@@ -112,20 +120,35 @@ def _gemm_plan(
     num_experts: int,
     expected_m: int | None,
     fp32: bool,
-    num_sms: int,
+    config_text: str | None,
+    device: int,
 ) -> tuple[KernelSpec, int, int, int, int]:
-    """Spec, grid, and the box rows of tokens, of weights and of the output."""
+    """Spec, grid, and the box rows of tokens, of weights and of the output.
+
+    Raises ConfigError where `config_text` names no config that this call may use.
+    """
+    num_sms = _num_sms(device)
     problem = GemmProblem(
-        layout, m, n, k, num_experts, expected_m, "float32" if fp32 else "bfloat16", num_sms
+        layout,
+        m,
+        n,
+        k,
+        num_experts,
+        expected_m,
+        "float32" if fp32 else "bfloat16",
+        num_sms,
+        _table(device),
+        settings().batch_invariant,
+        config_text,
     )
     config = heuristics.gemm_config(problem)
-    share_tokens = config.cluster if config.shares == "tokens" else 1
-    share_weights = config.cluster if config.shares == "weights" else 1
+    # Of a pair of tiles each CTA may load a half of what they have in common.
+    pair = config.cluster if config.shares == "operands" else 1
     grid = num_sms // config.cluster * config.cluster
     if layout == "dense":
-        units = -(-m // (config.block_m * share_weights)) * -(-n // (config.block_n * share_tokens))
-        grid = min(grid, units * config.cluster)
-    boxes = config.block_m // share_tokens, config.block_n // share_weights, min(config.block_m, 16)
+        tiles = -(-m // config.block_m) * -(-n // config.block_n)
+        grid = min(grid, -(-tiles // pair) * config.cluster)
+    boxes = config.block_m // pair, config.block_n // pair, min(config.block_m, 16)
     return kernel_spec(problem), grid, *boxes
 
 
@@ -138,6 +161,7 @@ def gemm(
     out: Tensor,
     index: Tensor | None,
     expected_m: int | None,
+    config: str | None = None,
     key: Key | None = None,
 ) -> None:
     """Dense and grouped GEMM; a [M,K] or [E,Mmax,K], b [N,K] or [E,N,K], out [..., N]."""
@@ -148,7 +172,7 @@ def gemm(
     num_experts = b.shape[0] if layout != "dense" else 1
     fp32 = out.dtype is torch.float32
     spec, grid, token_rows, weight_rows, out_rows = _gemm_plan(
-        layout, m, n, k, num_experts, expected_m, fp32, _num_sms(device)
+        layout, m, n, k, num_experts, expected_m, fp32, config, device
     )
     batch = num_experts if layout == "masked" else 1
     block = _block(_GEMM)

@@ -21,6 +21,7 @@ def gemm_fp8(
     out: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
+    config: str | None = None,
 ) -> Tensor:
     """Dense product of quantised activations and weights: out = (a * a_scale) @ (b * b_scale)^T.
 
@@ -30,9 +31,13 @@ def gemm_fp8(
     b: float8_e4m3fn `[N, K]`, contiguous. b_scale: fp32 `[ceil(N/128), K/128]`, contiguous.
     out: bf16 or fp32 `[M, N]`, contiguous, or None to allocate one of `out_dtype` (bf16 by default).
     K % 128 == 0, N % 64 == 0, addresses 16-byte aligned. M = 0 returns at once.
+    config: the tile as text, such as "64x128" or "64x64/3k" (docs/tuning.md), or None for the selector's
+    choice. It never changes more than the last bits: configs that divide K (a "k" at the end, or 64 weight
+    rows) round parts of the sum on their own.
 
     Returns out. Accumulates in fp32. No host synchronisation; safe to capture.
-    Raises ArgumentError; JitMissError after `freeze()` if warmup did not cover the shape.
+    Raises ArgumentError; ConfigError for a config that this call may not use; JitMissError after `freeze()`
+    if warmup did not cover the shape: plans hold no configs that callers ask for.
     """
     if out is None:
         if a.dim() != 2 or b.dim() != 2:
@@ -42,7 +47,7 @@ def gemm_fp8(
         out = torch.empty((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
     elif out_dtype is not None:
         checks.given_out("gemm_fp8", out, out_dtype)
-    schemas.gemm_fp8(a, a_scale, b, b_scale, out)
+    schemas.gemm_fp8(a, a_scale, b, b_scale, out, config)
     return out
 
 
@@ -58,6 +63,7 @@ def grouped_gemm_fp8_contiguous(
     expected_m: int | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    config: str | None = None,
 ) -> Tensor:
     """Each expert's rows of `a` times its own weights; rows of all experts lie one after the other.
 
@@ -69,11 +75,13 @@ def grouped_gemm_fp8_contiguous(
     psum `[E]`: one past each expert's last row; expert e starts at `align(psum[e-1], 128)`, expert 0 at 0.
     offsets `[E+1]`: expert e has rows `offsets[e]` to `offsets[e+1]`; no alignment, no padding.
     expected_m: rows that an expert is expected to have; tunes only, any value is safe.
+    config: the tile as text (docs/tuning.md), or None; tunes only: results are bitwise independent of it.
 
     Returns out. Rows of no expert may hold anything in `a` and `a_scale` (NaN included) and are unspecified
     in out. Experts may be empty. No host synchronisation; safe to capture: a replay reads the index anew.
     Raises ArgumentError; in checked mode ContractError, naming expert and row, when the index breaks the
-    rules above; JitMissError after `freeze()` if warmup did not cover the shape.
+    rules above; ConfigError for a config that this call may not use; JitMissError after `freeze()` if warmup
+    did not cover the shape or the config is not the selector's.
     """
     op = "grouped_gemm_fp8_contiguous"
     if offsets is not None:
@@ -94,7 +102,7 @@ def grouped_gemm_fp8_contiguous(
         out = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device)
     elif out_dtype is not None:
         checks.given_out(op, out, out_dtype)
-    schemas.grouped_gemm_fp8_contiguous(a, a_scale, b, b_scale, index, layout, expected_m, out)
+    schemas.grouped_gemm_fp8_contiguous(a, a_scale, b, b_scale, index, layout, expected_m, out, config)
     return out
 
 
@@ -107,6 +115,8 @@ def grouped_gemm_fp8_masked(
     expected_m: int | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    *,
+    config: str | None = None,
 ) -> Tensor:
     """The first `masked_m[e]` rows of each expert's buffer times its weights.
 
@@ -114,11 +124,13 @@ def grouped_gemm_fp8_masked(
     `(align(Mmax,4)*K/128, 1, align(Mmax,4))`, another is converted and counted. b, b_scale: as in
     `grouped_gemm_fp8_contiguous`. masked_m: int32 `[E]`, contiguous, on a's device, 0 <= masked_m[e] <= Mmax.
     expected_m: rows that an expert is expected to have; tunes only: results are bitwise independent of it.
+    config: the tile as text (docs/tuning.md), or None; results are bitwise independent of it too.
     out: bf16 or fp32 `[E, Mmax, N]`, contiguous, or None.
 
     Returns out. Rows from masked_m[e] on may hold anything in `a` and `a_scale` (NaN included) and are
     unspecified in out. No host synchronisation; safe to capture: a replay reads masked_m anew.
-    Raises ArgumentError; in checked mode ContractError naming the expert; JitMissError after `freeze()`.
+    Raises ArgumentError; in checked mode ContractError naming the expert; ConfigError for a config that this
+    call may not use; JitMissError after `freeze()` if its kernel was not loaded.
     """
     op = "grouped_gemm_fp8_masked"
     if out is None:
@@ -129,5 +141,5 @@ def grouped_gemm_fp8_masked(
         out = torch.empty((a.shape[0], a.shape[1], b.shape[1]), dtype=dtype, device=a.device)
     elif out_dtype is not None:
         checks.given_out(op, out, out_dtype)
-    schemas.grouped_gemm_fp8_masked(a, a_scale, b, b_scale, masked_m, expected_m, out)
+    schemas.grouped_gemm_fp8_masked(a, a_scale, b, b_scale, masked_m, expected_m, out, config)
     return out

@@ -37,6 +37,7 @@ def gemm(
     out: Tensor,
     index: Tensor | None,
     expected_m: int | None,
+    config: str | None,
 ) -> Key:
     """The key of a GEMM of any layout."""
     if index is None:
@@ -44,7 +45,7 @@ def gemm(
     else:
         of_index = (index.shape, index.is_contiguous(), index.dtype, index.get_device(), index.data_ptr())
     return (
-        layout, expected_m, of_index,
+        layout, expected_m, config, of_index,
         a.shape, a_scale.shape, b.shape, b_scale.shape, out.shape,
         a.is_contiguous(), a_scale.stride(), b.is_contiguous(), b_scale.is_contiguous(), out.is_contiguous(),
         a.dtype, a_scale.dtype, b.dtype, b_scale.dtype, out.dtype,

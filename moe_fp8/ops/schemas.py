@@ -7,6 +7,7 @@ Every op writes into outputs that the caller allocates, so one schema serves eag
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -17,11 +18,11 @@ from moe_fp8.ops import checks, contracts, keys, reference, scales
 
 _DEFINITIONS = (
     "quantize_fp8(Tensor x, Tensor(a!) q, Tensor(b!) scale, bool power_of_two) -> ()",
-    "gemm_fp8(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(a!) out) -> ()",
+    "gemm_fp8(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(a!) out, str? config=None) -> ()",
     "grouped_gemm_fp8_contiguous(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor index, "
-    "str layout, SymInt? expected_m, Tensor(a!) out) -> ()",
+    "str layout, SymInt? expected_m, Tensor(a!) out, str? config=None) -> ()",
     "grouped_gemm_fp8_masked(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor masked_m, "
-    "SymInt? expected_m, Tensor(a!) out) -> ()",
+    "SymInt? expected_m, Tensor(a!) out, str? config=None) -> ()",
     "mqa_logits_fp8(Tensor q, Tensor k, Tensor k_scale, Tensor weights, Tensor ks, Tensor ke, "
     "bool compressed, bool fill, Tensor(a!) out) -> ()",
     "paged_mqa_logits_metadata(Tensor context_lens, SymInt block_size, SymInt next_n, Tensor(a!) out) -> ()",
@@ -65,15 +66,20 @@ def _quantize_fp8(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> No
         scale.copy_(padded)
 
 
-def _gemm_fp8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> None:
-    key = keys.gemm("dense", a, a_scale, b, b_scale, out, None, None) if a.is_cuda else None
+def _gemm_fp8(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, config: str | None = None
+) -> None:
+    key = keys.gemm("dense", a, a_scale, b, b_scale, out, None, None, config) if a.is_cuda else None
     if key is not None and _cuda().repeat(key):
         return
     mn_major = checks.gemm(a, a_scale, b, b_scale, out)
+    if config is not None:
+        checks.gemm_config("dense", a, b, config)
     if out.numel() == 0:
         return
     if a.is_cuda:
-        _cuda().gemm("dense", a, mn_major, b, b_scale, out, None, None, key if mn_major is a_scale else None)
+        key = key if mn_major is a_scale else None
+        _cuda().gemm("dense", a, mn_major, b, b_scale, out, None, None, config, key)
     else:
         reference.gemm(a, mn_major, b, b_scale, out)
 
@@ -87,21 +93,23 @@ def _grouped_gemm_fp8_contiguous(
     layout: str,
     expected_m: int | None,
     out: Tensor,
+    config: str | None = None,
 ) -> None:
     key = None
     if a.is_cuda and not contracts.enabled(a):
-        key = keys.gemm(layout, a, a_scale, b, b_scale, out, index, expected_m)
+        key = keys.gemm(layout, a, a_scale, b, b_scale, out, index, expected_m, config)
         if _cuda().repeat(key):
             return
     mn_major = checks.gemm_contiguous(layout, a, a_scale, b, b_scale, index, out)
+    if config is not None:
+        checks.gemm_config(layout, a, b, config)
     if contracts.enabled(a):
         contracts.contiguous_layout(layout, index, a.shape[0], b.shape[0])
     if out.numel() == 0 or b.shape[0] == 0:
         return
     if a.is_cuda:
-        _cuda().gemm(
-            layout, a, mn_major, b, b_scale, out, index, expected_m, key if mn_major is a_scale else None
-        )
+        key = key if mn_major is a_scale else None
+        _cuda().gemm(layout, a, mn_major, b, b_scale, out, index, expected_m, config, key)
     else:
         reference.gemm_contiguous(layout, a, mn_major, b, b_scale, index, out)
 
@@ -114,21 +122,23 @@ def _grouped_gemm_fp8_masked(
     masked_m: Tensor,
     expected_m: int | None,
     out: Tensor,
+    config: str | None = None,
 ) -> None:
     key = None
     if a.is_cuda and not contracts.enabled(a):
-        key = keys.gemm("masked", a, a_scale, b, b_scale, out, masked_m, expected_m)
+        key = keys.gemm("masked", a, a_scale, b, b_scale, out, masked_m, expected_m, config)
         if _cuda().repeat(key):
             return
     mn_major = checks.gemm_masked(a, a_scale, b, b_scale, masked_m, out)
+    if config is not None:
+        checks.gemm_config("masked", a, b, config)
     if contracts.enabled(a):
         contracts.masked_m(masked_m, a.shape[1])
     if out.numel() == 0:
         return
     if a.is_cuda:
-        _cuda().gemm(
-            "masked", a, mn_major, b, b_scale, out, masked_m, expected_m, key if mn_major is a_scale else None
-        )
+        key = key if mn_major is a_scale else None
+        _cuda().gemm("masked", a, mn_major, b, b_scale, out, masked_m, expected_m, config, key)
     else:
         reference.gemm_masked(a, mn_major, b, b_scale, masked_m, out)
 
@@ -206,7 +216,46 @@ def _paged_mqa_logits_fp8(
 
 
 def _fake(*_arguments: object) -> None:
-    """Meta implementation of every op: outputs are given, so there is nothing to infer."""
+    """Meta implementation of most ops: outputs are given, so there is nothing to infer."""
+
+
+# The GEMMs' say at least, where a call is traced, that there is no such config.
+
+
+def _fake_gemm_fp8(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, config: str | None = None
+) -> None:
+    if config is not None:
+        checks.gemm_config("dense", a, b, config)
+
+
+def _fake_grouped_gemm_fp8_contiguous(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    index: Tensor,
+    layout: str,
+    expected_m: int | None,
+    out: Tensor,
+    config: str | None = None,
+) -> None:
+    if config is not None:
+        checks.gemm_config(layout, a, b, config)
+
+
+def _fake_grouped_gemm_fp8_masked(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    masked_m: Tensor,
+    expected_m: int | None,
+    out: Tensor,
+    config: str | None = None,
+) -> None:
+    if config is not None:
+        checks.gemm_config("masked", a, b, config)
 
 
 def _register() -> None:
@@ -219,21 +268,50 @@ def _register() -> None:
         "paged_mqa_logits_metadata": _paged_mqa_logits_metadata,
         "paged_mqa_logits_fp8": _paged_mqa_logits_fp8,
     }
+    fakes = {
+        "gemm_fp8": _fake_gemm_fp8,
+        "grouped_gemm_fp8_contiguous": _fake_grouped_gemm_fp8_contiguous,
+        "grouped_gemm_fp8_masked": _fake_grouped_gemm_fp8_masked,
+    }
     for definition in _DEFINITIONS:
         name = definition.split("(", 1)[0]
         _library.define(definition)
         _library.impl(name, implementations[name], "CPU")
         _library.impl(name, implementations[name], "CUDA")
-        _library.impl(name, _fake, "Meta")
+        _library.impl(name, fakes.get(name, _fake), "Meta")
 
 
 _register()
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def _eager(op: Callable[..., None], implementation: Callable[..., None]) -> Callable[..., None]:
+    """`op` past torch's dispatcher, which is 1.5 us of a call, where that changes nothing.
+
+    That is for plain CUDA tensors with gradients off, as engines run, and where nothing traces or intercepts.
+    """
+
+    def call(first: Tensor, *rest: Any) -> None:
+        if (
+            type(first) is Tensor
+            and first.is_cuda
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not _dispatch_modes()
+        ):
+            implementation(first, *rest)
+        else:
+            op(first, *rest)
+
+    return call
+
+
 _ops = torch.ops.moe_fp8
-quantize_fp8 = _ops.quantize_fp8.default
-gemm_fp8 = _ops.gemm_fp8.default
-grouped_gemm_fp8_contiguous = _ops.grouped_gemm_fp8_contiguous.default
-grouped_gemm_fp8_masked = _ops.grouped_gemm_fp8_masked.default
-mqa_logits_fp8 = _ops.mqa_logits_fp8.default
-paged_mqa_logits_metadata = _ops.paged_mqa_logits_metadata.default
-paged_mqa_logits_fp8 = _ops.paged_mqa_logits_fp8.default
+quantize_fp8 = _eager(_ops.quantize_fp8.default, _quantize_fp8)
+gemm_fp8 = _eager(_ops.gemm_fp8.default, _gemm_fp8)
+grouped_gemm_fp8_contiguous = _eager(_ops.grouped_gemm_fp8_contiguous.default, _grouped_gemm_fp8_contiguous)
+grouped_gemm_fp8_masked = _eager(_ops.grouped_gemm_fp8_masked.default, _grouped_gemm_fp8_masked)
+mqa_logits_fp8 = _eager(_ops.mqa_logits_fp8.default, _mqa_logits_fp8)
+paged_mqa_logits_metadata = _eager(_ops.paged_mqa_logits_metadata.default, _paged_mqa_logits_metadata)
+paged_mqa_logits_fp8 = _eager(_ops.paged_mqa_logits_fp8.default, _paged_mqa_logits_fp8)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moe_fp8.errors import CompileError, ConfigError, JitError, MoeFp8Error, ToolchainError
 from moe_fp8.jit.store import KernelStore, default_store
+from moe_fp8.settings import settings
 from moe_fp8.warmup.model import load_model
 from moe_fp8.warmup.planner import Plan, PlanOptions, plan
 from moe_fp8.warmup.run import default_num_sms
@@ -32,14 +33,9 @@ exit codes:
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, and how it is served."""
-    default = PlanOptions()
+    default = PlanOptions  # the class: making one reads the settings
     parser.add_argument("--model", required=True, metavar="PATH", help="model folder, or its config.json")
-    parser.add_argument(
-        "--tp", type=int, default=default.tp, help="tensor-parallel ranks (default %(default)s)"
-    )
-    parser.add_argument(
-        "--ep", type=int, default=default.ep, help="expert-parallel ranks (default %(default)s)"
-    )
+    add_rank_arguments(parser)
     parser.add_argument(
         "--max-tokens",
         type=int,
@@ -68,6 +64,21 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-sms", type=int, default=None,
         help="multiprocessors to plan for (default: this machine's Hopper GPU, else 132)",
     )  # fmt: skip
+    parser.add_argument(
+        "--batch-invariant", action=argparse.BooleanOptionalAction, default=None,
+        help="the server runs with MOE_FP8_BATCH_INVARIANT on, or not (default: as the variable is here)",
+    )  # fmt: skip
+
+
+def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which share of a model one rank has."""
+    default = PlanOptions
+    parser.add_argument(
+        "--tp", type=int, default=default.tp, help="tensor-parallel ranks (default %(default)s)"
+    )
+    parser.add_argument(
+        "--ep", type=int, default=default.ep, help="expert-parallel ranks (default %(default)s)"
+    )
     parser.add_argument(
         "--pad-intermediate", action="store_true",
         help="the weights' intermediate sizes are padded with zeros to a multiple of 128 a rank",
@@ -101,10 +112,16 @@ def positive(text: str) -> int:
     return value
 
 
+def counts(text: str) -> tuple[int, ...]:
+    """argparse type: integers >= 1 with commas between them."""
+    return tuple(positive(number) for number in text.split(","))
+
+
 def plan_from(arguments: argparse.Namespace) -> Plan:
     """The plan that the arguments ask for. Raises ConfigError."""
     model = load_model(arguments.model)
     num_sms = default_num_sms() if arguments.num_sms is None else arguments.num_sms
+    invariant = arguments.batch_invariant
     options = PlanOptions(
         tp=arguments.tp,
         ep=arguments.ep,
@@ -115,6 +132,7 @@ def plan_from(arguments: argparse.Namespace) -> Plan:
         block_size=arguments.block_size,
         masked_rows=arguments.masked_rows,
         pad_intermediate=arguments.pad_intermediate,
+        batch_invariant=settings().batch_invariant if invariant is None else invariant,
     )
     return plan(model, options)
 

@@ -2,8 +2,9 @@
 
 The plan is a set that is computed, not sampled: `specs.kernel_spec` is a pure function of a problem, and
 the planner hands it every problem that an op can derive from a call of the model. `moe_fp8.problems`
-keeps those few enough to try them all: a problem holds its rows as `selection_rows` reduces them. Nothing
-is assumed about what the selector does with a problem.
+keeps those few enough to try them all: a problem holds its rows as `selection_rows` reduces them. Which GPU
+will serve is not known, so each device with a measured table is tried. Nothing else is assumed about what
+the selector does with a problem.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from itertools import product
 from typing import Any
 
 from moe_fp8.errors import ConfigError
+from moe_fp8.heuristics import gemm_table
 from moe_fp8.jit.key import kernel_key
 from moe_fp8.problems import (
     DEFAULT_NUM_SMS,
@@ -28,6 +30,7 @@ from moe_fp8.problems import (
     selection_extent,
     selection_rows,
 )
+from moe_fp8.settings import settings
 from moe_fp8.specs import KernelSpec, kernel_spec
 from moe_fp8.warmup.model import ModelDescription
 from moe_fp8.warmup.shapes import GemmShape, Parallelism, gemm_shapes, local_experts
@@ -45,6 +48,7 @@ class PlanOptions:
     `next_n` tokens. `num_sms`: what the ops will see as the number of SMs. `block_size`: tokens of a
     page of the indexer's cache. `masked_rows`: rows of an expert's buffer in the masked layout, at most;
     by default what `max_batch` and `next_n` need, rounded up to 128. `pad_intermediate`: see `gemm_shapes`.
+    `batch_invariant`: the server runs with MOE_FP8_BATCH_INVARIANT on; by default as in this process.
     """
 
     tp: int = 1
@@ -56,6 +60,7 @@ class PlanOptions:
     block_size: int = 64
     masked_rows: int | None = None
     pad_intermediate: bool = False
+    batch_invariant: bool = field(default_factory=lambda: settings().batch_invariant)
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_batch", "next_n", "num_sms", "block_size"):
@@ -67,7 +72,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One kernel for one use: the `rows` of that use for which the selector picks `spec`.
+    """One kernel for one use: the `rows` of that use for which the selector picks `spec` on some device.
 
     `rows` are inclusive ranges. They count rows of A ("M") for "dense", queries or requests for the
     indexer, and the rows that an expert is expected to have for grouped layouts. `what` are the
@@ -225,18 +230,33 @@ def _gemm_rows(shapes: Iterable[GemmShape], bounds: _Bounds, options: PlanOption
             uses = [("grouped_gemm_fp8_contiguous", layout, bounds.contiguous) for layout in _CONTIGUOUS]
             uses.append(("grouped_gemm_fp8_masked", "masked", bounds.masked))
         for op, layout, limit in uses:
-            problems_at = _gemm_problems(layout, limit, n, k, experts, options.num_sms)
+            problems_at = _gemm_problems(layout, limit, n, k, experts, options)
             for spec, ranges in _sweep(_runs(limit, selection_rows), problems_at):
                 yield PlanRow(op, what, layout, n, k, experts, ranges, spec)
 
 
 def _gemm_problems(
-    layout: GemmLayout, limit: int, n: int, k: int, experts: int | None, num_sms: int
+    layout: GemmLayout, limit: int, n: int, k: int, experts: int | None, options: PlanOptions
 ) -> Callable[[int], Iterable[GemmProblem]]:
-    if experts is None:
-        return lambda rows: (GemmProblem(layout, rows, n, k, num_sms=num_sms),)
-    # A hint reaches every row count that a buffer can hold; without one the expectation is among them.
-    return lambda rows: (GemmProblem(layout, limit, n, k, experts, rows, num_sms=num_sms),)
+    devices = gemm_table.devices()
+
+    def problems_at(rows: int) -> Iterator[GemmProblem]:
+        # A hint reaches every row count that a buffer can hold; without one the expectation is among them.
+        m, hint = (rows, None) if experts is None else (limit, rows)
+        for device in devices:
+            yield GemmProblem(
+                layout,
+                m,
+                n,
+                k,
+                experts or 1,
+                hint,
+                num_sms=options.num_sms,
+                device=device,
+                batch_invariant=options.batch_invariant,
+            )
+
+    return problems_at
 
 
 def _quantize_rows(

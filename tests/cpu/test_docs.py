@@ -74,7 +74,7 @@ def test_imports_of_the_examples_work(page: Path) -> None:
 
 def test_the_commands_of_the_docs_take_their_options(capsys: pytest.CaptureFixture[str]) -> None:
     """Every command line parses with the options that are written there, and those its comment names."""
-    text = "".join((ROOT / page).read_text() for page in ("README.md", "docs/warmup.md"))
+    text = "".join((ROOT / page).read_text() for page in ("README.md", "docs/tuning.md", "docs/warmup.md"))
     lines = re.findall(r"^(moe-fp8 \w+|python -m moe_fp8\.warmup)(.*)$", text, re.M)
     assert len(lines) >= 7
     for program, rest in lines:

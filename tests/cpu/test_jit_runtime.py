@@ -95,7 +95,7 @@ def test_lenient_freeze_loads_and_counts(
 
 
 def test_freeze_defaults_to_the_setting(runtime: KernelRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = Settings(None, False, 1, "strict")
+    chosen = Settings(None, False, False, 1, "strict")
     monkeypatch.setattr("moe_fp8.jit.runtime.settings", lambda: chosen)
     runtime.freeze()
     with pytest.raises(JitMissError):

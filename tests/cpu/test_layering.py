@@ -27,15 +27,17 @@ ALLOWED = {
     # A launch computes its grid from the tile that the spec was built with.
     "ops": {"errors", "settings", "problems", "heuristics", "specs", "jit"},
     "graph": {"errors", "ops"},
-    "warmup": {"errors", "settings", "problems", "specs", "jit"},
+    # The planner asks which devices have a table of measured tiles.
+    "warmup": {"errors", "settings", "problems", "heuristics", "specs", "jit"},
+    "tune": {"errors", "settings", "problems", "heuristics", "specs", "jit", "ops", "warmup"},
     "doctor": {"errors", "settings", "jit"},
-    "cli": {"errors", "settings", "problems", "specs", "jit", "warmup", "doctor"},
+    "cli": {"errors", "settings", "problems", "specs", "jit", "warmup", "doctor", "tune"},
     "integrations": {"errors", "settings", "ops", "warmup"},
     # The names of `__init__` load on first use; their homes are imported for type checkers only.
     "__init__": {"errors", "jit", "ops"},
 }
 
-MAY_IMPORT_TORCH = {"ops", "graph", "integrations"}
+MAY_IMPORT_TORCH = {"ops", "graph", "integrations", "tune"}
 
 #: Outside the package, only these modules and only their public names are for use.
 PUBLIC_MODULES = {"moe_fp8", "moe_fp8.errors", "moe_fp8.graph", "moe_fp8.warmup"}

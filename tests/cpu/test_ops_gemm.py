@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
-from moe_fp8 import gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked
-from moe_fp8.ops import reference
+from moe_fp8 import ConfigError, gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked
+from moe_fp8.ops import checks, reference
+from moe_fp8.settings import settings
 from tests import cases
 
 LAYOUTS = ("m_indices", "psum", "offsets")
@@ -116,3 +119,48 @@ def test_the_reference_reads_every_fp8_code_as_torch_does(dtype: torch.dtype) ->
     got = reference.dequantize_rows(codes, torch.ones(2, 1), dtype)
     assert got.dtype is dtype
     assert torch.equal(got.nan_to_num(1e6), codes.to(dtype).nan_to_num(1e6))
+
+
+def test_a_config_changes_no_result_of_the_reference() -> None:
+    case = cases.dense_case(5, 192, 1024)
+    operands = (case.a, case.a_scale, case.b, case.b_scale)
+    plain = gemm_fp8(*operands)
+    for config in ("8x128", "64x64", "128x256", "8x128/2k"):
+        assert torch.equal(gemm_fp8(*operands, config=config), plain)
+    masked = cases.masked_case((3, 0), 16, 192, 256)
+    operands = (masked.a, masked.a_scale, masked.b, masked.b_scale, masked.index)
+    out = grouped_gemm_fp8_masked(*operands, config="64x128")
+    assert torch.equal(out[0, :3], grouped_gemm_fp8_masked(*operands)[0, :3])
+
+
+@pytest.mark.parametrize("config", ["", "64", "64x128 ", "24x128", "8x64/2k", "128x256/3k", "8x128/5k"])
+@pytest.mark.parametrize("m", [0, 5])
+def test_a_config_that_dense_cannot_use(config: str, m: int) -> None:
+    case = cases.dense_case(m, 64, 256)
+    with pytest.raises(ConfigError) as caught:
+        gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, config=config)
+    assert (caught.value.field, caught.value.got) == ("config", config)
+    assert "64x128" in caught.value.expected
+
+
+@pytest.mark.parametrize("config", ["8x64", "8x128/2k"])
+def test_no_grouped_gemm_divides_k(config: str) -> None:
+    dense = cases.dense_case(4, 64, 1024)
+    gemm_fp8(dense.a, dense.a_scale, dense.b, dense.b_scale, config=config)
+    case = cases.contiguous_case("offsets", (3, 2), 64, 1024)
+    with pytest.raises(ConfigError, match="offsets"):
+        grouped_gemm_fp8_contiguous(
+            case.a, case.a_scale, case.b, case.b_scale, offsets=case.index, config=config
+        )
+    case = cases.masked_case((3, 2), 4, 64, 1024)
+    with pytest.raises(ConfigError, match="masked"):
+        grouped_gemm_fp8_masked(case.a, case.a_scale, case.b, case.b_scale, case.index, config=config)
+
+
+def test_batch_invariant_mode_refuses_configs_that_divide_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = dataclasses.replace(settings(), batch_invariant=True)
+    monkeypatch.setattr(checks, "settings", lambda: on)
+    case = cases.dense_case(4, 64, 1024)
+    gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, config="8x128")
+    with pytest.raises(ConfigError, match="batch-invariant"):
+        gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, config="8x64")

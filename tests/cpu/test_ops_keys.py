@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from moe_fp8.errors import ConfigError
 from moe_fp8.ops import keys
+from moe_fp8.settings import settings
 from tests import cases
 
 I32 = torch.int32
@@ -24,7 +27,14 @@ def _quantize() -> dict[str, Any]:
 def _gemm() -> dict[str, Any]:
     case = cases.masked_case((3, 2), 4, 64, 256)
     arguments = {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale}
-    return {"layout": "masked", **arguments, "out": case.poisoned(), "index": case.index, "expected_m": None}
+    return {
+        "layout": "masked",
+        **arguments,
+        "out": case.poisoned(),
+        "index": case.index,
+        "expected_m": None,
+        "config": None,
+    }
 
 
 def _mqa() -> dict[str, Any]:
@@ -106,7 +116,7 @@ class _Kernel:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`moe_fp8.ops.cuda` on CPU tensors (device -1), with one kernel that records, as `cuda.kernel`."""
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0x7000, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
@@ -116,9 +126,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "_raw_stream", lambda device: 0x7000)
     monkeypatch.setattr(module, "_current_device", lambda: -1)
     monkeypatch.setattr(module, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(module, "_table", lambda device: "")
     monkeypatch.setattr(module, "get_kernel", lambda spec: kernel)
     monkeypatch.setattr(module, "_launches", {})
-    return module
+    yield module
+    module._gemm_plan.cache_clear()
 
 
 def test_a_known_call_is_launched_again(cuda: Any) -> None:
@@ -150,3 +162,35 @@ def test_remembered_launches_are_bounded(cuda: Any, monkeypatch: pytest.MonkeyPa
         cuda.quantize(**arguments, key=keys.quantize(**arguments))
         assert cuda.repeat(keys.quantize(**arguments))
         assert len(cuda._launches) <= 3
+
+
+def _plan(cuda: Any, config: str | None = None) -> dict[str, int]:
+    """The macros of the kernel for 8 rows, a problem that divides K where it may."""
+    cuda._gemm_plan.cache_clear()
+    return dict(cuda._gemm_plan("dense", 8, 4096, 7168, 1, None, False, config, -1)[0].defines)
+
+
+def test_a_launch_has_the_callers_config(cuda: Any) -> None:
+    defines = _plan(cuda, "128x256")
+    assert (defines["BLOCK_M"], defines["BLOCK_N"]) == (128, 256)
+    with pytest.raises(ConfigError):
+        _plan(cuda, "128x512")
+
+
+def test_a_launch_asks_the_devices_table(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, put_table: Callable[..., None]
+) -> None:
+    put_table([{"layout": "dense", "n": 4096, "k": 7168, "num_experts": 1, "rows": 8, "config": "128x256"}])
+    assert _plan(cuda)["BLOCK_M"] < 128
+    monkeypatch.setattr(cuda, "_table", lambda device: "h200")
+    assert _plan(cuda)["BLOCK_M"] == 128
+
+
+def test_a_batch_invariant_launch_divides_no_k(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def divides(defines: dict[str, int]) -> bool:
+        return defines["SPLIT_K"] == 1 or defines["BLOCK_N"] == 64
+
+    assert divides(_plan(cuda))
+    on = dataclasses.replace(settings(), batch_invariant=True)
+    monkeypatch.setattr(cuda, "settings", lambda: on)
+    assert not divides(_plan(cuda))

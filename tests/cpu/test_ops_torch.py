@@ -78,7 +78,21 @@ def fp8_allclose(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.usefixtures("fp8_allclose")
 def test_opcheck(name: str) -> None:
-    torch.library.opcheck(getattr(schemas, name), OPS[name]())
+    torch.library.opcheck(getattr(torch.ops.moe_fp8, name).default, OPS[name]())
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if "gemm" in name])
+@pytest.mark.usefixtures("fp8_allclose")
+def test_opcheck_with_a_config(name: str) -> None:
+    torch.library.opcheck(getattr(torch.ops.moe_fp8, name).default, (*OPS[name](), "64x128"))
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if "gemm" in name])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_bad_config_is_an_error_before_anything_runs(name: str, device: str) -> None:
+    arguments = [x.to(device) if isinstance(x, torch.Tensor) else x for x in OPS[name]()]
+    with pytest.raises(moe_fp8.ConfigError, match="7x128"):
+        getattr(schemas, name)(*arguments, "7x128")
 
 
 def test_every_registered_op_is_checked() -> None:
@@ -101,7 +115,9 @@ def test_compiled_calls_equal_eager_ones(dynamic: bool) -> None:
         grouped = moe_fp8.grouped_gemm_fp8_contiguous(q, scale, b, b_scale, offsets=offsets)
         batched = q[None].expand(3, -1, -1).contiguous()
         batched_scale = scale[None].expand(3, -1, -1).contiguous()
-        masked = moe_fp8.grouped_gemm_fp8_masked(batched, batched_scale, b, b_scale, counts, 2)
+        masked = moe_fp8.grouped_gemm_fp8_masked(
+            batched, batched_scale, b, b_scale, counts, 2, config="16x128"
+        )
         rows = torch.arange(x.shape[0])[None, :, None] < counts[:, None, None]
         return dense, grouped, torch.where(rows, masked, 0)
 

@@ -46,7 +46,7 @@ def test_one_pure_python_wheel_with_every_source(wheel: Path) -> None:
     sources = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "moe_fp8").rglob("*")
-        if path.suffix in (".py", ".cuh") or path.name == "py.typed"
+        if path.suffix in (".py", ".cuh", ".json") or path.name == "py.typed"
     }
     assert any(source.endswith(".cuh") for source in sources)
     packaged = {name for name in names if not re.match(r"moe_fp8-[^/]+\.dist-info/", name)}

@@ -14,7 +14,7 @@ def test_defaults_follow_xdg_then_home() -> None:
     assert parse_settings({"XDG_CACHE_HOME": "relative", "HOME": "/h"}).cache_dir == Path("/h/.cache/moe_fp8")
     assert parse_settings({}).cache_dir is None
     plain = parse_settings({})
-    assert (plain.checked, plain.miss) == (False, "strict")
+    assert (plain.checked, plain.batch_invariant, plain.miss) == (False, False, "strict")
     assert plain.jobs >= 1
 
 
@@ -23,13 +23,14 @@ def test_values_are_parsed() -> None:
         {
             "MOE_FP8_CACHE_DIR": "/srv/kernels",
             "MOE_FP8_CHECKED": "On",
+            "MOE_FP8_BATCH_INVARIANT": "1",
             "MOE_FP8_JOBS": "3",
             "MOE_FP8_JIT_MISS": "warn",
             "OTHER": "ignored",
         }
     )
     assert given.cache_dir == Path("/srv/kernels")
-    assert (given.checked, given.jobs, given.miss) == (True, 3, "warn")
+    assert (given.checked, given.batch_invariant, given.jobs, given.miss) == (True, True, 3, "warn")
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,7 @@ def test_values_are_parsed() -> None:
         ("MOE_FP8_CACHE_DIR", "relative/folder"),
         ("MOE_FP8_CHECKED", "yes please"),
         ("MOE_FP8_CHECKED", ""),
+        ("MOE_FP8_BATCH_INVARIANT", "yes"),
         ("MOE_FP8_JOBS", "0"),
         ("MOE_FP8_JOBS", "-1"),
         ("MOE_FP8_JOBS", "two"),

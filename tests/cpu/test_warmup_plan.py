@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_fp8.errors import ConfigError
+from moe_fp8.heuristics import gemm_table
 from moe_fp8.problems import (
     GemmLayout,
     GemmProblem,
@@ -39,6 +39,7 @@ CASES = {
     "v32-tp1-ep16": ("deepseek_v32", PlanOptions(tp=1, ep=16, max_tokens=512, max_batch=64, next_n=4)),
     "v3-tp16": ("deepseek_v3", PlanOptions(tp=16, max_tokens=2048, num_sms=131)),
     "qwen3-30b": ("qwen3_30b", PlanOptions(max_tokens=2048)),
+    "qwen3-30b-invariant": ("qwen3_30b", PlanOptions(max_tokens=512, batch_invariant=True)),
     "qwen3-235b": ("qwen3_235b", PlanOptions(tp=8, ep=8, max_tokens=2048, max_batch=700)),
 }
 
@@ -74,19 +75,40 @@ def rows_of(planned: Plan, shape: GemmShape, layout: str) -> list[PlanRow]:
     return [row for row in planned.rows if (row.layout, row.n, row.k, row.num_experts) == key]
 
 
+def gemm_problem(
+    planned: Plan, layout: GemmLayout, m: int, shape: GemmShape, hint: int | None = None, device: str = ""
+) -> GemmProblem:
+    """What an op makes of a call in a server of these options."""
+    return GemmProblem(
+        layout,
+        m,
+        shape.n,
+        shape.k,
+        shape.num_experts or 1,
+        hint,
+        num_sms=planned.options.num_sms,
+        device=device,
+        batch_invariant=planned.options.batch_invariant,
+    )
+
+
 def test_every_dense_m_is_planned_for(planned: Plan) -> None:
     for shape in gemms(planned):
         if shape.num_experts is not None:
             continue
         most = most_rows(planned, "dense", shape)
         rows = rows_of(planned, shape, "dense")
-        at = {m: row.spec for row in rows for first, last in row.rows for m in range(first, last + 1)}
+        at: dict[int, set[KernelSpec]] = {}
+        for row in rows:
+            for first, last in row.rows:
+                for m in range(first, last + 1):
+                    at.setdefault(m, set()).add(row.spec)
         assert sorted(at) == list(range(1, most + 1))
         for m in range(1, most + 1):
-            assert (
-                kernel_spec(GemmProblem("dense", m, shape.n, shape.k, num_sms=planned.options.num_sms))
-                == at[m]
+            problems = (
+                gemm_problem(planned, "dense", m, shape, device=device) for device in gemm_table.devices()
             )
+            assert {kernel_spec(problem) for problem in problems} == at[m]
 
 
 @pytest.mark.parametrize("layout", GROUPED)
@@ -98,12 +120,12 @@ def test_every_grouped_m_is_planned_for(planned: Plan, layout: GemmLayout) -> No
         if shape.num_experts is None:
             continue
         specs = {row.spec for row in rows_of(planned, shape, layout)}
-        sms = planned.options.num_sms
         # Each M of the buffer in one of three ways, chosen at random; the ends in all of them.
         for m in range(1, most + 1):
             hints = [None, seeded.randrange(-1, 2 * m), m]
             for hint in hints if m in (1, most) else hints[m % 3 : m % 3 + 1]:
-                problem = GemmProblem(layout, m, shape.n, shape.k, shape.num_experts, hint, num_sms=sms)
+                device = seeded.choice(gemm_table.devices())
+                problem = gemm_problem(planned, layout, m, shape, hint, device)
                 assert kernel_spec(problem) in specs, problem
 
 
@@ -114,15 +136,15 @@ def test_row_ranges_tell_the_kernel_of_every_expectation(planned: Plan, layout: 
         if shape.num_experts is None:
             continue
         ranges = [(*pair, row.spec) for row in rows_of(planned, shape, layout) for pair in row.rows]
-        ranges.sort(key=lambda item: item[0])
-        assert ranges[0][0] == 1 and ranges[-1][1] >= most
-        assert all(left[1] + 1 == right[0] for left, right in pairwise(ranges))
-        for first, last, spec in ranges:
-            for hint in {first, (first + last) // 2, last}:
-                m = ranges[-1][1]
-                sms = planned.options.num_sms
-                problem = GemmProblem(layout, m, shape.n, shape.k, shape.num_experts, hint, num_sms=sms)
-                assert kernel_spec(problem) == spec, problem
+        m = max(last for _, last, _ in ranges)
+        assert m >= most
+        hints = {hint for first, last, _ in ranges for hint in (first, (first + last) // 2, last, last + 1)}
+        for hint in {1, *hints} - {m + 1}:
+            specs = {spec for first, last, spec in ranges if first <= hint <= last}
+            problems = (
+                gemm_problem(planned, layout, m, shape, hint, device) for device in gemm_table.devices()
+            )
+            assert {kernel_spec(problem) for problem in problems} == specs, hint
 
 
 def any_calls(planned: Plan, draw: st.DrawFn) -> Iterator[Problem]:
@@ -135,7 +157,7 @@ def any_calls(planned: Plan, draw: st.DrawFn) -> Iterator[Problem]:
         layout = draw(st.sampled_from(GROUPED))
     m = draw(st.integers(1, most_rows(planned, layout, shape)))
     hint = draw(st.none() | st.integers(-(2**31), 2**31 - 1))
-    yield GemmProblem(layout, m, shape.n, shape.k, shape.num_experts or 1, hint, num_sms=sms)
+    yield gemm_problem(planned, layout, m, shape, hint, draw(st.sampled_from(gemm_table.devices())))
 
     rows = draw(st.integers(1, most_rows(planned, "psum")))
     yield QuantizeProblem(rows, shape.k, model.dtype, draw(st.booleans()), sms)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from moe_fp8 import ArgumentError, gemm_fp8, implicit_scale_conversions, quantize_fp8
-from moe_fp8.ops import schemas
 from tests import cases
 
 
@@ -164,4 +163,13 @@ def test_opcheck() -> None:
     case = cases.dense_case(4, 192, 256, "cuda")
     checks = ("test_autograd_registration", "test_faketensor")
     arguments = (case.a, case.a_scale, case.b, case.b_scale, torch.zeros_like(case.poisoned()))
-    torch.library.opcheck(schemas.gemm_fp8, arguments, test_utils=checks)
+    torch.library.opcheck(torch.ops.moe_fp8.gemm_fp8.default, arguments, test_utils=checks)
+
+
+def test_inference_mode_takes_the_short_way_to_the_same_result() -> None:
+    case = cases.dense_case(20, 576, 512, "cuda")
+    expected = _run(case)
+    with torch.inference_mode():
+        assert torch.equal(_run(case), expected)
+        with pytest.raises(ArgumentError):
+            gemm_fp8(case.a[:, :384], case.a_scale, case.b, case.b_scale)

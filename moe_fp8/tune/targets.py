@@ -1,0 +1,73 @@
+"""What to tune: GEMMs of models or given ones, and the configs worth a try."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple, cast, get_args
+
+from moe_fp8.errors import ConfigError
+from moe_fp8.heuristics import GemmConfig, gemm_configs, gemm_costs
+from moe_fp8.problems import DEFAULT_NUM_SMS, GemmLayout, GemmProblem
+from moe_fp8.warmup import Parallelism, gemm_shapes, load_model
+
+_GROUPED: tuple[GemmLayout, ...] = ("m_indices", "psum", "offsets", "masked")
+
+
+class Target(NamedTuple):
+    """A GEMM to tune but for its rows; as `gemm_table.Key`."""
+
+    layout: GemmLayout
+    n: int
+    k: int
+    num_experts: int
+
+    def problem(self, rows: int, num_sms: int = DEFAULT_NUM_SMS) -> GemmProblem:
+        """The GEMM with `rows` rows, of each expert where it is grouped."""
+        shares = 1 if self.layout in ("dense", "masked") else self.num_experts
+        return GemmProblem(
+            self.layout, rows * shares, self.n, self.k, self.num_experts, rows, num_sms=num_sms
+        )
+
+
+def parse_target(text: str) -> Target:
+    """`layout:n:k:experts`, the experts left out for "dense"; raises ConfigError."""
+    layout, *numbers = text.split(":")
+    if layout in get_args(GemmLayout) and all(number.isascii() and number.isdigit() for number in numbers):
+        sizes = [int(number) for number in numbers]
+        if layout == "dense" and len(sizes) == 2:
+            sizes.append(1)
+        if len(sizes) == 3:
+            n, k, experts = sizes
+            fits = n > 0 and n % 64 == 0 and k > 0 and k % 128 == 0
+            if fits and experts > 0 and (experts == 1 or layout != "dense"):
+                return Target(cast(GemmLayout, layout), n, k, experts)
+    expected = (
+        f"layout:n:k:experts, layout one of {', '.join(get_args(GemmLayout))}; n % 64 == 0, k % 128 == 0"
+    )
+    raise ConfigError("--shape", expected, text, "for example dense:4096:7168 or masked:4096:7168:32")
+
+
+def model_targets(
+    path: str | Path, parallelism: Parallelism, *, pad_intermediate: bool = False
+) -> list[Target]:
+    """The GEMMs of one rank of a model, experts' in every layout; raises ConfigError."""
+    targets = []
+    for shape in gemm_shapes(load_model(path), parallelism, pad_intermediate=pad_intermediate):
+        layouts: tuple[GemmLayout, ...] = ("dense",) if shape.num_experts is None else _GROUPED
+        targets += [Target(layout, shape.n, shape.k, shape.num_experts or 1) for layout in layouts]
+    return targets
+
+
+def candidates(problem: GemmProblem, factor: float) -> list[GemmConfig]:
+    """The cost model's choice, then the configs that it takes to cost at most `factor` times as much."""
+    rows = problem.expected_m or problem.m
+    costs = {
+        config: gemm_costs.cost(
+            config, problem.layout, rows, problem.n, problem.k, problem.num_experts, problem.num_sms
+        )
+        for config in gemm_configs(problem.layout, problem.k)
+        if config.cluster <= problem.num_sms
+    }
+    chosen = gemm_costs.cheapest(problem)
+    limit = factor * min(costs.values())
+    return [chosen, *(config for config in costs if config != chosen and costs[config] <= limit)]

@@ -1,0 +1,220 @@
+"""Times configs of one GEMM against each other, after checking that they compute the same.
+
+A config is timed by replaying a CUDA graph of calls that take turns over weights of more than four times
+the L2 together, as in a model whose other layers run in between.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_fp8.errors import MoeFp8Error
+from moe_fp8.ops import (
+    gemm_fp8,
+    grouped_gemm_fp8_contiguous,
+    grouped_gemm_fp8_masked,
+    quantize_fp8,
+    quantize_fp8_blocks,
+    to_mn_major,
+)
+from moe_fp8.problems import SEGMENT_ALIGNMENT
+from moe_fp8.tune.targets import Target
+
+_DEVICE = torch.device("cuda")
+
+#: ||out - model's choice|| / ||model's choice|| of two configs' bf16 outputs.
+_TOLERANCE = 5e-3
+
+#: Experts' rows as multiples of their mean.
+_SPREAD = (1.0, 0.7, 1.3, 0.9, 1.1, 0.8, 1.2)
+
+#: Cycles of a spinning kernel before a timed replay: the graph is enqueued before the device gets to it.
+_SPIN_CYCLES = 200_000
+_REPLAYS, _FINAL_REPLAYS, _PAUSE_S = 11, 31, 0.002
+
+#: Where weights are so few that 4 x the L2 would take more, launching takes longer than reading them.
+_MOST_SETS = 256
+
+#: fp8 values and their scales.
+Quantized = tuple[Tensor, Tensor]
+
+
+def fastest(target: Target, rows: int, configs: Sequence[str]) -> tuple[str, float, float]:
+    """The fastest of `configs`, its time, and that of `configs[0]`, in microseconds a call.
+
+    Raises MoeFp8Error where outputs are not finite or differ from those of `configs[0]`.
+    """
+    sets = _weights(target.n, target.k, target.num_experts)
+    calls = _Calls.of(target, rows)
+    reference = calls.output(configs[0], sets[0])
+    scale = torch.linalg.vector_norm(reference)
+    for config in configs:
+        error = torch.linalg.vector_norm(calls.output(config, sets[0]) - reference) / scale
+        if not error.item() < _TOLERANCE:  # NaN is not
+            raise MoeFp8Error(
+                f"{target}, {rows} rows: expected {config} to give what {configs[0]} gives, finite and "
+                f"within {_TOLERANCE}, got a relative difference of {error.item():.2e}"
+            )
+    graphs = [_Graph([partial(calls.run, config, weights) for weights in sets]) for config in configs]
+    times = _medians(graphs, _REPLAYS)
+    best = min(range(len(configs)), key=times.__getitem__)
+    # The least of many medians is a little too good: the two that matter are timed again.
+    us, model_us = _medians([graphs[best], graphs[0]], _FINAL_REPLAYS) if best else (times[0], times[0])
+    return configs[best], us, model_us
+
+
+class _Sets:
+    """The weights made last: targets that share them follow each other."""
+
+    key: tuple[int, int, int] | None = None
+    sets: tuple[Quantized, ...] = ()
+
+
+def _weights(n: int, k: int, num_experts: int) -> tuple[Quantized, ...]:
+    """Sets of weights `[n, k]` or `[E, n, k]`, of more than four times the L2 together."""
+    if _Sets.key != (n, k, num_experts):
+        _Sets.key, _Sets.sets = None, ()  # room for the new ones
+        count = min(4 * _l2_bytes() // (num_experts * n * k) + 1, _MOST_SETS)
+        _Sets.sets = tuple(_random_weights(n, k, num_experts) for _ in range(count))
+        _Sets.key = n, k, num_experts
+    return _Sets.sets
+
+
+def _l2_bytes() -> int:
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
+
+
+def _random_weights(n: int, k: int, num_experts: int) -> Quantized:
+    values = torch.empty(num_experts, n, k, device=_DEVICE, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(num_experts, -(-n // 128), k // 128, device=_DEVICE)
+    for expert in range(num_experts):  # all at once in bf16 might not fit
+        values[expert], scales[expert] = quantize_fp8_blocks(
+            torch.randn(n, k, device=_DEVICE, dtype=torch.bfloat16)
+        )
+    return values, scales
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """One GEMM with random activations: `run(config, weights)` writes `out`, whose rows `valid` count."""
+
+    run: Callable[[str, Quantized], object]
+    out: Tensor
+    valid: Tensor
+
+    @classmethod
+    def of(cls, target: Target, rows: int) -> _Calls:
+        if target.layout == "dense":
+            a = _activations(rows, target.k)
+            out = torch.empty(rows, target.n, device=_DEVICE, dtype=torch.bfloat16)
+
+            def dense(config: str, weights: Quantized) -> object:
+                return gemm_fp8(*a, weights[0][0], weights[1][0], out, config=config)
+
+            return cls(dense, out, torch.arange(rows, device=_DEVICE))
+        experts = range(target.num_experts)
+        counts = [max(1, round(rows * _SPREAD[expert % len(_SPREAD)])) for expert in experts]
+        if target.layout == "masked":
+            return cls._masked(target, rows, counts)
+        alignment = 1 if target.layout == "offsets" else SEGMENT_ALIGNMENT
+        starts = [0]
+        for count in counts:
+            starts.append(starts[-1] + -(-count // alignment) * alignment)
+        return cls._contiguous(target, rows, counts, starts)
+
+    @classmethod
+    def _masked(cls, target: Target, rows: int, counts: list[int]) -> _Calls:
+        experts, most = target.num_experts, -(-max(counts) // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+        values, scales = _activations(experts * most, target.k)
+        a = values.view(experts, most, -1), to_mn_major(scales.view(experts, most, -1))
+        out = torch.empty(experts, most, target.n, device=_DEVICE, dtype=torch.bfloat16)
+        masked_m = _int32(counts)
+
+        def run(config: str, weights: Quantized) -> object:
+            return grouped_gemm_fp8_masked(*a, *weights, masked_m, rows, out, config=config)
+
+        return cls(run, out, _rows_of([expert * most for expert in range(experts)], counts))
+
+    @classmethod
+    def _contiguous(cls, target: Target, rows: int, counts: list[int], starts: list[int]) -> _Calls:
+        """`starts` are one more than the experts: the last is the rows of all."""
+        a = _activations(starts[-1], target.k)
+        out = torch.empty(starts[-1], target.n, device=_DEVICE, dtype=torch.bfloat16)
+        valid = _rows_of(starts, counts)
+        if target.layout == "m_indices":
+            index = torch.full((starts[-1],), -1, device=_DEVICE, dtype=torch.int32)
+            index[valid] = torch.repeat_interleave(_int32(range(target.num_experts)), _int32(counts))
+        elif target.layout == "psum":
+            index = _int32([start + count for start, count in zip(starts[:-1], counts, strict=True)])
+        else:
+            index = _int32(starts)
+        given: Any = {target.layout: index}
+
+        def run(config: str, weights: Quantized) -> object:
+            return grouped_gemm_fp8_contiguous(*a, *weights, **given, expected_m=rows, out=out, config=config)
+
+        return cls(run, out, valid)
+
+    def output(self, config: str, weights: Quantized) -> Tensor:
+        """The valid rows in fp32, NaN where the config wrote none."""
+        self.out.fill_(float("nan"))
+        self.run(config, weights)
+        return self.out.view(-1, self.out.shape[-1])[self.valid].float()
+
+
+def _activations(rows: int, k: int) -> Quantized:
+    return quantize_fp8(torch.randn(rows, k, device=_DEVICE, dtype=torch.bfloat16))
+
+
+def _int32(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, device=_DEVICE, dtype=torch.int32)
+
+
+def _rows_of(starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+    ranges = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=False)]
+    return torch.cat(ranges).to(_DEVICE)
+
+
+class _Graph:
+    """Whole turns of `calls`, eight calls or more, captured; they have run before."""
+
+    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
+        turns = -(-8 // len(calls))
+        self._calls = turns * len(calls)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            for _ in range(turns):
+                for call in calls:
+                    call()
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+
+    def time_us(self) -> float:
+        """One replay, in microseconds a call."""
+        torch.cuda._sleep(_SPIN_CYCLES)
+        self._start.record()
+        self._graph.replay()
+        self._end.record()
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) * 1e3 / self._calls
+
+
+def _medians(graphs: Sequence[_Graph], replays: int) -> list[float]:
+    """Median microseconds a call of each; they take turns, so that clocks and temperature favour none."""
+    for graph in graphs:
+        graph.time_us()
+    samples: list[list[float]] = [[] for _ in graphs]
+    for turn in range(replays):
+        order = range(len(graphs))
+        for i in order if turn % 2 == 0 else reversed(order):
+            time.sleep(_PAUSE_S)
+            samples[i].append(graphs[i].time_us())
+    return [statistics.median(times) for times in samples]
