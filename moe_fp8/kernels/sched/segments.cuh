@@ -186,8 +186,8 @@ class TileWalk {
         int highest = -1;
 #pragma unroll
         for (int i = 0; i < kBlockM; i += kWarp) {
-            const int mine = row + i + lane_index();
-            if (mine < m_) highest = max(highest, index_[mine]);
+            const int mine = i + lane_index();
+            if (mine < kBlockM && row + mine < m_) highest = max(highest, index_[row + mine]);
         }
         highest = __reduce_max_sync(0xffffffffu, highest);
         return highest < num_experts_ ? highest : -1;
