@@ -53,6 +53,8 @@ def summary(results: Results) -> str:
     for device in results:
         parts.append(f"On one {_name(device)} ({_versions(device)}); peer time / ours where no unit stands:")
         parts.append(targets.table(device))
+        if earlier := _earlier(device):
+            parts.append(f"Of earlier runs: {earlier}.")
         for plot in plots.plots(device):
             parts.append(f"![{plot.title}: share of the ceilings]({plot.path.relative_to(ROOT).as_posix()})")
     return "\n\n".join(parts)
@@ -92,6 +94,17 @@ def _versions(device: dict[str, Any]) -> str:
     return (
         f"driver {device['driver']}, CUDA {device['cuda']}, PyTorch {device['torch']}, "
         f"{device['date']}, commit `{device['commit']}`"
+    )
+
+
+def _earlier(device: dict[str, Any]) -> str:
+    """Classes whose rows come from another commit than the last run's, and which."""
+    others: dict[str, list[str]] = {}
+    for cls, rows in _by_class(device):
+        for commit in {row["commit"] for row in rows} - {device["commit"]}:
+            others.setdefault(commit, []).append(_TITLES[cls])
+    return "; ".join(
+        f"{', '.join(dict.fromkeys(titles))} (commit `{commit}`)" for commit, titles in sorted(others.items())
     )
 
 

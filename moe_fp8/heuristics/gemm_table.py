@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from moe_fp8.errors import ConfigError
 from moe_fp8.heuristics.tiles import GemmConfig, parse_gemm_config
 from moe_fp8.problems import GemmProblem
 
@@ -69,4 +70,7 @@ def lookup(problem: GemmProblem) -> GemmConfig | None:
     at = bisect_left(found, (problem.expected_m,))
     if at == len(found) or found[at][1] >= problem.expected_m:
         return None
-    return parse_gemm_config(found[at][2], problem)
+    try:
+        return parse_gemm_config(found[at][2], problem)
+    except ConfigError:
+        return None  # measured on all SMs, and the problem has fewer than its cluster
