@@ -60,6 +60,8 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
         }
     }
     ptx::bulk_wait_read();
+    // As for the stages: the last arrivals of the cluster's other CTAs.
+    if constexpr (kParts > 1) ptx::barrier_wait(&shared.parts_free, parts_phase ^ 1);
 }
 
 }  // namespace moe_fp8
@@ -69,6 +71,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
     using namespace moe_fp8;
     extern __shared__ __align__(1024) uint8_t dynamic[];  // with no static shared memory it starts at such an address
     Shared& shared = *reinterpret_cast<Shared*>(dynamic);
+    if (ptx::shared_address(dynamic) % 1024 != 0) __trap();  // TMA and wgmma would swizzle differently
 
     const int warp = warp_index();
     if (warp == 0 && ptx::elect_one()) {
@@ -98,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
         consume(p, shared, warp / 4 - 1);
     }
 
-    // A peer may still copy into this CTA's stages or arrive on its barriers.
+    // A peer may still copy into this CTA's stages.
     if constexpr (kCluster > 1) {
         __syncwarp();
         ptx::cluster_barrier();

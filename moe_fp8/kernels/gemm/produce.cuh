@@ -95,6 +95,11 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
         __syncwarp();
     }
     if (!waited) ptx::grid_dependency_wait(), ptx::launch_dependents();
+    // Until the other CTA of a pair has released all stages here: its arrivals must find this CTA's barriers.
+    if (kPaired && lane_index() == 0) {
+        for (int i = 0; i < kStages; ++i, ring.step()) ptx::barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
+    }
+    __syncwarp();
 }
 
 // A second warp brings the weights' scales, a few floats a stage that TMA is too coarse for: it reads them a warp's worth at a

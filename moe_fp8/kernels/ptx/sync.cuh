@@ -36,7 +36,7 @@ DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "me
 DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // All threads of the cluster have come here. Orders no memory accesses (that costs a fence at GPU scope): for barriers that
-// fence_barrier_init has published, and for the end, when all that was asked for has arrived.
+// fence_barrier_init has published, and for the end, when all copies and arrivals have been waited for.
 DEVICE void cluster_barrier() {
     asm volatile(
         "barrier.cluster.arrive.relaxed.aligned;\n"
