@@ -35,7 +35,8 @@ def gemm_fp8(
     choice. It never changes more than the last bits: configs that divide K (a "k" at the end, or 64 weight
     rows) round parts of the sum on their own.
 
-    Returns out. Accumulates in fp32. No host synchronisation; safe to capture.
+    Returns out. Accumulates in fp32. No host synchronisation; safe to capture. `b` and `b_scale` may be read
+    while the kernel before still runs (docs/graphs.md, "Launches that overlap").
     Raises ArgumentError; ConfigError for a config that this call may not use; JitMissError after `freeze()`
     if warmup did not cover the shape: plans hold no configs that callers ask for.
     """
