@@ -26,14 +26,15 @@ class WrongResult(Exception):
 class Contestant:
     """`calls` has one capture-safe call an input set; `check` runs the first set and returns its error.
 
-    `ceiling` marks one that computes something easier than the op: its time goes into the notes and not
-    into the ratio. `tolerance` is its own where it differs from the class's.
+    `aside` marks one that is no peer, as it computes something easier than the op or is ours in another
+    mode: its time goes into the notes and not into the ratio. `tolerance` is its own where it differs from
+    the class's.
     """
 
     name: str
     calls: Sequence[Call]
     check: Callable[[], float]
-    ceiling: bool = False
+    aside: bool = False
     tolerance: float | None = None
 
     @classmethod
@@ -83,7 +84,7 @@ class Session:
             replays, min(self.replays, _RANDOM_REPLAYS) if is_random else self.replays
         )
         for peer, us in zip(timed, peer_us, strict=True):
-            if peer.ceiling:
+            if peer.aside:
                 row.notes[f"{peer.name} us"] = four_digits(us)
             else:
                 row.peers[peer.name] = us

@@ -65,7 +65,7 @@ def per_tensor(a: Sequence[Quantized], b: Sequence[Quantized]) -> Contestant:
         reference = a[0][0].float().double() @ b[0][0].float().double().t()
         return inputs.relative_error(calls[0](), reference)
 
-    return Contestant(name, calls, check, ceiling=True, tolerance=_FAST_TOLERANCE)
+    return Contestant(name, calls, check, aside=True, tolerance=_FAST_TOLERANCE)
 
 
 def _column_major(scale: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 
 import moe_fp8
+from moe_fp8.heuristics import gemm_config
+from moe_fp8.problems import GemmProblem
 
 from . import cublas, inputs, random_shapes
 from .compare import Contestant, Session
 from .inputs import Quantized
 from .peer import DeepGemm
-from .results import LISTED, RANDOM, Row, shape_dict
+from .results import BATCH_INVARIANT, LISTED, RANDOM, Row, shape_dict
 from .shapes import CONTIGUOUS, DENSE, MASKED, DenseShape, GroupedShape, aligned_starts
 from .timing import Call, l2_bytes, plan_rotation
 
@@ -89,7 +92,7 @@ def _poisoned(*size: int) -> Tensor:
 
 def _dense(session: Session, peer: DeepGemm | None, shape: DenseShape, row: Row) -> None:
     m, n, k = shape.m, shape.n, shape.k
-    num_sets, num_calls = _rotation(n * k, m, n, k, contestants=4)
+    num_sets, num_calls = _rotation(n * k, m, n, k, contestants=5)
     a = [inputs.activations(m, k) for _ in range(num_sets)]
     b = [inputs.weights(n, k) for _ in range(num_sets)]
 
@@ -108,6 +111,11 @@ def _dense(session: Session, peer: DeepGemm | None, shape: DenseShape, row: Row)
         calls = [partial(peer.gemm, a[i][0], peer.aligned(a[i][1]), *b[i], outs[i]) for i in range(num_sets)]
         contestants.append(contestant(peer.name, outs, calls))
     contestants += [make(a, b) for make in CUBLAS]
+    # The mode is a setting of the process; what it changes is the config.
+    invariant = str(gemm_config(GemmProblem("dense", m, n, k, batch_invariant=True)))
+    outs = [_poisoned(m, n) for _ in range(num_sets)]
+    calls = [partial(moe_fp8.gemm_fp8, *a[i], *b[i], out=outs[i], config=invariant) for i in range(num_sets)]
+    contestants.append(replace(contestant(BATCH_INVARIANT, outs, calls), aside=True))
     session.compare(row, contestants, num_calls, TOLERANCE)
 
 

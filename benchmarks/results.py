@@ -16,6 +16,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 LISTED, RANDOM = "listed", "random"
 
+#: The contestant that is ours with the config of the batch-invariant mode.
+BATCH_INVARIANT = "batch-invariant"
+
 CLASSES = (
     "dense",
     "contiguous",

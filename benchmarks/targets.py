@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .results import set_of
+from .results import BATCH_INVARIANT, set_of
 
 Json = dict[str, Any]
 
@@ -18,6 +18,11 @@ _PEER = "deep_gemm"
 def _ratio(row: Json) -> float | None:
     with_peer = any(name.startswith(_PEER) for name in row["peers"])
     return row["ratio"] if with_peer else None
+
+
+def _batch_invariant(row: Json) -> float | None:
+    invariant = row.get("notes", {}).get(f"{BATCH_INVARIANT} us")
+    return row["us"] / invariant if invariant else None
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,12 @@ ABSOLUTE = [
         mean=4300,
         figure=lambda row: row["gbs"],
         unit="GB/s",
+    ),
+    Target(
+        "dense, m <= 128: usual time / that of the batch-invariant mode",
+        "dense",
+        lambda s: s["m"] <= 128,
+        figure=_batch_invariant,
     ),
     Target(
         "host time of an eager call",
