@@ -1,0 +1,174 @@
+// The walk over tiles (kernels/sched/segments.cuh) on the host: a warp is 32 threads that meet in every intrinsic. For random
+// segments it checks that the tiles of all CTAs store every valid row of every column once, under the right expert, and
+// that the two tiles of a pair agree on what they have in common. Prints what is wrong; the exit code is 1 then.
+#include <algorithm>
+#include <barrier>
+#include <cstdint>
+#include <cstdio>
+#include <map>
+#include <numeric>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+using std::max;
+using std::min;
+
+#define DEVICE inline
+#define __device__
+
+struct Index {
+    unsigned x;
+};
+thread_local Index threadIdx, blockIdx, gridDim;
+
+struct Warp {
+    std::barrier<> meet{32};
+    int values[32];
+};
+thread_local Warp* warp;
+
+template <typename Read>
+auto exchange(int value, Read read) {
+    warp->values[threadIdx.x % 32] = value;
+    warp->meet.arrive_and_wait();
+    const auto result = read(warp->values);
+    warp->meet.arrive_and_wait();
+    return result;
+}
+
+inline int __shfl_sync(unsigned, int value, int lane) {
+    return exchange(value, [=](const int* values) { return values[lane]; });
+}
+inline int __shfl_up_sync(unsigned, int value, int distance) {
+    const int lane = threadIdx.x % 32;
+    return exchange(value, [=](const int* values) { return lane >= distance ? values[lane - distance] : value; });
+}
+inline unsigned __ballot_sync(unsigned, bool value) {
+    return exchange(value, [](const int* values) {
+        unsigned bits = 0;
+        for (int lane = 0; lane < 32; ++lane) bits |= static_cast<unsigned>(values[lane]) << lane;
+        return bits;
+    });
+}
+inline int __reduce_max_sync(unsigned, int value) {
+    return exchange(value, [](const int* values) { return *std::max_element(values, values + 32); });
+}
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+
+#include "sched/segments.cuh"
+
+using namespace moe_fp8::sched;
+
+struct Case {
+    std::vector<int> index;
+    std::vector<int> owner;  // expert of each row of `a`, -1 for padding
+    int num_experts, m, n, ctas;
+};
+
+template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired>
+bool holds(const Case& c) {
+    std::vector<std::vector<Tile>> walks(c.ctas);
+    for (int cta = 0; cta < c.ctas; ++cta) {
+        Warp shared;
+        std::vector<std::thread> lanes;
+        for (unsigned lane = 0; lane < 32; ++lane) {
+            lanes.emplace_back([&, lane, cta] {
+                warp = &shared, threadIdx.x = lane, blockIdx.x = cta, gridDim.x = c.ctas;
+                TileWalk<kLayout, kBlockM, kBlockN, kPaired, 1> walk(c.index.data(), c.num_experts, c.m, c.n,
+                                                                     kPaired ? cta % 2 : 0);
+                Tile tile;
+                while (walk.next(tile)) {
+                    if (lane == 0) walks[cta].push_back(tile);
+                }
+            });
+        }
+        for (auto& lane : lanes) lane.join();
+    }
+    auto wrong = [&](const char* what, int row, int column) {
+        std::printf("layout %d, %d x %d%s, n %d, %d CTAs: %s at row %d, column %d\n", static_cast<int>(kLayout), kBlockM,
+                    kBlockN, kPaired ? " in pairs" : "", c.n, c.ctas, what, row, column);
+        return false;
+    };
+    std::map<std::pair<int, int>, int> stored;
+    for (const auto& walk : walks) {
+        for (const Tile& tile : walk) {
+            for (int row = tile.row + tile.begin_row; row < tile.row + tile.end_row && tile.n < c.n; ++row) {
+                if (row >= static_cast<int>(c.owner.size())) return wrong("a store beyond the rows", row, tile.n);
+                // `m_indices` has padding anywhere in a tile, and what is stored there has no meaning.
+                if (c.owner[row] < 0 && kLayout == Layout::kMIndices) continue;
+                if (c.owner[row] != tile.expert) return wrong("another expert", row, tile.n);
+                if (++stored[{row, tile.n}] > 1) return wrong("a second store", row, tile.n);
+            }
+        }
+    }
+    for (int row = 0; row < static_cast<int>(c.owner.size()); ++row) {
+        for (int column = 0; column < c.n && c.owner[row] >= 0; column += kBlockN) {
+            if (!stored.count({row, column})) return wrong("no store", row, column);
+        }
+    }
+    for (int cta = 0; kPaired && cta < c.ctas; cta += 2) {
+        if (walks[cta].size() != walks[cta + 1].size()) return wrong("a pair out of step", cta, 0);
+        for (size_t i = 0; i < walks[cta].size(); ++i) {
+            const Tile &left = walks[cta][i], &right = walks[cta + 1][i];
+            const bool weights = left.expert == right.expert && left.n == right.n;
+            const bool tokens = left.expert == right.expert && left.row == right.row && left.scale_row == right.scale_row;
+            if (left.common != right.common || (left.common == Common::kWeights && !weights) ||
+                (left.common == Common::kTokens && !tokens)) {
+                return wrong("nothing in common", left.row, left.n);
+            }
+        }
+    }
+    return true;
+}
+
+template <Layout kLayout>
+bool all_hold(const Case& c) {
+    return holds<kLayout, 8, 128, false>(c) && holds<kLayout, 16, 128, false>(c) && holds<kLayout, 64, 64, false>(c) &&
+           holds<kLayout, 128, 256, false>(c) && holds<kLayout, 128, 256, true>(c);
+}
+
+int main() {
+    std::mt19937 random(1);
+    for (int round = 0; round < 12; ++round) {
+        const int num_experts = 1 + random() % (round % 4 == 0 ? 70 : 7);
+        const int n = 64 * (1 + random() % 40), ctas = 2 * (1 + random() % 3);
+        std::vector<int> counts(num_experts);
+        for (int& count : counts) {
+            const int kinds[] = {0, 128, 256, static_cast<int>(random() % 20), static_cast<int>(random() % 400)};
+            count = kinds[random() % 5] % (num_experts > 10 ? 140 : 400);
+        }
+        counts[random() % num_experts] = 129;
+
+        std::vector<int> psum, m_indices, aligned, offsets{0}, ragged;
+        for (int expert = 0; expert < num_experts; ++expert) {
+            const int count = counts[expert], start = static_cast<int>(aligned.size());
+            psum.push_back(start + count);
+            for (int row = 0; row < (count + 127) / 128 * 128; ++row) {
+                aligned.push_back(row < count ? expert : -1);
+                m_indices.push_back(row < count && (row != count / 2 || count < 4) ? expert : -1);
+            }
+            ragged.insert(ragged.end(), count, expert);
+            offsets.push_back(static_cast<int>(ragged.size()));
+        }
+        const int padding = 128 * (random() % 3);
+        aligned.insert(aligned.end(), padding, -1);
+        m_indices.insert(m_indices.end(), padding, -1);
+        const int m_max = *std::max_element(counts.begin(), counts.end()) + random() % 50;
+        std::vector<int> buffers(num_experts * m_max, -1);
+        for (int expert = 0; expert < num_experts; ++expert) {
+            std::fill_n(buffers.begin() + expert * m_max, counts[expert], expert);
+        }
+        const int m = static_cast<int>(aligned.size()), rows = static_cast<int>(ragged.size());
+
+        if (!all_hold<Layout::kPsum>({psum, aligned, num_experts, m, n, ctas}) ||
+            !all_hold<Layout::kMIndices>({m_indices, m_indices, num_experts, m, n, ctas}) ||
+            !all_hold<Layout::kMasked>({counts, buffers, num_experts, m_max, n, ctas}) ||
+            !all_hold<Layout::kOffsets>({offsets, ragged, num_experts, rows, n, ctas}) ||
+            !all_hold<Layout::kDense>({{0}, std::vector<int>(rows, 0), 1, rows, n, ctas})) {
+            return 1;
+        }
+    }
+    return 0;
+}
