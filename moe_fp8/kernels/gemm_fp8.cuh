@@ -19,9 +19,7 @@
 namespace moe_fp8 {
 
 DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
-    const uint32_t rank = cluster_rank();
-    const KRange range(p, rank);
-    const Share share(rank, warpgroup);
+    const KRange range(p, cluster_rank());
     TileReader reader(shared.tiles);
     Accumulator accumulator(shared, warpgroup);
     uint32_t parts_phase = 0;
@@ -32,6 +30,7 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
             continue;
         }
         auto store = [&](const Fragments::Sum& sum, int wave) {
+            const Share share(cluster_rank(), warpgroup);  // anew: not in registers over the main loop
             const Fragments::Region region(tile->begin_row - part.token, tile->end_row - part.token, share.first, share.end);
             const int row = tile->row + part.token, column = tile->n + part.weight + wave * Fragments::kColumns;
             if constexpr (OUT_FP32) {
@@ -50,7 +49,7 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
         Fragments::Sum sum[kWaves];
         accumulator.run(range.end - range.begin, part, sum, [&](const Fragments::Sum& first) { store(first, 0); });
         if constexpr (kParts > 1) {
-            add_parts(shared, sum[0], warpgroup, share, parts_phase);
+            add_parts(shared, sum[0], warpgroup, Share(cluster_rank(), warpgroup), parts_phase);
             parts_phase ^= 1;
         }
         if (kWaves == 1 || part.columns == Fragments::kColumns) {
@@ -61,7 +60,7 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
     }
     ptx::bulk_wait_read();
     // As for the stages: the last arrivals of the cluster's other CTAs.
-    if constexpr (kParts > 1) ptx::barrier_wait(&shared.parts_free, parts_phase ^ 1);
+    if constexpr (kParts > 1) ptx::barrier_wait(&shared.parts_free[kAlternate ? 0 : warpgroup], parts_phase ^ 1);
 }
 
 }  // namespace moe_fp8
@@ -84,8 +83,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
             ptx::barrier_init(&shared.empty[stage], (kAlternate ? 1 : kMathWarpgroups) * 4 * (kPaired ? 2 : 1));
         }
         shared.tiles.init();
-        for (int warpgroup = 0; warpgroup < kMathWarpgroups; ++warpgroup) ptx::barrier_init(&shared.parts_full[warpgroup], 1);
-        ptx::barrier_init(&shared.parts_free, kMathWarpgroups * 4 * kCluster);
+        for (int warpgroup = 0; warpgroup < kMathWarpgroups; ++warpgroup) {
+            ptx::barrier_init(&shared.parts_full[warpgroup], 1);
+            ptx::barrier_init(&shared.parts_free[warpgroup], (kAlternate ? kMathWarpgroups : 1) * 4 * kCluster);
+        }
         ptx::fence_barrier_init();
     }
     __syncthreads();

@@ -116,6 +116,22 @@ def test_divided_sums_repeat_twenty_times(config: str) -> None:
         assert torch.equal(_dense(case, config), first)
 
 
+@pytest.mark.parametrize("m", [50, 180])
+@pytest.mark.parametrize("config", ["128x128/2k", "128x128/3k", "128x128/4k", "64x64/2k"])
+def test_divided_tiles_of_which_a_warpgroup_owns_nothing(m: int, config: str) -> None:
+    # The last tile of each column has at most 64 rows; every cluster takes several tiles.
+    case = cases.dense_case(m, 8192, 2048, "cuda")
+    cases.check_gemm(case, _dense(case, config))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_divided_tiles_with_nothing_to_share(dtype: torch.dtype) -> None:
+    # One group of columns and up to eight parts: most get none to add. Many tiles for each CTA.
+    case = cases.dense_case(5, 24576, 4096, "cuda")
+    for config in ("8x64", "8x64/2k", "8x64/4k", "8x128/4k"):
+        cases.check_gemm(case, _dense(case, config, dtype))
+
+
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("config", ["64x128", "128x128", "128x256", "128x256/2p"])
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -68,6 +68,7 @@ class Accumulator {
             wait(ahead, scales[next]);
             multiply(partial[next], ahead, 0);
             ptx::wgmma_wait<1>();
+            ptx::wgmma_pin(partial[done]);
             finish_block(sum, partial[done], scales[done]);
         };
         int block = 0;
@@ -78,9 +79,11 @@ class Accumulator {
         if (block + 1 < num_blocks) {
             step(0, 1);
             ptx::wgmma_wait<0>();
+            ptx::wgmma_pin(partial[1]);
             finish_block(sum, partial[1], scales[1]);
         } else {
             ptx::wgmma_wait<0>();
+            ptx::wgmma_pin(partial[0]);
             finish_block(sum, partial[0], scales[0]);
         }
     }
@@ -105,10 +108,12 @@ class Accumulator {
         for (int left = num_blocks;;) {
             multiply(partial, ring_, 0);
             ptx::wgmma_wait<0>();
+            ptx::wgmma_pin(partial);
             Fragments::promote(sum[0], partial, scales, 0);
             multiply(partial, ring_, 1);
             if (--left == 0) break;
             ptx::wgmma_wait<0>();
+            ptx::wgmma_pin(partial);
             release_stage(shared_, ring_.slot);
             ring_.step();
             const Scales done = scales;
@@ -117,6 +122,7 @@ class Accumulator {
         }
         first_done(sum[0]);
         ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(partial);
         release_stage(shared_, ring_.slot);
         ring_.step();
         Fragments::promote(sum[1], partial, scales, 1);

@@ -23,11 +23,12 @@ struct Share {
 // compiler would index `sum` by it, and put it in local memory.)
 DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const Share& share, uint32_t phase) {
     const int thread = mma::warpgroup_thread();
+    ptx::Barrier* free = &shared.parts_free[kAlternate ? 0 : warpgroup];
+    ptx::barrier_wait(free, phase ^ 1);
     if (thread == 0) {
         ptx::barrier_arrive_expect(&shared.parts_full[warpgroup],
                                    (kParts - 1) * (share.end - share.first) * kWarpgroup * sizeof(float4));
     }
-    ptx::barrier_wait(&shared.parts_free, phase ^ 1);
 #pragma unroll
     for (int j = 0; j < kColumnGroups; ++j) {
         const int to = j * kParts / kColumnGroups, slot = j - ceil_div(to * kColumnGroups, kParts);
@@ -51,7 +52,7 @@ DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const 
         sum[4 * j] = total.x, sum[4 * j + 1] = total.y, sum[4 * j + 2] = total.z, sum[4 * j + 3] = total.w;
     }
     __syncwarp();
-    if (lane_index() < kCluster) ptx::barrier_arrive_cluster(&shared.parts_free, lane_index());
+    if (lane_index() < kCluster) ptx::barrier_arrive_cluster(free, lane_index());
 }
 
 // Takes this warp's group of staged tokens to memory: by TMA if all of it is to be stored, else row by row. `row` and `column`

@@ -65,7 +65,9 @@ struct Shared {
     float weight_scales[kStages][kScaleBlocks];
     Tiles tiles;
     ptx::Barrier parts_full[kMathWarpgroups];  // the others' parts have come
-    ptx::Barrier parts_free;                   // every warp of the cluster has read the parts it got
+    // All who get parts from this warpgroup have read them: the same one of every CTA (the other may have no tokens, and so no
+    // parts) or, if they alternate, both, which share the first.
+    ptx::Barrier parts_free[kMathWarpgroups];
     ptx::Barrier full[kStages];
     ptx::Barrier empty[kStages];
 };
