@@ -5,7 +5,6 @@ Shared-memory sizes computed here are restated by `static_assert` in the kernel.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -30,9 +29,6 @@ Shares = Literal["operands", "k"]
 
 #: Token tiles, smallest first. wgmma's N is a multiple of 8; a tile never crosses a 128-row segment start.
 TOKEN_TILES = (8, 16, 32, 64, 128)
-
-_SHARES: dict[str, Shares] = {"p": "operands", "k": "k"}
-_CONFIG_TEXT = re.compile(r"(\d{1,3})x(\d{1,3})(?:/(\d)([pk]))?")
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ def _deepest(block_m: int, block_n: int, cluster: int = 1, shares: Shares = "ope
 
 @cache
 def gemm_configs(layout: GemmLayout, k: int, batch_invariant: bool = False) -> tuple[GemmConfig, ...]:
-    """Every config that a GEMM of this layout may use, cheapest in shared memory first.
+    """Every config that a GEMM of this layout may use.
 
     Dividing K changes the order of a sum, so only what results may depend on may choose it: grouped results
     are the same for any `expected_m`, and batch-invariant ones for any number of rows. Neither do parts of K
@@ -119,15 +115,10 @@ def gemm_configs(layout: GemmLayout, k: int, batch_invariant: bool = False) -> t
 
 def parse_gemm_config(text: str, problem: GemmProblem) -> GemmConfig:
     """The config that `text` (see GemmConfig) names; ConfigError unless it is one that `problem` may use."""
-    match = _CONFIG_TEXT.fullmatch(text)
     legal = gemm_configs(problem.layout, problem.k, problem.batch_invariant)
-    if match:
-        block_m, block_n, cluster, shares = match.groups()
-        wanted = (int(block_m), int(block_n), int(cluster or 1), _SHARES[shares or "p"])
-        for config in legal:
-            same = (config.block_m, config.block_n, config.cluster, config.shares) == wanted
-            if same and config.cluster <= problem.num_sms:
-                return config
+    for config in legal:
+        if str(config) == text and config.cluster <= problem.num_sms:
+            return config
     raise ConfigError(
         "config",
         f"one of {', '.join(map(str, legal))} for layout {problem.layout}, K = {problem.k}"

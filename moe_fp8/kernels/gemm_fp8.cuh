@@ -4,11 +4,12 @@
 // The grid is persistent. In each CTA one warp walks its tiles, one feeds a ring of stages by TMA, one adds the weights'
 // scales, and two math warpgroups share every tile (mma/fragments.cuh says how).
 //
-// A cluster is either a pair of tiles with weights or tokens in common, of which each CTA loads a half for both; or it shares
-// one tile along K: each CTA sums a part of K, and the parts are added in the order of rank, so that results repeat bit for bit.
+// A cluster is either a pair of tiles with weights or tokens in common, of which each CTA loads a half for both; or it
+// shares one tile along K: each CTA sums a part of K, and the parts are added in the order of rank, so that results repeat
+// bit for bit.
 //
-// Specialised by: LAYOUT, BLOCK_M (tokens), BLOCK_N (weight rows), NUM_STAGES, CLUSTER_SIZE, SPLIT_K (of what kind the cluster
-// is), OUT_FP32; M, N, K and the number of experts are run-time values.
+// Specialised by: LAYOUT, BLOCK_M (tokens), BLOCK_N (weight rows), NUM_STAGES, CLUSTER_SIZE, SPLIT_K (of what kind the
+// cluster is), OUT_FP32; M, N, K and the number of experts are run-time values.
 #pragma once
 
 #include "gemm/accumulate.cuh"
@@ -52,7 +53,7 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
             add_parts(shared, sum[0], warpgroup, Share(cluster_rank(), warpgroup), parts_phase);
             parts_phase ^= 1;
         }
-        if (kWaves == 1 || part.columns == Fragments::kColumns) {
+        if (part.fragments == 1) {
             store(sum[0], 0);
         } else {
             store(sum[kWaves - 1], 1);
@@ -60,7 +61,7 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
     }
     ptx::bulk_wait_read();
     // As for the stages: the last arrivals of the cluster's other CTAs.
-    if constexpr (kParts > 1) ptx::barrier_wait(&shared.parts_free[kAlternate ? 0 : warpgroup], parts_phase ^ 1);
+    if constexpr (kParts > 1) ptx::barrier_wait(parts_free(shared, warpgroup), parts_phase ^ 1);
 }
 
 }  // namespace moe_fp8

@@ -219,43 +219,18 @@ def _fake(*_arguments: object) -> None:
     """Meta implementation of most ops: outputs are given, so there is nothing to infer."""
 
 
-# The GEMMs' say at least, where a call is traced, that there is no such config.
+def _fake_gemm(layout: str | None) -> Callable[..., None]:
+    """Meta implementation of a GEMM: says at least, where a call is traced, that there is no such config.
 
+    `layout` None: the call names it.
+    """
 
-def _fake_gemm_fp8(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, config: str | None = None
-) -> None:
-    if config is not None:
-        checks.gemm_config("dense", a, b, config)
+    def fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: Any) -> None:
+        *others, config = rest  # the last argument, if it is given
+        if isinstance(config, str):
+            checks.gemm_config(layout or others[1], a, b, config)
 
-
-def _fake_grouped_gemm_fp8_contiguous(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    index: Tensor,
-    layout: str,
-    expected_m: int | None,
-    out: Tensor,
-    config: str | None = None,
-) -> None:
-    if config is not None:
-        checks.gemm_config(layout, a, b, config)
-
-
-def _fake_grouped_gemm_fp8_masked(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    masked_m: Tensor,
-    expected_m: int | None,
-    out: Tensor,
-    config: str | None = None,
-) -> None:
-    if config is not None:
-        checks.gemm_config("masked", a, b, config)
+    return fake
 
 
 def _register() -> None:
@@ -269,9 +244,9 @@ def _register() -> None:
         "paged_mqa_logits_fp8": _paged_mqa_logits_fp8,
     }
     fakes = {
-        "gemm_fp8": _fake_gemm_fp8,
-        "grouped_gemm_fp8_contiguous": _fake_grouped_gemm_fp8_contiguous,
-        "grouped_gemm_fp8_masked": _fake_grouped_gemm_fp8_masked,
+        "gemm_fp8": _fake_gemm("dense"),
+        "grouped_gemm_fp8_contiguous": _fake_gemm(None),
+        "grouped_gemm_fp8_masked": _fake_gemm("masked"),
     }
     for definition in _DEFINITIONS:
         name = definition.split("(", 1)[0]

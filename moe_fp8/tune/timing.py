@@ -6,8 +6,6 @@ the L2 together, as in a model whose other layers run in between.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +24,7 @@ from moe_fp8.ops import (
     to_mn_major,
 )
 from moe_fp8.problems import SEGMENT_ALIGNMENT
+from moe_fp8.tune.replay import Replay, alternate, l2_bytes
 from moe_fp8.tune.targets import Target
 
 _DEVICE = torch.device("cuda")
@@ -36,8 +35,6 @@ _TOLERANCE = 5e-3
 #: Experts' rows as multiples of their mean.
 _SPREAD = (1.0, 0.7, 1.3, 0.9, 1.1, 0.8, 1.2)
 
-#: Cycles of a spinning kernel before a timed replay: the graph is enqueued before the device gets to it.
-_SPIN_CYCLES = 200_000
 _REPLAYS, _FINAL_REPLAYS, _PAUSE_S = 11, 31, 0.002
 
 #: Where weights are so few that 4 x the L2 would take more, launching takes longer than reading them.
@@ -63,11 +60,16 @@ def fastest(target: Target, rows: int, configs: Sequence[str]) -> tuple[str, flo
                 f"{target}, {rows} rows: expected {config} to give what {configs[0]} gives, finite and "
                 f"within {_TOLERANCE}, got a relative difference of {error.item():.2e}"
             )
-    graphs = [_Graph([partial(calls.run, config, weights) for weights in sets]) for config in configs]
-    times = _medians(graphs, _REPLAYS)
+    num_calls = -(-8 // len(sets)) * len(sets)  # whole turns, eight calls or more
+    graphs = [
+        Replay([partial(calls.run, config, weights) for weights in sets], num_calls) for config in configs
+    ]
+    times = alternate(graphs, _REPLAYS, _PAUSE_S)
     best = min(range(len(configs)), key=times.__getitem__)
     # The least of many medians is a little too good: the two that matter are timed again.
-    us, model_us = _medians([graphs[best], graphs[0]], _FINAL_REPLAYS) if best else (times[0], times[0])
+    us, model_us = (
+        alternate([graphs[best], graphs[0]], _FINAL_REPLAYS, _PAUSE_S) if best else (times[0], times[0])
+    )
     return configs[best], us, model_us
 
 
@@ -82,14 +84,10 @@ def _weights(n: int, k: int, num_experts: int) -> tuple[Quantized, ...]:
     """Sets of weights `[n, k]` or `[E, n, k]`, of more than four times the L2 together."""
     if _Sets.key != (n, k, num_experts):
         _Sets.key, _Sets.sets = None, ()  # room for the new ones
-        count = min(4 * _l2_bytes() // (num_experts * n * k) + 1, _MOST_SETS)
+        count = min(4 * l2_bytes() // (num_experts * n * k) + 1, _MOST_SETS)
         _Sets.sets = tuple(_random_weights(n, k, num_experts) for _ in range(count))
         _Sets.key = n, k, num_experts
     return _Sets.sets
-
-
-def _l2_bytes() -> int:
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
 
 
 def _random_weights(n: int, k: int, num_experts: int) -> Quantized:
@@ -181,40 +179,3 @@ def _int32(values: Sequence[int]) -> Tensor:
 def _rows_of(starts: Sequence[int], counts: Sequence[int]) -> Tensor:
     ranges = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=False)]
     return torch.cat(ranges).to(_DEVICE)
-
-
-class _Graph:
-    """Whole turns of `calls`, eight calls or more, captured; they have run before."""
-
-    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
-        turns = -(-8 // len(calls))
-        self._calls = turns * len(calls)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            for _ in range(turns):
-                for call in calls:
-                    call()
-        self._start = torch.cuda.Event(enable_timing=True)
-        self._end = torch.cuda.Event(enable_timing=True)
-
-    def time_us(self) -> float:
-        """One replay, in microseconds a call."""
-        torch.cuda._sleep(_SPIN_CYCLES)
-        self._start.record()
-        self._graph.replay()
-        self._end.record()
-        self._end.synchronize()
-        return float(self._start.elapsed_time(self._end)) * 1e3 / self._calls
-
-
-def _medians(graphs: Sequence[_Graph], replays: int) -> list[float]:
-    """Median microseconds a call of each; they take turns, so that clocks and temperature favour none."""
-    for graph in graphs:
-        graph.time_us()
-    samples: list[list[float]] = [[] for _ in graphs]
-    for turn in range(replays):
-        order = range(len(graphs))
-        for i in order if turn % 2 == 0 else reversed(order):
-            time.sleep(_PAUSE_S)
-            samples[i].append(graphs[i].time_us())
-    return [statistics.median(times) for times in samples]

@@ -42,8 +42,9 @@ MAY_IMPORT_TORCH = {"ops", "graph", "integrations", "tune"}
 #: Outside the package, only these modules and only their public names are for use.
 PUBLIC_MODULES = {"moe_fp8", "moe_fp8.errors", "moe_fp8.graph", "moe_fp8.warmup"}
 
-#: What benchmarks may use besides: they time the compiler and another choice of the selector.
-MEASURED_MODULES = {"moe_fp8.jit.compiler", "moe_fp8.heuristics", "moe_fp8.problems"}
+#: What benchmarks may use besides: they time the compiler and another choice
+#: of the selector, and as `moe-fp8 tune` times.
+MEASURED_MODULES = {"moe_fp8.jit.compiler", "moe_fp8.heuristics", "moe_fp8.problems", "moe_fp8.tune.replay"}
 
 PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
 

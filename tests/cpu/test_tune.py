@@ -191,7 +191,8 @@ class _Clock:
 
     made: list[str]
 
-    def __init__(self, calls: Sequence[Any]) -> None:
+    def __init__(self, calls: Sequence[Any], num_calls: int) -> None:
+        assert num_calls >= 8 and num_calls % len(calls) == 0
         calls[0]()
         self.us = 10.0 - len(self.made)
         self.made.append(calls[0].args[0])
@@ -204,8 +205,8 @@ class _Clock:
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timing with the reference instead of kernels."""
     monkeypatch.setattr(timing_module, "_DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(timing_module, "_l2_bytes", lambda: 2 * 64 * 256)
-    monkeypatch.setattr(timing_module, "_Graph", _Clock)
+    monkeypatch.setattr(timing_module, "l2_bytes", lambda: 2 * 64 * 256)
+    monkeypatch.setattr(timing_module, "Replay", _Clock)
     monkeypatch.setattr(_Clock, "made", [], raising=False)
     monkeypatch.setattr(timing_module, "_PAUSE_S", 0.0)
     monkeypatch.setattr(timing_module._Sets, "key", None)

@@ -37,7 +37,7 @@ class Accumulator {
             const int mine = (num_blocks + (next_ == warpgroup_)) / 2;
             next_ ^= num_blocks & 1;
             if (mine > 0) run_block_by_block(mine, sum[0]);
-        } else if (kWaves == 1 || part.columns == Fragments::kColumns) {
+        } else if (part.fragments == 1) {
             run_block_by_block(num_blocks, sum[0]);
         } else {
             run_wave_by_wave(num_blocks, sum, first_done);
@@ -67,8 +67,7 @@ class Accumulator {
             step_ring(ahead);
             wait(ahead, scales[next]);
             multiply(partial[next], ahead, 0);
-            ptx::wgmma_wait<1>();
-            ptx::wgmma_pin(partial[done]);
+            collect<1>(partial[done]);
             finish_block(sum, partial[done], scales[done]);
         };
         int block = 0;
@@ -78,12 +77,10 @@ class Accumulator {
         }
         if (block + 1 < num_blocks) {
             step(0, 1);
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_pin(partial[1]);
+            collect<0>(partial[1]);
             finish_block(sum, partial[1], scales[1]);
         } else {
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_pin(partial[0]);
+            collect<0>(partial[0]);
             finish_block(sum, partial[0], scales[0]);
         }
     }
@@ -107,13 +104,11 @@ class Accumulator {
         wait(ring_, scales);
         for (int left = num_blocks;;) {
             multiply(partial, ring_, 0);
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_pin(partial);
+            collect<0>(partial);
             Fragments::promote(sum[0], partial, scales, 0);
             multiply(partial, ring_, 1);
             if (--left == 0) break;
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_pin(partial);
+            collect<0>(partial);
             release_stage(shared_, ring_.slot);
             ring_.step();
             const Scales done = scales;
@@ -121,8 +116,7 @@ class Accumulator {
             Fragments::promote(sum[1], partial, done, 1);
         }
         first_done(sum[0]);
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_pin(partial);
+        collect<0>(partial);
         release_stage(shared_, ring_.slot);
         ring_.step();
         Fragments::promote(sum[1], partial, scales, 1);
@@ -146,6 +140,13 @@ class Accumulator {
                                                  ptx::advance_descriptor(b, bytes), bytes > 0);
         }
         ptx::wgmma_commit();
+        ptx::wgmma_pin(partial);
+    }
+
+    // Waits for a product that `multiply` began, before the kPending last ones.
+    template <int kPending>
+    DEVICE static void collect(Sum& partial) {
+        ptx::wgmma_wait<kPending>();
         ptx::wgmma_pin(partial);
     }
 

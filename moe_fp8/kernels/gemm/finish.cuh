@@ -18,12 +18,14 @@ struct Share {
     }
 };
 
-// Adds the parts of the tile, in the order of their numbers: every warpgroup sends each other its share and gets its own. What
-// this does to groups of other shares has no meaning. (No branch depends on whose a group is: where each has one group the
-// compiler would index `sum` by it, and put it in local memory.)
+DEVICE ptx::Barrier* parts_free(Shared& shared, int warpgroup) { return &shared.parts_free[kAlternate ? 0 : warpgroup]; }
+
+// Adds the parts of the tile, in the order of their numbers: every warpgroup sends each other its share and gets its own.
+// What this does to groups of other shares has no meaning. (No branch depends on whose a group is: where each has one group
+// the compiler would index `sum` by it, and put it in local memory.)
 DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const Share& share, uint32_t phase) {
     const int thread = mma::warpgroup_thread();
-    ptx::Barrier* free = &shared.parts_free[kAlternate ? 0 : warpgroup];
+    ptx::Barrier* free = parts_free(shared, warpgroup);
     ptx::barrier_wait(free, phase ^ 1);
     if (thread == 0) {
         ptx::barrier_arrive_expect(&shared.parts_full[warpgroup],
@@ -46,7 +48,8 @@ DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const 
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
             float4 value = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
-            if (part != to) value = shared.parts[warpgroup][((part - (part > to)) * kMostShare + slot) * kWarpgroup + thread];
+            const int from = part - (part > to);
+            if (part != to) value = shared.parts[warpgroup][(from * kMostShare + slot) * kWarpgroup + thread];
             total.x += value.x, total.y += value.y, total.z += value.z, total.w += value.w;
         }
         sum[4 * j] = total.x, sum[4 * j + 1] = total.y, sum[4 * j + 2] = total.z, sum[4 * j + 3] = total.w;
@@ -55,8 +58,8 @@ DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const 
     if (lane_index() < kCluster) ptx::barrier_arrive_cluster(free, lane_index());
 }
 
-// Takes this warp's group of staged tokens to memory: by TMA if all of it is to be stored, else row by row. `row` and `column`
-// are the fragment's first.
+// Takes this warp's group of staged tokens to memory: by TMA if all of it is to be stored, else row by row. `row` and
+// `column` are the fragment's first.
 DEVICE void store_staged(const GemmParams& p, const uint8_t* staging, int row, int column,
                          const Fragments::Region& region) {
     constexpr int kGroups = Fragments::kStagedTokens / kStoredTokens;

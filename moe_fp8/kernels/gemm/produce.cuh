@@ -7,7 +7,8 @@
 namespace moe_fp8 {
 
 // Copies one stage's weights, or tokens and their scales: all of them, or a half for both CTAs of a pair.
-DEVICE void load_weights(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t stage, int block) {
+DEVICE void load_weights(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t stage,
+                         int block) {
     const int row = tile.expert * p.n + tile.n;
     ptx::Barrier* full = &shared.full[stage];
     uint8_t* weights = shared.weights[stage];
@@ -24,7 +25,8 @@ DEVICE void load_weights(const GemmParams& p, Shared& shared, const sched::Tile&
     }
 }
 
-DEVICE void load_tokens(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t stage, int block) {
+DEVICE void load_tokens(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t stage,
+                        int block) {
     const int scale_row = (kLayout == sched::Layout::kMasked ? tile.expert * (p.k / kBlockK) : 0) + block;
     ptx::Barrier* full = &shared.full[stage];
     uint8_t* tokens = shared.tokens[stage];

@@ -8,9 +8,10 @@
 // the weights. `promote` is the second level of accumulation: the tensor core's sum over 128 of K enters the fp32 sum times
 // both scales.
 //
-// `stage` writes one fragment as bf16 to the warpgroup's staging: for each 64 weight rows a box of kStagedTokens tokens x 128
-// bytes, swizzled as TMA expects it; `sync_staging` comes before and after, for those who share a box. `store` writes one as fp32 to `out`, the element of the part's first token and the
-// fragment's first weight row; of its weight rows there are `columns`.
+// `stage` writes one fragment as bf16 to the warpgroup's staging: for each 64 weight rows a box of kStagedTokens tokens x
+// 128 bytes, swizzled as TMA expects it; `sync_staging` comes before and after, for those who share a box. `store` writes one
+// as fp32 to `out`, the element of the part's first token and the fragment's first weight row; of its weight rows there are
+// `columns`.
 #pragma once
 
 #include "common/types.cuh"
@@ -32,9 +33,9 @@ DEVICE int fresh_lane() {
 
 DEVICE int warpgroup_thread() { return static_cast<int>(threadIdx.x) % kWarpgroup; }
 
-// What a warpgroup owns of a tile: from this token and this weight row on, so many weight rows.
+// What a warpgroup owns of a tile: from this token and this weight row on, so many fragments.
 struct Part {
-    int token, weight, columns;
+    int token, weight, fragments;
 };
 
 // What is stored of a fragment: tokens [begin, end) and weight rows [left, right).
@@ -57,7 +58,7 @@ struct WeightsOnM {
             : Stored{max(begin, first_group * 8), min(end, end_group * 8), 0, 64} {}
     };
 
-    static DEVICE Part part(int warpgroup, int) { return {0, kBlockN == 128 ? warpgroup * 64 : 0, 64}; }
+    static DEVICE Part part(int warpgroup, int) { return {0, kBlockN == 128 ? warpgroup * 64 : 0, 1}; }
     static DEVICE const uint8_t* m_operand(const uint8_t* weights, const uint8_t*, Part part) {
         return weights + part.weight * kBlockK;
     }
@@ -137,7 +138,7 @@ struct TokensOnM {
     };
 
     static DEVICE Part part(int warpgroup, int tokens) {
-        return kWaves == 2 && tokens <= 64 ? Part{0, warpgroup * kColumns, kColumns} : Part{warpgroup * 64, 0, kBlockN};
+        return kWaves == 2 && tokens <= 64 ? Part{0, warpgroup * kColumns, 1} : Part{warpgroup * 64, 0, kWaves};
     }
     static DEVICE const uint8_t* m_operand(const uint8_t*, const uint8_t* tokens, Part part) {
         return tokens + part.token * kBlockK;
@@ -156,7 +157,9 @@ struct TokensOnM {
             const float* source = token_scales + part.token + upper_token();
             upper = ptx::load_here(source), lower = ptx::load_here(source + 8);
 #pragma unroll
-            for (int wave = 0; wave < kWaves; ++wave) weights[wave] = ptx::load_here(&weight_scales[wave == 0 ? part.weight / kBlockK : wave]);
+            for (int wave = 0; wave < kWaves; ++wave) {
+                weights[wave] = ptx::load_here(&weight_scales[wave == 0 ? part.weight / kBlockK : wave]);
+            }
         }
     };
 

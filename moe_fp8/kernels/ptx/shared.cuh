@@ -26,9 +26,10 @@ DEVICE float2 load_here(const float2* pointer) {
     return value;
 }
 
-// If `on`, sixteen bytes to the same offset in CTA `rank` of the cluster (or this one), and as many transaction bytes to the same
-// barrier there. Whoever waits for that barrier's phase sees them.
-DEVICE void store_cluster_async(bool on, const float4* pointer, const float4& value, const uint64_t* barrier, uint32_t rank) {
+// If `on`, sixteen bytes to the same offset in CTA `rank` of the cluster (or this one), and as many transaction bytes to the
+// same barrier there. Whoever waits for that barrier's phase sees them.
+DEVICE void store_cluster_async(bool on, const float4* pointer, const float4& value, const uint64_t* barrier,
+                                uint32_t rank) {
     asm volatile(
         "{\n"
         ".reg .pred on;\n"

@@ -1,5 +1,5 @@
-// wgmma: D[64,N] (+)= A[64,32] @ B[N,32]^T, FP8 e4m3 operands (K-major, in shared memory; A also in registers), fp32
-// accumulators in the registers of a warpgroup.
+// wgmma: D[64,N] (+)= A[64,32] @ B[N,32]^T, FP8 e4m3 operands in shared memory (both K-major), fp32 accumulators
+// in the registers of a warpgroup.
 //
 // Thread t of the warpgroup holds, for j < N/8: d[4j], d[4j+1] = row t/32*16 + t%32/4, columns 8j + t%4*2 and the
 // next; d[4j+2], d[4j+3] = the row 8 below.
@@ -43,8 +43,7 @@ DEVICE uint64_t wgmma_descriptor(const void* tile) {
 // Descriptor `bytes` further along K, within the swizzled row.
 DEVICE uint64_t advance_descriptor(uint64_t descriptor, int bytes) { return descriptor + (bytes >> 4); }
 
-// `accumulate` false overwrites d. The second form takes A from registers: a[0], a[1] = row t/32*16 + t%32/4, and the row 8
-// below, bytes t%4*4 to +3 of K; a[2], a[3] = the same 16 bytes on. They must stay as they are until the group completes.
+// `accumulate` false overwrites d.
 template <int kN>
 struct Wgmma;
 
@@ -54,24 +53,17 @@ struct Wgmma;
 #define D32(i) D16(i), D16(i + 16)
 #define D64(i) D32(i), D32(i + 32)
 
-#define WGMMA(kColumns, REGISTERS, A, B, P)                                            \
-    "{\n.reg .pred p;\nsetp.ne.b32 p, " P                                               \
-    ", 0;\n"                                                                            \
-    "wgmma.mma_async.sync.aligned.m64n" #kColumns "k32.f32.e4m3.e4m3 {" REGISTERS "}, " A ", " B ", p, 1, 1;\n}"
-
-#define DEFINE_WGMMA(kColumns, kRegisters, REGISTERS, R0, R1, R2, R3, R4, R5, ...)                                 \
-    template <>                                                                                                   \
-    struct Wgmma<kColumns> {                                                                                      \
-        static DEVICE void mma(float (&d)[kRegisters], uint64_t a, uint64_t b, bool accumulate) {                 \
-            asm volatile(WGMMA(kColumns, REGISTERS, R0, R1, R2)                                                   \
-                         : __VA_ARGS__                                                                            \
-                         : "l"(a), "l"(b), "r"(int(accumulate)));                                                 \
-        }                                                                                                         \
-        static DEVICE void mma(float (&d)[kRegisters], const uint32_t (&a)[4], uint64_t b, bool accumulate) {     \
-            asm volatile(WGMMA(kColumns, REGISTERS, "{" R0 ", " R1 ", " R2 ", " R3 "}", R4, R5)                   \
-                         : __VA_ARGS__                                                                            \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));             \
-        }                                                                                                         \
+#define DEFINE_WGMMA(kColumns, kRegisters, REGISTERS, A, B, P, ...)                                          \
+    template <>                                                                                             \
+    struct Wgmma<kColumns> {                                                                                \
+        static DEVICE void mma(float (&d)[kRegisters], uint64_t a, uint64_t b, bool accumulate) {           \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P                                              \
+                         ", 0;\n"                                                                           \
+                         "wgmma.mma_async.sync.aligned.m64n" #kColumns "k32.f32.e4m3.e4m3 {" REGISTERS "}, " A \
+                         ", " B ", p, 1, 1;\n}"                                                             \
+                         : __VA_ARGS__                                                                      \
+                         : "l"(a), "l"(b), "r"(int(accumulate)));                                           \
+        }                                                                                                   \
     }
 
 #define REGISTERS_4 \
@@ -92,12 +84,12 @@ struct Wgmma;
     ", %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126" \
     ", %127"
 
-DEFINE_WGMMA(8, 4, REGISTERS_4, "%4", "%5", "%6", "%7", "%8", "%9", D4(0));
-DEFINE_WGMMA(16, 8, REGISTERS_8, "%8", "%9", "%10", "%11", "%12", "%13", D4(0), D4(4));
-DEFINE_WGMMA(32, 16, REGISTERS_16, "%16", "%17", "%18", "%19", "%20", "%21", D16(0));
-DEFINE_WGMMA(64, 32, REGISTERS_32, "%32", "%33", "%34", "%35", "%36", "%37", D32(0));
-DEFINE_WGMMA(128, 64, REGISTERS_64, "%64", "%65", "%66", "%67", "%68", "%69", D64(0));
-DEFINE_WGMMA(256, 128, REGISTERS_128, "%128", "%129", "%130", "%131", "%132", "%133", D64(0), D64(64));
+DEFINE_WGMMA(8, 4, REGISTERS_4, "%4", "%5", "%6", D4(0));
+DEFINE_WGMMA(16, 8, REGISTERS_8, "%8", "%9", "%10", D4(0), D4(4));
+DEFINE_WGMMA(32, 16, REGISTERS_16, "%16", "%17", "%18", D16(0));
+DEFINE_WGMMA(64, 32, REGISTERS_32, "%32", "%33", "%34", D32(0));
+DEFINE_WGMMA(128, 64, REGISTERS_64, "%64", "%65", "%66", D64(0));
+DEFINE_WGMMA(256, 128, REGISTERS_128, "%128", "%129", "%130", D64(0), D64(64));
 
 #undef D1
 #undef D4
@@ -105,7 +97,6 @@ DEFINE_WGMMA(256, 128, REGISTERS_128, "%128", "%129", "%130", "%131", "%132", "%
 #undef D32
 #undef D64
 #undef DEFINE_WGMMA
-#undef WGMMA
 #undef REGISTERS_4
 #undef REGISTERS_8
 #undef REGISTERS_16

@@ -1,4 +1,5 @@
-// One warp walks the tiles, the others read them here: dividing tile numbers and reading index tensors stays off their paths.
+// One warp walks the tiles, the others read them here: dividing tile numbers and reading index tensors stays off their
+// paths.
 #pragma once
 
 #include "common/types.cuh"

@@ -1,0 +1,70 @@
+"""CUDA-graph replay timing of several contestants in one process, alternating."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+Call = Callable[[], object]
+
+#: Cycles of a spinning kernel in front of every timed replay (about 100 us), so that the device is
+#: still busy while the host enqueues the graph and launch latency stays outside the events.
+_SPIN_CYCLES = 200_000
+
+
+class Replay:
+    """One contestant: `num_calls` calls, rotating over its input sets, captured in one CUDA graph.
+
+    Every call must be capture-safe. Whatever compiles on first use does so in the constructor, which
+    calls each input set twice before it captures.
+    """
+
+    def __init__(self, calls: Sequence[Call], num_calls: int) -> None:
+        self.num_calls = num_calls
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for call in (*calls, *calls):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            for i in range(num_calls):
+                calls[i % len(calls)]()
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+
+    def time_us(self) -> float:
+        """One replay, in microseconds a call."""
+        torch.cuda._sleep(_SPIN_CYCLES)
+        self._start.record()
+        self._graph.replay()
+        self._end.record()
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) * 1e3 / self.num_calls
+
+
+def alternate(contestants: Sequence[Replay], replays: int = 20, pause_s: float = 0.010) -> list[float]:
+    """Median microseconds a call of each contestant over `replays` replays.
+
+    They take turns with a pause before every replay, and the order turns round each time, so that
+    clocks and temperature favour none.
+    """
+    for contestant in contestants:
+        contestant.time_us()
+    samples: list[list[float]] = [[] for _ in contestants]
+    for turn in range(replays):
+        order = range(len(contestants))
+        for i in order if turn % 2 == 0 else reversed(order):
+            time.sleep(pause_s)
+            samples[i].append(contestants[i].time_us())
+    return [statistics.median(times) for times in samples]
+
+
+def l2_bytes() -> int:
+    """Of the current device."""
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
