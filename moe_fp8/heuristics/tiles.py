@@ -65,9 +65,9 @@ def gemm_stage_bytes(block_m: int, block_n: int) -> int:
     return (block_n + block_m) * _BLOCK_K + scale_bytes
 
 
-def gemm_staging_bytes(block_m: int) -> int:
-    """Both math warpgroups' fragments as bf16: 64 rows of every token, or 64 tokens of 128 weight rows."""
-    return 2 * (block_m * 128 if block_m <= 64 else 64 * 256)
+def gemm_staging_bytes(block_m: int, block_n: int) -> int:
+    """Both math warpgroups' fragments as bf16: 64 rows of every token, or 64 tokens of 128 (192: all) weight rows."""
+    return 2 * (block_m * 128 if block_m <= 64 else 64 * 2 * (192 if block_n == 192 else 128))
 
 
 def gemm_parts_bytes(config: GemmConfig) -> int:
@@ -80,7 +80,7 @@ def gemm_smem_bytes(config: GemmConfig) -> int:
     return (
         BARRIER_BYTES
         + config.num_stages * gemm_stage_bytes(config.block_m, config.block_n)
-        + gemm_staging_bytes(config.block_m)
+        + gemm_staging_bytes(config.block_m, config.block_n)
         + gemm_parts_bytes(config)
     )
 
@@ -110,7 +110,7 @@ def gemm_configs(layout: GemmLayout, k: int, batch_invariant: bool = False) -> t
             configs += [
                 _deepest(block_m, 64, split, "k") for block_m in TOKEN_TILES[:-1] if k >= 1024 * split
             ]
-    return (*configs, _deepest(128, 256), _deepest(128, 256, 2))
+    return (*configs, _deepest(128, 192), _deepest(128, 192, 2), _deepest(128, 256), _deepest(128, 256, 2))
 
 
 def parse_gemm_config(text: str, problem: GemmProblem) -> GemmConfig:

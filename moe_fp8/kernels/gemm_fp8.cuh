@@ -30,33 +30,16 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
             accumulator.skip(range.end - range.begin);
             continue;
         }
-        auto store = [&](const Fragments::Sum& sum, int wave) {
-            const Share share(cluster_rank(), warpgroup);  // anew: not in registers over the main loop
-            const Fragments::Region region(tile->begin_row - part.token, tile->end_row - part.token, share.first, share.end);
-            const int row = tile->row + part.token, column = tile->n + part.weight + wave * Fragments::kColumns;
-            if constexpr (OUT_FP32) {
-                float* out = static_cast<float*>(p.out) + row * p.out_stride + column;
-                Fragments::store(sum, out, p.out_stride, region, p.n - column);
-            } else {
-                uint8_t* staging = shared.staging[warpgroup];
-                ptx::bulk_wait_read();
-                Fragments::sync_staging(warpgroup);
-                Fragments::stage(sum, staging);
-                ptx::fence_async_proxy();
-                Fragments::sync_staging(warpgroup);
-                store_staged(p, staging, row, column, region);
-            }
-        };
         Fragments::Sum sum[kWaves];
-        accumulator.run(range.end - range.begin, part, sum, [&](const Fragments::Sum& first) { store(first, 0); });
+        accumulator.run(range.end - range.begin, part, sum, [&](const Fragments::Sum& first) { store_fragment<0>(p, shared, *tile, part, warpgroup, first); });
         if constexpr (kParts > 1) {
             add_parts(shared, sum[0], warpgroup, Share(cluster_rank(), warpgroup), parts_phase);
             parts_phase ^= 1;
         }
         if (part.fragments == 1) {
-            store(sum[0], 0);
+            store_fragment<0>(p, shared, *tile, part, warpgroup, sum[0]);
         } else {
-            store(sum[kWaves - 1], 1);
+            store_fragment<kWaves - 1>(p, shared, *tile, part, warpgroup, sum[kWaves - 1]);
         }
     }
     ptx::bulk_wait_read();
@@ -76,6 +59,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
     const int warp = warp_index();
     if (warp == 0 && ptx::elect_one()) {
         ptx::prefetch_tensor_map(&p.a);
+        if constexpr (kTrimmed) ptx::prefetch_tensor_map(&p.a_narrow);
         ptx::prefetch_tensor_map(&p.a_scale);
         ptx::prefetch_tensor_map(&p.b);
         if constexpr (!OUT_FP32) ptx::prefetch_tensor_map(&p.out_map);

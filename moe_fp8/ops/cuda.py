@@ -38,7 +38,7 @@ from moe_fp8.specs import KernelSpec, kernel_spec
 _raw_stream = torch._C._cuda_getCurrentRawStream
 _current_device = torch._C._cuda_getDevice
 
-_GEMM = struct.Struct("128s128s128s128sQQQqiiii")
+_GEMM = struct.Struct("128s128s128s128s128sQQQqiiii")
 _MQA = struct.Struct("128s128s128s128sQQQqiiii")
 _PAGED = struct.Struct("128s128s128s128sQQQQiiqqii")
 _METADATA = struct.Struct("QiiQii")
@@ -142,14 +142,12 @@ def _gemm_plan(
         config_text,
     )
     config = heuristics.gemm_config(problem)
-    # Of a pair of tiles each CTA may load a half of what they have in common.
     pair = config.cluster if config.shares == "operands" else 1
     grid = num_sms // config.cluster * config.cluster
     if layout == "dense":
         tiles = -(-m // config.block_m) * -(-n // config.block_n)
         grid = min(grid, -(-tiles // pair) * config.cluster)
-    boxes = config.block_m // pair, config.block_n // pair, min(config.block_m, 16)
-    return kernel_spec(problem), grid, *boxes
+    return kernel_spec(problem), grid, config.block_m, config.block_n, min(config.block_m, 16)
 
 
 def gemm(
@@ -175,11 +173,14 @@ def gemm(
         layout, m, n, k, num_experts, expected_m, fp32, config, device
     )
     batch = num_experts if layout == "masked" else 1
+    trimmed = token_rows > 64 and layout != "dense"
     block = _block(_GEMM)
     _GEMM.pack_into(
         block.buffer,
         0,
         encode_2d(a.data_ptr(), "uint8", (k, m * batch), k, (128, token_rows)),
+        # Whole tiles and, where a kernel copies less of those with few tokens, their half.
+        encode_2d(a.data_ptr(), "uint8", (k, m * batch), k, (128, 64)) if trimmed else b"",
         encode_2d(
             a_scale.data_ptr(), "float32", (m, batch * (k >> 7)), ((m + 3) & -4) * 4, (token_rows, 1), 0
         ),

@@ -56,6 +56,7 @@ inline int __reduce_max_sync(unsigned, int value) {
     return exchange(value, [](const int* values) { return *std::max_element(values, values + 32); });
 }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(static_cast<unsigned>(bits)); }
 
 #include "sched/segments.cuh"
 
@@ -113,7 +114,8 @@ bool holds(const Case& c) {
         for (size_t i = 0; i < walks[cta].size(); ++i) {
             const Tile &left = walks[cta][i], &right = walks[cta + 1][i];
             const bool weights = left.expert == right.expert && left.n == right.n;
-            const bool tokens = left.expert == right.expert && left.row == right.row && left.scale_row == right.scale_row;
+            const bool tokens = left.expert == right.expert && left.row == right.row &&
+                                left.scale_row == right.scale_row && left.end_row == right.end_row;
             if (left.common != right.common || (left.common == Common::kWeights && !weights) ||
                 (left.common == Common::kTokens && !tokens)) {
                 return wrong("nothing in common", left.row, left.n);
@@ -126,7 +128,7 @@ bool holds(const Case& c) {
 template <Layout kLayout>
 bool all_hold(const Case& c) {
     return holds<kLayout, 8, 128, false>(c) && holds<kLayout, 16, 128, false>(c) && holds<kLayout, 64, 64, false>(c) &&
-           holds<kLayout, 128, 256, false>(c) && holds<kLayout, 128, 256, true>(c);
+           holds<kLayout, 128, 192, true>(c) && holds<kLayout, 128, 256, false>(c) && holds<kLayout, 128, 256, true>(c);
 }
 
 int main() {

@@ -39,6 +39,9 @@ class Accumulator {
             if (mine > 0) run_block_by_block(mine, sum[0]);
         } else if (part.fragments == 1) {
             run_block_by_block(num_blocks, sum[0]);
+        } else if constexpr (kBothPartials) {
+            run_side_by_side(num_blocks, sum);
+            first_done(sum[0]);
         } else {
             run_wave_by_wave(num_blocks, sum, first_done);
         }
@@ -55,18 +58,20 @@ class Accumulator {
    private:
     using Sum = Fragments::Sum;
     using Scales = Fragments::Scales;
+    static constexpr int kLast = kWaves - 1;
+    static constexpr bool kBothPartials = kBlockN <= 192;  // there are registers for a partial sum of each fragment
 
     // One fragment. A block is promoted while the next is multiplied into the other of two partial sums.
     DEVICE void run_block_by_block(int num_blocks, Sum& sum) {
         Sum partial[2];
         Scales scales[2];
         wait(ring_, scales[0]);
-        multiply(partial[0], ring_, 0);
+        multiply<0>(partial[0], ring_);
         auto step = [&](int done, int next) {
             Ring ahead = ring_;
             step_ring(ahead);
             wait(ahead, scales[next]);
-            multiply(partial[next], ahead, 0);
+            multiply<0>(partial[next], ahead);
             collect<1>(partial[done]);
             finish_block(sum, partial[done], scales[done]);
         };
@@ -86,7 +91,7 @@ class Accumulator {
     }
 
     DEVICE void finish_block(Sum& sum, const Sum& partial, const Scales& scales) {
-        Fragments::promote(sum, partial, scales, 0);
+        Fragments::promote<0>(sum, partial, scales);
         release_stage(shared_, ring_.slot);
         step_ring(ring_);
     }
@@ -96,30 +101,50 @@ class Accumulator {
         if constexpr (kAlternate) ring.step();
     }
 
-    // Two fragments, which leave no registers for a second partial sum: one warpgroup promotes while the other multiplies.
+    // Two fragments with a partial sum each: one is promoted while the other is multiplied.
+    DEVICE void run_side_by_side(int num_blocks, Sum (&sum)[kWaves]) {
+        Sum first, last;
+        Scales scales;
+        wait(ring_, scales);
+        for (;;) {
+            multiply<0>(first, ring_);
+            multiply<kLast>(last, ring_);
+            collect<1, 0>(first);
+            Fragments::promote<0>(sum[0], first, scales);
+            collect<0, kLast>(last);
+            release_stage(shared_, ring_.slot);
+            ring_.step();
+            const Scales done = scales;
+            if (--num_blocks > 0) wait(ring_, scales);
+            Fragments::promote<kLast>(sum[kLast], last, done);
+            if (num_blocks == 0) return;
+        }
+    }
+
+    // Two fragments, but registers for one partial sum: one warpgroup promotes while the other multiplies.
     template <typename FirstDone>
     DEVICE void run_wave_by_wave(int num_blocks, Sum (&sum)[kWaves], FirstDone first_done) {
         Sum partial;
         Scales scales;
         wait(ring_, scales);
         for (int left = num_blocks;;) {
-            multiply(partial, ring_, 0);
-            collect<0>(partial);
-            Fragments::promote(sum[0], partial, scales, 0);
-            multiply(partial, ring_, 1);
+            multiply<0>(partial, ring_);
+            collect<0, 0>(partial);
+            Fragments::promote<0>(sum[0], partial, scales);
+            multiply<kLast>(partial, ring_);
             if (--left == 0) break;
-            collect<0>(partial);
+            collect<0, kLast>(partial);
             release_stage(shared_, ring_.slot);
             ring_.step();
             const Scales done = scales;
             wait(ring_, scales);
-            Fragments::promote(sum[1], partial, done, 1);
+            Fragments::promote<kLast>(sum[kLast], partial, done);
         }
         first_done(sum[0]);
-        collect<0>(partial);
+        collect<0, kLast>(partial);
         release_stage(shared_, ring_.slot);
         ring_.step();
-        Fragments::promote(sum[1], partial, scales, 1);
+        Fragments::promote<kLast>(sum[kLast], partial, scales);
     }
 
     DEVICE void wait(const Ring& ring, Scales& scales) {
@@ -127,27 +152,34 @@ class Accumulator {
         scales.load(shared_.token_scales[ring.slot], shared_.weight_scales[ring.slot], part_);
     }
 
-    DEVICE void multiply(Sum& partial, const Ring& ring, int wave) {
-        const uint8_t* weights = shared_.weights[ring.slot] + wave * Fragments::kColumns * kBlockK;
+    // The registers of a sum that fragment kWave has.
+    template <int kWave>
+    DEVICE static auto used(Sum& sum) -> float (&)[Fragments::kColumnsOf<kWave> / 2] {
+        return reinterpret_cast<float(&)[Fragments::kColumnsOf<kWave> / 2]>(sum);
+    }
+
+    template <int kWave>
+    DEVICE void multiply(Sum& partial, const Ring& ring) {
+        const uint8_t* weights = shared_.weights[ring.slot] + kWave * Fragments::kColumns * kBlockK;
         const uint8_t* tokens = shared_.tokens[ring.slot];
         const uint64_t a = ptx::wgmma_descriptor<kBlockK>(Fragments::m_operand(weights, tokens, part_));
         const uint64_t b = ptx::wgmma_descriptor<kBlockK>(Fragments::n_operand(weights, tokens, part_));
-        ptx::wgmma_pin(partial);
+        ptx::wgmma_pin(used<kWave>(partial));
         ptx::wgmma_fence();
 #pragma unroll
         for (int bytes = 0; bytes < kBlockK; bytes += 32) {
-            ptx::Wgmma<Fragments::kColumns>::mma(partial, ptx::advance_descriptor(a, bytes),
-                                                 ptx::advance_descriptor(b, bytes), bytes > 0);
+            ptx::Wgmma<Fragments::kColumnsOf<kWave>>::mma(used<kWave>(partial), ptx::advance_descriptor(a, bytes),
+                                                       ptx::advance_descriptor(b, bytes), bytes > 0);
         }
         ptx::wgmma_commit();
-        ptx::wgmma_pin(partial);
+        ptx::wgmma_pin(used<kWave>(partial));
     }
 
     // Waits for a product that `multiply` began, before the kPending last ones.
-    template <int kPending>
+    template <int kPending, int kWave = 0>
     DEVICE static void collect(Sum& partial) {
         ptx::wgmma_wait<kPending>();
-        ptx::wgmma_pin(partial);
+        ptx::wgmma_pin(used<kWave>(partial));
     }
 
     Shared& shared_;

@@ -63,14 +63,13 @@ DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const 
 DEVICE void store_staged(const GemmParams& p, const uint8_t* staging, int row, int column,
                          const Fragments::Region& region) {
     constexpr int kGroups = Fragments::kStagedTokens / kStoredTokens;
-    constexpr int kBoxBytes = Fragments::kStagedTokens * mma::kStagedBytes;
     const int warp = mma::warpgroup_thread() / kWarp, lane = mma::fresh_lane();
     const int first = warp * kStoredTokens, from = max(region.begin, first), to = min(region.end, first + kStoredTokens);
     if (warp >= kGroups) return;
     const int left = region.left, right = min(region.right, p.n - column);
     if (to - from == kStoredTokens && (left | right) % 64 == 0) {
         if (left / 64 <= lane && lane < right / 64) {
-            ptx::tma_store_2d(&p.out_map, staging + lane * kBoxBytes + first * mma::kStagedBytes, column + lane * 64,
+            ptx::tma_store_2d(&p.out_map, staging + lane * kStagedBoxBytes + first * mma::kStagedBytes, column + lane * 64,
                               row + first);
         }
         ptx::bulk_commit();
@@ -83,10 +82,32 @@ DEVICE void store_staged(const GemmParams& p, const uint8_t* staging, int row, i
             const int at = box * 64 + lane % 8 * 8;
             if (at < left || at >= right) continue;
             const uint8_t* source =
-                staging + box * kBoxBytes + token * mma::kStagedBytes + mma::staged_chunk(token, lane % 8);
+                staging + box * kStagedBoxBytes + token * mma::kStagedBytes + mma::staged_chunk(token, lane % 8);
             uint16_t* out = static_cast<uint16_t*>(p.out) + (row + token) * p.out_stride + column + at;
             *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(source);
         }
+    }
+}
+
+// Stores fragment kWave of this warpgroup's part of `tile`, or its share of it.
+template <int kWave>
+DEVICE void store_fragment(const GemmParams& p, Shared& shared, const sched::Tile& tile, mma::Part part, int warpgroup,
+                           const Fragments::Sum& sum) {
+    const Share share(cluster_rank(), warpgroup);  // anew: not in registers over the main loop
+    const Fragments::Region region(tile.begin_row - part.token, tile.end_row - part.token, share.first,
+                                   min(share.end, Fragments::kColumnsOf<kWave> / 8));
+    const int row = tile.row + part.token, column = tile.n + part.weight + kWave * Fragments::kColumns;
+    if constexpr (OUT_FP32) {
+        float* out = static_cast<float*>(p.out) + row * p.out_stride + column;
+        Fragments::store(sum, out, p.out_stride, region, p.n - column);
+    } else {
+        uint8_t* staging = shared.staging[warpgroup] + (kStagedTogether ? kWave * Fragments::kStagedBoxes * kStagedBoxBytes : 0);
+        if (kWave == 0 || !kStagedTogether) ptx::bulk_wait_read();
+        Fragments::sync_staging(warpgroup);
+        Fragments::stage<kWave>(sum, staging);
+        ptx::fence_async_proxy();
+        Fragments::sync_staging(warpgroup);
+        store_staged(p, staging, row, column, region);
     }
 }
 

@@ -6,7 +6,16 @@
 
 namespace moe_fp8 {
 
-// Copies one stage's weights, or tokens and their scales: all of them, or a half for both CTAs of a pair.
+DEVICE bool narrow(const sched::Tile& tile) { return kTrimmed && tile.end_row <= kNarrow; }
+
+DEVICE uint32_t stage_bytes(const sched::Tile& tile) {
+    return (kBlockN + (narrow(tile) ? kNarrow : kBlockM)) * kBlockK + kBlockM * sizeof(float);
+}
+
+// The CTAs of a pair take turns to copy what they have in common, each for both.
+DEVICE bool others_turn(uint32_t rank, int block) { return (block & 1) != static_cast<int>(rank); }
+
+// Copy one stage's weights, or tokens and their scales.
 DEVICE void load_weights(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t stage,
                          int block) {
     const int row = tile.expert * p.n + tile.n;
@@ -15,33 +24,28 @@ DEVICE void load_weights(const GemmParams& p, Shared& shared, const sched::Tile&
     // Weights of tiles with many tokens are read again for other tokens.
     constexpr ptx::CacheHint kHint = kBlockM < 128 ? ptx::CacheHint::kEvictFirst : ptx::CacheHint::kNormal;
     if (kPaired && tile.common == sched::Common::kWeights) {
-        ptx::tma_load_2d_multicast(&p.b, full, weights + rank * kWeightBox * kBlockK, block * kBlockK,
-                                   row + rank * kWeightBox, kEveryone, kHint);
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < kBlockN; i += kWeightBox) {
-        ptx::tma_load_2d(&p.b, full, weights + i * kBlockK, block * kBlockK, row + i, kHint);
+        if (others_turn(rank, block)) return;
+        ptx::tma_load_2d_multicast(&p.b, full, weights, block * kBlockK, row, kEveryone, kHint);
+    } else {
+        ptx::tma_load_2d(&p.b, full, weights, block * kBlockK, row, kHint);
     }
 }
 
 DEVICE void load_tokens(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t stage,
                         int block) {
     const int scale_row = (kLayout == sched::Layout::kMasked ? tile.expert * (p.k / kBlockK) : 0) + block;
+    const TensorMap* map = narrow(tile) ? &p.a_narrow : &p.a;
     ptx::Barrier* full = &shared.full[stage];
     uint8_t* tokens = shared.tokens[stage];
     float* scales = shared.token_scales[stage];
     constexpr ptx::CacheHint kHint = ptx::CacheHint::kEvictLast;
     if (kPaired && tile.common == sched::Common::kTokens) {
-        const int first = rank * kTokenBox;
-        ptx::tma_load_2d_multicast(&p.a, full, tokens + first * kBlockK, block * kBlockK, tile.row + first, kEveryone, kHint);
-        ptx::tma_load_2d_multicast(&p.a_scale, full, scales + first, tile.scale_row + first, scale_row, kEveryone, kHint);
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < kBlockM; i += kTokenBox) {
-        ptx::tma_load_2d(&p.a, full, tokens + i * kBlockK, block * kBlockK, tile.row + i, kHint);
-        ptx::tma_load_2d(&p.a_scale, full, scales + i, tile.scale_row + i, scale_row, kHint);
+        if (others_turn(rank, block)) return;
+        ptx::tma_load_2d_multicast(map, full, tokens, block * kBlockK, tile.row, kEveryone, kHint);
+        ptx::tma_load_2d_multicast(&p.a_scale, full, scales, tile.scale_row, scale_row, kEveryone, kHint);
+    } else {
+        ptx::tma_load_2d(map, full, tokens, block * kBlockK, tile.row, kHint);
+        ptx::tma_load_2d(&p.a_scale, full, scales, tile.scale_row, scale_row, kHint);
     }
 }
 
@@ -73,7 +77,7 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
             if (lane_index() == 0) {
 #pragma unroll 1
                 for (int i = block; i < ahead; ++i) {
-                    ptx::barrier_arrive_expect(&shared.full[i - block], kStageBytes);
+                    ptx::barrier_arrive_expect(&shared.full[i - block], stage_bytes(tile));
                     load_weights(p, shared, tile, rank, i - block, i);
                 }
             }
@@ -89,7 +93,7 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
 #pragma unroll 1
             for (; block < range.end; ++block, ring.step()) {
                 ptx::barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
-                ptx::barrier_arrive_expect(&shared.full[ring.slot], kStageBytes);
+                ptx::barrier_arrive_expect(&shared.full[ring.slot], stage_bytes(tile));
                 load_weights(p, shared, tile, rank, ring.slot, block);
                 load_tokens(p, shared, tile, rank, ring.slot, block);
             }
@@ -112,15 +116,15 @@ DEVICE void produce_scales(const GemmParams& p, Shared& shared) {
     const int num_k_blocks = p.k / kBlockK, scale_rows = ceil_div(p.n, kBlockK);
     Ring ring;
     while (const sched::Tile* tile = reader.next()) {
-        const float* rows[kScaleBlocks];
-        float held[kScaleBlocks], ahead[kScaleBlocks];
-        auto load = [&](float (&values)[kScaleBlocks], int block) {
+        const float* rows[kWeightScales];
+        float held[kWeightScales], ahead[kWeightScales];
+        auto load = [&](float (&values)[kWeightScales], int block) {
 #pragma unroll
-            for (int i = 0; i < kScaleBlocks; ++i) values[i] = __ldg(rows[i] + min(block + lane_index(), range.end - 1));
+            for (int i = 0; i < kWeightScales; ++i) values[i] = __ldg(rows[i] + min(block + lane_index(), range.end - 1));
         };
 #pragma unroll
-        for (int i = 0; i < kScaleBlocks; ++i) {
-            const int row = tile->expert * scale_rows + min(tile->n / kBlockK + i, scale_rows - 1);
+        for (int i = 0; i < kWeightScales; ++i) {
+            const int row = tile->expert * scale_rows + min((tile->n + i * kScaleRows) / kBlockK, scale_rows - 1);
             rows[i] = p.b_scale + static_cast<int64_t>(row) * num_k_blocks;
         }
         reader.release();
@@ -129,13 +133,13 @@ DEVICE void produce_scales(const GemmParams& p, Shared& shared) {
             const int lane = (block - range.begin) % kWarp;
             if (lane == 0) {
 #pragma unroll
-                for (int i = 0; i < kScaleBlocks; ++i) held[i] = ahead[i];
+                for (int i = 0; i < kWeightScales; ++i) held[i] = ahead[i];
                 load(ahead, block + kWarp);
             }
             ptx::barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
             if (lane_index() == lane) {
 #pragma unroll
-                for (int i = 0; i < kScaleBlocks; ++i) shared.weight_scales[ring.slot][i] = held[i];
+                for (int i = 0; i < kWeightScales; ++i) shared.weight_scales[ring.slot][i] = held[i];
                 ptx::barrier_arrive(&shared.full[ring.slot]);
             }
         }

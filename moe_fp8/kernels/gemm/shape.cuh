@@ -29,7 +29,9 @@ using Fragments = mma::TokensOnM<kBlockM, kBlockN>;
 using Fragments = mma::WeightsOnM<kBlockM, kBlockN>;
 #endif
 constexpr int kWaves = Fragments::kWaves;
-constexpr int kScaleBlocks = ceil_div(kBlockN, 128);  // of the weights, in a tile
+// Weight rows that surely lie within one scale block: tiles begin at multiples of their own size.
+constexpr int kScaleRows = kBlockN % 128 == 0 ? 128 : 64;
+constexpr int kWeightScales = kBlockN / kScaleRows;  // of a tile
 
 constexpr int kMathWarpgroups = 2;
 // Tiles of 64 weight rows are one fragment: the warpgroups take alternate blocks of K.
@@ -47,13 +49,16 @@ using Tiles = sched::TileRing<kTileReaders>;
 using TileWriter = sched::TileWriter<kTileReaders>;
 using TileReader = sched::TileReader<kTileReaders>;
 
-// Rows that TMA loads at once: of a pair each CTA may load a half for both.
-constexpr int kTokenBox = kBlockM / (kPaired ? 2 : 1);
-constexpr int kWeightBox = kBlockN / (kPaired ? 2 : 1);
+// Experts' last tiles often have few tokens: of a tile with no more than these only these are copied.
+constexpr int kNarrow = 64;
+constexpr bool kTrimmed = kBlockM > kNarrow && kLayout != sched::Layout::kDense;
 
 // Tokens that TMA stores at once, and bytes of a warpgroup's staging.
 constexpr int kStoredTokens = kBlockM < 16 ? kBlockM : 16;
-constexpr int kStagingBytes = Fragments::kStagedBoxes * Fragments::kStagedTokens * mma::kStagedBytes;
+constexpr int kStagedBoxBytes = Fragments::kStagedTokens * mma::kStagedBytes;
+// Fragments that are stored one soon after the other are staged side by side.
+constexpr bool kStagedTogether = kBlockN == 192;
+constexpr int kStagingBytes = (kStagedTogether ? kBlockN / 64 : Fragments::kStagedBoxes) * kStagedBoxBytes;
 
 struct Shared {
     uint8_t weights[kStages][kBlockN * kBlockK];
@@ -62,7 +67,7 @@ struct Shared {
     alignas(128) float token_scales[kStages][align_up(kBlockM, 32)];
     // For each warpgroup, from every other part of the sum, its share of it: [part][column group][thread].
     alignas(16) float4 parts[kMathWarpgroups][kParts > 1 ? (kParts - 1) * kMostShare * kWarpgroup : 1];
-    float weight_scales[kStages][kScaleBlocks];
+    float weight_scales[kStages][kWeightScales];
     Tiles tiles;
     ptx::Barrier parts_full[kMathWarpgroups];  // the others' parts have come
     // All who get parts from this warpgroup have read them: the same one of every CTA (the other may have no tokens, and so no
@@ -74,14 +79,13 @@ struct Shared {
 // gemm_smem_bytes of heuristics/tiles.py computes the same from its own constants, with 1 KiB for the tiles and barriers.
 static_assert(sizeof(Shared) <= SMEM_BYTES && SMEM_BYTES <= sizeof(Shared) + 1024, "see tiles.py");
 
-constexpr uint32_t kStageBytes = (kBlockN + kBlockM) * kBlockK + kBlockM * sizeof(float);
-
 }  // namespace moe_fp8
 
 struct GemmParams {
-    moe_fp8::TensorMap a;        // [rows, K] fp8, box kTokenBox rows x 128
-    moe_fp8::TensorMap a_scale;  // [K/128 (x experts if masked), rows] fp32, box 1 x kTokenBox
-    moe_fp8::TensorMap b;        // [experts * N, K] fp8, box kWeightBox rows x 128
+    moe_fp8::TensorMap a;        // [rows, K] fp8, box kBlockM rows x 128
+    moe_fp8::TensorMap a_narrow; // the same, box kNarrow rows x 128; unused unless kTrimmed
+    moe_fp8::TensorMap a_scale;  // [K/128 (x experts if masked), rows] fp32, box 1 x kBlockM
+    moe_fp8::TensorMap b;        // [experts * N, K] fp8, box kBlockN rows x 128
     moe_fp8::TensorMap out_map;  // [rows, N] bf16, box kStoredTokens rows x 64; unused if fp32
     void* out;                   // [rows, N]
     const float* b_scale;        // [experts, ceil(N/128), K/128]

@@ -4,8 +4,8 @@
 //   WeightsOnM  few tokens: they are the columns, so that 8 tokens cost 8 columns and not 64 padded rows.
 //   TokensOnM   many tokens: a thread's rows are two tokens, so promotion needs two token scales and not one a column.
 //
-// Each of two warpgroups owns a part of the tile in kWaves fragments, 64 x kColumns, each within one 128-row scale block of
-// the weights. `promote` is the second level of accumulation: the tensor core's sum over 128 of K enters the fp32 sum times
+// Each of two warpgroups owns a part of the tile in kWaves fragments: 64 x kColumns, the last perhaps of fewer (kColumnsOf)
+// (one of 192 would take the tensor core as long as one of 256). `promote` is the second level of accumulation: the tensor core's sum over 128 of K enters the fp32 sum times
 // both scales.
 //
 // `stage` writes one fragment as bf16 to the warpgroup's staging: for each 64 weight rows a box of kStagedTokens tokens x
@@ -47,6 +47,8 @@ template <int kBlockM, int kBlockN>
 struct WeightsOnM {
     static constexpr int kColumns = kBlockM;
     static constexpr int kWaves = 1;
+    template <int>
+    static constexpr int kColumnsOf = kColumns;
     static constexpr int kStagedTokens = kBlockM;
     static constexpr int kStagedBoxes = 1;
     static_assert(kBlockM <= 64 && (kBlockN == 128 || kBlockN == 64), "64 weight rows for each warpgroup, or for both");
@@ -76,7 +78,8 @@ struct WeightsOnM {
         }
     };
 
-    static DEVICE void promote(Sum& sum, const Sum& partial, const Scales& scales, int) {
+    template <int>
+    static DEVICE void promote(Sum& sum, const Sum& partial, const Scales& scales) {
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {
             const float even = scales.tokens[j].x * scales.weight, odd = scales.tokens[j].y * scales.weight;
@@ -89,6 +92,7 @@ struct WeightsOnM {
 
     static DEVICE void sync_staging(int warpgroup) { ptx::named_barrier(1 + warpgroup, kWarpgroup); }
 
+    template <int>
     static DEVICE void stage(const Sum& d, uint8_t* staging) {
         const int lane = fresh_lane(), warp = warpgroup_thread() / kWarp;
         // Matrix lane/8 of an x4 store: tokens of group j + lane/16, weight rows from 8 * (lane/8 % 2).
@@ -121,14 +125,18 @@ struct WeightsOnM {
 };
 
 // Of 256 weight rows, both warpgroups take the same tokens and each its own half of the rows if there are no more than 64
-// tokens.
+// tokens. Otherwise one of them rests.
 template <int kBlockM, int kBlockN>
 struct TokensOnM {
     static constexpr int kColumns = 128;
-    static constexpr int kWaves = kBlockN / kColumns;
+    static constexpr int kWaves = ceil_div(kBlockN, kColumns);
+    template <int kWave>
+    static constexpr int kColumnsOf = kBlockN - kWave * kColumns < kColumns ? kBlockN - kWave * kColumns : kColumns;
+    static constexpr int kScaleColumns = kBlockN % 128 == 0 ? 128 : 64;  // which surely lie within one scale block
+    static constexpr int kScales = kBlockN / kScaleColumns;
     static constexpr int kStagedTokens = 64;
     static constexpr int kStagedBoxes = kColumns / 64;
-    static_assert(kBlockM == 128 && kBlockN == kColumns * kWaves, "64 tokens for each warpgroup");
+    static_assert(kBlockM == 128 && kBlockN % 64 == 0 && kBlockN <= 256, "64 tokens for each warpgroup");
     using Sum = float[kColumns / 2];
 
     // Of the column groups [first, end).
@@ -138,7 +146,7 @@ struct TokensOnM {
     };
 
     static DEVICE Part part(int warpgroup, int tokens) {
-        return kWaves == 2 && tokens <= 64 ? Part{0, warpgroup * kColumns, 1} : Part{warpgroup * 64, 0, kWaves};
+        return kBlockN == 256 && tokens <= 64 ? Part{0, warpgroup * kColumns, 1} : Part{warpgroup * 64, 0, kWaves};
     }
     static DEVICE const uint8_t* m_operand(const uint8_t*, const uint8_t* tokens, Part part) {
         return tokens + part.token * kBlockK;
@@ -151,22 +159,24 @@ struct TokensOnM {
     static DEVICE int upper_token() { return warpgroup_thread() / kWarp * 16 + lane_index() / 4; }
 
     struct Scales {
-        float upper, lower, weights[kWaves];
+        float upper, lower, weights[kScales];
 
         DEVICE void load(const float* token_scales, const float* weight_scales, Part part) {
             const float* source = token_scales + part.token + upper_token();
             upper = ptx::load_here(source), lower = ptx::load_here(source + 8);
 #pragma unroll
-            for (int wave = 0; wave < kWaves; ++wave) {
-                weights[wave] = ptx::load_here(&weight_scales[wave == 0 ? part.weight / kBlockK : wave]);
+            for (int i = 0; i < kScales; ++i) {
+                weights[i] = ptx::load_here(&weight_scales[i == 0 ? part.weight / kScaleColumns : i]);
             }
         }
     };
 
-    static DEVICE void promote(Sum& sum, const Sum& partial, const Scales& scales, int wave) {
-        const float upper = scales.upper * scales.weights[wave], lower = scales.lower * scales.weights[wave];
+    template <int kWave>
+    static DEVICE void promote(Sum& sum, const Sum& partial, const Scales& scales) {
 #pragma unroll
-        for (int j = 0; j < kColumns / 8; ++j) {
+        for (int j = 0; j < kColumnsOf<kWave> / 8; ++j) {
+            const float weight = scales.weights[(kWave * kColumns + j * 8) / kScaleColumns];
+            const float upper = scales.upper * weight, lower = scales.lower * weight;
             sum[4 * j + 0] += partial[4 * j + 0] * upper;
             sum[4 * j + 1] += partial[4 * j + 1] * upper;
             sum[4 * j + 2] += partial[4 * j + 2] * lower;
@@ -176,13 +186,14 @@ struct TokensOnM {
 
     static DEVICE void sync_staging(int) { __syncwarp(); }
 
+    template <int kWave>
     static DEVICE void stage(const Sum& d, uint8_t* staging) {
         const int lane = fresh_lane();
         // Matrix lane/8 of an x4 store: tokens from 8 * (lane/8 % 2), weight rows of group j + lane/16.
         const uint32_t row = ptx::shared_address(staging) + (warpgroup_thread() / kWarp * 16 + lane % 16) * kStagedBytes;
         const uint32_t chunk = staged_chunk(lane, lane / 16);
 #pragma unroll
-        for (int j = 0; j < kColumns / 8; j += 2) {
+        for (int j = 0; j < kColumnsOf<kWave> / 8; j += 2) {
             const float* group = &d[4 * j];
             ptx::stmatrix_x4(row + j / 8 * kStagedTokens * kStagedBytes + (chunk ^ j % 8 * 16),
                              ptx::pack_bf16(group[0], group[1]), ptx::pack_bf16(group[2], group[3]),

@@ -181,13 +181,17 @@ class TileWalk {
     using Division = sched::Division<kBlockM, kPaired>;
 
     // Of the rows [row, row + kBlockM): a tile lies within one 128-row block, that is within one segment, but padding may stand
-    // anywhere in it. -1 if it stands everywhere.
-    DEVICE int expert_of(int row) const {
+    // anywhere in it. -1 if it stands everywhere. `end_row`: behind the last row that is none.
+    DEVICE int expert_of(int row, int& end_row) const {
         int highest = -1;
+        end_row = 0;
 #pragma unroll
         for (int i = 0; i < kBlockM; i += kWarp) {
             const int mine = i + lane_index();
-            if (mine < kBlockM && row + mine < m_) highest = max(highest, index_[row + mine]);
+            const int expert = mine < kBlockM && row + mine < m_ ? index_[row + mine] : -1;
+            const uint32_t valid = __ballot_sync(0xffffffffu, expert >= 0);
+            if (valid != 0) end_row = i + kWarp - __clz(static_cast<int>(valid));
+            highest = max(highest, expert);
         }
         highest = __reduce_max_sync(0xffffffffu, highest);
         return highest < num_experts_ ? highest : -1;
@@ -196,9 +200,10 @@ class TileWalk {
     // False if there is nothing to compute. Two tiles above one another may differ in expert, and then have nothing in common;
     // one of padding goes along with the other.
     DEVICE bool find_expert(Tile& tile) const {
-        tile.expert = expert_of(tile.row);
+        tile.expert = expert_of(tile.row, tile.end_row);
         if (tile.common == Common::kWeights) {
-            const int other = expert_of(tile.row + (rank_ == 0 ? kBlockM : -kBlockM));
+            int others_end;
+            const int other = expert_of(tile.row + (rank_ == 0 ? kBlockM : -kBlockM), others_end);
             if (tile.expert < 0) {
                 tile.expert = other, tile.end_row = 0;
             } else if (other >= 0 && other != tile.expert) {
