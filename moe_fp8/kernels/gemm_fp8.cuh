@@ -25,7 +25,7 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
     Accumulator accumulator(shared, warpgroup);
     uint32_t parts_phase = 0;
     for (; const sched::Tile* tile = reader.next(); reader.release()) {
-        const mma::Part part = Fragments::part(warpgroup, tile->end_row);
+        const mma::Part part = Fragments::part(warpgroup, tile->end_row, tile->width);
         if (part.token >= tile->end_row) {
             accumulator.skip(range.end - range.begin);
             continue;
@@ -62,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
         if constexpr (kTrimmed) ptx::prefetch_tensor_map(&p.a_narrow);
         ptx::prefetch_tensor_map(&p.a_scale);
         ptx::prefetch_tensor_map(&p.b);
+        if constexpr (kHalved) ptx::prefetch_tensor_map(&p.b_half);
         if constexpr (!OUT_FP32) ptx::prefetch_tensor_map(&p.out_map);
         for (int stage = 0; stage < kStages; ++stage) {
             ptx::barrier_init(&shared.full[stage], 2);  // a producer each of operands and of weight scales

@@ -38,7 +38,7 @@ from moe_fp8.specs import KernelSpec, kernel_spec
 _raw_stream = torch._C._cuda_getCurrentRawStream
 _current_device = torch._C._cuda_getDevice
 
-_GEMM = struct.Struct("128s128s128s128s128sQQQqiiii")
+_GEMM = struct.Struct("128s128s128s128s128s128sQQQqiiii")
 _MQA = struct.Struct("128s128s128s128sQQQqiiii")
 _PAGED = struct.Struct("128s128s128s128sQQQQiiqqii")
 _METADATA = struct.Struct("QiiQii")
@@ -146,7 +146,8 @@ def _gemm_plan(
     grid = num_sms // config.cluster * config.cluster
     if layout == "dense":
         tiles = -(-m // config.block_m) * -(-n // config.block_n)
-        grid = min(grid, -(-tiles // pair) * config.cluster)
+        # The widest may be taken in halves.
+        grid = min(grid, -(-tiles // pair) * config.cluster * (2 if config.block_n == 256 else 1))
     return kernel_spec(problem), grid, config.block_m, config.block_n, min(config.block_m, 16)
 
 
@@ -173,18 +174,20 @@ def gemm(
         layout, m, n, k, num_experts, expected_m, fp32, config, device
     )
     batch = num_experts if layout == "masked" else 1
-    trimmed = token_rows > 64 and layout != "dense"
+    trimmed, halved = token_rows == 128 and layout != "dense", weight_rows == 256
+    tokens = a.data_ptr(), "uint8", (k, m * batch), k
+    weights = b.data_ptr(), "uint8", (k, n * num_experts), k
     block = _block(_GEMM)
     _GEMM.pack_into(
         block.buffer,
         0,
-        encode_2d(a.data_ptr(), "uint8", (k, m * batch), k, (128, token_rows)),
-        # Whole tiles and, where a kernel copies less of those with few tokens, their half.
-        encode_2d(a.data_ptr(), "uint8", (k, m * batch), k, (128, 64)) if trimmed else b"",
+        encode_2d(*tokens, (128, token_rows)),
+        encode_2d(*tokens, (128, 64)) if trimmed else b"",
         encode_2d(
             a_scale.data_ptr(), "float32", (m, batch * (k >> 7)), ((m + 3) & -4) * 4, (token_rows, 1), 0
         ),
-        encode_2d(b.data_ptr(), "uint8", (k, n * num_experts), k, (128, weight_rows)),
+        encode_2d(*weights, (128, weight_rows)),
+        encode_2d(*weights, (128, 128)) if halved else b"",
         b"" if fp32 else encode_2d(out.data_ptr(), "bfloat16", (n, m * batch), n * 2, (64, out_rows)),
         out.data_ptr(),
         b_scale.data_ptr(),

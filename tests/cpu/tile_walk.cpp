@@ -52,6 +52,9 @@ inline unsigned __ballot_sync(unsigned, bool value) {
         return bits;
     });
 }
+inline int __reduce_add_sync(unsigned, int value) {
+    return exchange(value, [](const int* values) { return std::accumulate(values, values + 32, 0); });
+}
 inline int __reduce_max_sync(unsigned, int value) {
     return exchange(value, [](const int* values) { return *std::max_element(values, values + 32); });
 }
@@ -68,7 +71,7 @@ struct Case {
     int num_experts, m, n, ctas;
 };
 
-template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired>
+template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, bool kHalved = false>
 bool holds(const Case& c) {
     std::vector<std::vector<Tile>> walks(c.ctas);
     for (int cta = 0; cta < c.ctas; ++cta) {
@@ -77,7 +80,7 @@ bool holds(const Case& c) {
         for (unsigned lane = 0; lane < 32; ++lane) {
             lanes.emplace_back([&, lane, cta] {
                 warp = &shared, threadIdx.x = lane, blockIdx.x = cta, gridDim.x = c.ctas;
-                TileWalk<kLayout, kBlockM, kBlockN, kPaired, 1> walk(c.index.data(), c.num_experts, c.m, c.n,
+                TileWalk<kLayout, kBlockM, kBlockN, kPaired, 1, kHalved> walk(c.index.data(), c.num_experts, c.m, c.n,
                                                                      kPaired ? cta % 2 : 0);
                 Tile tile;
                 while (walk.next(tile)) {
@@ -100,12 +103,14 @@ bool holds(const Case& c) {
                 // `m_indices` has padding anywhere in a tile, and what is stored there has no meaning.
                 if (c.owner[row] < 0 && kLayout == Layout::kMIndices) continue;
                 if (c.owner[row] != tile.expert) return wrong("another expert", row, tile.n);
-                if (++stored[{row, tile.n}] > 1) return wrong("a second store", row, tile.n);
+                for (int column = tile.n; column < tile.n + tile.width; column += 64) {
+                    if (++stored[{row, column}] > 1) return wrong("a second store", row, column);
+                }
             }
         }
     }
     for (int row = 0; row < static_cast<int>(c.owner.size()); ++row) {
-        for (int column = 0; column < c.n && c.owner[row] >= 0; column += kBlockN) {
+        for (int column = 0; column < c.n && c.owner[row] >= 0; column += 64) {
             if (!stored.count({row, column})) return wrong("no store", row, column);
         }
     }
@@ -113,9 +118,10 @@ bool holds(const Case& c) {
         if (walks[cta].size() != walks[cta + 1].size()) return wrong("a pair out of step", cta, 0);
         for (size_t i = 0; i < walks[cta].size(); ++i) {
             const Tile &left = walks[cta][i], &right = walks[cta + 1][i];
-            const bool weights = left.expert == right.expert && left.n == right.n;
+            const bool weights = left.expert == right.expert && left.n == right.n && left.width == right.width;
             const bool tokens = left.expert == right.expert && left.row == right.row &&
-                                left.scale_row == right.scale_row && left.end_row == right.end_row;
+                                left.scale_row == right.scale_row && left.end_row == right.end_row &&
+                                left.width == right.width;
             if (left.common != right.common || (left.common == Common::kWeights && !weights) ||
                 (left.common == Common::kTokens && !tokens)) {
                 return wrong("nothing in common", left.row, left.n);
@@ -128,7 +134,7 @@ bool holds(const Case& c) {
 template <Layout kLayout>
 bool all_hold(const Case& c) {
     return holds<kLayout, 8, 128, false>(c) && holds<kLayout, 16, 128, false>(c) && holds<kLayout, 64, 64, false>(c) &&
-           holds<kLayout, 128, 192, true>(c) && holds<kLayout, 128, 256, false>(c) && holds<kLayout, 128, 256, true>(c);
+           holds<kLayout, 128, 192, true>(c) && holds<kLayout, 128, 256, false, true>(c) && holds<kLayout, 128, 256, true, true>(c);
 }
 
 int main() {

@@ -8,8 +8,10 @@ namespace moe_fp8 {
 
 DEVICE bool narrow(const sched::Tile& tile) { return kTrimmed && tile.end_row <= kNarrow; }
 
+DEVICE bool half(const sched::Tile& tile) { return kHalved && tile.width < kBlockN; }
+
 DEVICE uint32_t stage_bytes(const sched::Tile& tile) {
-    return (kBlockN + (narrow(tile) ? kNarrow : kBlockM)) * kBlockK + kBlockM * sizeof(float);
+    return ((kHalved ? tile.width : kBlockN) + (narrow(tile) ? kNarrow : kBlockM)) * kBlockK + kBlockM * sizeof(float);
 }
 
 // The CTAs of a pair take turns to copy what they have in common, each for both.
@@ -19,15 +21,16 @@ DEVICE bool others_turn(uint32_t rank, int block) { return (block & 1) != static
 DEVICE void load_weights(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t stage,
                          int block) {
     const int row = tile.expert * p.n + tile.n;
+    const TensorMap* map = half(tile) ? &p.b_half : &p.b;
     ptx::Barrier* full = &shared.full[stage];
     uint8_t* weights = shared.weights[stage];
     // Weights of tiles with many tokens are read again for other tokens.
     constexpr ptx::CacheHint kHint = kBlockM < 128 ? ptx::CacheHint::kEvictFirst : ptx::CacheHint::kNormal;
     if (kPaired && tile.common == sched::Common::kWeights) {
         if (others_turn(rank, block)) return;
-        ptx::tma_load_2d_multicast(&p.b, full, weights, block * kBlockK, row, kEveryone, kHint);
+        ptx::tma_load_2d_multicast(map, full, weights, block * kBlockK, row, kEveryone, kHint);
     } else {
-        ptx::tma_load_2d(&p.b, full, weights, block * kBlockK, row, kHint);
+        ptx::tma_load_2d(map, full, weights, block * kBlockK, row, kHint);
     }
 }
 

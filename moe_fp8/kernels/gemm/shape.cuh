@@ -43,7 +43,9 @@ constexpr int kMostShare = ceil_div(kColumnGroups, kParts);
 static_assert(kParts == 1 || kWaves == 1, "one fragment");
 static_assert(NUM_THREADS == kWarpgroup * (1 + kMathWarpgroups), "one producer warpgroup");
 
-using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kPaired, kClusterK>;
+// The widest tiles come in halves, too.
+constexpr bool kHalved = kBlockN == 256;
+using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kPaired, kClusterK, kHalved>;
 constexpr int kTileReaders = 2 + kMathWarpgroups * 4;  // both producers and the math warps
 using Tiles = sched::TileRing<kTileReaders>;
 using TileWriter = sched::TileWriter<kTileReaders>;
@@ -86,6 +88,7 @@ struct GemmParams {
     moe_fp8::TensorMap a_narrow; // the same, box kNarrow rows x 128; unused unless kTrimmed
     moe_fp8::TensorMap a_scale;  // [K/128 (x experts if masked), rows] fp32, box 1 x kBlockM
     moe_fp8::TensorMap b;        // [experts * N, K] fp8, box kBlockN rows x 128
+    moe_fp8::TensorMap b_half;   // the same, box kBlockN / 2 rows x 128; unused unless kHalved
     moe_fp8::TensorMap out_map;  // [rows, N] bf16, box kStoredTokens rows x 64; unused if fp32
     void* out;                   // [rows, N]
     const float* b_scale;        // [experts, ceil(N/128), K/128]

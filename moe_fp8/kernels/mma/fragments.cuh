@@ -60,7 +60,7 @@ struct WeightsOnM {
             : Stored{max(begin, first_group * 8), min(end, end_group * 8), 0, 64} {}
     };
 
-    static DEVICE Part part(int warpgroup, int) { return {0, kBlockN == 128 ? warpgroup * 64 : 0, 1}; }
+    static DEVICE Part part(int warpgroup, int, int) { return {0, kBlockN == 128 ? warpgroup * 64 : 0, 1}; }
     static DEVICE const uint8_t* m_operand(const uint8_t* weights, const uint8_t*, Part part) {
         return weights + part.weight * kBlockK;
     }
@@ -125,7 +125,7 @@ struct WeightsOnM {
 };
 
 // Of 256 weight rows, both warpgroups take the same tokens and each its own half of the rows if there are no more than 64
-// tokens. Otherwise one of them rests.
+// tokens. Otherwise one of them rests then.
 template <int kBlockM, int kBlockN>
 struct TokensOnM {
     static constexpr int kColumns = 128;
@@ -145,7 +145,9 @@ struct TokensOnM {
             : Stored{begin, end, first_group * 8, end_group * 8} {}
     };
 
-    static DEVICE Part part(int warpgroup, int tokens) {
+    // Of a tile of so many tokens and weight rows.
+    static DEVICE Part part(int warpgroup, int tokens, int width) {
+        if (kBlockN == 256 && width == kColumns) return {warpgroup * 64, 0, 1};
         return kBlockN == 256 && tokens <= 64 ? Part{0, warpgroup * kColumns, 1} : Part{warpgroup * 64, 0, kWaves};
     }
     static DEVICE const uint8_t* m_operand(const uint8_t*, const uint8_t* tokens, Part part) {

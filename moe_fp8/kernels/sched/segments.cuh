@@ -60,6 +60,17 @@ class SegmentWindow {
     DEVICE SegmentWindow(const int* index, int num_experts, int m, int columns)
         : index_(index), num_experts_(num_experts), m_(m), columns_(columns) {}
 
+    // Units of all experts.
+    DEVICE int total() const {
+        int units = 0;
+#pragma unroll 4
+        for (int e = lane_index(); e < num_experts_; e += kWarp) {
+            int first_row, num_rows;
+            units += units_of(e, first_row, num_rows);
+        }
+        return __reduce_add_sync(kAll, units);
+    }
+
     // The segment that holds `unit`; calls ask for growing units. False when there are no more.
     DEVICE bool find(int unit, Segment& segment) {
         int below = num_below(unit);
@@ -82,13 +93,17 @@ class SegmentWindow {
     // Running totals do not fall, so lanes whose segment ends before `unit` come first.
     DEVICE int num_below(int unit) const { return __popc(__ballot_sync(kAll, unit >= last_unit_)); }
 
+    DEVICE int units_of(int expert, int& first_row, int& num_rows) const {
+        read_segment<kLayout>(index_, expert, m_, first_row, num_rows);
+        return num_rows > 0 ? Division(first_row % kRowAlignment<kLayout> + num_rows).units(columns_) : 0;
+    }
+
     DEVICE void load(int base) {
         base_ = base;
         first_unit_ = __shfl_sync(kAll, last_unit_, kWarp - 1);
         first_row_ = num_rows_ = 0;
         const int e = base + lane_index();
-        if (e < num_experts_) read_segment<kLayout>(index_, e, m_, first_row_, num_rows_);
-        int units = num_rows_ > 0 ? Division(first_row_ % kRowAlignment<kLayout> + num_rows_).units(columns_) : 0;
+        int units = e < num_experts_ ? units_of(e, first_row_, num_rows_) : 0;
 #pragma unroll
         for (int distance = 1; distance < kWarp; distance *= 2) {
             const int below = __shfl_up_sync(kAll, units, distance);
@@ -116,13 +131,15 @@ struct Tile {
     int end_row;
     int scale_row;  // first token, counted within its scale matrix
     int n;          // first weight row
+    int width;      // weight rows
     Common common;
 };
 
 // Walks the tiles of one CTA. A unit is one tile, a pair of them for a cluster of two (kPaired), or one that kClusterK CTAs
 // share along K. Within a segment units go in groups of kGroupN along N, so that CTAs running together share tokens and
-// weights in L2.
-template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, int kClusterK>
+// weights in L2. Where the last round is of no more units than half of the clusters, these take a half of one each, of half
+// as many weight rows (kHalved).
+template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, int kClusterK, bool kHalved>
 class TileWalk {
    public:
     DEVICE TileWalk(const int* index, int num_experts, int m, int n, uint32_t cluster_rank)
@@ -132,21 +149,29 @@ class TileWalk {
           num_experts_(num_experts),
           m_(m),
           rank_(kPaired ? static_cast<int>(cluster_rank) : 0),
-          unit_(static_cast<int>(blockIdx.x) / kCtas) {}
+          unit_(static_cast<int>(blockIdx.x) / kCtas) {
+        if constexpr (kHalved) {
+            const int units = kGrouped ? window_.total() : Division(m_).units(columns_);
+            const int clusters = static_cast<int>(gridDim.x) / kCtas, last = units % clusters;
+            if (2 * last <= clusters) halved_ = units - last;
+        }
+    }
 
     // False when the work is done. Called by whole warps.
     DEVICE bool next(Tile& tile) {
         while (true) {
             Segment segment;
+            const bool half = kHalved && unit_ >= halved_;
+            const int unit = half ? halved_ + (unit_ - halved_) / 2 : unit_;
             if constexpr (kGrouped) {
-                if (!window_.find(unit_, segment)) return false;
+                if (!window_.find(unit, segment)) return false;
             } else {
                 segment.num_rows = m_;
-                if (unit_ >= Division(m_).units(columns_)) return false;
+                if (unit >= Division(m_).units(columns_)) return false;
             }
             const int early = segment.first_row % kRowAlignment<kLayout>;
             const Division division(early + segment.num_rows);
-            const int local = unit_ - segment.first_unit, per_group = division.units(kGroupN);
+            const int local = unit - segment.first_unit, per_group = division.units(kGroupN);
             const int group = local / per_group, in_group = local - group * per_group;
             const int width = min(kGroupN, columns_ - group * kGroupN);
             int tile_m = in_group / width, tile_n = in_group - tile_m * width;
@@ -158,6 +183,7 @@ class TileWalk {
             } else if (kPaired) {
                 tile_m = tile_m * 2 + rank_;
             }
+            const int right = half ? (unit_ - halved_) % 2 : 0;
             unit_ += static_cast<int>(gridDim.x) / kCtas;
 
             tile.expert = segment.expert;
@@ -165,7 +191,8 @@ class TileWalk {
             tile.begin_row = tile_m == 0 ? early : 0;
             tile.end_row = min(kBlockM, segment.num_rows + early - tile_m * kBlockM);
             tile.scale_row = kLayout == Layout::kMasked ? tile_m * kBlockM : tile.row;
-            tile.n = (group * kGroupN + tile_n) * kBlockN;
+            tile.width = half ? kBlockN / 2 : kBlockN;
+            tile.n = (group * kGroupN + tile_n) * kBlockN + right * tile.width;
             if constexpr (kLayout == Layout::kMIndices) {
                 if (!find_expert(tile)) continue;
             }
@@ -217,6 +244,7 @@ class TileWalk {
     SegmentWindow<kLayout, Division> window_;
     const int* index_;
     int num_experts_, m_, rank_, unit_;
+    int halved_ = 1 << 30;  // from this unit on they are taken in halves
 };
 
 }  // namespace moe_fp8::sched
