@@ -38,7 +38,11 @@ class Accumulator {
             next_ ^= num_blocks & 1;
             if (mine > 0) run_block_by_block(mine, sum[0]);
         } else if (part.fragments == 1) {
-            run_block_by_block(num_blocks, sum[0]);
+            if constexpr (kWaves == 1) {
+                run_block_by_block(num_blocks, sum[0]);
+            } else {
+                run_one_by_one(num_blocks, sum[0]);
+            }
         } else if constexpr (kBothPartials) {
             run_side_by_side(num_blocks, sum);
             first_done(sum[0]);
@@ -87,6 +91,23 @@ class Accumulator {
         } else {
             collect<0>(partial[0]);
             finish_block(sum, partial[0], scales[0]);
+        }
+    }
+
+    // One fragment of a tile that could have two: its stages are few, so that each is handed back before the next is begun.
+    DEVICE void run_one_by_one(int num_blocks, Sum& sum) {
+        Sum partial;
+        Scales scales;
+        wait(ring_, scales);
+        while (true) {
+            multiply<0>(partial, ring_);
+            collect<0>(partial);
+            release_stage(shared_, ring_.slot);
+            ring_.step();
+            const Scales done = scales;
+            if (--num_blocks > 0) wait(ring_, scales);
+            Fragments::promote<0>(sum, partial, done);
+            if (num_blocks == 0) return;
         }
     }
 

@@ -61,8 +61,8 @@ DEVICE void walk_tiles(const GemmParams& p, Shared& shared) {
     writer.finish();
 }
 
-// The warp stays together around its first lane, which issues the copies. Not an elected lane: the ring's position is that
-// lane's alone, and the compiler may repeat an election.
+// The whole warp walks and waits, and one lane of it issues the copies. (Were it one lane that walks, the compiler would put a
+// loop over lanes around every copy, about 150 cycles each.)
 //
 // Weights do not depend on the kernel before: those of the first stages are on their way while it ends.
 DEVICE void produce(const GemmParams& p, Shared& shared) {
@@ -77,9 +77,9 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
         int block = range.begin;
         if (!waited) {
             const int ahead = min(range.begin + kStages, range.end);
-            if (lane_index() == 0) {
 #pragma unroll 1
-                for (int i = block; i < ahead; ++i) {
+            for (int i = block; i < ahead; ++i) {
+                if (ptx::elect_one()) {
                     ptx::barrier_arrive_expect(&shared.full[i - block], stage_bytes(tile));
                     load_weights(p, shared, tile, rank, i - block, i);
                 }
@@ -88,27 +88,25 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
             ptx::launch_dependents();
 #pragma unroll 1
             for (; block < ahead; ++block, ring.step()) {
-                if (lane_index() == 0) load_tokens(p, shared, tile, rank, ring.slot, block);
+                if (ptx::elect_one()) load_tokens(p, shared, tile, rank, ring.slot, block);
             }
             waited = true;
         }
-        if (lane_index() == 0) {
 #pragma unroll 1
-            for (; block < range.end; ++block, ring.step()) {
-                ptx::barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
+        for (; block < range.end; ++block, ring.step()) {
+            ptx::barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
+            if (ptx::elect_one()) {
                 ptx::barrier_arrive_expect(&shared.full[ring.slot], stage_bytes(tile));
                 load_weights(p, shared, tile, rank, ring.slot, block);
                 load_tokens(p, shared, tile, rank, ring.slot, block);
             }
         }
-        __syncwarp();
     }
     if (!waited) ptx::grid_dependency_wait(), ptx::launch_dependents();
     // Until the other CTA of a pair has released all stages here: its arrivals must find this CTA's barriers.
-    if (kPaired && lane_index() == 0) {
-        for (int i = 0; i < kStages; ++i, ring.step()) ptx::barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
+    for (int i = 0; kPaired && i < kStages; ++i, ring.step()) {
+        ptx::barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
     }
-    __syncwarp();
 }
 
 // A second warp brings the weights' scales, a few floats a stage that TMA is too coarse for: it reads them a warp's worth at a

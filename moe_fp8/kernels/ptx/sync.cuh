@@ -44,8 +44,8 @@ DEVICE void cluster_barrier() {
             : "memory");
 }
 
-// One lane of a converged warp; not for what a lane keeps from call to call, since the compiler may repeat the election
-// where fewer lanes are left.
+// One lane of a converged warp. Copies that it issues get their operands from uniform registers. Not for what a lane keeps from
+// call to call, since the compiler may repeat the election where fewer lanes are left.
 DEVICE bool elect_one() {
     uint32_t elected;
     asm volatile(
