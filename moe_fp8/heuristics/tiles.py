@@ -110,7 +110,7 @@ def gemm_configs(layout: GemmLayout, k: int, batch_invariant: bool = False) -> t
             configs += [
                 _deepest(block_m, 64, split, "k") for block_m in TOKEN_TILES[:-1] if k >= 1024 * split
             ]
-    return (*configs, _deepest(128, 192), _deepest(128, 192, 2), _deepest(128, 256), _deepest(128, 256, 2))
+    return (*configs, _deepest(128, 192), _deepest(128, 256), _deepest(128, 256, 2))
 
 
 def parse_gemm_config(text: str, problem: GemmProblem) -> GemmConfig:

@@ -57,40 +57,39 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
     if (ptx::shared_address(dynamic) % 1024 != 0) __trap();  // TMA and wgmma would swizzle differently
 
     const int warp = warp_index();
-    if (warp == 0 && ptx::elect_one()) {
-        ptx::prefetch_tensor_map(&p.a);
-        if constexpr (kTrimmed) ptx::prefetch_tensor_map(&p.a_narrow);
-        ptx::prefetch_tensor_map(&p.a_scale);
-        ptx::prefetch_tensor_map(&p.b);
-        if constexpr (kHalved) ptx::prefetch_tensor_map(&p.b_half);
-        if constexpr (!OUT_FP32) ptx::prefetch_tensor_map(&p.out_map);
-        for (int stage = 0; stage < kStages; ++stage) {
-            ptx::barrier_init(&shared.full[stage], 2);  // a producer each of operands and of weight scales
-            ptx::barrier_init(&shared.empty[stage], (kAlternate ? 1 : kMathWarpgroups) * 4 * (kPaired ? 2 : 1));
+    if (warp == 0) {
+        if (ptx::elect_one()) {
+            ptx::prefetch_tensor_map(&p.a);
+            ptx::prefetch_tensor_map(&p.a_scale);
+            ptx::prefetch_tensor_map(&p.b);
+            if constexpr (!OUT_FP32) ptx::prefetch_tensor_map(&p.out_map);
         }
-        shared.tiles.init();
-        for (int warpgroup = 0; warpgroup < kMathWarpgroups; ++warpgroup) {
-            ptx::barrier_init(&shared.parts_full[warpgroup], 1);
-            ptx::barrier_init(&shared.parts_free[warpgroup], (kAlternate ? kMathWarpgroups : 1) * 4 * kCluster);
-        }
+    } else if (warp == 1) {
+        shared.init(lane_index());
         ptx::fence_barrier_init();
     }
     __syncthreads();
-    if constexpr (kCluster > 1) ptx::cluster_barrier();
+    // Before a CTA copies into the other's stages both must have their barriers. Parts of a sum come much later: there the
+    // producers go ahead, and wait at their end.
+    if constexpr (kCluster > 1) ptx::cluster_arrive();
+    if constexpr (kPaired) ptx::cluster_wait();
 
     if (warp < 4) {
         ptx::registers_release<40>();
         if (warp == 0) produce(p, shared);
         if (warp == 1) produce_scales(p, shared);
         if (warp == 2) walk_tiles(p, shared);
+        if constexpr (kSplitK) __syncwarp(), ptx::cluster_wait();
     } else {
         ptx::registers_acquire<232>();
+        if constexpr (kSplitK) ptx::cluster_wait();
         consume(p, shared, warp / 4 - 1);
     }
 
     // A peer may still copy into this CTA's stages.
     if constexpr (kCluster > 1) {
         __syncwarp();
-        ptx::cluster_barrier();
+        ptx::cluster_arrive();
+        ptx::cluster_wait();
     }
 }

@@ -38,7 +38,7 @@ from moe_fp8.specs import KernelSpec, kernel_spec
 _raw_stream = torch._C._cuda_getCurrentRawStream
 _current_device = torch._C._cuda_getDevice
 
-_GEMM = struct.Struct("128s128s128s128s128s128sQQQqiiii")
+_GEMM = struct.Struct("128s128s128s128sQQQqiiii")
 _MQA = struct.Struct("128s128s128s128sQQQqiiii")
 _PAGED = struct.Struct("128s128s128s128sQQQQiiqqii")
 _METADATA = struct.Struct("QiiQii")
@@ -111,6 +111,17 @@ def _block(layout: struct.Struct) -> ParamBlock:
     return ParamBlock(-(-layout.size // 64) * 64)
 
 
+class _GemmPlan(NamedTuple):
+    """A GEMM's kernel, its grid, and the rows of its tensor maps' boxes."""
+
+    spec: KernelSpec
+    grid: int
+    token_rows: int
+    scale_rows: int
+    weight_rows: int
+    out_rows: int
+
+
 @lru_cache(maxsize=65536)
 def _gemm_plan(
     layout: GemmLayout,
@@ -122,11 +133,8 @@ def _gemm_plan(
     fp32: bool,
     config_text: str | None,
     device: int,
-) -> tuple[KernelSpec, int, int, int, int]:
-    """Spec, grid, and the box rows of tokens, of weights and of the output.
-
-    Raises ConfigError where `config_text` names no config that this call may use.
-    """
+) -> _GemmPlan:
+    """Raises ConfigError where `config_text` names no config that this call may use."""
     num_sms = _num_sms(device)
     problem = GemmProblem(
         layout,
@@ -148,7 +156,15 @@ def _gemm_plan(
         tiles = -(-m // config.block_m) * -(-n // config.block_n)
         # The widest may be taken in halves.
         grid = min(grid, -(-tiles // pair) * config.cluster * (2 if config.block_n == 256 else 1))
-    return kernel_spec(problem), grid, config.block_m, config.block_n, min(config.block_m, 16)
+    return _GemmPlan(
+        kernel_spec(problem),
+        grid,
+        # As in the kernel's gemm/shape.cuh.
+        token_rows=min(config.block_m, 64),
+        scale_rows=config.block_m,
+        weight_rows=128 if config.block_n % 128 == 0 else 64,
+        out_rows=min(config.block_m, 16),
+    )
 
 
 def gemm(
@@ -170,25 +186,18 @@ def gemm(
     n = b.shape[-2]
     num_experts = b.shape[0] if layout != "dense" else 1
     fp32 = out.dtype is torch.float32
-    spec, grid, token_rows, weight_rows, out_rows = _gemm_plan(
-        layout, m, n, k, num_experts, expected_m, fp32, config, device
-    )
+    plan = _gemm_plan(layout, m, n, k, num_experts, expected_m, fp32, config, device)
     batch = num_experts if layout == "masked" else 1
-    trimmed, halved = token_rows == 128 and layout != "dense", weight_rows == 256
-    tokens = a.data_ptr(), "uint8", (k, m * batch), k
-    weights = b.data_ptr(), "uint8", (k, n * num_experts), k
     block = _block(_GEMM)
     _GEMM.pack_into(
         block.buffer,
         0,
-        encode_2d(*tokens, (128, token_rows)),
-        encode_2d(*tokens, (128, 64)) if trimmed else b"",
+        encode_2d(a.data_ptr(), "uint8", (k, m * batch), k, (128, plan.token_rows)),
         encode_2d(
-            a_scale.data_ptr(), "float32", (m, batch * (k >> 7)), ((m + 3) & -4) * 4, (token_rows, 1), 0
+            a_scale.data_ptr(), "float32", (m, batch * (k >> 7)), ((m + 3) & -4) * 4, (plan.scale_rows, 1), 0
         ),
-        encode_2d(*weights, (128, weight_rows)),
-        encode_2d(*weights, (128, 128)) if halved else b"",
-        b"" if fp32 else encode_2d(out.data_ptr(), "bfloat16", (n, m * batch), n * 2, (64, out_rows)),
+        encode_2d(b.data_ptr(), "uint8", (k, n * num_experts), k, (128, plan.weight_rows)),
+        b"" if fp32 else encode_2d(out.data_ptr(), "bfloat16", (n, m * batch), n * 2, (64, plan.out_rows)),
         out.data_ptr(),
         b_scale.data_ptr(),
         0 if index is None else index.data_ptr(),
@@ -198,7 +207,7 @@ def gemm(
         k,
         num_experts,
     )
-    _launch(spec, grid, device, block, key)
+    _launch(plan.spec, plan.grid, device, block, key)
 
 
 #: Keys of a prefill work item: enough items to spread evenly, few enough that loading queries stays cheap.

@@ -6,50 +6,57 @@
 
 namespace moe_fp8 {
 
-DEVICE bool narrow(const sched::Tile& tile) { return kTrimmed && tile.end_row <= kNarrow; }
-
-DEVICE bool half(const sched::Tile& tile) { return kHalved && tile.width < kBlockN; }
+// Rows of a tile's tokens and weights that are copied.
+DEVICE int copied_tokens(const sched::Tile& tile) {
+    return kBlockM > kTokenBox && tile.end_row <= kTokenBox ? kTokenBox : kBlockM;
+}
+DEVICE int copied_weights(const sched::Tile& tile) { return kHalved ? tile.width : kBlockN; }
 
 DEVICE uint32_t stage_bytes(const sched::Tile& tile) {
-    return ((kHalved ? tile.width : kBlockN) + (narrow(tile) ? kNarrow : kBlockM)) * kBlockK + kBlockM * sizeof(float);
+    return (copied_weights(tile) + copied_tokens(tile)) * kBlockK + kBlockM * sizeof(float);
 }
 
 // The CTAs of a pair take turns to copy what they have in common, each for both.
 DEVICE bool others_turn(uint32_t rank, int block) { return (block & 1) != static_cast<int>(rank); }
 
+// Copies a box into this CTA's stage or, where both CTAs of a pair have it in common, into both.
+DEVICE void load(bool common, const TensorMap& map, ptx::Barrier& full, void* destination, int x, int y,
+                 ptx::CacheHint hint) {
+    if (common) {
+        ptx::tma_load_2d_multicast(&map, &full, destination, x, y, kEveryone, hint);
+    } else {
+        ptx::tma_load_2d(&map, &full, destination, x, y, hint);
+    }
+}
+
 // Copy one stage's weights, or tokens and their scales.
 DEVICE void load_weights(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t stage,
                          int block) {
+    const bool common = kPaired && tile.common == sched::Common::kWeights;
+    if (common && others_turn(rank, block)) return;
     const int row = tile.expert * p.n + tile.n;
-    const TensorMap* map = half(tile) ? &p.b_half : &p.b;
-    ptx::Barrier* full = &shared.full[stage];
-    uint8_t* weights = shared.weights[stage];
     // Weights of tiles with many tokens are read again for other tokens.
     constexpr ptx::CacheHint kHint = kBlockM < 128 ? ptx::CacheHint::kEvictFirst : ptx::CacheHint::kNormal;
-    if (kPaired && tile.common == sched::Common::kWeights) {
-        if (others_turn(rank, block)) return;
-        ptx::tma_load_2d_multicast(map, full, weights, block * kBlockK, row, kEveryone, kHint);
-    } else {
-        ptx::tma_load_2d(map, full, weights, block * kBlockK, row, kHint);
+#pragma unroll
+    for (int i = 0; i < kBlockN; i += kWeightBox) {
+        if (i >= copied_weights(tile)) break;
+        load(common, p.b, shared.full[stage], shared.weights[stage] + i * kBlockK, block * kBlockK, row + i, kHint);
     }
 }
 
 DEVICE void load_tokens(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t stage,
                         int block) {
+    const bool common = kPaired && tile.common == sched::Common::kTokens;
+    if (common && others_turn(rank, block)) return;
     const int scale_row = (kLayout == sched::Layout::kMasked ? tile.expert * (p.k / kBlockK) : 0) + block;
-    const TensorMap* map = narrow(tile) ? &p.a_narrow : &p.a;
-    ptx::Barrier* full = &shared.full[stage];
-    uint8_t* tokens = shared.tokens[stage];
-    float* scales = shared.token_scales[stage];
+    ptx::Barrier& full = shared.full[stage];
     constexpr ptx::CacheHint kHint = ptx::CacheHint::kEvictLast;
-    if (kPaired && tile.common == sched::Common::kTokens) {
-        if (others_turn(rank, block)) return;
-        ptx::tma_load_2d_multicast(map, full, tokens, block * kBlockK, tile.row, kEveryone, kHint);
-        ptx::tma_load_2d_multicast(&p.a_scale, full, scales, tile.scale_row, scale_row, kEveryone, kHint);
-    } else {
-        ptx::tma_load_2d(map, full, tokens, block * kBlockK, tile.row, kHint);
-        ptx::tma_load_2d(&p.a_scale, full, scales, tile.scale_row, scale_row, kHint);
+#pragma unroll
+    for (int i = 0; i < kBlockM; i += kTokenBox) {
+        if (i >= copied_tokens(tile)) break;
+        load(common, p.a, full, shared.tokens[stage] + i * kBlockK, block * kBlockK, tile.row + i, kHint);
     }
+    load(common, p.a_scale, full, shared.token_scales[stage], tile.scale_row, scale_row, kHint);
 }
 
 DEVICE void walk_tiles(const GemmParams& p, Shared& shared) {

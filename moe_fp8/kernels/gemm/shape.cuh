@@ -51,9 +51,9 @@ using Tiles = sched::TileRing<kTileReaders>;
 using TileWriter = sched::TileWriter<kTileReaders>;
 using TileReader = sched::TileReader<kTileReaders>;
 
-// Experts' last tiles often have few tokens: of a tile with no more than these only these are copied.
-constexpr int kNarrow = 64;
-constexpr bool kTrimmed = kBlockM > kNarrow && kLayout != sched::Layout::kDense;
+// Rows that TMA copies at once. Of a tile only the boxes that hold some are copied: experts' last tiles have few tokens.
+constexpr int kTokenBox = kBlockM < 64 ? kBlockM : 64;
+constexpr int kWeightBox = kBlockN % 128 == 0 ? 128 : 64;
 
 // Tokens that TMA stores at once, and bytes of a warpgroup's staging.
 constexpr int kStoredTokens = kBlockM < 16 ? kBlockM : 16;
@@ -77,6 +77,19 @@ struct Shared {
     ptx::Barrier parts_free[kMathWarpgroups];
     ptx::Barrier full[kStages];
     ptx::Barrier empty[kStages];
+
+    // All lanes of one warp.
+    DEVICE void init(int lane) {
+        for (int stage = lane; stage < kStages; stage += kWarp) {
+            ptx::barrier_init(&full[stage], 2);  // a producer each of operands and of weight scales
+            ptx::barrier_init(&empty[stage], (kAlternate ? 1 : kMathWarpgroups) * 4 * (kPaired ? 2 : 1));
+        }
+        tiles.init(lane);
+        if (lane < kMathWarpgroups) {
+            ptx::barrier_init(&parts_full[lane], 1);
+            ptx::barrier_init(&parts_free[lane], (kAlternate ? kMathWarpgroups : 1) * 4 * kCluster);
+        }
+    }
 };
 // gemm_smem_bytes of heuristics/tiles.py computes the same from its own constants, with 1 KiB for the tiles and barriers.
 static_assert(sizeof(Shared) <= SMEM_BYTES && SMEM_BYTES <= sizeof(Shared) + 1024, "see tiles.py");
@@ -84,11 +97,9 @@ static_assert(sizeof(Shared) <= SMEM_BYTES && SMEM_BYTES <= sizeof(Shared) + 102
 }  // namespace moe_fp8
 
 struct GemmParams {
-    moe_fp8::TensorMap a;        // [rows, K] fp8, box kBlockM rows x 128
-    moe_fp8::TensorMap a_narrow; // the same, box kNarrow rows x 128; unused unless kTrimmed
+    moe_fp8::TensorMap a;        // [rows, K] fp8, box kTokenBox rows x 128
     moe_fp8::TensorMap a_scale;  // [K/128 (x experts if masked), rows] fp32, box 1 x kBlockM
-    moe_fp8::TensorMap b;        // [experts * N, K] fp8, box kBlockN rows x 128
-    moe_fp8::TensorMap b_half;   // the same, box kBlockN / 2 rows x 128; unused unless kHalved
+    moe_fp8::TensorMap b;        // [experts * N, K] fp8, box kWeightBox rows x 128
     moe_fp8::TensorMap out_map;  // [rows, N] bf16, box kStoredTokens rows x 64; unused if fp32
     void* out;                   // [rows, N]
     const float* b_scale;        // [experts, ceil(N/128), K/128]

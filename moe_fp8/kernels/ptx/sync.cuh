@@ -35,14 +35,11 @@ DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "me
 // grid_dependency_wait, so that whatever a kernel does ahead of its wait comes after all kernels but the one before.
 DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// All threads of the cluster have come here. Orders no memory accesses (that costs a fence at GPU scope): for barriers that
-// fence_barrier_init has published, and for the end, when all copies and arrivals have been waited for.
-DEVICE void cluster_barrier() {
-    asm volatile(
-        "barrier.cluster.arrive.relaxed.aligned;\n"
-        "barrier.cluster.wait.aligned;" ::
-            : "memory");
-}
+// Every thread of the cluster arrives, and waits before it arrives again. Orders no memory accesses (that costs a fence at GPU
+// scope): for barriers that fence_barrier_init has published, and for the end, when all copies and arrivals have been waited
+// for.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 // One lane of a converged warp. Copies that it issues get their operands from uniform registers. Not for what a lane keeps from
 // call to call, since the compiler may repeat the election where fewer lanes are left.
