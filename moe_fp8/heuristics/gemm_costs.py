@@ -1,7 +1,6 @@
 """What a GEMM costs with each config, as far as a model can tell; only good for comparing configs.
 
-The constants were fitted to about 300 timings of 46 shapes on one H200 (benchmarks/NOTES.md); times are in
-microseconds.
+The constants were fitted to timings of about 200 shapes on one H200 (benchmarks/NOTES.md); times are in microseconds.
 """
 
 from __future__ import annotations
@@ -22,13 +21,16 @@ _BLOCK = {
     (32, 128): 0.320,
     (64, 128): 0.325,
     (128, 128): 0.373,
-    (128, 192): 0.575,
-    (128, 256): 0.747,
+    (128, 192): 0.560,
+    (128, 256): 0.720,
 }
 _TILE = {8: 0.14, 16: 0.14, 32: 0.14, 64: 0.41, 128: 0.74}
 
-#: A pair of tiles copies less.
-_PAIR = 0.97
+#: Of a full tile: one of at most 64 tokens, and one that a pair of CTAs copies together.
+_NARROW, _PAIR = 0.7, 0.97
+
+#: Of a round of tiles: the last one where it is taken in halves.
+_HALF = 0.65
 
 #: Once a kernel: launch, first copies, last stores; what adding a tile's parts takes beside, by their
 #: number; and what a further round of clusters that do so takes, since it starts cold.
@@ -45,39 +47,73 @@ _SM_RATE, _MEMORY_RATE, _L2_RATE = 75.8e3, 4.54e6, 14.2e6
 #: Weights that another token tile has read: what reading them again costs beside the first time.
 _REREAD = 0.2
 
-#: Rounds that the last tiles of a grouped GEMM cost beside an even share of all.
-_TAIL = 0.62
+#: Rounds that the last tiles of a grouped GEMM cost beside an even share of all; the same of tiles that come in halves.
+_TAIL, _HALVED_TAIL = 0.62, 0.4
 
 #: How much of the lesser of computing and reading shows beside the greater.
 _OVERLAP = 0.2
 
-#: Experts' rows as multiples of their mean, where only the mean is known.
-_SPREAD = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
+#: Experts' rows as multiples of their mean, where only the mean is known, and how many in all have so many: an even
+#: spread, and as skewed as 1, 1/2, 1/3...
+_Shares = tuple[tuple[float, float], ...]
+_SPREAD: _Shares = tuple((share / 10, 1 / 7) for share in range(7, 14))
 
 
-def _tiles_m(block_m: int, layout: GemmLayout, rows: int) -> float:
-    """Tiles along the tokens of one expert."""
-    if layout == "dense":
-        return -(-rows // block_m)
-    return sum(max(1, -(-round(rows * share) // block_m)) for share in _SPREAD) / len(_SPREAD)
+@cache
+def _zipf(experts: int) -> _Shares:
+    harmonic = sum(1 / rank for rank in range(1, experts + 1))
+    shares = []
+    first = 1
+    while first <= experts:
+        last = min(first if first < 4 else 2 * first - 1, experts)
+        ranks = range(first, last + 1)
+        mean = sum(1 / rank for rank in ranks) / len(ranks)
+        shares.append((mean * experts / harmonic, len(ranks) / experts))
+        first = last + 1
+    return tuple(shares)
 
 
 def cost(config: GemmConfig, layout: GemmLayout, rows: int, n: int, k: int, experts: int, sms: int) -> float:
     """Predicted microseconds for `rows` rows of each of `experts` experts."""
-    tiles_m = _tiles_m(config.block_m, layout, rows)
-    tiles = experts * tiles_m * -(-n // config.block_n)
+    if layout == "dense":
+        return _cost(config, ((1.0, 1.0),), True, rows, n, k, 1, sms)
+    return sum(_cost(config, shares, False, rows, n, k, experts, sms) for shares in (_SPREAD, _zipf(experts))) / 2
+
+
+def _cost(
+    config: GemmConfig, shares: _Shares, exact: bool, rows: int, n: int, k: int, experts: int, sms: int
+) -> float:
+    tiles_m = narrow = busy_experts = 0.0
+    for share, part in shares:
+        count = round(rows * share)
+        whole, rest = divmod(count, config.block_m)
+        tiles_m += part * (whole + (rest > 0))
+        narrow += part * (config.block_m == 128 and 0 < rest <= 64)
+        busy_experts += part * (count > 0 or exact)
+    columns = -(-n // config.block_n)
+    tiles = experts * max(tiles_m, 1 / experts) * columns
+    paired = config.cluster > 1 and config.shares == "operands"
+    halved = config.block_n == 256
     split = config.cluster if config.shares == "k" else 1
     at_once = max(1, _CLUSTERS_OF_132[split] * sms // 132)
-    rounds = max(1.0, -(-tiles // at_once) if layout == "dense" else tiles / at_once + _TAIL)
+    if exact:
+        units, clusters = tiles, at_once
+        if paired:
+            units, clusters = tiles_m // 2 * columns + tiles_m % 2 * -(-columns // 2), at_once // 2
+        whole, rest = divmod(units, max(1, clusters))
+        rounds = whole + (0 if not rest else _HALF if halved and 2 * rest <= clusters else 1)
+    else:
+        work = tiles - (1 - _NARROW) * experts * narrow * columns
+        rounds = max(1.0, work / at_once + (_HALVED_TAIL if halved else _TAIL))
     block = _BLOCK[config.block_m, config.block_n]
-    if config.cluster > 1 and config.shares == "operands":
+    if paired:
         block *= _PAIR
     stage = 128 * (config.block_m + config.block_n)
     block = max(block, stage / _SM_RATE)
-    read = experts * n * k / _MEMORY_RATE
+    read = experts * busy_experts * n * k / _MEMORY_RATE
     if config.block_m < 128:
         block = max(block, stage * min(tiles, at_once) * split / _L2_RATE)
-        read *= 1 + _REREAD * (tiles_m - 1)
+        read *= 1 + _REREAD * max(0.0, tiles_m / busy_experts - 1 if busy_experts else 0.0)
     busy = rounds * (-(-k // (128 * split)) * block + _TILE[config.block_m])
     extra = _PARTS[config.parts] + (_NEXT_ROUND * (rounds - 1) if split > 1 else 0.0)
     return _KERNEL + max(busy, read) + _OVERLAP * min(busy, read) + extra

@@ -57,16 +57,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
     if (ptx::shared_address(dynamic) % 1024 != 0) __trap();  // TMA and wgmma would swizzle differently
 
     const int warp = warp_index();
-    if (warp == 0) {
-        if (ptx::elect_one()) {
+    if (ptx::elect_one()) {
+        if (warp == 0) {
+            ptx::prefetch_tensor_map(&p.b);
             ptx::prefetch_tensor_map(&p.a);
             ptx::prefetch_tensor_map(&p.a_scale);
-            ptx::prefetch_tensor_map(&p.b);
             if constexpr (!OUT_FP32) ptx::prefetch_tensor_map(&p.out_map);
+        } else {
+            shared.init(warp - 1, NUM_THREADS / kWarp - 1);
+            ptx::fence_barrier_init();
         }
-    } else if (warp == 1) {
-        shared.init(lane_index());
-        ptx::fence_barrier_init();
     }
     __syncthreads();
     // Before a CTA copies into the other's stages both must have their barriers. Parts of a sum come much later: there the

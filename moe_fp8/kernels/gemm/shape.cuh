@@ -78,16 +78,19 @@ struct Shared {
     ptx::Barrier full[kStages];
     ptx::Barrier empty[kStages];
 
-    // All lanes of one warp.
-    DEVICE void init(int lane) {
-        for (int stage = lane; stage < kStages; stage += kWarp) {
+    // One thread of each of so many warps makes some of the barriers. (One after another a barrier takes about 30 cycles; lanes of
+    // one warp take turns for it, and longer.)
+    DEVICE void init(int warp, int num_warps) {
+        for (int stage = warp; stage < kStages; stage += num_warps) {
             ptx::barrier_init(&full[stage], 2);  // a producer each of operands and of weight scales
             ptx::barrier_init(&empty[stage], (kAlternate ? 1 : kMathWarpgroups) * 4 * (kPaired ? 2 : 1));
         }
-        tiles.init(lane);
-        if (lane < kMathWarpgroups) {
-            ptx::barrier_init(&parts_full[lane], 1);
-            ptx::barrier_init(&parts_free[lane], (kAlternate ? kMathWarpgroups : 1) * 4 * kCluster);
+        if (warp == num_warps - 1) tiles.init();
+        if (warp == num_warps - 2) {
+            for (int warpgroup = 0; warpgroup < kMathWarpgroups; ++warpgroup) {
+                ptx::barrier_init(&parts_full[warpgroup], 1);
+                ptx::barrier_init(&parts_free[warpgroup], (kAlternate ? kMathWarpgroups : 1) * 4 * kCluster);
+            }
         }
     }
 };

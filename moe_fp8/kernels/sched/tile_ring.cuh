@@ -18,11 +18,11 @@ struct TileRing {
     ptx::Barrier full[kSlots];
     ptx::Barrier empty[kSlots];
 
-    // All lanes of one warp.
-    DEVICE void init(int lane) {
-        if (lane < kSlots) {
-            ptx::barrier_init(&full[lane], 1);
-            ptx::barrier_init(&empty[lane], kReaders);
+    // One thread.
+    DEVICE void init() {
+        for (int slot = 0; slot < kSlots; ++slot) {
+            ptx::barrier_init(&full[slot], 1);
+            ptx::barrier_init(&empty[slot], kReaders);
         }
     }
 };
