@@ -50,6 +50,9 @@ _REREAD = 0.2
 #: Rounds that the last tiles of a grouped GEMM cost beside an even share of all; the same of tiles that come in halves.
 _TAIL, _HALVED_TAIL = 0.62, 0.4
 
+#: Rounds of tiles, counted for a mean of rows, up to which there is sure to be but one.
+_ONE_ROUND = 0.9
+
 #: How much of the lesser of computing and reading shows beside the greater.
 _OVERLAP = 0.2
 
@@ -104,7 +107,10 @@ def _cost(
         rounds = whole + (0 if not rest else _HALF if halved and 2 * rest <= clusters else 1)
     else:
         work = tiles - (1 - _NARROW) * experts * narrow * columns
-        rounds = max(1.0, work / at_once + (_HALVED_TAIL if halved else _TAIL))
+        rounds = work / at_once
+        # One round is just that; with more, experts' tiles end when they may.
+        tail = _HALVED_TAIL if halved else _TAIL
+        rounds = max(1.0, rounds + tail * min(1.0, max(0.0, (rounds - _ONE_ROUND) / 0.3)))
     block = _BLOCK[config.block_m, config.block_n]
     if paired:
         block *= _PAIR

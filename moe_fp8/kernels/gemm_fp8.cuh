@@ -31,7 +31,9 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
             continue;
         }
         Fragments::Sum sum[kWaves];
-        accumulator.run(range.end - range.begin, part, sum, [&](const Fragments::Sum& first) { store_fragment<0>(p, shared, *tile, part, warpgroup, first); });
+        accumulator.run(range.end - range.begin, part, sum, [&](const Fragments::Sum& first) {
+            store_fragment<0>(p, shared, *tile, part, warpgroup, first);
+        });
         if constexpr (kParts > 1) {
             add_parts(shared, sum[0], warpgroup, Share(cluster_rank(), warpgroup), parts_phase);
             parts_phase ^= 1;

@@ -116,6 +116,28 @@ def test_divided_sums_repeat_twenty_times(config: str) -> None:
         assert torch.equal(_dense(case, config), first)
 
 
+# Units of work of 128x256 on 132 SMs: a last round of few, which is taken in halves; of many; whole rounds; one of few tokens.
+@pytest.mark.parametrize("m", [1100, 1900, 2112, 2160])
+def test_last_rounds(m: int) -> None:
+    case = cases.dense_case(m, 4096, 256, "cuda")
+    expected = _dense(case, "128x128")
+    cases.check_gemm(case, expected)
+    for config in ("128x192", "128x256", "128x256/2p"):
+        assert torch.equal(_dense(case, config), expected), config
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_last_rounds_of_many_experts(layout: str) -> None:
+    # More experts than a warp has lanes; sizes that end in tiles of few tokens.
+    rows = [(37 * e) % 300 for e in range(45)]
+    case = _case(layout, rows, 1536, 256)
+    expected = _valid(case, _grouped(case, "128x128"))
+    for config in ("128x192", "128x256", "128x256/2p"):
+        out = _grouped(case, config)
+        cases.check_gemm(case, out)
+        assert torch.equal(_valid(case, out), expected), config
+
+
 @pytest.mark.parametrize("m", [50, 180])
 @pytest.mark.parametrize("config", ["128x128/2k", "128x128/3k", "128x128/4k", "64x64/2k"])
 def test_divided_tiles_of_which_a_warpgroup_owns_nothing(m: int, config: str) -> None:
@@ -133,7 +155,7 @@ def test_divided_tiles_with_nothing_to_share(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("config", ["64x128", "128x128", "128x256", "128x256/2p"])
+@pytest.mark.parametrize("config", ["64x128", "128x128", "128x192", "128x256", "128x256/2p"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_small(layout: str, config: str) -> None:
     case = _case(layout, (3, 0, 200, 130), 576, 256)
