@@ -36,10 +36,11 @@ _HALF = 0.65
 #: number; and what a further round of clusters that do so takes, since it starts cold.
 _KERNEL = 1.8
 _PARTS = {1: 0.0, 2: 0.36, 3: 0.66, 4: 0.78, 6: 0.91, 8: 1.36}
+_PART_BYTES = 2e-5
 _NEXT_ROUND = 3.0
 
 #: Clusters of a size that 132 SMs hold at once: a GPC has 16 or 18 SMs, some fewer.
-_CLUSTERS_OF_132 = {1: 132, 2: 66, 3: 42, 4: 28}
+_CLUSTERS_OF_132 = {1: 132, 2: 66, 3: 40, 4: 28}
 
 #: Bytes a microsecond: of copies into one SM, of weights from memory, of copies into all SMs.
 _SM_RATE, _MEMORY_RATE, _L2_RATE = 75.8e3, 4.54e6, 14.2e6
@@ -121,7 +122,8 @@ def _cost(
         block = max(block, stage * min(tiles, at_once) * split / _L2_RATE)
         read *= 1 + _REREAD * max(0.0, tiles_m / busy_experts - 1 if busy_experts else 0.0)
     busy = rounds * (-(-k // (128 * split)) * block + _TILE[config.block_m])
-    extra = _PARTS[config.parts] + (_NEXT_ROUND * (rounds - 1) if split > 1 else 0.0)
+    extra = _PARTS[config.parts] + _PART_BYTES * config.block_m * config.block_n * (1 - 1 / config.parts)
+    extra += _NEXT_ROUND * (rounds - 1) if split > 1 else 0.0
     return _KERNEL + max(busy, read) + _OVERLAP * min(busy, read) + extra
 
 
