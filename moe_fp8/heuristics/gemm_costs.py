@@ -12,50 +12,51 @@ from moe_fp8.problems import GemmLayout, GemmProblem
 
 #: For each 128 of K that a CTA multiplies, by tokens and weight rows of its tile; and once for every tile.
 _BLOCK = {
-    (8, 64): 0.169,
-    (16, 64): 0.184,
-    (32, 64): 0.213,
-    (64, 64): 0.213,
-    (8, 128): 0.196,
-    (16, 128): 0.238,
-    (32, 128): 0.320,
-    (64, 128): 0.325,
-    (128, 128): 0.373,
-    (128, 192): 0.560,
-    (128, 256): 0.720,
+    (8, 64): 0.135,
+    (16, 64): 0.114,
+    (32, 64): 0.16,
+    (64, 64): 0.197,
+    (8, 128): 0.173,
+    (16, 128): 0.206,
+    (32, 128): 0.314,
+    (64, 128): 0.323,
+    (128, 128): 0.414,
+    (128, 192): 0.695,
+    (128, 256): 0.77,
 }
-_TILE = {8: 0.14, 16: 0.14, 32: 0.14, 64: 0.41, 128: 0.74}
+_TILE = {8: 0.132, 16: 0.133, 32: 0.141, 64: 0.469, 128: 1.2}
 
 #: Of a full tile: one of at most 64 tokens, and one that a pair of CTAs copies together.
-_NARROW, _PAIR = 0.7, 0.97
+_NARROW, _PAIR = 0.663, 0.968
 
 #: Of a round of tiles: the last one where it is taken in halves.
-_HALF = 0.65
+_HALF = 0.783
 
 #: Once a kernel: launch, first copies, last stores; what adding a tile's parts takes beside, by their
-#: number; and what a further round of clusters that do so takes, since it starts cold.
-_KERNEL = 1.8
-_PARTS = {1: 0.0, 2: 0.36, 3: 0.66, 4: 0.78, 6: 0.91, 8: 1.36}
-_PART_BYTES = 2e-5
-_NEXT_ROUND = 3.0
+#: number and for each element that one sends; and what a further round of clusters that do so takes, since it
+#: starts cold.
+_KERNEL = 1.52
+_PARTS = {1: 0.0, 2: 0.431, 3: 0.517, 4: 0.599, 6: 1.07, 8: 1.04}
+_PART_ELEMENT = 2.1e-05
+_NEXT_ROUND = 2.2
 
-#: Clusters of a size that 132 SMs hold at once: a GPC has 16 or 18 SMs, some fewer.
-_CLUSTERS_OF_132 = {1: 132, 2: 66, 3: 40, 4: 28}
+#: Clusters of a size that 132 SMs hold at once, as measured: a GPC has 16 or 18 SMs, some fewer.
+_CLUSTERS_OF_132 = {1: 132, 2: 66, 3: 36, 4: 28}
 
 #: Bytes a microsecond: of copies into one SM, of weights from memory, of copies into all SMs.
-_SM_RATE, _MEMORY_RATE, _L2_RATE = 75.8e3, 4.54e6, 14.2e6
+_SM_RATE, _MEMORY_RATE, _L2_RATE = 100.7e3, 4.05e6, 14.2e6
 
 #: Weights that another token tile has read: what reading them again costs beside the first time.
-_REREAD = 0.2
+_REREAD = 0.295
 
 #: Rounds that the last tiles of a grouped GEMM cost beside an even share of all; the same of tiles that come in halves.
-_TAIL, _HALVED_TAIL = 0.62, 0.4
+_TAIL, _HALVED_TAIL = 0.589, 0.842
 
 #: Rounds of tiles, counted for a mean of rows, up to which there is sure to be but one.
-_ONE_ROUND = 0.9
+_ONE_ROUND = 0.495
 
 #: How much of the lesser of computing and reading shows beside the greater.
-_OVERLAP = 0.2
+_OVERLAP = 0.0768
 
 #: Experts' rows as multiples of their mean, where only the mean is known, and how many in all have so many: an even
 #: spread, and as skewed as 1, 1/2, 1/3...
@@ -122,7 +123,7 @@ def _cost(
         block = max(block, stage * min(tiles, at_once) * split / _L2_RATE)
         read *= 1 + _REREAD * max(0.0, tiles_m / busy_experts - 1 if busy_experts else 0.0)
     busy = rounds * (-(-k // (128 * split)) * block + _TILE[config.block_m])
-    extra = _PARTS[config.parts] + _PART_BYTES * config.block_m * config.block_n * (1 - 1 / config.parts)
+    extra = _PARTS[config.parts] + _PART_ELEMENT * config.block_m * config.block_n * (1 - 1 / config.parts)
     extra += _NEXT_ROUND * (rounds - 1) if split > 1 else 0.0
     return _KERNEL + max(busy, read) + _OVERLAP * min(busy, read) + extra
 
