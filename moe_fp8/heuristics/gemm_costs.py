@@ -1,6 +1,7 @@
 """What a GEMM costs with each config, as far as a model can tell; only good for comparing configs.
 
-The constants were fitted to timings of about 200 shapes on one H200 (benchmarks/NOTES.md); times are in microseconds.
+The constants were fitted to timings of about 200 shapes on one H200 (benchmarks/NOTES.md); times are in
+microseconds.
 """
 
 from __future__ import annotations
@@ -12,54 +13,55 @@ from moe_fp8.problems import GemmLayout, GemmProblem
 
 #: For each 128 of K that a CTA multiplies, by tokens and weight rows of its tile; and once for every tile.
 _BLOCK = {
-    (8, 64): 0.135,
-    (16, 64): 0.114,
-    (32, 64): 0.16,
-    (64, 64): 0.197,
-    (8, 128): 0.173,
-    (16, 128): 0.206,
-    (32, 128): 0.314,
-    (64, 128): 0.323,
-    (128, 128): 0.414,
-    (128, 192): 0.695,
-    (128, 256): 0.77,
+    (8, 64): 0.121,
+    (16, 64): 0.12,
+    (32, 64): 0.148,
+    (64, 64): 0.198,
+    (8, 128): 0.185,
+    (16, 128): 0.221,
+    (32, 128): 0.291,
+    (64, 128): 0.334,
+    (128, 128): 0.439,
+    (128, 192): 0.701,
+    (128, 256): 0.795,
 }
-_TILE = {8: 0.132, 16: 0.133, 32: 0.141, 64: 0.469, 128: 1.2}
+_TILE = {8: 0.112, 16: 0.13, 32: 0.144, 64: 0.531, 128: 1.13}
 
 #: Of a full tile: one of at most 64 tokens, and one that a pair of CTAs copies together.
-_NARROW, _PAIR = 0.663, 0.968
+_NARROW, _PAIR = 0.73, 0.945
 
 #: Of a round of tiles: the last one where it is taken in halves.
-_HALF = 0.783
+_HALF = 0.781
 
 #: Once a kernel: launch, first copies, last stores; what adding a tile's parts takes beside, by their
 #: number and for each element that one sends; and what a further round of clusters that do so takes, since it
 #: starts cold.
-_KERNEL = 1.52
-_PARTS = {1: 0.0, 2: 0.431, 3: 0.517, 4: 0.599, 6: 1.07, 8: 1.04}
-_PART_ELEMENT = 2.1e-05
-_NEXT_ROUND = 2.2
+_KERNEL = 1.5
+_PARTS = {1: 0.0, 2: 0.413, 3: 0.49, 4: 0.527, 6: 1.08, 8: 0.945}
+_PART_ELEMENT = 2.0e-05
+_NEXT_ROUND = 2.56
 
 #: Clusters of a size that 132 SMs hold at once, as measured: a GPC has 16 or 18 SMs, some fewer.
 _CLUSTERS_OF_132 = {1: 132, 2: 66, 3: 36, 4: 28}
 
 #: Bytes a microsecond: of copies into one SM, of weights from memory, of copies into all SMs.
-_SM_RATE, _MEMORY_RATE, _L2_RATE = 100.7e3, 4.05e6, 14.2e6
+_SM_RATE, _MEMORY_RATE, _L2_RATE = 94.0e3, 3.96e6, 14.2e6
 
 #: Weights that another token tile has read: what reading them again costs beside the first time.
-_REREAD = 0.295
+_REREAD = 0.271
 
-#: Rounds that the last tiles of a grouped GEMM cost beside an even share of all; the same of tiles that come in halves.
-_TAIL, _HALVED_TAIL = 0.589, 0.842
+#: Rounds that the last tiles of a grouped GEMM cost beside an even share of all; the same of tiles that come
+#: in halves.
+_TAIL, _HALVED_TAIL = 0.478, 0.83
 
 #: Rounds of tiles, counted for a mean of rows, up to which there is sure to be but one.
-_ONE_ROUND = 0.495
+_ONE_ROUND = 0.535
 
 #: How much of the lesser of computing and reading shows beside the greater.
-_OVERLAP = 0.0768
+_OVERLAP = 0.0665
 
-#: Experts' rows as multiples of their mean, where only the mean is known, and how many in all have so many: an even
-#: spread, and as skewed as 1, 1/2, 1/3...
+#: Experts' rows as multiples of their mean, where only the mean is known, and which part of all has so many:
+#: an even spread, and as skewed as 1, 1/2, 1/3...
 _Shares = tuple[tuple[float, float], ...]
 _SPREAD: _Shares = tuple((share / 10, 1 / 7) for share in range(7, 14))
 
@@ -81,35 +83,36 @@ def _zipf(experts: int) -> _Shares:
 def cost(config: GemmConfig, layout: GemmLayout, rows: int, n: int, k: int, experts: int, sms: int) -> float:
     """Predicted microseconds for `rows` rows of each of `experts` experts."""
     if layout == "dense":
-        return _cost(config, ((1.0, 1.0),), True, rows, n, k, 1, sms)
-    return sum(_cost(config, shares, False, rows, n, k, experts, sms) for shares in (_SPREAD, _zipf(experts))) / 2
+        return _cost(config, None, rows, n, k, 1, sms)
+    return sum(_cost(config, shares, rows, n, k, experts, sms) for shares in (_SPREAD, _zipf(experts))) / 2
 
 
 def _cost(
-    config: GemmConfig, shares: _Shares, exact: bool, rows: int, n: int, k: int, experts: int, sms: int
+    config: GemmConfig, shares: _Shares | None, rows: int, n: int, k: int, experts: int, sms: int
 ) -> float:
+    """As `cost`, for experts' rows of given shares; None: dense."""
     tiles_m = narrow = busy_experts = 0.0
-    for share, part in shares:
+    for share, part in shares or ((1.0, 1.0),):
         count = round(rows * share)
         whole, rest = divmod(count, config.block_m)
         tiles_m += part * (whole + (rest > 0))
         narrow += part * (config.block_m == 128 and 0 < rest <= 64)
-        busy_experts += part * (count > 0 or exact)
+        busy_experts += part * (count > 0)
     columns = -(-n // config.block_n)
-    tiles = experts * max(tiles_m, 1 / experts) * columns
+    tiles = max(1.0, experts * tiles_m) * columns
     paired = config.cluster > 1 and config.shares == "operands"
     halved = config.block_n == 256
     split = config.cluster if config.shares == "k" else 1
     at_once = max(1, _CLUSTERS_OF_132[split] * sms // 132)
-    if exact:
+    if shares is None:
         units, clusters = tiles, at_once
         if paired:
-            units, clusters = tiles_m // 2 * columns + tiles_m % 2 * -(-columns // 2), at_once // 2
-        whole, rest = divmod(units, max(1, clusters))
-        rounds = whole + (0 if not rest else _HALF if halved and 2 * rest <= clusters else 1)
+            units, clusters = tiles_m // 2 * columns + tiles_m % 2 * -(-columns // 2), max(1, at_once // 2)
+        rounds, left = divmod(units, clusters)
+        if left:
+            rounds += _HALF if halved and 2 * left <= clusters else 1
     else:
-        work = tiles - (1 - _NARROW) * experts * narrow * columns
-        rounds = work / at_once
+        rounds = (tiles - (1 - _NARROW) * experts * narrow * columns) / at_once
         # One round is just that; with more, experts' tiles end when they may.
         tail = _HALVED_TAIL if halved else _TAIL
         rounds = max(1.0, rounds + tail * min(1.0, max(0.0, (rounds - _ONE_ROUND) / 0.3)))
@@ -121,7 +124,8 @@ def _cost(
     read = experts * busy_experts * n * k / _MEMORY_RATE
     if config.block_m < 128:
         block = max(block, stage * min(tiles, at_once) * split / _L2_RATE)
-        read *= 1 + _REREAD * max(0.0, tiles_m / busy_experts - 1 if busy_experts else 0.0)
+        if busy_experts:
+            read *= 1 + _REREAD * (tiles_m / busy_experts - 1)
     busy = rounds * (-(-k // (128 * split)) * block + _TILE[config.block_m])
     extra = _PARTS[config.parts] + _PART_ELEMENT * config.block_m * config.block_n * (1 - 1 / config.parts)
     extra += _NEXT_ROUND * (rounds - 1) if split > 1 else 0.0

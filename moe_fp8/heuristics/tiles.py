@@ -66,7 +66,7 @@ def gemm_stage_bytes(block_m: int, block_n: int) -> int:
 
 
 def gemm_staging_bytes(block_m: int, block_n: int) -> int:
-    """Both math warpgroups' fragments as bf16: 64 rows of every token, or 64 tokens of 128 (192: all) weight rows."""
+    """Both math warpgroups' fragments as bf16: 64 rows of all tokens, or 64 tokens of 128 or 192 rows."""
     return 2 * (block_m * 128 if block_m <= 64 else 64 * 2 * (192 if block_n == 192 else 128))
 
 

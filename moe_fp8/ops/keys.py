@@ -3,8 +3,8 @@
 Calls of equal keys pass the same checks and launch the same kernel with the same parameters, so that only
 the first need be checked and prepared. Contents of tensors are no part of a key: neither checks nor launches
 read them. Reading each attribute once (40 to 90 ns) and looking the key up (0.3 us) is the least that a
-call costs without trusting the identity of tensors, whose attributes can change in place. Only the first tensor is
-asked for its device: addresses are of one space, so that they tell the others'.
+call costs without trusting the identity of tensors, whose attributes can change in place. Only the first
+tensor is asked for its device: addresses are of one space, so that they tell the others'.
 """
 
 from __future__ import annotations

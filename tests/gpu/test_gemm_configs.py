@@ -116,7 +116,7 @@ def test_divided_sums_repeat_twenty_times(config: str) -> None:
         assert torch.equal(_dense(case, config), first)
 
 
-# Units of work of 128x256 on 132 SMs: a last round of few, which is taken in halves; of many; whole rounds; one of few tokens.
+# Units of 128x256 tiles on 132 SMs: a last round of few, taken in halves; of many; of few tokens.
 @pytest.mark.parametrize("m", [1100, 1900, 2112, 2160])
 def test_last_rounds(m: int) -> None:
     case = cases.dense_case(m, 4096, 256, "cuda")
