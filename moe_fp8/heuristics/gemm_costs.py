@@ -156,8 +156,8 @@ def _cheapest(
 def cheapest(problem: GemmProblem) -> GemmConfig:
     """The config with the least cost; a pure function of the problem."""
     rows = problem.expected_m or problem.m  # GemmProblem sets it
-    # Coarser where a row more cannot matter; beyond 4096 the order of the candidates no longer changes.
-    rows = rows if rows < 64 else min(-(-rows // 8) * 8, 4096)
+    # Coarser where a row more cannot matter; beyond so many the order of the candidates no longer changes.
+    rows = rows if rows < 64 else min(-(-rows // 8) * 8, 32768 if problem.layout == "dense" else 4096)
     return _cheapest(
         problem.layout,
         rows,

@@ -92,6 +92,7 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
                 }
             }
             ptx::grid_dependency_wait();
+            ptx::launch_dependents();
 #pragma unroll 1
             for (; block < ahead; ++block, ring.step()) {
                 if (ptx::elect_one()) load_tokens(p, shared, tile, rank, ring.slot, block);
@@ -108,9 +109,7 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
             }
         }
     }
-    if (!waited) ptx::grid_dependency_wait();
-    // Only now: on SMs that are free the next kernel begins at once to copy its weights, at the expense of these.
-    ptx::launch_dependents();
+    if (!waited) ptx::grid_dependency_wait(), ptx::launch_dependents();
     // Until the other CTA of a pair has released all stages here: its arrivals must find this CTA's barriers.
     for (int i = 0; kPaired && i < kStages; ++i, ring.step()) {
         ptx::barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
