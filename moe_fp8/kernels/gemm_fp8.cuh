@@ -4,7 +4,7 @@
 // The grid is persistent. In each CTA one warp walks its tiles, one feeds a ring of stages by TMA, one adds the weights'
 // scales, and two math warpgroups share every tile (mma/fragments.cuh says how).
 //
-// A cluster is either a pair of tiles with weights or tokens in common, of which each CTA loads a half for both; or it
+// A cluster is either a pair of tiles with weights or tokens in common, which the CTAs take turns to load for both; or it
 // shares one tile along K: each CTA sums a part of K, and the parts are added in the order of rank, so that results repeat
 // bit for bit.
 //

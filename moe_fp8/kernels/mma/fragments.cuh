@@ -124,8 +124,8 @@ struct WeightsOnM {
     }
 };
 
-// Of 256 weight rows, both warpgroups take the same tokens and each its own half of the rows if there are no more than 64
-// tokens. Otherwise one of them rests then.
+// Where there are no more than 64 tokens, the warpgroups take the same ones and each its own half of 256 weight rows; of fewer
+// rows one of them rests.
 template <int kBlockM, int kBlockN>
 struct TokensOnM {
     static constexpr int kColumns = 128;

@@ -120,7 +120,7 @@ class SegmentWindow {
     int first_row_ = 0, num_rows_ = 0;
 };
 
-// What the two tiles of a pair have in common, and each of its CTAs loads a half of for both.
+// What the two tiles of a pair have in common, and the CTAs take turns to load for both.
 enum class Common { kNothing, kWeights, kTokens };
 
 // One output tile: kBlockM tokens by kBlockN weight rows.
