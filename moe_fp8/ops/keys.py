@@ -3,8 +3,7 @@
 Calls of equal keys pass the same checks and launch the same kernel with the same parameters, so that only
 the first need be checked and prepared. Contents of tensors are no part of a key: neither checks nor launches
 read them. Reading each attribute once (40 to 90 ns) and looking the key up (0.3 us) is the least that a
-call costs without trusting the identity of tensors, whose attributes can change in place. Only the first
-tensor is asked for its device: addresses are of one space, so that they tell the others'.
+call costs without trusting the identity of tensors, whose attributes can change in place.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Key:
         x.shape, q.shape, scale.shape,
         x.is_contiguous(), q.is_contiguous(), scale.stride(),
         x.dtype, q.dtype, scale.dtype,
-        x.get_device(),
+        x.get_device(), q.get_device(), scale.get_device(),
         x.data_ptr(), q.data_ptr(), scale.data_ptr(),
     )  # fmt: skip
 
@@ -44,13 +43,13 @@ def gemm(
     if index is None:
         of_index: Key = ()
     else:
-        of_index = (index.shape, index.is_contiguous(), index.dtype, index.data_ptr())
+        of_index = (index.shape, index.is_contiguous(), index.dtype, index.get_device(), index.data_ptr())
     return (
         layout, expected_m, config, of_index,
         a.shape, a_scale.shape, b.shape, b_scale.shape, out.shape,
         a.is_contiguous(), a_scale.stride(), b.is_contiguous(), b_scale.is_contiguous(), out.is_contiguous(),
         a.dtype, a_scale.dtype, b.dtype, b_scale.dtype, out.dtype,
-        a.get_device(),
+        a.get_device(), a_scale.get_device(), b.get_device(), b_scale.get_device(), out.get_device(),
         a.data_ptr(), a_scale.data_ptr(), b.data_ptr(), b_scale.data_ptr(), out.data_ptr(),
     )  # fmt: skip
 
@@ -73,7 +72,8 @@ def mqa_logits(
         q.is_contiguous(), k.is_contiguous(), k_scale.is_contiguous(), weights.is_contiguous(),
         ks.is_contiguous(), ke.is_contiguous(), out.stride(),
         q.dtype, k.dtype, k_scale.dtype, weights.dtype, ks.dtype, ke.dtype, out.dtype,
-        q.get_device(),
+        q.get_device(), k.get_device(), k_scale.get_device(), weights.get_device(),
+        ks.get_device(), ke.get_device(), out.get_device(),
         q.data_ptr(), k.data_ptr(), k_scale.data_ptr(), weights.data_ptr(),
         ks.data_ptr(), ke.data_ptr(), out.data_ptr(),
     )  # fmt: skip
@@ -86,7 +86,7 @@ def paged_mqa_logits_metadata(context_lens: Tensor, block_size: int, next_n: int
         context_lens.shape, out.shape,
         context_lens.is_contiguous(), out.is_contiguous(),
         context_lens.dtype, out.dtype,
-        context_lens.get_device(),
+        context_lens.get_device(), out.get_device(),
         context_lens.data_ptr(), out.data_ptr(),
     )  # fmt: skip
 
@@ -109,7 +109,8 @@ def paged_mqa_logits(
         block_table.stride(), metadata.is_contiguous(), out.stride(),
         q.dtype, kv_cache.dtype, weights.dtype, context_lens.dtype,
         block_table.dtype, metadata.dtype, out.dtype,
-        q.get_device(),
+        q.get_device(), kv_cache.get_device(), weights.get_device(), context_lens.get_device(),
+        block_table.get_device(), metadata.get_device(), out.get_device(),
         q.data_ptr(), kv_cache.data_ptr(), weights.data_ptr(), context_lens.data_ptr(),
         block_table.data_ptr(), metadata.data_ptr(), out.data_ptr(),
     )  # fmt: skip
