@@ -100,35 +100,32 @@ def _cost(
         busy_experts += part * (count > 0)
     columns = -(-n // config.block_n)
     tiles = max(1.0, experts * tiles_m) * columns
-    paired = config.cluster > 1 and config.shares == "operands"
-    halved = config.block_n == 256
-    split = config.cluster if config.shares == "k" else 1
-    at_once = max(1, _CLUSTERS_OF_132[split] * sms // 132)
+    at_once = max(1, _CLUSTERS_OF_132[config.split] * sms // 132)
     if shares is None:
         units, clusters = tiles, at_once
-        if paired:
+        if config.pair > 1:
             units, clusters = tiles_m // 2 * columns + tiles_m % 2 * -(-columns // 2), max(1, at_once // 2)
         rounds, left = divmod(units, clusters)
         if left:
-            rounds += _HALF if halved and 2 * left <= clusters else 1
+            rounds += _HALF if config.halved and 2 * left <= clusters else 1
     else:
         rounds = (tiles - (1 - _NARROW) * experts * narrow * columns) / at_once
         # One round is just that; with more, experts' tiles end when they may.
-        tail = _HALVED_TAIL if halved else _TAIL
+        tail = _HALVED_TAIL if config.halved else _TAIL
         rounds = max(1.0, rounds + tail * min(1.0, max(0.0, (rounds - _ONE_ROUND) / 0.3)))
     block = _BLOCK[config.block_m, config.block_n]
-    if paired:
+    if config.pair > 1:
         block *= _PAIR
     stage = 128 * (config.block_m + config.block_n)
     block = max(block, stage / _SM_RATE)
     read = experts * busy_experts * n * k / _MEMORY_RATE
     if config.block_m < 128:
-        block = max(block, stage * min(tiles, at_once) * split / _L2_RATE)
+        block = max(block, stage * min(tiles, at_once) * config.split / _L2_RATE)
         if busy_experts:
             read *= 1 + _REREAD * (tiles_m / busy_experts - 1)
-    busy = rounds * (-(-k // (128 * split)) * block + _TILE[config.block_m])
+    busy = rounds * (-(-k // (128 * config.split)) * block + _TILE[config.block_m])
     extra = _PARTS[config.parts] + _PART_ELEMENT * config.block_m * config.block_n * (1 - 1 / config.parts)
-    extra += _NEXT_ROUND * (rounds - 1) if split > 1 else 0.0
+    extra += _NEXT_ROUND * (rounds - 1) if config.split > 1 else 0.0
     return _KERNEL + max(busy, read) + _OVERLAP * min(busy, read) + extra
 
 

@@ -54,9 +54,24 @@ class GemmConfig:
         return f"{self.block_m}x{self.block_n}{shared}"
 
     @property
+    def pair(self) -> int:
+        """Tiles that a cluster takes at once."""
+        return self.cluster if self.shares == "operands" else 1
+
+    @property
+    def split(self) -> int:
+        """CTAs that divide one tile along K."""
+        return self.cluster if self.shares == "k" else 1
+
+    @property
     def parts(self) -> int:
         """In how many parts, rounded on their own, the sum along K comes about."""
-        return (self.cluster if self.shares == "k" else 1) * (2 if self.block_n == 64 else 1)
+        return self.split * (2 if self.block_n == 64 else 1)
+
+    @property
+    def halved(self) -> bool:
+        """Whether a last round of few tiles is taken in halves (kHalved of the kernel)."""
+        return self.block_n == 256
 
 
 def gemm_stage_bytes(block_m: int, block_n: int) -> int:

@@ -150,12 +150,11 @@ def _gemm_plan(
         config_text,
     )
     config = heuristics.gemm_config(problem)
-    pair = config.cluster if config.shares == "operands" else 1
     grid = num_sms // config.cluster * config.cluster
     if layout == "dense":
         tiles = -(-m // config.block_m) * -(-n // config.block_n)
-        # The widest may be taken in halves.
-        grid = min(grid, -(-tiles // pair) * config.cluster * (2 if config.block_n == 256 else 1))
+        clusters = -(-tiles // config.pair) * (2 if config.halved else 1)
+        grid = min(grid, clusters * config.cluster)
     return _GemmPlan(
         kernel_spec(problem),
         grid,
