@@ -85,6 +85,7 @@ class MqaLogitsProblem:
     compressed: bool = False
     fill: bool = False
     num_sms: int = DEFAULT_NUM_SMS
+    out_dtype: OutDtype = "float32"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_queries", selection_extent(self.num_queries))
@@ -101,6 +102,7 @@ class PagedMqaLogitsProblem:
     head_dim: int
     block_size: int
     num_sms: int = DEFAULT_NUM_SMS
+    out_dtype: OutDtype = "float32"
 
 
 @dataclass(frozen=True)

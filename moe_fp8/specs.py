@@ -66,7 +66,7 @@ def _gemm_spec(layout: str, config: heuristics.GemmConfig, out_dtype: str) -> Ke
 
 @cache
 def _mqa_spec(
-    heads: int, head_dim: int, compressed: bool, fill: bool, config: heuristics.MqaConfig
+    heads: int, head_dim: int, compressed: bool, fill: bool, out_dtype: str, config: heuristics.MqaConfig
 ) -> KernelSpec:
     return _spec(
         "mqa_logits_fp8",
@@ -78,11 +78,14 @@ def _mqa_spec(
         NUM_STAGES=config.num_stages,
         COMPRESSED=int(compressed),
         FILL=int(fill),
+        OUT_BF16=int(out_dtype == "bfloat16"),
     )
 
 
 @cache
-def _paged_mqa_spec(heads: int, head_dim: int, block_size: int, config: heuristics.MqaConfig) -> KernelSpec:
+def _paged_mqa_spec(
+    heads: int, head_dim: int, block_size: int, out_dtype: str, config: heuristics.MqaConfig
+) -> KernelSpec:
     return _spec(
         "paged_mqa_logits_fp8",
         heuristics.GEMM_THREADS,
@@ -93,6 +96,7 @@ def _paged_mqa_spec(heads: int, head_dim: int, block_size: int, config: heuristi
         BLOCK_Q=config.block_q,
         NUM_STAGES=config.num_stages,
         CHUNK_KV=heuristics.PAGED_CHUNK,
+        OUT_BF16=int(out_dtype == "bfloat16"),
     )
 
 
@@ -116,11 +120,16 @@ def kernel_spec(problem: Problem) -> KernelSpec:
             problem.head_dim,
             problem.compressed,
             problem.fill,
+            problem.out_dtype,
             heuristics.mqa_config(problem),
         )
     if isinstance(problem, PagedMqaLogitsProblem):
         return _paged_mqa_spec(
-            problem.num_heads, problem.head_dim, problem.block_size, heuristics.paged_mqa_config(problem)
+            problem.num_heads,
+            problem.head_dim,
+            problem.block_size,
+            problem.out_dtype,
+            heuristics.paged_mqa_config(problem),
         )
     if isinstance(problem, PagedMqaMetadataProblem):
         return _METADATA

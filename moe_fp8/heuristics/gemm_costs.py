@@ -13,52 +13,53 @@ from moe_fp8.problems import GemmLayout, GemmProblem
 
 #: For each 128 of K that a CTA multiplies, by tokens and weight rows of its tile; and once for every tile.
 _BLOCK = {
-    (8, 64): 0.121,
-    (16, 64): 0.12,
-    (32, 64): 0.148,
+    (8, 64): 0.11,
+    (16, 64): 0.116,
+    (32, 64): 0.146,
     (64, 64): 0.198,
-    (8, 128): 0.185,
-    (16, 128): 0.221,
-    (32, 128): 0.291,
-    (64, 128): 0.334,
-    (128, 128): 0.439,
-    (128, 192): 0.701,
-    (128, 256): 0.795,
+    (8, 128): 0.173,
+    (16, 128): 0.228,
+    (32, 128): 0.289,
+    (64, 128): 0.324,
+    (128, 96): 0.401,
+    (128, 128): 0.443,
+    (128, 192): 0.679,
+    (128, 256): 0.808,
 }
-_TILE = {8: 0.112, 16: 0.13, 32: 0.144, 64: 0.531, 128: 1.13}
+_TILE = {8: 0.11, 16: 0.127, 32: 0.147, 64: 0.541, 128: 0.947}
 
 #: Of a full tile: one of at most 64 tokens, and one that a pair of CTAs copies together.
-_NARROW, _PAIR = 0.73, 0.945
+_NARROW, _PAIR = 0.722, 0.973
 
 #: Of a round of tiles: the last one where it is taken in halves.
-_HALF = 0.781
+_HALF = 0.829
 
 #: Once a kernel: launch, first copies, last stores; what adding a tile's parts takes beside, by their
 #: number and for each element that one sends; and what a further round of clusters that do so takes, since it
 #: starts cold.
-_KERNEL = 1.5
-_PARTS = {1: 0.0, 2: 0.413, 3: 0.49, 4: 0.527, 6: 1.08, 8: 0.945}
+_KERNEL = 1.34
+_PARTS = {1: 0.0, 2: 0.411, 3: 0.471, 4: 0.51, 6: 1.29, 8: 0.878}
 _PART_ELEMENT = 2.0e-05
-_NEXT_ROUND = 2.56
+_NEXT_ROUND = 1.77
 
 #: Clusters of a size that 132 SMs hold at once, as measured: a GPC has 16 or 18 SMs, some fewer.
 _CLUSTERS_OF_132 = {1: 132, 2: 66, 3: 36, 4: 28}
 
 #: Bytes a microsecond: of copies into one SM, of weights from memory, of copies into all SMs.
-_SM_RATE, _MEMORY_RATE, _L2_RATE = 94.0e3, 3.96e6, 14.2e6
+_SM_RATE, _MEMORY_RATE, _L2_RATE = 100.7e3, 3.96e6, 14.2e6
 
 #: Weights that another token tile has read: what reading them again costs beside the first time.
-_REREAD = 0.271
+_REREAD = 0.227
 
 #: Rounds that the last tiles of a grouped GEMM cost beside an even share of all; the same of tiles that come
 #: in halves.
-_TAIL, _HALVED_TAIL = 0.478, 0.83
+_TAIL, _HALVED_TAIL = 0.49, 0.706
 
 #: Rounds of tiles, counted for a mean of rows, up to which there is sure to be but one.
-_ONE_ROUND = 0.535
+_ONE_ROUND = 0.497
 
 #: How much of the lesser of computing and reading shows beside the greater.
-_OVERLAP = 0.0665
+_OVERLAP = 0.0651
 
 #: Experts' rows as multiples of their mean, where only the mean is known, and which part of all has so many:
 #: an even spread, and as skewed as 1, 1/2, 1/3...

@@ -73,6 +73,21 @@ class GemmConfig:
         """Whether a last round of few tiles is taken in halves (kHalved of the kernel)."""
         return self.block_n == 256
 
+    @property
+    def weight_box(self) -> int:
+        """Weight rows that TMA copies at once (kWeightBox)."""
+        return 128 if self.halved else self.block_n
+
+    @property
+    def token_box(self) -> int:
+        """Tokens that TMA copies at once (kTokenBox)."""
+        return min(self.block_m, 64)
+
+    @property
+    def out_box(self) -> tuple[int, int]:
+        """Weight rows and tokens that TMA stores at once (kBoxRows, kStoredTokens)."""
+        return 64 if self.block_n % 64 == 0 else 32, min(self.block_m, 16)
+
 
 def gemm_stage_bytes(block_m: int, block_n: int) -> int:
     """Weights, tokens and token scales (padded to TMA's 128-byte destination alignment) of one stage."""
@@ -81,13 +96,14 @@ def gemm_stage_bytes(block_m: int, block_n: int) -> int:
 
 
 def gemm_staging_bytes(block_m: int, block_n: int) -> int:
-    """Both math warpgroups' fragments as bf16: 64 rows of all tokens, or 64 tokens of 128 or 192 rows."""
-    return 2 * (block_m * 128 if block_m <= 64 else 64 * 2 * (192 if block_n == 192 else 128))
+    """Both math warpgroups' fragments as bf16: 64 rows of all tokens, or 64 tokens of up to 192 rows."""
+    return 2 * (block_m * 128 if block_m <= 64 else 64 * 2 * (128 if block_n == 256 else block_n))
 
 
 def gemm_parts_bytes(config: GemmConfig) -> int:
     """What a tile's parts send one another, two warpgroups' shares of 8 columns x 128 threads in fp32."""
-    return 2 * (config.parts - 1) * -(-config.block_m // 8 // config.parts) * 2048
+    columns = config.block_n if config.block_m == 128 else config.block_m
+    return 2 * (config.parts - 1) * -(-columns // 8 // config.parts) * 2048
 
 
 def gemm_smem_bytes(config: GemmConfig) -> int:
@@ -120,12 +136,13 @@ def gemm_configs(layout: GemmLayout, k: int, batch_invariant: bool = False) -> t
     configs = [_deepest(block_m, 128) for block_m in TOKEN_TILES]
     if layout == "dense" and not batch_invariant:
         configs += [_deepest(block_m, 64) for block_m in TOKEN_TILES[:-1] if k >= 1024]
+        configs += [_deepest(128, 96, 2, "k")] if k >= 1024 else []
         for split in (2, 3, 4):
             configs += [_deepest(block_m, 128, split, "k") for block_m in TOKEN_TILES if k >= 512 * split]
             configs += [
                 _deepest(block_m, 64, split, "k") for block_m in TOKEN_TILES[:-1] if k >= 1024 * split
             ]
-    return (*configs, _deepest(128, 192), _deepest(128, 256), _deepest(128, 256, 2))
+    return (*configs, _deepest(128, 96), _deepest(128, 192), _deepest(128, 256), _deepest(128, 256, 2))
 
 
 def parse_gemm_config(text: str, problem: GemmProblem) -> GemmConfig:

@@ -5,15 +5,15 @@
 // stage each, so that one multiplies while the other applies ReLU and weights.
 //
 // Specialised by: NUM_HEADS, HEAD_DIM, BLOCK_Q, NUM_STAGES, COMPRESSED (row i of the output starts at ks[i]), FILL
-// (write -inf outside a row's range).
+// (write -inf outside a row's range), OUT_BF16.
 #pragma once
 
+#include "common/logit.cuh"
 #include "common/types.cuh"
-#include "mma/score.cuh"
+#include "mqa/score_keys.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
-#include "ptx/wgmma.cuh"
 #include "sched/key_ring.cuh"
 
 namespace moe_fp8 {
@@ -24,7 +24,8 @@ constexpr int kBlockQ = BLOCK_Q;
 constexpr int kStages = NUM_STAGES;
 constexpr int kColumns = kBlockQ * kHeads;
 constexpr int kBlockKv = sched::kBlockKv;
-using Shared = sched::MqaShared<kColumns, kHeadDim, kStages>;
+using Tile = QueryTile<kBlockQ, kHeads, kHeadDim, kStages>;
+using Shared = Tile::Shared;
 static_assert(sizeof(Shared) <= SMEM_BYTES - 1024 && SMEM_BYTES <= sizeof(Shared) + 3072, "see heuristics.py");
 static_assert(NUM_THREADS == 3 * kWarpgroup && CLUSTER_SIZE == 1, "see heuristics.py");
 
@@ -35,7 +36,7 @@ struct MqaLogitsParams {
     moe_fp8::TensorMap k;        // [keys, head_dim] fp8, box 128 x head_dim
     moe_fp8::TensorMap k_scale;  // [1, keys] fp32, box 1 x 128
     moe_fp8::TensorMap weights;  // [queries, heads] fp32, box BLOCK_Q x heads
-    float* logits;
+    moe_fp8::Logit* logits;
     const int* ks;
     const int* ke;
     int64_t logits_stride;  // elements between rows
@@ -121,22 +122,20 @@ DEVICE void produce(const MqaLogitsParams& p, Shared& shared) {
 
 // -inf in the columns of this item's chunk that lie outside a row's range; one warp a row at a time.
 DEVICE void fill_outside(const MqaLogitsParams& p, const Item& item, int math_warp) {
-    const float negative_infinity = __int_as_float(0xff800000);
     const int chunk_end = min(item.chunk_begin + p.chunk_kv, p.width);
     for (int token = math_warp; token < kBlockQ; token += sched::kMathWarps) {
         const int begin = __shfl_sync(0xffffffffu, item.lane_begin, token);
         const int end = max(__shfl_sync(0xffffffffu, item.lane_end, token), begin);
         const int first = COMPRESSED ? 0 : begin, last = COMPRESSED ? end - begin : end;
         if (item.first_query + token >= p.num_queries) return;
-        float* row = p.logits + (item.first_query + token) * p.logits_stride;
+        Logit* row = p.logits + (item.first_query + token) * p.logits_stride;
         for (int column = item.chunk_begin + lane_index(); column < chunk_end; column += kWarp) {
-            if (column < first || column >= last) row[column] = negative_infinity;
+            if (column < first || column >= last) row[column] = kNegativeInfinity;
         }
     }
 }
 
 DEVICE void consume(const MqaLogitsParams& p, Shared& shared, int math_warp) {
-    constexpr int kMine = mma::kTokensPerThread<kBlockQ>;
     const int warpgroup = math_warp / 4;
     sched::RingCursor<kStages> keys;
     sched::RingCursor<2> queries;
@@ -147,41 +146,24 @@ DEVICE void consume(const MqaLogitsParams& p, Shared& shared, int math_warp) {
         if (item.key_begin >= item.key_end) continue;
 
         // This thread's rows of the output, addressed by key, and the keys it may store there.
-        float* rows[kMine];
-        int begin[kMine], end[kMine];
+        Logit* rows[Tile::kScores];
+        int begin[Tile::kScores], end[Tile::kScores];
 #pragma unroll
-        for (int i = 0; i < kMine; ++i) {
-            const int token = mma::score_token<kBlockQ>(i);
+        for (int i = 0; i < Tile::kScores; ++i) {
+            const int token = Tile::token(i);
             begin[i] = __shfl_sync(0xffffffffu, item.lane_begin, token);
             end[i] = __shfl_sync(0xffffffffu, item.lane_end, token);
             rows[i] = p.logits + (item.first_query + token) * p.logits_stride - (COMPRESSED ? begin[i] : 0);
             begin[i] = max(begin[i], item.key_begin);
-            end[i] = mma::score_owner<kBlockQ>() ? min(end[i], item.key_end) : 0;
+            end[i] = Tile::owner() ? min(end[i], item.key_end) : 0;
         }
 
         ptx::barrier_wait(&shared.query_full[queries.slot], queries.phase);
-        float weights[kColumns / 4];
-        mma::load_weights<kColumns>(weights, shared.weights[queries.slot]);
-        const void* query_tile = shared.queries[queries.slot];
-
-        for (int first = item.key_begin; first < item.key_end; first += kBlockKv) {
-            const int row = warpgroup * 64 + mma::score_key();
-            ptx::barrier_wait(&shared.key_full[keys.slot], keys.phase);
-            const float k_scale = shared.key_scales[keys.slot][row];
-            float d[kColumns / 2];
-            mma::score_mma<kColumns, kHeadDim>(d, &shared.keys[keys.slot][warpgroup * 64 * kHeadDim], query_tile);
-            ptx::wgmma_wait<0>();
-            sched::release(&shared.key_empty[keys.slot]);
-            keys.step();
-
-            float score[kMine];
-            mma::score_reduce<kBlockQ, kHeads>(score, d, weights, k_scale);
-            const int key = first + row;
-#pragma unroll
-            for (int i = 0; i < kMine; ++i) {
-                if (begin[i] <= key && key < end[i]) rows[i][key] = score[i];
-            }
-        }
+        Tile tile(shared, queries.slot, warpgroup);
+        tile.run(ceil_div(item.key_end - item.key_begin, kBlockKv), keys, [&](int i, int key, float score) {
+            key += item.key_begin;
+            if (begin[i] <= key && key < end[i]) rows[i][key] = to_logit(score);
+        });
         sched::release(&shared.query_empty[queries.slot]);
         queries.step();
     }

@@ -4,15 +4,16 @@
 // CTA s works through the (request, chunk of keys) pairs from metadata[s] to metadata[s+1]; the schedule divides keys
 // evenly, so that one long request spreads over all SMs. Requests of more than BLOCK_Q tokens take several passes.
 //
-// Specialised by: NUM_HEADS, HEAD_DIM, PAGE_SIZE (tokens of a cache page), BLOCK_Q, NUM_STAGES, CHUNK_KV.
+// Specialised by: NUM_HEADS, HEAD_DIM, PAGE_SIZE (tokens of a cache page), BLOCK_Q, NUM_STAGES, CHUNK_KV,
+// OUT_BF16.
 #pragma once
 
+#include "common/logit.cuh"
 #include "common/types.cuh"
-#include "mma/score.cuh"
+#include "mqa/score_keys.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
-#include "ptx/wgmma.cuh"
 #include "sched/context_lens.cuh"
 #include "sched/key_ring.cuh"
 
@@ -26,7 +27,8 @@ constexpr int kStages = NUM_STAGES;
 constexpr int kColumns = kBlockQ * kHeads;
 constexpr int kBlockKv = sched::kBlockKv;
 constexpr int kPagesPerStage = kBlockKv / kPageSize;
-using Shared = sched::MqaShared<kColumns, kHeadDim, kStages>;
+using Tile = QueryTile<kBlockQ, kHeads, kHeadDim, kStages>;
+using Shared = Tile::Shared;
 static_assert(sizeof(Shared) <= SMEM_BYTES - 1024 && SMEM_BYTES <= sizeof(Shared) + 3072, "see heuristics.py");
 static_assert(NUM_THREADS == 3 * kWarpgroup && CLUSTER_SIZE == 1, "see heuristics.py");
 static_assert(kBlockKv % kPageSize == 0 && CHUNK_KV % kBlockKv == 0, "stages hold whole pages, chunks whole stages");
@@ -38,7 +40,7 @@ struct PagedMqaLogitsParams {
     moe_fp8::TensorMap k;        // [pages, page_size, head_dim] fp8, box 1 x page_size x head_dim
     moe_fp8::TensorMap k_scale;  // [pages, page_size] fp32, box 1 x page_size
     moe_fp8::TensorMap weights;  // [batch * next_n, heads] fp32, box BLOCK_Q x heads
-    float* logits;
+    moe_fp8::Logit* logits;
     const int* block_table;
     const int2* metadata;  // [workers + 1] of (request, chunk)
     moe_fp8::sched::ContextLens context_lens;
@@ -137,46 +139,28 @@ DEVICE void produce(const PagedMqaLogitsParams& p, Shared& shared) {
 }
 
 DEVICE void consume(const PagedMqaLogitsParams& p, Shared& shared, int math_warp) {
-    constexpr int kMine = mma::kTokensPerThread<kBlockQ>;
     const int warpgroup = math_warp / 4;
     sched::RingCursor<kStages> keys;
     sched::RingCursor<2> queries;
     Walk walk(p);
     Item item;
     while (walk.next(item)) {
-        float* rows[kMine];
-        int end[kMine];
+        Logit* rows[Tile::kScores];
+        int end[Tile::kScores];
 #pragma unroll
-        for (int i = 0; i < kMine; ++i) {
-            const int token = item.first_token + mma::score_token<kBlockQ>(i);
-            const bool mine = token < p.context_lens.next_n && mma::score_owner<kBlockQ>();
+        for (int i = 0; i < Tile::kScores; ++i) {
+            const int token = item.first_token + Tile::token(i);
+            const bool mine = token < p.context_lens.next_n && Tile::owner();
             end[i] = mine ? min(p.context_lens.of(item.request, token), item.key_end) : 0;
             rows[i] = p.logits + (static_cast<int64_t>(item.request) * p.context_lens.next_n + token) * p.logits_stride;
         }
 
         ptx::barrier_wait(&shared.query_full[queries.slot], queries.phase);
-        float weights[kColumns / 4];
-        mma::load_weights<kColumns>(weights, shared.weights[queries.slot]);
-        const void* query_tile = shared.queries[queries.slot];
-
-        for (int first = item.key_begin; first < item.key_end; first += kBlockKv) {
-            const int row = warpgroup * 64 + mma::score_key();
-            ptx::barrier_wait(&shared.key_full[keys.slot], keys.phase);
-            const float k_scale = shared.key_scales[keys.slot][row];
-            float d[kColumns / 2];
-            mma::score_mma<kColumns, kHeadDim>(d, &shared.keys[keys.slot][warpgroup * 64 * kHeadDim], query_tile);
-            ptx::wgmma_wait<0>();
-            sched::release(&shared.key_empty[keys.slot]);
-            keys.step();
-
-            float score[kMine];
-            mma::score_reduce<kBlockQ, kHeads>(score, d, weights, k_scale);
-            const int key = first + row;
-#pragma unroll
-            for (int i = 0; i < kMine; ++i) {
-                if (key < end[i]) rows[i][key] = score[i];
-            }
-        }
+        Tile tile(shared, queries.slot, warpgroup);
+        tile.run(ceil_div(item.key_end - item.key_begin, kBlockKv), keys, [&](int i, int key, float score) {
+            key += item.key_begin;
+            if (key < end[i]) rows[i][key] = to_logit(score);
+        });
         sched::release(&shared.query_empty[queries.slot]);
         queries.step();
     }

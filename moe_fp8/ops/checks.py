@@ -24,7 +24,7 @@ I32 = torch.int32
 
 LAYOUTS = ("m_indices", "psum", "offsets")
 HEADS = (8, 16, 32, 64)
-HEAD_DIMS = (128,)
+HEAD_DIMS = (32, 64, 128)
 BLOCK_SIZES = (32, 64, 128)
 MAX_NEXT_N = 8
 
@@ -66,10 +66,15 @@ def rank(op: str, name: str, tensor: Tensor, expected: str, dims: int) -> None:
 
 
 def out_dtype(op: str, dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, if a GEMM can allocate its output with it."""
+    """`dtype`, if an op can allocate its output with it."""
     if dtype is not BF16 and dtype is not F32:
         raise ArgumentError(op, "out_dtype", "torch.bfloat16 or torch.float32", dtype)
     return dtype
+
+
+def logits_dtype(op: str, dtype: torch.dtype | None) -> torch.dtype:
+    """`dtype`, fp32 for None, if logits can be stored as that."""
+    return F32 if dtype is None else out_dtype(op, dtype)
 
 
 def given_out(op: str, out: Tensor, dtype: torch.dtype | None) -> None:
@@ -239,8 +244,8 @@ def _logits_out(op: str, out: Tensor, rows: int, columns: int | None) -> None:
     if out.dim() != 2 or out.shape[0] != rows or (columns is not None and out.shape[1] != columns):
         _shape(op, "out", out, f"[{rows}, {'any width' if columns is None else columns}]")
     columns = out.shape[1]
-    if out.dtype is not F32:
-        _dtype(op, "out", out, "float32")
+    if out.dtype is not F32 and out.dtype is not BF16:
+        _dtype(op, "out", out, "float32 or bfloat16")
     row_stride, column_stride = out.stride()
     if (column_stride != 1 and columns > 1) or (row_stride < columns and rows > 1):
         raise ArgumentError(op, "out", "contiguous rows that do not overlap", f"stride {out.stride()}")

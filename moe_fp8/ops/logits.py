@@ -24,16 +24,18 @@ def mqa_logits_fp8(
     max_seqlen_k: int | None = None,
     fill: bool = False,
     out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Prefill indexer logits of query i over keys ks[i] <= j < ke[i].
 
-    q: float8_e4m3fn `[M, H, 128]`, H one of 8, 16, 32, 64. k: float8_e4m3fn `[N, 128]`. k_scale: fp32 `[N]`.
-    weights: fp32 `[M, H]`. ks, ke: int32 `[M]`, 0 <= ks <= ke <= N. All contiguous and on one device; q, k,
+    q: float8_e4m3fn `[M, H, D]`, H one of 8, 16, 32, 64, D one of 32, 64, 128. k: float8_e4m3fn `[N, D]`.
+    k_scale: fp32 `[N]`. weights: fp32 `[M, H]`. ks, ke: int32 `[M]`, 0 <= ks <= ke <= N. All contiguous and on one device; q, k,
     k_scale and weights 16-byte aligned.
     max_seqlen_k: None for the full layout, where out is `[M, N]` and column j is key j; a width for the
     compressed layout, where out is `[M, max_seqlen_k]` and column c is key ks[i] + c; no row may be wider.
     fill: write -inf to every other element; otherwise those keep what out held (uninitialised if allocated).
-    out: fp32 of the shape above, contiguous rows of any stride, or None.
+    out: fp32 or bf16 of the shape above, contiguous rows of any stride, or None.
+    out_dtype: of the allocated out, fp32 unless given; sums are fp32 and rounded once.
 
     Returns out. No host synchronisation; safe to capture: a replay reads ks and ke anew. M = 0 returns at
     once. Raises ArgumentError, UnsupportedError (another H or head dimension); in checked mode ContractError
@@ -46,11 +48,15 @@ def mqa_logits_fp8(
         columns = k.shape[0] if max_seqlen_k is None else max_seqlen_k
         if columns < 0:
             raise ArgumentError("mqa_logits_fp8", "max_seqlen_k", "at least 0", max_seqlen_k)
-        out = torch.empty((q.shape[0], columns), dtype=torch.float32, device=q.device)
+        out = torch.empty(
+            (q.shape[0], columns), dtype=checks.logits_dtype("mqa_logits_fp8", out_dtype), device=q.device
+        )
     elif max_seqlen_k is not None and (out.dim() == 0 or out.shape[-1] != max_seqlen_k):
         raise ArgumentError(
             "mqa_logits_fp8", "out", f"{max_seqlen_k} columns (max_seqlen_k)", list(out.shape)
         )
+    else:
+        checks.given_out("mqa_logits_fp8", out, out_dtype)
     schemas.mqa_logits_fp8(q, k, k_scale, weights, ks, ke, max_seqlen_k is not None, fill, out)
     return out
 
@@ -88,18 +94,20 @@ def paged_mqa_logits_fp8(
     metadata: Tensor,
     max_context_len: int,
     out: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Decode indexer logits of each request's tokens over its own paged keys.
 
-    q: float8_e4m3fn `[B, next_n, H, 128]`, contiguous; H one of 8, 16, 32, 64, next_n 1 to 8.
-    kv_cache: uint8 `[pages, block_size, 1, 132]`, block_size 32, 64 or 128: a page is block_size * 128 bytes
-    of fp8 keys, then block_size fp32 scales; the page stride may be larger (a multiple of 16 bytes).
+    q: float8_e4m3fn `[B, next_n, H, D]`, contiguous; H one of 8, 16, 32, 64, D one of 32, 64, 128, next_n 1
+    to 8. kv_cache: uint8 `[pages, block_size, 1, D + 4]`, block_size 32, 64 or 128: a page is block_size * D
+    bytes of fp8 keys, then block_size fp32 scales; the page stride may be larger (a multiple of 16 bytes).
     weights: fp32 `[B * next_n, H]`, contiguous. context_lens: int32 `[B]` (token t sees the first
     context_lens[b] - (next_n - 1 - t) positions) or `[B, next_n]` (each token's own length); zero is allowed.
     block_table: int32 `[B, any]`, contiguous rows: pages of each request; entries past a context's last page
     are not read. metadata: from `paged_mqa_logits_metadata` with the same context_lens and next_n, for any
-    num_sms. max_context_len: columns of out. out: fp32 `[B * next_n, max_context_len]`, contiguous rows of
-    any stride, or None.
+    num_sms. max_context_len: columns of out. out: fp32 or bf16 `[B * next_n, max_context_len]`, contiguous
+    rows of any stride, or None. out_dtype: of the allocated out, fp32 unless given.
 
     Returns out: row b * next_n + t, column j = position j, written only where j is below the token's length.
     No host synchronisation; safe to capture: a replay reads lengths, tables and metadata anew.
@@ -110,10 +118,13 @@ def paged_mqa_logits_fp8(
             checks.rank("paged_mqa_logits_fp8", "q", q, "[B, next_n, H, D]", 4)
         if max_context_len < 0:
             raise ArgumentError("paged_mqa_logits_fp8", "max_context_len", "at least 0", max_context_len)
-        out = torch.empty((q.shape[0] * q.shape[1], max_context_len), dtype=torch.float32, device=q.device)
+        dtype = checks.logits_dtype("paged_mqa_logits_fp8", out_dtype)
+        out = torch.empty((q.shape[0] * q.shape[1], max_context_len), dtype=dtype, device=q.device)
     elif out.dim() == 0 or out.shape[-1] != max_context_len:
         raise ArgumentError(
             "paged_mqa_logits_fp8", "out", f"{max_context_len} columns (max_context_len)", list(out.shape)
         )
+    else:
+        checks.given_out("paged_mqa_logits_fp8", out, out_dtype)
     schemas.paged_mqa_logits_fp8(q, kv_cache, weights, context_lens, block_table, metadata, out)
     return out

@@ -23,6 +23,7 @@ from moe_fp8.problems import (
     GemmLayout,
     GemmProblem,
     MqaLogitsProblem,
+    OutDtype,
     PagedMqaLogitsProblem,
     PagedMqaMetadataProblem,
     Problem,
@@ -280,20 +281,24 @@ def _quantize_rows(
             yield PlanRow("quantize_fp8", tuple(dict.fromkeys(what)), None, None, k, None, ranges, spec)
 
 
+#: Both dtypes that logits may be asked for in.
+_LOGITS: tuple[OutDtype, ...] = ("float32", "bfloat16")
+
+
 def _indexer_rows(model: ModelDescription, options: PlanOptions) -> Iterator[PlanRow]:
     indexer = model.indexer
     if indexer is None:
         return
     heads, dim, sms = indexer.num_heads, indexer.head_dim, options.num_sms
     most_queries = max(options.max_tokens, options.max_batch * options.next_n)
-    for compressed, fill in product((False, True), repeat=2):
-        what = ("indexer", "compressed" if compressed else "full", *(("fill",) if fill else ()))
+    for compressed, fill, dtype in product((False, True), (False, True), _LOGITS):
+        what = ("indexer", "compressed" if compressed else "full", *(("fill",) if fill else ()), dtype)
 
         def prefill(
-            queries: int, compressed: bool = compressed, fill: bool = fill
+            queries: int, compressed: bool = compressed, fill: bool = fill, dtype: OutDtype = dtype
         ) -> Iterator[MqaLogitsProblem]:
             for keys, _ in _runs(model.max_positions, selection_extent):
-                yield MqaLogitsProblem(queries, keys, heads, dim, compressed, fill, sms)
+                yield MqaLogitsProblem(queries, keys, heads, dim, compressed, fill, sms, dtype)
 
         for spec, ranges in _sweep(_runs(most_queries, selection_extent), prefill):
             yield PlanRow("mqa_logits_fp8", what, None, None, None, None, ranges, spec)
@@ -301,7 +306,10 @@ def _indexer_rows(model: ModelDescription, options: PlanOptions) -> Iterator[Pla
         what = ("indexer", f"next_n={next_n}", f"page={options.block_size}")
 
         def logits(batch: int, next_n: int = next_n) -> Iterable[Problem]:
-            return (PagedMqaLogitsProblem(batch, next_n, heads, dim, options.block_size, sms),)
+            return (
+                PagedMqaLogitsProblem(batch, next_n, heads, dim, options.block_size, sms, dtype)
+                for dtype in _LOGITS
+            )
 
         def metadata(batch: int, next_n: int = next_n) -> Iterable[Problem]:
             return (PagedMqaMetadataProblem(batch, next_n, sms),)

@@ -155,7 +155,7 @@ def test_divided_tiles_with_nothing_to_share(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("config", ["64x128", "128x128", "128x192", "128x256", "128x256/2p"])
+@pytest.mark.parametrize("config", ["64x128", "128x96", "128x128", "128x192", "128x256", "128x256/2p"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_small(layout: str, config: str) -> None:
     case = _case(layout, (3, 0, 200, 130), 576, 256)

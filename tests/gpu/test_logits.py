@@ -42,6 +42,24 @@ def test_mqa(m: int, n: int, heads: int, kind: str) -> None:
     cases.check_logits(_mqa(case), cases.mqa_expected(case))
 
 
+@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("heads", HEADS)
+def test_mqa_head_dim(heads: int, dim: int) -> None:
+    case = cases.mqa_case(130, 1000, heads, "random", "cuda", dim=dim)
+    cases.check_logits(_mqa(case), cases.mqa_expected(case))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("fill", [False, True])
+def test_mqa_in_bf16(heads: int, fill: bool) -> None:
+    case = cases.mqa_case(130, 1000, heads, "random", "cuda")
+    out = case.q.new_full((130, 1000), cases.SENTINEL, dtype=torch.bfloat16)
+    mqa_logits_fp8(*case.arguments(), fill=fill, out=out)
+    rest = -math.inf if fill else cases.SENTINEL
+    cases.check_logits(out, cases.mqa_expected(case, rest=rest), rest)
+    assert mqa_logits_fp8(*case.arguments(), out_dtype=torch.bfloat16).dtype is torch.bfloat16
+
+
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("m, n", [(5, 64), (130, 1000)])
 def test_mqa_compressed(m: int, n: int, heads: int) -> None:
@@ -187,6 +205,24 @@ def test_paged(heads: int, block_size: int) -> None:
 def test_paged_next_n(heads: int, next_n: int) -> None:
     case = cases.paged_case([0, 1, 700, next_n, 256, 2], next_n, heads, 64, "cuda")
     cases.check_logits(_paged(case, 704), cases.paged_expected(case, 704))
+
+
+@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("next_n", [1, 3])
+def test_paged_head_dim(heads: int, next_n: int, dim: int) -> None:
+    case = cases.paged_case([0, 3, 700, 256], next_n, heads, 64, "cuda", dim=dim)
+    cases.check_logits(_paged(case, 704), cases.paged_expected(case, 704))
+
+
+@pytest.mark.parametrize("next_n", [1, 3])
+def test_paged_in_bf16(next_n: int) -> None:
+    case = cases.paged_case([0, 3, 700, 256], next_n, 64, 64, "cuda")
+    out = torch.full((4 * next_n, 704), cases.SENTINEL, dtype=torch.bfloat16, device="cuda")
+    arguments = (case.q, case.kv_cache, case.weights, case.context_lens, case.block_table, _metadata(case), 704)
+    paged_mqa_logits_fp8(*arguments, out)
+    cases.check_logits(out, cases.paged_expected(case, 704))
+    assert paged_mqa_logits_fp8(*arguments, out_dtype=torch.bfloat16).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("next_n", [1, 2, 4, 7])

@@ -66,23 +66,24 @@ DEVICE void store_staged(const GemmParams& p, const uint8_t* staging, int row, i
     const int warp = mma::warpgroup_thread() / kWarp, lane = mma::fresh_lane();
     const int first = warp * kStoredTokens, from = max(region.begin, first), to = min(region.end, first + kStoredTokens);
     if (warp >= kGroups) return;
+    constexpr int kBoxRows = Fragments::kBoxRows, kBoxBytes = Fragments::kBoxBytes, kChunks = kBoxBytes / 16;
     const int left = region.left, right = min(region.right, p.n - column);
-    if (to - from == kStoredTokens && (left | right) % 64 == 0) {
-        if (left / 64 <= lane && lane < right / 64) {
-            ptx::tma_store_2d(&p.out_map, staging + lane * kStagedBoxBytes + first * mma::kStagedBytes, column + lane * 64,
+    if (to - from == kStoredTokens && (left | right) % kBoxRows == 0) {
+        if (left / kBoxRows <= lane && lane < right / kBoxRows) {
+            ptx::tma_store_2d(&p.out_map, staging + lane * kStagedBoxBytes + first * kBoxBytes, column + lane * kBoxRows,
                               row + first);
         }
         ptx::bulk_commit();
         return;
     }
 #pragma unroll 1
-    for (int token = from + lane / 8; token < to; token += kWarp / 8) {
+    for (int token = from + lane / kChunks; token < to; token += kWarp / kChunks) {
 #pragma unroll
-        for (int box = 0; box < Fragments::kStagedBoxes; ++box) {
-            const int at = box * 64 + lane % 8 * 8;
+        for (int box = 0; box < Fragments::kBoxes; ++box) {
+            const int at = box * kBoxRows + lane % kChunks * 8;
             if (at < left || at >= right) continue;
-            const uint8_t* source =
-                staging + box * kStagedBoxBytes + token * mma::kStagedBytes + mma::staged_chunk(token, lane % 8);
+            const uint8_t* source = staging + box * kStagedBoxBytes + token * kBoxBytes +
+                                    mma::staged_chunk<kBoxBytes>(token, lane % kChunks);
             uint16_t* out = static_cast<uint16_t*>(p.out) + (row + token) * p.out_stride + column + at;
             *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(source);
         }
@@ -101,7 +102,7 @@ DEVICE void store_fragment(const GemmParams& p, Shared& shared, const sched::Til
         float* out = static_cast<float*>(p.out) + row * p.out_stride + column;
         Fragments::store(sum, out, p.out_stride, region, p.n - column);
     } else {
-        uint8_t* staging = shared.staging[warpgroup] + (kStagedTogether ? kWave * Fragments::kStagedBoxes * kStagedBoxBytes : 0);
+        uint8_t* staging = shared.staging[warpgroup] + (kStagedTogether ? kWave * Fragments::kBoxes * kStagedBoxBytes : 0);
         if (kWave == 0 || !kStagedTogether) ptx::bulk_wait_read();
         Fragments::sync_staging(warpgroup);
         Fragments::stage<kWave>(sum, staging);

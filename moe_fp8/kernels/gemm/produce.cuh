@@ -19,6 +19,10 @@ DEVICE uint32_t stage_bytes(const sched::Tile& tile) {
 // The CTAs of a pair take turns to copy what they have in common, each for both.
 DEVICE bool others_turn(uint32_t rank, int block) { return (block & 1) != static_cast<int>(rank); }
 
+// Stages whose weights are copied before the kernel before has ended. Where the walk of tiles waits for it anyway, or tokens are
+// many, more would only delay the first tokens.
+constexpr int kAhead = kLayout == sched::Layout::kDense && kBlockM < 128 ? kStages : 2;
+
 // Copies a box into this CTA's stage or, where both CTAs of a pair have it in common, into both.
 DEVICE void load(bool common, const TensorMap& map, ptx::Barrier& full, void* destination, int x, int y,
                  ptx::CacheHint hint) {
@@ -83,7 +87,7 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
         reader.release();
         int block = range.begin;
         if (!waited) {
-            const int ahead = min(range.begin + kStages, range.end);
+            const int ahead = min(range.begin + kAhead, range.end);
 #pragma unroll 1
             for (int i = block; i < ahead; ++i) {
                 if (ptx::elect_one()) {

@@ -29,8 +29,7 @@ using Fragments = mma::TokensOnM<kBlockM, kBlockN>;
 using Fragments = mma::WeightsOnM<kBlockM, kBlockN>;
 #endif
 constexpr int kWaves = Fragments::kWaves;
-// Weight rows that surely lie within one scale block: tiles begin at multiples of their own size.
-constexpr int kScaleRows = kBlockN % 128 == 0 ? 128 : 64;
+constexpr int kScaleRows = mma::kScaleRows<kBlockN>;
 constexpr int kWeightScales = kBlockN / kScaleRows;  // of a tile
 
 constexpr int kMathWarpgroups = 2;
@@ -53,14 +52,14 @@ using TileReader = sched::TileReader<kTileReaders>;
 
 // Rows that TMA copies at once. Of a tile only the boxes that hold some are copied: experts' last tiles have few tokens.
 constexpr int kTokenBox = kBlockM < 64 ? kBlockM : 64;
-constexpr int kWeightBox = kBlockN % 128 == 0 ? 128 : 64;
+constexpr int kWeightBox = kHalved ? kBlockN / 2 : kBlockN;
 
 // Tokens that TMA stores at once, and bytes of a warpgroup's staging.
 constexpr int kStoredTokens = kBlockM < 16 ? kBlockM : 16;
-constexpr int kStagedBoxBytes = Fragments::kStagedTokens * mma::kStagedBytes;
+constexpr int kStagedBoxBytes = Fragments::kStagedTokens * Fragments::kBoxBytes;
 // Fragments that are stored one soon after the other are staged side by side.
 constexpr bool kStagedTogether = kBlockN == 192;
-constexpr int kStagingBytes = (kStagedTogether ? kBlockN / 64 : Fragments::kStagedBoxes) * kStagedBoxBytes;
+constexpr int kStagingBytes = (kStagedTogether ? kBlockN / Fragments::kBoxRows : Fragments::kBoxes) * kStagedBoxBytes;
 
 struct Shared {
     uint8_t weights[kStages][kBlockN * kBlockK];
@@ -103,7 +102,7 @@ struct GemmParams {
     moe_fp8::TensorMap a;        // [rows, K] fp8, box kTokenBox rows x 128
     moe_fp8::TensorMap a_scale;  // [K/128 (x experts if masked), rows] fp32, box 1 x kBlockM
     moe_fp8::TensorMap b;        // [experts * N, K] fp8, box kWeightBox rows x 128
-    moe_fp8::TensorMap out_map;  // [rows, N] bf16, box kStoredTokens rows x 64; unused if fp32
+    moe_fp8::TensorMap out_map;  // [rows, N] bf16, box kStoredTokens rows x kBoxRows; unused if fp32
     void* out;                   // [rows, N]
     const float* b_scale;        // [experts, ceil(N/128), K/128]
     const int* index;            // m_indices, psum, offsets or masked_m; null if dense

@@ -4,14 +4,14 @@
 //   WeightsOnM  few tokens: they are the columns, so that 8 tokens cost 8 columns and not 64 padded rows.
 //   TokensOnM   many tokens: a thread's rows are two tokens, so promotion needs two token scales and not one a column.
 //
-// Each of two warpgroups owns a part of the tile in kWaves fragments: 64 x kColumns, the last perhaps of fewer (kColumnsOf)
-// (one of 192 would take the tensor core as long as one of 256). `promote` is the second level of accumulation: the tensor core's sum over 128 of K enters the fp32 sum times
-// both scales.
+// Each of two warpgroups owns a part of the tile in kWaves fragments: 64 x kColumns, the last perhaps of fewer (kColumnsOf).
+// (Beside a promotion one of 192 takes the tensor core as long as one of 256.) `promote` is the second level of accumulation:
+// the tensor core's sum over 128 of K enters the fp32 sum times both scales.
 //
-// `stage` writes one fragment as bf16 to the warpgroup's staging: for each 64 weight rows a box of kStagedTokens tokens x
-// 128 bytes, swizzled as TMA expects it; `sync_staging` comes before and after, for those who share a box. `store` writes one
-// as fp32 to `out`, the element of the part's first token and the fragment's first weight row; of its weight rows there are
-// `columns`.
+// `stage` writes one fragment as bf16 to the warpgroup's staging: for each kBoxRows weight rows a box of kStagedTokens tokens
+// x kBoxBytes, swizzled as TMA expects it; `sync_staging` comes before and after, for those who share a box. `store` writes
+// one as fp32 to `out`, the element of the part's first token and the fragment's first weight row; of its weight rows there
+// are `columns`.
 #pragma once
 
 #include "common/types.cuh"
@@ -20,9 +20,16 @@
 
 namespace moe_fp8::mma {
 
-// Bytes of a staged token, and where its `chunk` of 16 bytes lies among them.
-constexpr int kStagedBytes = 128;
-DEVICE int staged_chunk(int token, int chunk) { return (chunk ^ token % 8) * 16; }
+// Weight rows that surely lie within one scale block: tiles begin at multiples of their own size.
+template <int kBlockN>
+constexpr int kScaleRows = kBlockN % 128 == 0 ? 128 : kBlockN % 64 == 0 ? 64 : 32;
+
+// Where `chunk` of 16 bytes lies among the kBytes of a staged token, which are swizzled over as many.
+template <int kBytes>
+DEVICE int staged_chunk(int token, int chunk) {
+    static_assert(kBytes == 128 || kBytes == 64, "swizzles of TMA");
+    return (chunk ^ (kBytes == 128 ? token % 8 : token / 2 % 4)) * 16;
+}
 
 // Read anew at each call: the addresses that an epilogue derives from it are not kept in registers over the main loop.
 DEVICE int fresh_lane() {
@@ -50,7 +57,7 @@ struct WeightsOnM {
     template <int>
     static constexpr int kColumnsOf = kColumns;
     static constexpr int kStagedTokens = kBlockM;
-    static constexpr int kStagedBoxes = 1;
+    static constexpr int kBoxRows = 64, kBoxBytes = 128, kBoxes = 1;
     static_assert(kBlockM <= 64 && (kBlockN == 128 || kBlockN == 64), "64 weight rows for each warpgroup, or for both");
     using Sum = float[kColumns / 2];
 
@@ -96,11 +103,11 @@ struct WeightsOnM {
     static DEVICE void stage(const Sum& d, uint8_t* staging) {
         const int lane = fresh_lane(), warp = warpgroup_thread() / kWarp;
         // Matrix lane/8 of an x4 store: tokens of group j + lane/16, weight rows from 8 * (lane/8 % 2).
-        const uint32_t address = ptx::shared_address(staging) + (lane / 16 * 8 + lane % 8) * kStagedBytes +
-                                 staged_chunk(lane, warp * 2 + lane / 8 % 2);
+        const uint32_t address = ptx::shared_address(staging) + (lane / 16 * 8 + lane % 8) * kBoxBytes +
+                                 staged_chunk<kBoxBytes>(lane, warp * 2 + lane / 8 % 2);
 #pragma unroll
         for (int j = 0; j < kColumns / 8; j += 2) {
-            const uint32_t target = address + j * 8 * kStagedBytes;
+            const uint32_t target = address + j * 8 * kBoxBytes;
             const uint32_t r0 = ptx::pack_bf16(d[4 * j], d[4 * j + 1]), r1 = ptx::pack_bf16(d[4 * j + 2], d[4 * j + 3]);
             if constexpr (kColumns == 8) {
                 ptx::stmatrix_x2_trans(target, r0, r1);
@@ -128,15 +135,15 @@ struct WeightsOnM {
 // rows one of them rests.
 template <int kBlockM, int kBlockN>
 struct TokensOnM {
-    static constexpr int kColumns = 128;
+    static constexpr int kColumns = kBlockN < 128 ? kBlockN : 128;
     static constexpr int kWaves = ceil_div(kBlockN, kColumns);
     template <int kWave>
     static constexpr int kColumnsOf = kBlockN - kWave * kColumns < kColumns ? kBlockN - kWave * kColumns : kColumns;
-    static constexpr int kScaleColumns = kBlockN % 128 == 0 ? 128 : 64;  // which surely lie within one scale block
+    static constexpr int kScaleColumns = kScaleRows<kBlockN>;
     static constexpr int kScales = kBlockN / kScaleColumns;
     static constexpr int kStagedTokens = 64;
-    static constexpr int kStagedBoxes = kColumns / 64;
-    static_assert(kBlockM == 128 && kBlockN % 64 == 0 && kBlockN <= 256, "64 tokens for each warpgroup");
+    static constexpr int kBoxRows = kBlockN % 64 == 0 ? 64 : 32, kBoxBytes = kBoxRows * 2, kBoxes = kColumns / kBoxRows;
+    static_assert(kBlockM == 128 && kBlockN % 32 == 0 && kBlockN <= 256, "64 tokens for each warpgroup");
     using Sum = float[kColumns / 2];
 
     // Of the column groups [first, end).
@@ -192,12 +199,13 @@ struct TokensOnM {
     static DEVICE void stage(const Sum& d, uint8_t* staging) {
         const int lane = fresh_lane();
         // Matrix lane/8 of an x4 store: tokens from 8 * (lane/8 % 2), weight rows of group j + lane/16.
-        const uint32_t row = ptx::shared_address(staging) + (warpgroup_thread() / kWarp * 16 + lane % 16) * kStagedBytes;
-        const uint32_t chunk = staged_chunk(lane, lane / 16);
+        const uint32_t row = ptx::shared_address(staging) + (warpgroup_thread() / kWarp * 16 + lane % 16) * kBoxBytes;
+        const uint32_t chunk = staged_chunk<kBoxBytes>(lane, lane / 16);
+        constexpr int kGroups = kBoxRows / 8;  // of a box
 #pragma unroll
         for (int j = 0; j < kColumnsOf<kWave> / 8; j += 2) {
             const float* group = &d[4 * j];
-            ptx::stmatrix_x4(row + j / 8 * kStagedTokens * kStagedBytes + (chunk ^ j % 8 * 16),
+            ptx::stmatrix_x4(row + j / kGroups * kStagedTokens * kBoxBytes + (chunk ^ j % kGroups * 16),
                              ptx::pack_bf16(group[0], group[1]), ptx::pack_bf16(group[2], group[3]),
                              ptx::pack_bf16(group[4], group[5]), ptx::pack_bf16(group[6], group[7]));
         }
