@@ -130,7 +130,7 @@ DEVICE void fill_outside(const MqaLogitsParams& p, const Item& item, int math_wa
         if (item.first_query + token >= p.num_queries) return;
         Logit* row = p.logits + (item.first_query + token) * p.logits_stride;
         for (int column = item.chunk_begin + lane_index(); column < chunk_end; column += kWarp) {
-            if (column < first || column >= last) row[column] = kNegativeInfinity;
+            if (column < first || column >= last) row[column] = negative_infinity();
         }
     }
 }

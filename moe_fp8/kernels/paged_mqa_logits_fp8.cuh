@@ -88,10 +88,20 @@ struct Walk {
     }
 };
 
+// The numbers of a request's pages from `page` on, one a lane. Those behind its last one may be anything, and are not used.
+DEVICE int lane_page(const PagedMqaLogitsParams& p, int request, int page) {
+    page += lane_index();
+    return request < p.batch && page < ceil_div(p.width, kPageSize) ? p.block_table[request * p.block_table_stride + page] : 0;
+}
+
 DEVICE void produce(const PagedMqaLogitsParams& p, Shared& shared) {
     sched::RingCursor<kStages> keys;
     sched::RingCursor<2> queries;
     Walk walk(p);
+    // On their way while the walk waits for the first length.
+    const int request = walk.request;
+    int pages = lane_page(p, request, walk.chunk * (CHUNK_KV / kPageSize));
+    bool ahead = true;
     Item item;
     while (walk.next(item)) {
         const int first_row = item.request * p.context_lens.next_n + item.first_token;
@@ -107,17 +117,17 @@ DEVICE void produce(const PagedMqaLogitsParams& p, Shared& shared) {
         __syncwarp();
         queries.step();
 
-        // Page numbers are read a warp at a time; nothing past the last page in use is touched.
-        const int* pages = p.block_table + item.request * p.block_table_stride;
+        // Page numbers are read a warp at a time; no page past the last one in use is touched.
         const int first_page = item.key_begin / kPageSize, last_page = ceil_div(item.key_end, kPageSize);
-        int lane_page = 0;
+        ahead = ahead && item.request == request;
         for (int page = first_page; page < last_page; page += kPagesPerStage) {
             const int held = (page - first_page) % kWarp;
-            if (held == 0) lane_page = page + lane_index() < last_page ? pages[page + lane_index()] : 0;
+            if (held == 0 && !ahead) pages = lane_page(p, item.request, page);
+            ahead = false;
             const int count = min(kPagesPerStage, last_page - page);
             int numbers[kPagesPerStage];
 #pragma unroll
-            for (int i = 0; i < kPagesPerStage; ++i) numbers[i] = __shfl_sync(0xffffffffu, lane_page, held + i);
+            for (int i = 0; i < kPagesPerStage; ++i) numbers[i] = __shfl_sync(0xffffffffu, pages, held + i);
             if (ptx::elect_one()) {
                 ptx::Barrier* full = &shared.key_full[keys.slot];
                 ptx::barrier_wait(&shared.key_empty[keys.slot], keys.phase ^ 1);

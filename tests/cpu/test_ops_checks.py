@@ -124,7 +124,7 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("mqa_logits_fp8", "ks", lambda k: k.long()),
     ("mqa_logits_fp8", "ke", lambda k: k[1:]),
     ("mqa_logits_fp8", "out", lambda out: out[1:]),
-    ("mqa_logits_fp8", "out", lambda out: out.bfloat16()),
+    ("mqa_logits_fp8", "out", lambda out: out.half()),
     ("mqa_logits_fp8", "out", lambda out: out.T.contiguous().T),
     ("mqa_logits_fp8", "out", lambda out: out[:1].expand(4, 9)),
     ("paged_mqa_logits_fp8", "q", lambda q: q.float()),

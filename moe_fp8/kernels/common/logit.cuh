@@ -12,11 +12,11 @@ DEVICE Logit to_logit(float value) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(rounded) : "f"(value));
     return rounded;
 }
-constexpr Logit kNegativeInfinity = 0xff80;
+DEVICE Logit negative_infinity() { return 0xff80; }
 #else
 using Logit = float;
 DEVICE Logit to_logit(float value) { return value; }
-constexpr Logit kNegativeInfinity = -__builtin_huge_valf();
+DEVICE Logit negative_infinity() { return __int_as_float(0xff800000); }
 #endif
 
 }  // namespace moe_fp8
