@@ -57,6 +57,12 @@ def run_host(session: Session, peer: DeepGemm | None, step: int) -> None:
     x = torch.randn(64, 2048, device=inputs.DEVICE, dtype=torch.bfloat16)
     _eager(session, "quantize_fp8", partial(moe_fp8.quantize_fp8, x), None, None)
 
+    keys = torch.randn(64, 128, device=inputs.DEVICE, dtype=torch.bfloat16)
+    cache = torch.zeros(2, 64, 1, 132, device=inputs.DEVICE, dtype=torch.uint8)
+    slots = torch.arange(64, device=inputs.DEVICE)
+    write = partial(moe_fp8.indexer_quantize_and_cache, keys, cache, slots)
+    _eager(session, "indexer_quantize_and_cache", write, None, None)
+
     paged = inputs.paged_inputs(PagedShape(4, 1024))
     schedule = moe_fp8.paged_mqa_logits_metadata(paged.lengths, 64, num_sms())
     arguments = (paged.q, paged.kv_cache, paged.weights, paged.lengths, paged.block_table)

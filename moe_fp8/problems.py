@@ -128,6 +128,25 @@ class QuantizeProblem:
         object.__setattr__(self, "m", selection_extent(self.m))
 
 
+@dataclass(frozen=True)
+class IndexerCacheProblem:
+    """Quantisation of index keys into a paged cache, one scale a key; `num_rows` as `selection_extent`."""
+
+    num_rows: int
+    head_dim: int
+    in_dtype: InDtype = "bfloat16"
+    power_of_two: bool = False
+    num_sms: int = DEFAULT_NUM_SMS
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_rows", selection_extent(self.num_rows))
+
+
 Problem: TypeAlias = (
-    GemmProblem | MqaLogitsProblem | PagedMqaLogitsProblem | PagedMqaMetadataProblem | QuantizeProblem
+    GemmProblem
+    | MqaLogitsProblem
+    | PagedMqaLogitsProblem
+    | PagedMqaMetadataProblem
+    | QuantizeProblem
+    | IndexerCacheProblem
 )

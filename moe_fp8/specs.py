@@ -12,6 +12,7 @@ from functools import cache
 from moe_fp8 import heuristics
 from moe_fp8.problems import (
     GemmProblem,
+    IndexerCacheProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
     PagedMqaMetadataProblem,
@@ -110,6 +111,18 @@ def _quantize_spec(in_dtype: str, power_of_two: bool) -> KernelSpec:
     return _spec("quantize_fp8", 256, 0, IN_DTYPE=_IN_DTYPES[in_dtype], POWER_OF_TWO=int(power_of_two))
 
 
+@cache
+def _indexer_cache_spec(head_dim: int, in_dtype: str, power_of_two: bool) -> KernelSpec:
+    return _spec(
+        "indexer_quantize_and_cache",
+        128,
+        0,
+        HEAD_DIM=head_dim,
+        IN_DTYPE=_IN_DTYPES[in_dtype],
+        POWER_OF_TWO=int(power_of_two),
+    )
+
+
 def kernel_spec(problem: Problem) -> KernelSpec:
     """The kernel that serves `problem`: a pure function of it."""
     if isinstance(problem, GemmProblem):
@@ -135,4 +148,6 @@ def kernel_spec(problem: Problem) -> KernelSpec:
         return _METADATA
     if isinstance(problem, QuantizeProblem):
         return _quantize_spec(problem.in_dtype, problem.power_of_two)
+    if isinstance(problem, IndexerCacheProblem):
+        return _indexer_cache_spec(problem.head_dim, problem.in_dtype, problem.power_of_two)
     raise TypeError(f"no kernel for {type(problem).__name__}")

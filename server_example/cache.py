@@ -45,12 +45,6 @@ class LayerCache:
         """slots int64 [T], values [T, latent_dim]."""
         self.latent.index_copy_(0, slots, values.to(torch.bfloat16))
 
-    def write_index(self, slots: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor) -> None:
-        """slots int64 [T], keys float8 [T, D], scales fp32 [T]."""
-        where = (slots // PAGE_TOKENS, slots % PAGE_TOKENS)
-        self.index_keys.index_put_(where, keys.view(torch.uint8))
-        self.index_scales.index_put_(where, scales)
-
     def read_index(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys float8 [N, D] and scales fp32 [N] of int64 slots [N], contiguous."""
         page, offset = slots // PAGE_TOKENS, slots % PAGE_TOKENS

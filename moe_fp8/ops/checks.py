@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_fp8 import heuristics
 from moe_fp8.errors import ArgumentError, UnsupportedError
-from moe_fp8.ops import scales
+from moe_fp8.ops import checks_cache, scales
 from moe_fp8.problems import GemmLayout, GemmProblem
 from moe_fp8.settings import settings
 
@@ -25,7 +25,6 @@ I32 = torch.int32
 LAYOUTS = ("m_indices", "psum", "offsets")
 HEADS = (8, 16, 32, 64)
 HEAD_DIMS = (32, 64, 128)
-BLOCK_SIZES = (32, 64, 128)
 MAX_NEXT_N = 8
 
 
@@ -305,11 +304,6 @@ def _context_lens(op: str, context_lens: Tensor, batch: int, next_n: int) -> Non
         raise UnsupportedError(f"{op}: next_n: expected 1 to {MAX_NEXT_N}, got {next_n}")
 
 
-def _block_size(op: str, block_size: int) -> None:
-    if block_size not in BLOCK_SIZES:
-        raise UnsupportedError(f"{op}: block_size: expected one of {BLOCK_SIZES} tokens, got {block_size}")
-
-
 def _pair_aligned(op: str, name: str, schedule: Tensor) -> None:
     # The kernels read and write its rows as pairs.
     if schedule.data_ptr() & 7:
@@ -322,7 +316,7 @@ def paged_mqa_logits_metadata(context_lens: Tensor, block_size: int, next_n: int
     if context_lens.dim() not in (1, 2):
         _shape(op, "context_lens", context_lens, "[B] or [B, next_n]")
     _context_lens(op, context_lens, context_lens.shape[0], next_n)
-    _block_size(op, block_size)
+    checks_cache.block_size(op, block_size)
     if out.dim() != 2 or out.shape[1] != 2 or out.shape[0] < 2:
         _shape(op, "out", out, "[num_sms + 1, 2] with num_sms at least 1")
     if out.dtype is not I32:
@@ -351,24 +345,7 @@ def paged_mqa_logits(
     if q.dtype is not FP8:
         _dtype(op, "q", q, "float8_e4m3fn")
     _heads(op, q)
-    if kv_cache.dim() != 4 or kv_cache.shape[2] != 1 or kv_cache.shape[3] != dim + 4:
-        _shape(op, "kv_cache", kv_cache, f"[pages, block_size, 1, {dim + 4}]")
-    block_size = kv_cache.shape[1]
-    _block_size(op, block_size)
-    if kv_cache.dtype is not torch.uint8:
-        _dtype(op, "kv_cache", kv_cache, "uint8", "view it as uint8")
-    page_stride, token_stride, _, byte_stride = kv_cache.stride()
-    if (
-        byte_stride != 1
-        or token_stride != dim + 4
-        or (kv_cache.shape[0] > 1 and (page_stride < block_size * (dim + 4) or page_stride & 15))
-    ):
-        raise ArgumentError(
-            op,
-            "kv_cache",
-            f"contiguous pages of {block_size * (dim + 4)} bytes, page stride a multiple of 16",
-            f"stride {kv_cache.stride()}",
-        )
+    checks_cache.cache_layout(op, kv_cache, dim)
     if weights.shape != (batch * next_n, heads):
         _shape(op, "weights", weights, f"[{batch * next_n}, {heads}]")
     if weights.dtype is not F32:
@@ -396,5 +373,4 @@ def paged_mqa_logits(
         _device(op, q, **others, block_table=block_table, metadata=metadata, out=out)
     _first_not_dense(op, q=q, weights=weights)
     _pair_aligned(op, "metadata", metadata)
-    if kv_cache.data_ptr() & 15:
-        raise ArgumentError(op, "kv_cache", "a 16-byte aligned address", hex(kv_cache.data_ptr()))
+    checks_cache.cache_address(op, kv_cache)

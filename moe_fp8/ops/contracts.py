@@ -115,6 +115,20 @@ def masked_m(counts: Tensor, m_max: int) -> None:
             )
 
 
+def cache_slots(slot_mapping: Tensor, num_slots: int) -> None:
+    """No slot lies past the cache; negative ones skip their row."""
+    for row, slot in enumerate(slot_mapping.tolist()):
+        if slot >= num_slots:
+            raise ContractError(
+                "indexer_quantize_and_cache",
+                "slot_mapping",
+                f"slots below {num_slots} (pages x block_size)",
+                f"{slot} at row {row}",
+                "use -1 for a row that is not to be cached",
+                row=row,
+            )
+
+
 def query_ranges(ks: Tensor, ke: Tensor, num_keys: int, columns: int) -> None:
     """0 <= ks[i] <= ke[i] <= N, and no row is wider than the output."""
     for row, (start, end) in enumerate(zip(ks.tolist(), ke.tolist(), strict=True)):

@@ -26,6 +26,7 @@ from moe_fp8.ops.keys import Key
 from moe_fp8.problems import (
     GemmLayout,
     GemmProblem,
+    IndexerCacheProblem,
     InDtype,
     MqaLogitsProblem,
     OutDtype,
@@ -44,6 +45,7 @@ _MQA = struct.Struct("128s128s128s128sQQQqiiii")
 _PAGED = struct.Struct("128s128s128s128sQQQQiiqqii")
 _METADATA = struct.Struct("QiiQii")
 _QUANTIZE = struct.Struct("QQQqqii")
+_INDEXER_CACHE = struct.Struct("QQQqqqiii")
 
 
 class _Launch(NamedTuple):
@@ -354,3 +356,29 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool, key: Key |
     _QUANTIZE.pack_into(block.buffer, 0, x.data_ptr(), q.data_ptr(), scale.data_ptr(), k, (m + 3) & -4, m, k)
     tiles = -(-m // _QUANTIZE_ROWS) * (k >> 7)
     _launch(spec, min(tiles, num_sms * _QUANTIZE_BLOCKS_PER_SM), device, block, key)
+
+
+def indexer_quantize_and_cache(
+    k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool, key: Key | None = None
+) -> None:
+    """k [T,D] -> slots slot_mapping [T] of kv_cache [pages,block,1,D+4]."""
+    device = k.get_device()
+    rows, dim = k.shape
+    pages, page_size = kv_cache.shape[0], kv_cache.shape[1]
+    spec = kernel_spec(IndexerCacheProblem(rows, dim, _IN_DTYPES[k.dtype], power_of_two, _num_sms(device)))
+    block = _block(_INDEXER_CACHE)
+    _INDEXER_CACHE.pack_into(
+        block.buffer,
+        0,
+        k.data_ptr(),
+        kv_cache.data_ptr(),
+        slot_mapping.data_ptr(),
+        k.stride(0),
+        kv_cache.stride(0),
+        pages,
+        rows,
+        page_size.bit_length() - 1,
+        slot_mapping.dtype is torch.int64,
+    )
+    # Eight values of a row are one thread's.
+    _launch(spec, -(-rows * dim // (spec.num_threads * 8)), device, block, key)

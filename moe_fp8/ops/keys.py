@@ -28,6 +28,18 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Key:
     )  # fmt: skip
 
 
+def indexer_quantize_and_cache(k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool) -> Key:
+    """The key of `indexer_quantize_and_cache`."""
+    return (
+        "indexer_quantize_and_cache", power_of_two,
+        k.shape, kv_cache.shape, slot_mapping.shape,
+        k.stride(), kv_cache.stride(), slot_mapping.is_contiguous(),
+        k.dtype, kv_cache.dtype, slot_mapping.dtype,
+        k.get_device(), kv_cache.get_device(), slot_mapping.get_device(),
+        k.data_ptr(), kv_cache.data_ptr(), slot_mapping.data_ptr(),
+    )  # fmt: skip
+
+
 def gemm(
     layout: str,
     a: Tensor,

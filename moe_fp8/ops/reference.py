@@ -54,6 +54,22 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
     scale.copy_(group_scale)
 
 
+def indexer_quantize_and_cache(k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool) -> None:
+    """k [T,D] -> the pages of kv_cache uint8 [pages, block, 1, D+4], as `quantize` with groups of D."""
+    pages, block, _, width = kv_cache.shape
+    dim = width - 4
+    slots = slot_mapping.long()
+    kept = (slots >= 0) & (slots < pages * block)
+    values = k[kept].float()
+    scale = scale_from_amax(values.abs().amax(1), power_of_two)[:, None]
+    page, offset = slots[kept, None] // block, slots[kept, None] % block
+    # By byte: a view of the scales as fp32 would ask more of the page stride than the op does.
+    cache = kv_cache.view(pages, -1)
+    byte = torch.arange(dim, device=k.device)
+    cache[page, offset * dim + byte] = _to_fp8(values, scale).view(torch.uint8)
+    cache[page, (block * dim + offset * 4) + byte[:4]] = scale.view(torch.uint8)
+
+
 def quantize_blocks(w: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """w [N,K] -> fp8 [N,K], fp32 [ceil(N/128), ceil(K/128)]."""
     n, k = w.shape

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_fp8.ops import checks, contracts, keys, reference, scales
+from moe_fp8.ops import checks, checks_cache, contracts, keys, reference, scales
 
 _DEFINITIONS = (
     "quantize_fp8(Tensor x, Tensor(a!) q, Tensor(b!) scale, bool power_of_two) -> ()",
+    "indexer_quantize_and_cache(Tensor k, Tensor(a!) kv_cache, Tensor slot_mapping, bool power_of_two) -> ()",
     "gemm_fp8(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(a!) out, str? config=None) -> ()",
     "grouped_gemm_fp8_contiguous(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor index, "
     "str layout, SymInt? expected_m, Tensor(a!) out, str? config=None) -> ()",
@@ -64,6 +65,25 @@ def _quantize_fp8(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> No
         padded = scales.empty_mn_major(scale.shape[0], scale.shape[1], scale)
         _cuda().quantize(x, q, padded, power_of_two)
         scale.copy_(padded)
+
+
+def _indexer_quantize_and_cache(
+    k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool
+) -> None:
+    key = None
+    if k.is_cuda and not contracts.enabled(k):
+        key = keys.indexer_quantize_and_cache(k, kv_cache, slot_mapping, power_of_two)
+        if _cuda().repeat(key):
+            return
+    checks_cache.indexer_quantize_and_cache(k, kv_cache, slot_mapping)
+    if contracts.enabled(k):
+        contracts.cache_slots(slot_mapping, kv_cache.shape[0] * kv_cache.shape[1])
+    if k.shape[0] == 0 or kv_cache.shape[0] == 0:
+        return
+    if k.is_cuda:
+        _cuda().indexer_quantize_and_cache(k, kv_cache, slot_mapping, power_of_two, key)
+    else:
+        reference.indexer_quantize_and_cache(k, kv_cache, slot_mapping, power_of_two)
 
 
 def _gemm_fp8(
@@ -236,6 +256,7 @@ def _fake_gemm(layout: str | None) -> Callable[..., None]:
 def _register() -> None:
     implementations = {
         "quantize_fp8": _quantize_fp8,
+        "indexer_quantize_and_cache": _indexer_quantize_and_cache,
         "gemm_fp8": _gemm_fp8,
         "grouped_gemm_fp8_contiguous": _grouped_gemm_fp8_contiguous,
         "grouped_gemm_fp8_masked": _grouped_gemm_fp8_masked,
@@ -284,6 +305,7 @@ def _eager(op: Callable[..., None], implementation: Callable[..., None]) -> Call
 
 _ops = torch.ops.moe_fp8
 quantize_fp8 = _eager(_ops.quantize_fp8.default, _quantize_fp8)
+indexer_quantize_and_cache = _eager(_ops.indexer_quantize_and_cache.default, _indexer_quantize_and_cache)
 gemm_fp8 = _eager(_ops.gemm_fp8.default, _gemm_fp8)
 grouped_gemm_fp8_contiguous = _eager(_ops.grouped_gemm_fp8_contiguous.default, _grouped_gemm_fp8_contiguous)
 grouped_gemm_fp8_masked = _eager(_ops.grouped_gemm_fp8_masked.default, _grouped_gemm_fp8_masked)

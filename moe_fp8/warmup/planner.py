@@ -22,6 +22,7 @@ from moe_fp8.problems import (
     SEGMENT_ALIGNMENT,
     GemmLayout,
     GemmProblem,
+    IndexerCacheProblem,
     MqaLogitsProblem,
     OutDtype,
     PagedMqaLogitsProblem,
@@ -263,12 +264,12 @@ def _gemm_problems(
 def _quantize_rows(
     model: ModelDescription, shapes: Iterable[GemmShape], bounds: _Bounds, options: PlanOptions
 ) -> Iterator[PlanRow]:
-    """Activations are quantised before each GEMM; the indexer's queries and keys, before the cache."""
+    """Activations are quantised before each GEMM, the indexer's queries before its logits."""
     inputs: dict[int, list[str]] = {}
     for shape in shapes:
         inputs.setdefault(shape.k, []).append(shape.what)
     if model.indexer is not None:
-        inputs.setdefault(model.indexer.head_dim, []).append("indexer.q, indexer.k")
+        inputs.setdefault(model.indexer.head_dim, []).append("indexer.q")
     experts = max((shape.num_experts or 1 for shape in shapes), default=1)
     heads = 1 if model.indexer is None else model.indexer.num_heads
     most = max(bounds.contiguous, bounds.masked * experts, bounds.dense * heads, bounds.context)
@@ -291,6 +292,13 @@ def _indexer_rows(model: ModelDescription, options: PlanOptions) -> Iterator[Pla
         return
     heads, dim, sms = indexer.num_heads, indexer.head_dim, options.num_sms
     most_queries = max(options.max_tokens, options.max_batch * options.next_n)
+    for power_of_two in (False, True):
+
+        def cached(rows: int, power_of_two: bool = power_of_two) -> Iterable[Problem]:
+            return (IndexerCacheProblem(rows, dim, model.dtype, power_of_two, sms),)
+
+        for spec, ranges in _sweep(_runs(most_queries, selection_extent), cached):
+            yield PlanRow("indexer_quantize_and_cache", ("indexer.k",), None, None, None, None, ranges, spec)
     for compressed, fill, dtype in product((False, True), (False, True), _LOGITS):
         what = ("indexer", "compressed" if compressed else "full", *(("fill",) if fill else ()), dtype)
 

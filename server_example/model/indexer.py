@@ -69,8 +69,12 @@ class Indexer:
         keys = layer_norm(
             self.quantise.linear(x, self.weights.wk), self.weights.k_norm, self.weights.k_norm_bias
         )
-        keys, key_scale = self.quantise(self._rotate(keys[:, None], positions)[:, 0])
-        cache.write_index(batch.slots, keys, key_scale[:, 0])
+        moe_fp8.indexer_quantize_and_cache(
+            self._rotate(keys[:, None], positions)[:, 0].to(torch.bfloat16),
+            cache.index,
+            batch.slots,
+            power_of_two=self.quantise.power_of_two,
+        )
 
         queries = self.quantise.linear(q_latent, self.weights.wq_b).view(tokens, self.heads, self.dim)
         queries, query_scale = self.quantise(self._rotate(queries, positions).flatten(0, 1))

@@ -12,6 +12,7 @@ from moe_fp8.jit.build import BuildReport, build
 from moe_fp8.jit.store import KernelStore
 from moe_fp8.problems import (
     GemmProblem,
+    IndexerCacheProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
     PagedMqaMetadataProblem,
@@ -56,6 +57,8 @@ def quantize_problems() -> Iterator[Problem]:
         ("bfloat16", "float16", "float32"), (False, True), (1, 65536)
     ):
         yield QuantizeProblem(m, 7168, dtype, power_of_two)
+        for head_dim in (32, 64, 128):
+            yield IndexerCacheProblem(m, head_dim, dtype, power_of_two)
 
 
 def model_plans() -> list[Plan]:

@@ -11,8 +11,8 @@ from torch._subclasses import FakeTensorMode
 
 import moe_fp8
 from moe_fp8 import ArgumentError, UnsupportedError
-from moe_fp8.ops import checks, schemas
-from tests import cases
+from moe_fp8.ops import checks, checks_cache, schemas
+from tests import cache_cases, cases
 
 I32 = torch.int32
 
@@ -68,6 +68,11 @@ def _quantize() -> dict[str, Any]:
     return {"x": torch.zeros(3, 256)}
 
 
+def _cache() -> dict[str, Any]:
+    case = cache_cases.cache_case(3)
+    return {"k": case.k, "kv_cache": case.kv_cache, "slot_mapping": case.slot_mapping}
+
+
 OPS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "gemm_fp8": (moe_fp8.gemm_fp8, _dense),
     "grouped_gemm_fp8_contiguous": (moe_fp8.grouped_gemm_fp8_contiguous, _contiguous),
@@ -76,6 +81,7 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "paged_mqa_logits_fp8": (moe_fp8.paged_mqa_logits_fp8, _paged),
     "paged_mqa_logits_metadata": (moe_fp8.paged_mqa_logits_metadata, _metadata),
     "quantize_fp8": (moe_fp8.quantize_fp8, _quantize),
+    "indexer_quantize_and_cache": (moe_fp8.indexer_quantize_and_cache, _cache),
 }
 
 GEMMS = ("gemm_fp8", "grouped_gemm_fp8_contiguous", "grouped_gemm_fp8_masked")
@@ -154,6 +160,21 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("quantize_fp8", "x", lambda x: x[:, :0]),
     ("quantize_fp8", "x", lambda x: x[0]),
     ("quantize_fp8", "x", _strided),
+    ("indexer_quantize_and_cache", "k", lambda k: k.double()),
+    ("indexer_quantize_and_cache", "k", lambda k: k[0]),
+    ("indexer_quantize_and_cache", "k", _strided),
+    ("indexer_quantize_and_cache", "k", lambda k: torch.nn.functional.pad(k, (0, 4))[:, :128]),
+    ("indexer_quantize_and_cache", "k", lambda k: torch.nn.functional.pad(k, (4, 4))[:, 4:132]),
+    ("indexer_quantize_and_cache", "kv_cache", lambda c: c.int()),
+    ("indexer_quantize_and_cache", "kv_cache", lambda c: c[..., :68]),
+    ("indexer_quantize_and_cache", "kv_cache", lambda c: c[:, :, 0]),
+    ("indexer_quantize_and_cache", "kv_cache", lambda c: torch.stack([c, c], -1)[..., 0]),
+    ("indexer_quantize_and_cache", "kv_cache", lambda c: c[:1].expand(3, -1, -1, -1)),
+    ("indexer_quantize_and_cache", "kv_cache", lambda c: c.reshape(-1)[8:-8440].view(2, 64, 1, 132)),
+    ("indexer_quantize_and_cache", "slot_mapping", lambda s: s.short()),
+    ("indexer_quantize_and_cache", "slot_mapping", lambda s: s[1:]),
+    ("indexer_quantize_and_cache", "slot_mapping", lambda s: s[:, None]),
+    ("indexer_quantize_and_cache", "slot_mapping", _strided),
 ]
 
 
@@ -184,6 +205,7 @@ DEVICES = [
     *[(checks.gemm_masked, _masked, name) for name in ("a_scale", "b", "masked_m", "out")],
     *[(checks.paged_mqa_logits, _paged, name) for name in ("kv_cache", "weights", "block_table", "metadata")],
     *[(checks.mqa_logits, _mqa, name) for name in ("k", "k_scale", "weights", "ks", "ke", "out")],
+    *[(checks_cache.indexer_quantize_and_cache, _cache, name) for name in ("kv_cache", "slot_mapping")],
 ]
 
 
@@ -279,6 +301,11 @@ def test_shapes_no_kernel_serves() -> None:
         moe_fp8.paged_mqa_logits_metadata(torch.zeros(3, dtype=I32), 16, 4)
     with pytest.raises(UnsupportedError, match="next_n"):
         moe_fp8.paged_mqa_logits_metadata(torch.zeros(3, dtype=I32), 64, 4, next_n=9)
+    cache = _cache()
+    with pytest.raises(UnsupportedError, match="head dimension"):
+        moe_fp8.indexer_quantize_and_cache(**{**cache, "k": cache["k"][:, :96]})
+    with pytest.raises(UnsupportedError, match="block_size"):
+        moe_fp8.indexer_quantize_and_cache(**{**cache, "kv_cache": cache["kv_cache"][:, :16]})
 
 
 def test_widths_of_given_outputs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import importlib
+import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from moe_fp8.errors import ConfigError
 from moe_fp8.ops import keys
 from moe_fp8.settings import settings
-from tests import cases
+from tests import cache_cases, cases
 
 I32 = torch.int32
 
@@ -22,6 +23,12 @@ I32 = torch.int32
 def _quantize() -> dict[str, Any]:
     q = torch.zeros(5, 256, dtype=torch.float8_e4m3fn)
     return {"x": torch.zeros(5, 256), "q": q, "scale": torch.zeros(5, 2), "power_of_two": False}
+
+
+def _cache() -> dict[str, Any]:
+    case = cache_cases.cache_case(5, slot_dtype=I32)
+    arguments = {"k": case.k, "kv_cache": case.kv_cache, "slot_mapping": case.slot_mapping}
+    return {**arguments, "power_of_two": False}
 
 
 def _gemm() -> dict[str, Any]:
@@ -63,6 +70,7 @@ def _paged() -> dict[str, Any]:
 
 KEYS: list[tuple[Callable[..., keys.Key], Callable[[], dict[str, Any]]]] = [
     (keys.quantize, _quantize),
+    (keys.indexer_quantize_and_cache, _cache),
     (keys.gemm, _gemm),
     (keys.mqa_logits, _mqa),
     (keys.paged_mqa_logits_metadata, _metadata),
@@ -143,6 +151,17 @@ def test_a_known_call_is_launched_again(cuda: Any) -> None:
     assert first[2].startswith(arguments["x"].data_ptr().to_bytes(8, "little"))
     assert not cuda.repeat(keys.quantize(**{**arguments, "x": arguments["x"].clone()}))
     assert len(cuda.kernel.launches) == 2
+
+
+@pytest.mark.parametrize("slot_dtype", [torch.int64, I32])
+def test_a_launch_of_the_cache_op_packs_what_the_kernel_reads(cuda: Any, slot_dtype: torch.dtype) -> None:
+    case = cache_cases.cache_case(33, 64, 32, page_padding=16, row_padding=8, slot_dtype=slot_dtype)
+    cuda.indexer_quantize_and_cache(case.k, case.kv_cache, case.slot_mapping, False, None)
+    ((grid, _, params),) = cuda.kernel.launches
+    assert grid == 3  # sixteen rows of 64 are 128 threads' work
+    addresses = (case.k.data_ptr(), case.storage.data_ptr(), case.slot_mapping.data_ptr())
+    wide = int(slot_dtype is torch.int64)
+    assert struct.unpack("<6q3i4x", params) == (*addresses, 72, 32 * 68 + 16, 4, 33, 5, wide)
 
 
 def test_a_failed_launch_is_not_remembered(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:

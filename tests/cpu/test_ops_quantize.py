@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 
 import pytest
 import torch
@@ -12,38 +11,7 @@ from hypothesis import strategies as st
 
 from moe_fp8 import quantize_fp8, quantize_fp8_blocks
 from tests.cases import generator
-
-
-def _f32(value: float) -> float:
-    return struct.unpack("f", struct.pack("f", value))[0]
-
-
-def _fp8_values() -> list[float]:
-    """Every non-negative float8_e4m3fn, by the format's definition."""
-    values = []
-    for code in range(0x7F):
-        exponent, mantissa = code >> 3, code & 7
-        values.append((mantissa / 8) * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2 ** (exponent - 7))
-    return values
-
-
-FP8_VALUES = _fp8_values()
-
-
-def _round_to_fp8(value: float) -> float:
-    magnitude = abs(value)
-    nearest = min(range(len(FP8_VALUES)), key=lambda code: (abs(FP8_VALUES[code] - magnitude), code & 1))
-    return math.copysign(FP8_VALUES[nearest], value)
-
-
-def _quantize_group(group: list[float], power_of_two: bool) -> tuple[list[float], float]:
-    amax = max(max(abs(value) for value in group), _f32(1e-10))
-    scale = _f32(amax / 448.0)
-    if power_of_two:
-        mantissa, exponent = math.frexp(scale)
-        scale = 2.0 ** (exponent - 1 if mantissa == 0.5 else exponent)
-    inverse = _f32(1.0 / scale)
-    return [_round_to_fp8(max(-448.0, min(448.0, _f32(value * inverse)))) for value in group], scale
+from tests.fp8_definition import f32, fp8_code, quantize_group
 
 
 def _check(x: torch.Tensor, power_of_two: bool) -> None:
@@ -52,9 +20,9 @@ def _check(x: torch.Tensor, power_of_two: bool) -> None:
     for row in range(m):
         for group in range(k // 128):
             columns = slice(group * 128, group * 128 + 128)
-            expected, expected_scale = _quantize_group(x[row, columns].float().tolist(), power_of_two)
+            expected, expected_scale = quantize_group(x[row, columns].float().tolist(), power_of_two)
             assert scale[row, group].item() == expected_scale
-            assert q[row, columns].float().tolist() == expected
+            assert q[row, columns].view(torch.uint8).tolist() == expected
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -120,13 +88,14 @@ def test_blocks_follow_the_definition(shape: tuple[int, ...], power_of_two: bool
             for j in range(math.ceil(k / 128)):
                 at = (slice(i * 128, i * 128 + 128), slice(j * 128, j * 128 + 128))
                 block = expert[at].float()
-                _, expected_scale = _quantize_group([float(block.abs().max())], power_of_two)
+                _, expected_scale = quantize_group([float(block.abs().max())], power_of_two)
                 got_q = (q[None] if q.dim() == 2 else q)[e][at]
                 got_scale = (scale[None] if scale.dim() == 2 else scale)[e, i, j].item()
                 assert got_scale == expected_scale
-                inverse = _f32(1.0 / expected_scale)
+                inverse = f32(1.0 / expected_scale)
                 row = block[0].tolist()
-                assert got_q[0].float().tolist() == [_round_to_fp8(_f32(value * inverse)) for value in row]
+                expected = [fp8_code(f32(value * inverse)) for value in row]
+                assert got_q[0].view(torch.uint8).tolist() == expected
 
 
 def test_dequantised_values_are_close() -> None:

@@ -12,7 +12,7 @@ import torch
 
 import moe_fp8
 from moe_fp8.ops import schemas
-from tests import cases
+from tests import cache_cases, cases
 
 
 def _gemm() -> tuple[Any, ...]:
@@ -51,6 +51,11 @@ def _quantize() -> tuple[Any, ...]:
     return torch.randn(5, 256), q, torch.empty_strided((5, 2), (1, 8)).zero_(), False
 
 
+def _cache() -> tuple[Any, ...]:
+    case = cache_cases.cache_case(5)
+    return case.k, case.kv_cache, case.slot_mapping, False
+
+
 OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "gemm_fp8": _gemm,
     "grouped_gemm_fp8_contiguous": _contiguous,
@@ -59,6 +64,7 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "paged_mqa_logits_fp8": _paged,
     "paged_mqa_logits_metadata": _metadata,
     "quantize_fp8": _quantize,
+    "indexer_quantize_and_cache": _cache,
 }
 
 

@@ -10,6 +10,7 @@ import torch
 import moe_fp8
 from moe_fp8.problems import (
     GemmProblem,
+    IndexerCacheProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
     PagedMqaMetadataProblem,
@@ -37,6 +38,9 @@ def record(monkeypatch: pytest.MonkeyPatch, problems: dict[Problem, None]) -> No
         first = args[0]
         if name == "quantize_fp8":
             return QuantizeProblem(*first.shape, "bfloat16", kwargs["power_of_two"], SMS)
+        if name == "indexer_quantize_and_cache":
+            assert first.dtype is torch.bfloat16
+            return IndexerCacheProblem(*first.shape, "bfloat16", kwargs["power_of_two"], SMS)
         if name == "mqa_logits_fp8":
             m, heads, dim = first.shape
             return MqaLogitsProblem(m, args[1].shape[0], heads, dim, False, kwargs["fill"], SMS)
@@ -63,6 +67,7 @@ def record(monkeypatch: pytest.MonkeyPatch, problems: dict[Problem, None]) -> No
 
     for name in (
         "quantize_fp8",
+        "indexer_quantize_and_cache",
         "gemm_fp8",
         "grouped_gemm_fp8_contiguous",
         "grouped_gemm_fp8_masked",
@@ -90,7 +95,7 @@ def test_plan_covers_prefill_and_decode(
         demo_model.decode(inputs, caches)
     kinds = {type(problem) for problem in problems}
     layouts = {problem.layout for problem in problems if isinstance(problem, GemmProblem)}
-    assert len(kinds) == 5
+    assert len(kinds) == 6
     assert layouts == {"dense", "offsets", "masked"}
     planned = plan(load_model(demo_folder), plan_options(PREFILL_CHUNK, MAX_BATCH, SMS, PAGE_TOKENS))
     missing = {problem: kernel_spec(problem) for problem in problems if kernel_spec(problem) not in planned}

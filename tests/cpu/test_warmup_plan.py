@@ -20,6 +20,7 @@ from moe_fp8.heuristics import gemm_table
 from moe_fp8.problems import (
     GemmLayout,
     GemmProblem,
+    IndexerCacheProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
     PagedMqaMetadataProblem,
@@ -165,6 +166,8 @@ def any_calls(planned: Plan, draw: st.DrawFn) -> Iterator[Problem]:
     if model.indexer is None:
         return
     heads, dim = model.indexer.num_heads, model.indexer.head_dim
+    cached = draw(st.integers(1, max(options.max_tokens, options.max_batch * options.next_n)))
+    yield IndexerCacheProblem(cached, dim, model.dtype, draw(st.booleans()), sms)
     queries = draw(st.integers(1, options.max_tokens))
     keys = draw(st.integers(1, model.max_positions))
     yield MqaLogitsProblem(queries, keys, heads, dim, draw(st.booleans()), draw(st.booleans()), sms)
@@ -229,8 +232,13 @@ def test_specs_are_distinct_and_all_used(planned: Plan) -> None:
     assert {row.spec for row in planned.rows} == set(planned.specs)
     ops = {row.op for row in planned.rows}
     assert {"gemm_fp8", "grouped_gemm_fp8_contiguous", "grouped_gemm_fp8_masked", "quantize_fp8"} <= ops
-    indexer = {"mqa_logits_fp8", "paged_mqa_logits_fp8", "paged_mqa_logits_metadata"}
-    assert (indexer <= ops) == (planned.model.indexer is not None)
+    indexer = {
+        "indexer_quantize_and_cache",
+        "mqa_logits_fp8",
+        "paged_mqa_logits_fp8",
+        "paged_mqa_logits_metadata",
+    }
+    assert indexer & ops == (indexer if planned.model.indexer is not None else set())
 
 
 def test_equal_weights_are_one_problem() -> None:

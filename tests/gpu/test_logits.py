@@ -219,7 +219,15 @@ def test_paged_head_dim(heads: int, next_n: int, dim: int) -> None:
 def test_paged_in_bf16(next_n: int) -> None:
     case = cases.paged_case([0, 3, 700, 256], next_n, 64, 64, "cuda")
     out = torch.full((4 * next_n, 704), cases.SENTINEL, dtype=torch.bfloat16, device="cuda")
-    arguments = (case.q, case.kv_cache, case.weights, case.context_lens, case.block_table, _metadata(case), 704)
+    arguments = (
+        case.q,
+        case.kv_cache,
+        case.weights,
+        case.context_lens,
+        case.block_table,
+        _metadata(case),
+        704,
+    )
     paged_mqa_logits_fp8(*arguments, out)
     cases.check_logits(out, cases.paged_expected(case, 704))
     assert paged_mqa_logits_fp8(*arguments, out_dtype=torch.bfloat16).dtype is torch.bfloat16

@@ -1,0 +1,84 @@
+// Values -> FP8 e4m3 with one scale for each group of them, in the registers of the threads that share the group.
+//
+//   amax = max(max |x|, 1e-10);  scale = amax / 448;  q = fp8(clamp(x * (1 / scale), -448, 448)), round to nearest even
+//
+// in fp32 with IEEE division, so that every implementation of the formula agrees bit for bit.
+#pragma once
+
+#include "common/types.cuh"
+
+namespace moe_fp8 {
+
+// Values of one thread: one or two loads of 16 bytes, one store of 8.
+constexpr int kQuantizeValues = 8;
+constexpr float kFp8Max = 448.0f;
+
+// Values from element `offset` of x on. kInDtype: 0 bf16, 1 fp16, 2 fp32, as in specs.py; 16-byte aligned.
+template <int kInDtype>
+DEVICE void load_values(const void* x, int64_t offset, float (&v)[kQuantizeValues]) {
+    static_assert(kInDtype >= 0 && kInDtype <= 2, "see specs.py");
+    if constexpr (kInDtype == 2) {
+        const float4* source = reinterpret_cast<const float4*>(static_cast<const float*>(x) + offset);
+        const float4 a = source[0], b = source[1];
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+    } else {
+        const uint4 packed = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(x) + offset);
+        const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if constexpr (kInDtype == 0) {
+                v[2 * i] = __uint_as_float(words[i] << 16);
+                v[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+            } else {
+                asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+                    : "=f"(v[2 * i]), "=f"(v[2 * i + 1])
+                    : "r"(words[i]));
+            }
+        }
+    }
+}
+
+// Maximum that keeps NaN, so that a NaN in a group shows in its scale.
+DEVICE float max_nan(float a, float b) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+
+DEVICE uint32_t pack_fp8(float a, float b, float c, float d) {
+    uint32_t packed;
+    asm("{\n.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};\n}"
+        : "=r"(packed)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+    return packed;
+}
+
+// Returns the scale of the group that kThreads neighbouring lanes hold, rounded up to a power of two if kPowerOfTwo, and the
+// FP8 bytes of this thread's values in `q`. Every thread of the warp calls it.
+template <int kThreads, bool kPowerOfTwo>
+DEVICE float quantize_group(const float (&v)[kQuantizeValues], uint2& q) {
+    static_assert(kThreads <= kWarp && (kThreads & (kThreads - 1)) == 0, "a group's threads exchange by xor within a warp");
+    float amax = 1e-10f;
+#pragma unroll
+    for (int i = 0; i < kQuantizeValues; ++i) amax = max_nan(amax, fabsf(v[i]));
+#pragma unroll
+    for (int distance = 1; distance < kThreads; distance *= 2) {
+        amax = max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, distance));
+    }
+    float scale = __fdiv_rn(amax, kFp8Max);
+    if constexpr (kPowerOfTwo) {
+        // Round up: any mantissa bit carries into the exponent. Scales are normal numbers (amax >= 1e-10).
+        if (amax < __int_as_float(0x7f800000)) {
+            scale = __uint_as_float((__float_as_uint(scale) + 0x007fffffu) & 0x7f800000u);
+        }
+    }
+    const float inverse = __fdiv_rn(1.0f, scale);
+    q.x = pack_fp8(v[0] * inverse, v[1] * inverse, v[2] * inverse, v[3] * inverse);
+    q.y = pack_fp8(v[4] * inverse, v[5] * inverse, v[6] * inverse, v[7] * inverse);
+    return scale;
+}
+
+}  // namespace moe_fp8
