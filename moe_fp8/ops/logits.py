@@ -29,8 +29,8 @@ def mqa_logits_fp8(
     """Prefill indexer logits of query i over keys ks[i] <= j < ke[i].
 
     q: float8_e4m3fn `[M, H, D]`, H one of 8, 16, 32, 64, D one of 32, 64, 128. k: float8_e4m3fn `[N, D]`.
-    k_scale: fp32 `[N]`. weights: fp32 `[M, H]`. ks, ke: int32 `[M]`, 0 <= ks <= ke <= N. All contiguous and on one device; q, k,
-    k_scale and weights 16-byte aligned.
+    k_scale: fp32 `[N]`. weights: fp32 `[M, H]`. ks, ke: int32 `[M]`, 0 <= ks <= ke <= N. All contiguous and
+    on one device; q, k, k_scale and weights 16-byte aligned.
     max_seqlen_k: None for the full layout, where out is `[M, N]` and column j is key j; a width for the
     compressed layout, where out is `[M, max_seqlen_k]` and column c is key ks[i] + c; no row may be wider.
     fill: write -inf to every other element; otherwise those keep what out held (uninitialised if allocated).
