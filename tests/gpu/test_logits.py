@@ -218,7 +218,6 @@ def test_paged_head_dim(heads: int, next_n: int, dim: int) -> None:
 @pytest.mark.parametrize("next_n", [1, 3])
 def test_paged_in_bf16(next_n: int) -> None:
     case = cases.paged_case([0, 3, 700, 256], next_n, 64, 64, "cuda")
-    lengths, table = case.context_lens, case.block_table
     out = torch.full((4 * next_n, 704), cases.SENTINEL, dtype=torch.bfloat16, device="cuda")
     arguments = (
         case.q,
