@@ -71,7 +71,7 @@ def _mqa_spec(
 ) -> KernelSpec:
     return _spec(
         "mqa_logits_fp8",
-        heuristics.GEMM_THREADS,
+        heuristics.MQA_THREADS,
         heuristics.mqa_smem_bytes(config, heads, head_dim),
         NUM_HEADS=heads,
         HEAD_DIM=head_dim,
@@ -89,7 +89,7 @@ def _paged_mqa_spec(
 ) -> KernelSpec:
     return _spec(
         "paged_mqa_logits_fp8",
-        heuristics.GEMM_THREADS,
+        heuristics.MQA_THREADS,
         heuristics.mqa_smem_bytes(config, heads, head_dim),
         NUM_HEADS=heads,
         HEAD_DIM=head_dim,

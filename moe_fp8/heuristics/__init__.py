@@ -11,6 +11,7 @@ from functools import cache
 from moe_fp8.heuristics import gemm_costs, gemm_table
 from moe_fp8.heuristics.mqa import (
     MQA_BLOCK_KV,
+    MQA_THREADS,
     PAGED_CHUNK,
     MqaConfig,
     mqa_config,
@@ -31,6 +32,7 @@ from moe_fp8.problems import GemmProblem
 __all__ = [
     "GEMM_THREADS",
     "MQA_BLOCK_KV",
+    "MQA_THREADS",
     "PAGED_CHUNK",
     "SMEM_CAPACITY",
     "TOKEN_TILES",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_fp8.heuristics.tiles import BARRIER_BYTES
+from moe_fp8.heuristics.tiles import BARRIER_BYTES, WARPGROUP
 from moe_fp8.problems import MqaLogitsProblem, PagedMqaLogitsProblem
 
 #: Keys per chunk of the paged kernel's schedule; `paged_mqa_logits_metadata` counts in these.
@@ -16,8 +16,11 @@ MQA_COLUMNS = 256
 #: Query tokens of one tile: each costs registers for its key range.
 MQA_MAX_QUERIES = 8
 
-#: Keys of one pipeline stage: 64 for each math warpgroup.
-MQA_BLOCK_KV = 128
+#: Keys of one pipeline stage; math warpgroups take turns with them.
+MQA_BLOCK_KV = 64
+
+#: One producer warpgroup and three math warpgroups: ReLU and weights take longer than the product, and beside it.
+MQA_THREADS = 4 * WARPGROUP
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ def mqa_smem_bytes(config: MqaConfig, num_heads: int, head_dim: int) -> int:
 
 def mqa_config(problem: MqaLogitsProblem) -> MqaConfig:
     """Tile of the prefill indexer."""
-    return MqaConfig(block_q=min(MQA_COLUMNS // problem.num_heads, MQA_MAX_QUERIES), num_stages=6)
+    return MqaConfig(block_q=min(MQA_COLUMNS // problem.num_heads, MQA_MAX_QUERIES), num_stages=12)
 
 
 def paged_mqa_config(problem: PagedMqaLogitsProblem) -> MqaConfig:
@@ -46,4 +49,4 @@ def paged_mqa_config(problem: PagedMqaLogitsProblem) -> MqaConfig:
     block_q = 1
     while block_q < min(problem.next_n, MQA_MAX_QUERIES) and 2 * block_q * problem.num_heads <= MQA_COLUMNS:
         block_q *= 2
-    return MqaConfig(block_q=block_q, num_stages=8)
+    return MqaConfig(block_q=block_q, num_stages=10)

@@ -1,8 +1,8 @@
 // Prefill indexer: logits[i,j] = k_scale[j] * sum_h relu(q[i,h] . k[j]) * weights[i,h] for ks[i] <= j < ke[i].
 //
 // Work items are (chunk of keys, BLOCK_Q query tokens), chunks slowest, dealt round robin to a persistent grid. For
-// each item one producer thread loads the query tile once and streams keys; two math warpgroups take 64 keys of every
-// stage each, so that one multiplies while the other applies ReLU and weights.
+// each item one producer thread loads the query tile once and streams keys; math warpgroups take turns with the stages, so that
+// some multiply while others apply ReLU and weights.
 //
 // Specialised by: NUM_HEADS, HEAD_DIM, BLOCK_Q, NUM_STAGES, COMPRESSED (row i of the output starts at ks[i]), FILL
 // (write -inf outside a row's range), OUT_BF16.
@@ -26,15 +26,14 @@ constexpr int kColumns = kBlockQ * kHeads;
 constexpr int kBlockKv = sched::kBlockKv;
 using Tile = QueryTile<kBlockQ, kHeads, kHeadDim, kStages>;
 using Shared = Tile::Shared;
-static_assert(sizeof(Shared) <= SMEM_BYTES - 1024 && SMEM_BYTES <= sizeof(Shared) + 3072, "see heuristics.py");
-static_assert(NUM_THREADS == 3 * kWarpgroup && CLUSTER_SIZE == 1, "see heuristics.py");
+static_assert(sizeof(Shared) <= SMEM_BYTES - 1024 && SMEM_BYTES <= sizeof(Shared) + 3072, "see heuristics/mqa.py");
 
 }  // namespace moe_fp8
 
 struct MqaLogitsParams {
     moe_fp8::TensorMap q;        // [queries * heads, head_dim] fp8, box columns x head_dim
-    moe_fp8::TensorMap k;        // [keys, head_dim] fp8, box 128 x head_dim
-    moe_fp8::TensorMap k_scale;  // [1, keys] fp32, box 1 x 128
+    moe_fp8::TensorMap k;        // [keys, head_dim] fp8, box kBlockKv x head_dim
+    moe_fp8::TensorMap k_scale;  // [1, keys] fp32, box 1 x kBlockKv
     moe_fp8::TensorMap weights;  // [queries, heads] fp32, box BLOCK_Q x heads
     moe_fp8::Logit* logits;
     const int* ks;
@@ -106,6 +105,7 @@ DEVICE void produce(const MqaLogitsParams& p, Shared& shared) {
                              ptx::CacheHint::kNormal);
         }
         queries.step();
+#pragma unroll 1
         for (int key = item.key_begin; key < item.key_end; key += kBlockKv) {
             if (ptx::elect_one()) {
                 ptx::Barrier* full = &shared.key_full[keys.slot];
@@ -136,8 +136,7 @@ DEVICE void fill_outside(const MqaLogitsParams& p, const Item& item, int math_wa
 }
 
 DEVICE void consume(const MqaLogitsParams& p, Shared& shared, int math_warp) {
-    const int warpgroup = math_warp / 4;
-    sched::RingCursor<kStages> keys;
+    MyStages<kStages> keys(math_warp / 4);
     sched::RingCursor<2> queries;
     Walk walk(p);
     Item item;
@@ -159,7 +158,7 @@ DEVICE void consume(const MqaLogitsParams& p, Shared& shared, int math_warp) {
         }
 
         ptx::barrier_wait(&shared.query_full[queries.slot], queries.phase);
-        Tile tile(shared, queries.slot, warpgroup);
+        Tile tile(shared, queries.slot);
         tile.run(ceil_div(item.key_end - item.key_begin, kBlockKv), keys, [&](int i, int key, float score) {
             key += item.key_begin;
             if (begin[i] <= key && key < end[i]) rows[i][key] = to_logit(score);
@@ -188,10 +187,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     ptx::launch_dependents();
     __syncthreads();
     if (warp < 4) {
-        ptx::registers_release<40>();
+        ptx::registers_release<32>();
         if (warp == 0) produce(p, shared);
     } else {
-        ptx::registers_acquire<232>();
+        ptx::registers_acquire<160>();
         consume(p, shared, warp - 4);
     }
 }

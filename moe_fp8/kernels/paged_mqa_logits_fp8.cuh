@@ -26,19 +26,19 @@ constexpr int kBlockQ = BLOCK_Q;
 constexpr int kStages = NUM_STAGES;
 constexpr int kColumns = kBlockQ * kHeads;
 constexpr int kBlockKv = sched::kBlockKv;
-constexpr int kPagesPerStage = kBlockKv / kPageSize;
+constexpr int kBoxKeys = kPageSize < kBlockKv ? kPageSize : kBlockKv;  // copied at once
+constexpr int kBoxes = kBlockKv / kBoxKeys;                           // of a stage
 using Tile = QueryTile<kBlockQ, kHeads, kHeadDim, kStages>;
 using Shared = Tile::Shared;
-static_assert(sizeof(Shared) <= SMEM_BYTES - 1024 && SMEM_BYTES <= sizeof(Shared) + 3072, "see heuristics.py");
-static_assert(NUM_THREADS == 3 * kWarpgroup && CLUSTER_SIZE == 1, "see heuristics.py");
-static_assert(kBlockKv % kPageSize == 0 && CHUNK_KV % kBlockKv == 0, "stages hold whole pages, chunks whole stages");
+static_assert(sizeof(Shared) <= SMEM_BYTES - 1024 && SMEM_BYTES <= sizeof(Shared) + 3072, "see heuristics/mqa.py");
+static_assert(CHUNK_KV % kBlockKv == 0 && CHUNK_KV % kPageSize == 0, "chunks are whole stages and pages");
 
 }  // namespace moe_fp8
 
 struct PagedMqaLogitsParams {
     moe_fp8::TensorMap q;        // [batch * next_n * heads, head_dim] fp8, box columns x head_dim
-    moe_fp8::TensorMap k;        // [pages, page_size, head_dim] fp8, box 1 x page_size x head_dim
-    moe_fp8::TensorMap k_scale;  // [pages, page_size] fp32, box 1 x page_size
+    moe_fp8::TensorMap k;        // [pages, page_size, head_dim] fp8, box 1 x kBoxKeys x head_dim
+    moe_fp8::TensorMap k_scale;  // [pages, page_size] fp32, box 1 x kBoxKeys
     moe_fp8::TensorMap weights;  // [batch * next_n, heads] fp32, box BLOCK_Q x heads
     moe_fp8::Logit* logits;
     const int* block_table;
@@ -118,26 +118,27 @@ DEVICE void produce(const PagedMqaLogitsParams& p, Shared& shared) {
         queries.step();
 
         // Page numbers are read a warp at a time; no page past the last one in use is touched.
-        const int first_page = item.key_begin / kPageSize, last_page = ceil_div(item.key_end, kPageSize);
+        const int first_page = item.key_begin / kPageSize;
         ahead = ahead && item.request == request;
-        for (int page = first_page; page < last_page; page += kPagesPerStage) {
-            const int held = (page - first_page) % kWarp;
-            if (held == 0 && !ahead) pages = lane_page(p, item.request, page);
+#pragma unroll 1
+        for (int key = item.key_begin; key < item.key_end; key += kBlockKv) {
+            const int page = key / kPageSize, held = (page - first_page) % kWarp;
+            if (held == 0 && key % kPageSize == 0 && !ahead) pages = lane_page(p, item.request, page);
             ahead = false;
-            const int count = min(kPagesPerStage, last_page - page);
-            int numbers[kPagesPerStage];
+            const int count = min(kBoxes, ceil_div(item.key_end - key, kBoxKeys));
+            int numbers[kBoxes];
 #pragma unroll
-            for (int i = 0; i < kPagesPerStage; ++i) numbers[i] = __shfl_sync(0xffffffffu, pages, held + i);
+            for (int i = 0; i < kBoxes; ++i) numbers[i] = __shfl_sync(0xffffffffu, pages, held + i);
             if (ptx::elect_one()) {
                 ptx::Barrier* full = &shared.key_full[keys.slot];
                 ptx::barrier_wait(&shared.key_empty[keys.slot], keys.phase ^ 1);
-                ptx::barrier_arrive_expect(full, count * kPageSize * (kHeadDim + sizeof(float)));
+                ptx::barrier_arrive_expect(full, count * kBoxKeys * (kHeadDim + sizeof(float)));
 #pragma unroll
-                for (int i = 0; i < kPagesPerStage; ++i) {
+                for (int i = 0; i < kBoxes; ++i) {
                     if (i < count) {
-                        ptx::tma_load_3d(&p.k, full, &shared.keys[keys.slot][i * kPageSize * kHeadDim], 0, 0,
+                        ptx::tma_load_3d(&p.k, full, &shared.keys[keys.slot][i * kBoxKeys * kHeadDim], 0, key % kPageSize,
                                          numbers[i], ptx::CacheHint::kEvictFirst);
-                        ptx::tma_load_2d(&p.k_scale, full, &shared.key_scales[keys.slot][i * kPageSize], 0,
+                        ptx::tma_load_2d(&p.k_scale, full, &shared.key_scales[keys.slot][i * kBoxKeys], key % kPageSize,
                                          numbers[i], ptx::CacheHint::kEvictFirst);
                     }
                 }
@@ -149,8 +150,7 @@ DEVICE void produce(const PagedMqaLogitsParams& p, Shared& shared) {
 }
 
 DEVICE void consume(const PagedMqaLogitsParams& p, Shared& shared, int math_warp) {
-    const int warpgroup = math_warp / 4;
-    sched::RingCursor<kStages> keys;
+    MyStages<kStages> keys(math_warp / 4);
     sched::RingCursor<2> queries;
     Walk walk(p);
     Item item;
@@ -166,7 +166,7 @@ DEVICE void consume(const PagedMqaLogitsParams& p, Shared& shared, int math_warp
         }
 
         ptx::barrier_wait(&shared.query_full[queries.slot], queries.phase);
-        Tile tile(shared, queries.slot, warpgroup);
+        Tile tile(shared, queries.slot);
         tile.run(ceil_div(item.key_end - item.key_begin, kBlockKv), keys, [&](int i, int key, float score) {
             key += item.key_begin;
             if (key < end[i]) rows[i][key] = to_logit(score);
@@ -195,10 +195,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     ptx::launch_dependents();
     __syncthreads();
     if (warp < 4) {
-        ptx::registers_release<40>();
+        ptx::registers_release<32>();
         if (warp == 0) produce(p, shared);
     } else {
-        ptx::registers_acquire<232>();
+        ptx::registers_acquire<160>();
         consume(p, shared, warp - 4);
     }
 }

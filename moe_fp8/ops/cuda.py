@@ -217,7 +217,7 @@ def gemm(
 _OUT_DTYPES: dict[torch.dtype, OutDtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 #: Keys of a prefill work item: enough items to spread evenly, few enough that loading queries stays cheap.
-_MIN_CHUNK, _MAX_CHUNK, _ITEMS_PER_SM = 512, 4096, 12
+_MIN_CHUNK, _MAX_CHUNK, _ITEMS_PER_SM = 512, 8192, 6
 
 
 def mqa_logits(
@@ -312,14 +312,15 @@ def paged_mqa_logits(
     spec = kernel_spec(problem)
     block_q = heuristics.paged_mqa_config(problem).block_q
     rows = batch * next_n
+    box = min(page_size, heuristics.MQA_BLOCK_KV)
     cache = kv_cache.data_ptr()
     block = _block(_PAGED)
     _PAGED.pack_into(
         block.buffer,
         0,
         encode_2d(q.data_ptr(), "uint8", (dim, rows * heads), dim, (dim, block_q * heads), dim),
-        encode_tiled(cache, "uint8", (dim, page_size, pages), (dim, page_stride), (dim, page_size, 1), dim),
-        encode_2d(cache + page_size * dim, "float32", (page_size, pages), page_stride, (page_size, 1), 0),
+        encode_tiled(cache, "uint8", (dim, page_size, pages), (dim, page_stride), (dim, box, 1), dim, 128),
+        encode_2d(cache + page_size * dim, "float32", (page_size, pages), page_stride, (box, 1), 0),
         encode_2d(weights.data_ptr(), "float32", (heads, rows), heads * 4, (heads, block_q), 0),
         out.data_ptr(),
         block_table.data_ptr(),

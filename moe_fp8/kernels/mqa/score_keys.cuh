@@ -3,13 +3,37 @@
 
 #include "mma/score.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
 #include "ptx/wgmma.cuh"
 #include "sched/key_ring.cuh"
 
 namespace moe_fp8 {
 
-// A query tile of kTokens x kHeads columns as its math warps see it. A stage of keys is multiplied in kParts parts, so that one
-// is reduced while the next is multiplied: of a wide tile half of the tokens, else all of them.
+// The stages of keys that are a math warpgroup's: every kMathWarpgroups-th, counted over all items.
+template <int kStages>
+class MyStages {
+   public:
+    DEVICE explicit MyStages(int warpgroup) : offset_(warpgroup) {
+        for (int i = 0; i < warpgroup; ++i) ring_.step();
+    }
+    // Calls `each(cursor, number within the item)` for those of an item of so many.
+    template <typename Each>
+    DEVICE void visit(int num_stages, Each each) {
+        for (; offset_ < num_stages; offset_ += sched::kMathWarpgroups) {
+            each(ring_, offset_);
+#pragma unroll
+            for (int i = 0; i < sched::kMathWarpgroups; ++i) ring_.step();
+        }
+        offset_ -= num_stages;
+    }
+
+   private:
+    sched::RingCursor<kStages> ring_;
+    int offset_;
+};
+
+// A query tile of kTokens x kHeads columns as a math warpgroup sees it. It multiplies a wide one in two parts of half of the
+// tokens each, for want of registers.
 template <int kTokens, int kHeads, int kHeadDim, int kStages>
 class QueryTile {
    public:
@@ -19,81 +43,45 @@ class QueryTile {
     static constexpr int kMine = mma::kTokensPerThread<kPartTokens>;  // scores of a part and a key that a thread gets
     static constexpr int kScores = kParts * kMine;
     using Shared = sched::MqaShared<kColumns, kHeadDim, kStages>;
-    using Ring = sched::RingCursor<kStages>;
 
     // Token within the tile of this thread's i-th score of kScores, and whether it is this thread that stores it.
     static DEVICE int token(int i) { return i / kMine * kPartTokens + mma::score_token<kPartTokens>(i % kMine); }
     static DEVICE bool owner() { return mma::score_owner<kPartTokens>(); }
 
-    DEVICE QueryTile(Shared& shared, int slot, int warpgroup)
-        : shared_(shared), queries_(shared.queries[slot]), row_(warpgroup * 64 + mma::score_key()), keys_(warpgroup * 64 * kHeadDim) {
+    DEVICE QueryTile(Shared& shared, int slot) : shared_(shared), queries_(shared.queries[slot]) {
         mma::load_weights<kColumns>(weights_, shared.weights[slot]);
     }
 
-    // The next num_stages > 0 stages. `store(i, key, score)` takes this thread's i-th score of a key, counted from the first of
-    // all.
+    // Those of the next `num_stages` stages that are this warpgroup's. `store(i, key, score)` takes this thread's i-th score of
+    // a key, counted from the first of all.
     template <typename Store>
-    DEVICE void run(int num_stages, Ring& ring, Store store) {
-        ahead_ = ring, key_ = row_;
-        begin<0>();
-        int left = num_stages * kParts;  // parts to finish
-        for (; left > 2; left -= 2) {
-            begin<1>();
-            finish<0, 1>(ring, store);
-            begin<0>();
-            finish<1, 1>(ring, store);
-        }
-        if (left == 2) {
-            begin<1>();
-            finish<0, 1>(ring, store);
-            finish<1, 0>(ring, store);
-        } else {
-            finish<0, 0>(ring, store);
-        }
+    DEVICE void run(int num_stages, MyStages<kStages>& stages, Store store) {
+        stages.visit(num_stages, [&](const sched::RingCursor<kStages>& ring, int number) {
+            const int row = mma::score_key();
+            ptx::barrier_wait(&shared_.key_full[ring.slot], ring.phase);
+            const float k_scale = ptx::load_here(&shared_.key_scales[ring.slot][row]);
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                float partial[kPartColumns / 2];
+                mma::score_mma<kPartColumns, kHeadDim>(partial, shared_.keys[ring.slot],
+                                                       queries_ + part * kPartColumns * kHeadDim);
+                ptx::wgmma_wait<0>();
+                ptx::wgmma_pin(partial);
+                if (part == kParts - 1) sched::release(&shared_.key_empty[ring.slot]);
+                float score[kMine];
+                mma::score_reduce<kPartTokens, kHeads>(score, partial, weights_ + part * kPartColumns / 4, k_scale);
+#pragma unroll
+                for (int i = 0; i < kMine; ++i) store(part * kMine + i, number * sched::kBlockKv + row, score[i]);
+            }
+        });
     }
 
    private:
     static constexpr int kPartColumns = kPartTokens * kHeads;
 
-    // Parts take turns with two buffers.
-    template <int kBuffer>
-    DEVICE void begin() {
-        constexpr int kPart = kParts == 1 ? 0 : kBuffer;
-        if constexpr (kPart == 0) {
-            ptx::barrier_wait(&shared_.key_full[ahead_.slot], ahead_.phase);
-            k_scale_[kBuffer] = shared_.key_scales[ahead_.slot][row_];
-        } else {
-            k_scale_[kBuffer] = k_scale_[0];
-        }
-        mma::score_mma<kPartColumns, kHeadDim>(partial_[kBuffer], &shared_.keys[ahead_.slot][keys_],
-                                               queries_ + kPart * kPartColumns * kHeadDim);
-        if constexpr (kPart == kParts - 1) ahead_.step();
-    }
-
-    template <int kBuffer, int kPending, typename Store>
-    DEVICE void finish(Ring& ring, Store store) {
-        constexpr int kPart = kParts == 1 ? 0 : kBuffer;
-        ptx::wgmma_wait<kPending>();
-        ptx::wgmma_pin(partial_[kBuffer]);
-        if constexpr (kPart == kParts - 1) {
-            sched::release(&shared_.key_empty[ring.slot]);
-            ring.step();
-        }
-        float score[kMine];
-        mma::score_reduce<kPartTokens, kHeads>(score, partial_[kBuffer], weights_ + kPart * kPartColumns / 4, k_scale_[kBuffer]);
-#pragma unroll
-        for (int i = 0; i < kMine; ++i) store(kPart * kMine + i, key_, score[i]);
-        if constexpr (kPart == kParts - 1) key_ += sched::kBlockKv;
-    }
-
     Shared& shared_;
     const uint8_t* queries_;
-    int row_, keys_;  // this thread's key of a stage, and where the warpgroup's keys begin in it
     float weights_[kColumns / 4];
-    float partial_[2][kPartColumns / 2];
-    float k_scale_[2];
-    Ring ahead_;
-    int key_;
 };
 
 }  // namespace moe_fp8

@@ -7,8 +7,10 @@
 
 namespace moe_fp8::sched {
 
-constexpr int kBlockKv = 128;  // keys of a stage: 64 for each math warpgroup
-constexpr int kMathWarps = 8;
+constexpr int kBlockKv = 64;  // keys of a stage, which is for one math warpgroup: they take turns
+constexpr int kMathWarpgroups = 3;
+constexpr int kMathWarps = kMathWarpgroups * 4;
+static_assert(NUM_THREADS == (1 + kMathWarpgroups) * kWarpgroup && CLUSTER_SIZE == 1, "see heuristics/mqa.py");
 
 template <int kColumns, int kHeadDim, int kStages>
 struct MqaShared {
@@ -29,7 +31,7 @@ struct MqaShared {
         }
         for (int i = 0; i < kStages; ++i) {
             ptx::barrier_init(&key_full[i], 1);
-            ptx::barrier_init(&key_empty[i], kMathWarps);
+            ptx::barrier_init(&key_empty[i], 4);
         }
         ptx::fence_barrier_init();
     }
