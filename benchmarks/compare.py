@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
-from .results import LISTED, RANDOM, ResultsFile, Row, four_digits, set_of
+from .results import LISTED, RANDOM, ResultsFile, Row, four_digits, set_of, shape_dict
 from .timing import Call, Replay, alternate
+
+_Shape = TypeVar("_Shape")
 
 _SHOWN = ("us", "tflops", "gbs", "ceiling_share", "ratio", "rel_error")
 
@@ -55,6 +58,14 @@ class Session:
     replays: int
     failures: list[str]
     sets: tuple[str, ...] = (LISTED,)
+
+    def shapes(
+        self, step: int, listed: Sequence[_Shape], drawn: Sequence[_Shape] = ()
+    ) -> Iterator[tuple[dict[str, Any], _Shape]]:
+        """Every `step`-th shape of the chosen sets, each with the terms of its row."""
+        for name, shapes in ((LISTED, listed), (RANDOM, drawn)):
+            for shape in shapes[::step] if name in self.sets else ():
+                yield shape_dict(shape) | ({} if name == LISTED else {"set": name}), shape
 
     def compare(self, row: Row, contestants: Sequence[Contestant], num_calls: int, tolerance: float) -> None:
         """Check every contestant, time them alternating, complete `row` and store it.

@@ -18,7 +18,7 @@ from . import cublas, inputs, random_shapes
 from .compare import Contestant, Session
 from .inputs import Quantized
 from .peer import DeepGemm
-from .results import BATCH_INVARIANT, LISTED, RANDOM, Row, shape_dict
+from .results import BATCH_INVARIANT, Row
 from .shapes import CONTIGUOUS, DENSE, MASKED, DenseShape, GroupedShape, aligned_starts
 from .timing import Call, l2_bytes, plan_rotation
 
@@ -43,19 +43,19 @@ CUBLAS: list[Callable[[list[Quantized], list[Quantized]], Contestant]] = [
 
 
 def run_dense(session: Session, peer: DeepGemm | None, step: int) -> None:
-    for row, shape in _rows("dense", session.sets, step, DENSE, random_shapes.DENSE):
+    for row, shape in _rows("dense", session, step, DENSE, random_shapes.DENSE):
         _dense(session, peer, shape, row)
         torch.cuda.empty_cache()
 
 
 def run_contiguous(session: Session, peer: DeepGemm | None, step: int) -> None:
-    for row, shape in _rows("contiguous", session.sets, step, CONTIGUOUS, random_shapes.CONTIGUOUS):
+    for row, shape in _rows("contiguous", session, step, CONTIGUOUS, random_shapes.CONTIGUOUS):
         _contiguous(session, peer, shape, row)
         torch.cuda.empty_cache()
 
 
 def run_masked(session: Session, peer: DeepGemm | None, step: int) -> None:
-    for row, shape in _rows("masked", session.sets, step, MASKED, random_shapes.MASKED):
+    for row, shape in _rows("masked", session, step, MASKED, random_shapes.MASKED):
         _masked(session, peer, shape, row)
         torch.cuda.empty_cache()
 
@@ -68,15 +68,13 @@ def gemm_bytes(counts: Sequence[int], n: int, k: int) -> float:
 
 
 def _rows(
-    cls: str, sets: Sequence[str], step: int, listed: Sequence[_Shape], drawn: Sequence[_Shape]
+    cls: str, session: Session, step: int, listed: Sequence[_Shape], drawn: Sequence[_Shape]
 ) -> Iterator[tuple[Row, _Shape]]:
     """Every `step`-th shape of the chosen sets, each with its row to fill in."""
-    for name, shapes in ((LISTED, listed), (RANDOM, drawn)):
-        for shape in shapes[::step] if name in sets else ():
-            counts = [shape.m] if isinstance(shape, DenseShape) else shape.counts()
-            flops = 2.0 * sum(counts) * shape.n * shape.k
-            terms = shape_dict(shape) | ({} if name == LISTED else {"set": name})
-            yield Row(cls, terms, 0.0, flops, gemm_bytes(counts, shape.n, shape.k)), shape
+    for terms, shape in session.shapes(step, listed, drawn):
+        counts = [shape.m] if isinstance(shape, DenseShape) else shape.counts()
+        flops = 2.0 * sum(counts) * shape.n * shape.k
+        yield Row(cls, terms, 0.0, flops, gemm_bytes(counts, shape.n, shape.k)), shape
 
 
 def _rotation(weight_bytes: int, rows: int, n: int, k: int, contestants: int) -> tuple[int, int]:

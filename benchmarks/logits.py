@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import moe_fp8
 
-from . import inputs
+from . import inputs, random_indexer
 from .compare import Contestant, Session
 from .inputs import MqaInputs, PagedInputs
 from .peer import DeepGemm
-from .results import Row, shape_dict
+from .results import Row
 from .shapes import MQA_LOGITS, PAGED_METADATA, PAGED_MQA_LOGITS, MqaShape, PagedShape
 from .timing import Call, l2_bytes, plan_rotation
 
@@ -22,14 +23,14 @@ TOLERANCE = 2e-3
 
 
 def run_mqa_logits(session: Session, peer: DeepGemm | None, step: int) -> None:
-    for shape in MQA_LOGITS[::step]:
-        _mqa(session, peer, shape)
+    for terms, shape in session.shapes(step, MQA_LOGITS, random_indexer.MQA_LOGITS):
+        _mqa(session, peer, shape, terms)
         torch.cuda.empty_cache()
 
 
 def run_paged_mqa_logits(session: Session, peer: DeepGemm | None, step: int) -> None:
-    for shape in PAGED_MQA_LOGITS[::step]:
-        _paged(session, peer, shape)
+    for terms, shape in session.shapes(step, PAGED_MQA_LOGITS, random_indexer.PAGED_MQA_LOGITS):
+        _paged(session, peer, shape, terms)
         torch.cuda.empty_cache()
 
 
@@ -42,7 +43,7 @@ def num_sms() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
-def _mqa(session: Session, peer: DeepGemm | None, shape: MqaShape) -> None:
+def _mqa(session: Session, peer: DeepGemm | None, shape: MqaShape, terms: dict[str, Any]) -> None:
     m, n, heads, dim = shape.num_queries, shape.context, shape.heads, shape.head_dim
     set_bytes = n * (dim + 4) + m * heads * (dim + 4)
     num_sets, num_calls = plan_rotation(set_bytes, l2_bytes(), max_sets=16)
@@ -74,7 +75,7 @@ def _mqa(session: Session, peer: DeepGemm | None, shape: MqaShape) -> None:
     pairs = sum(range(n - m + 1, n + 1))
     row = Row(
         "mqa_logits",
-        shape_dict(shape),
+        terms,
         0.0,
         flops=2.0 * heads * dim * pairs,
         nbytes=set_bytes + 4.0 * pairs,
@@ -82,7 +83,7 @@ def _mqa(session: Session, peer: DeepGemm | None, shape: MqaShape) -> None:
     session.compare(row, contestants, num_calls, TOLERANCE)
 
 
-def _paged(session: Session, peer: DeepGemm | None, shape: PagedShape) -> None:
+def _paged(session: Session, peer: DeepGemm | None, shape: PagedShape, terms: dict[str, Any]) -> None:
     tokens = sum(shape.lengths())
     num_sets, num_calls = plan_rotation(tokens * (shape.head_dim + 4), l2_bytes())
     sets = [inputs.paged_inputs(shape) for _ in range(num_sets)]
@@ -121,7 +122,7 @@ def _paged(session: Session, peer: DeepGemm | None, shape: PagedShape) -> None:
     pairs = tokens * shape.next_n
     row = Row(
         "paged_mqa_logits",
-        shape_dict(shape),
+        terms,
         0.0,
         flops=2.0 * shape.heads * shape.head_dim * pairs,
         nbytes=tokens * (shape.head_dim + 4.0) + 4.0 * pairs,

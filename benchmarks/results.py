@@ -27,6 +27,7 @@ CLASSES = (
     "paged_mqa_logits",
     "paged_metadata",
     "topk",
+    "indexer_select",
     "moe_layer",
     "host",
     "compile",

@@ -19,7 +19,7 @@ MQA_MAX_QUERIES = 8
 #: Keys of one pipeline stage; math warpgroups take turns with them.
 MQA_BLOCK_KV = 64
 
-#: One producer warpgroup and three math warpgroups: ReLU and weights take longer than the product, and beside it.
+#: One producer and three math warpgroups: ReLU and weights take longer than the product, and beside it.
 MQA_THREADS = 4 * WARPGROUP
 
 

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 import torch
 
 import moe_fp8
-from server_example.cache import PAGE_TOKENS, LayerCache
+from server_example.cache import LayerCache
 from server_example.model.batch import DecodeBatch, PrefillBatch
 from server_example.model.config import ModelConfig
 from server_example.model.layers import Fp8Weight, Quantiser, Rope, layer_norm
+
+#: What the logits of a prefill chunk may take, however long its context.
+PREFILL_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -85,32 +88,29 @@ class Indexer:
         ) ** -0.5
 
         if isinstance(batch, DecodeBatch):
-            logits = self._decode_logits(queries, head_weights, batch, cache)
+            chosen = moe_fp8.paged_indexer_select(
+                queries[:, None],
+                cache.index,
+                head_weights,
+                batch.context_lens,
+                batch.block_table,
+                min(self.topk, batch.max_context_len),
+                batch.max_context_len,
+                num_sms=self.num_workers,
+            )
         else:
             keys, key_scale = cache.read_index(batch.context_slots)
-            logits = moe_fp8.mqa_logits_fp8(
-                queries, keys, key_scale, head_weights, batch.key_start, batch.key_end, fill=True
+            topk = min(self.topk, keys.shape[0])
+            num_bytes = moe_fp8.indexer_workspace_bytes(tokens, keys.shape[0], topk, max_bytes=PREFILL_BYTES)
+            workspace = torch.empty(num_bytes, dtype=torch.uint8, device=x.device)
+            chosen = moe_fp8.indexer_select(
+                queries,
+                keys,
+                key_scale,
+                head_weights,
+                batch.key_start,
+                batch.key_end,
+                topk,
+                workspace=workspace,
             )
-        best, chosen = logits.topk(min(self.topk, logits.shape[1]), dim=1)
-        return Selection(batch.to_slots(chosen), best > -torch.inf)
-
-    def _decode_logits(
-        self,
-        queries: torch.Tensor,
-        head_weights: torch.Tensor,
-        batch: DecodeBatch,
-        cache: LayerCache,
-    ) -> torch.Tensor:
-        """fp32 [B, max_context_len], -inf from each row's context length on."""
-        metadata = moe_fp8.paged_mqa_logits_metadata(batch.context_lens, PAGE_TOKENS, self.num_workers)
-        logits = moe_fp8.paged_mqa_logits_fp8(
-            queries[:, None],
-            cache.index,
-            head_weights,
-            batch.context_lens,
-            batch.block_table,
-            metadata,
-            batch.max_context_len,
-        )
-        columns = torch.arange(batch.max_context_len, dtype=torch.int32, device=logits.device)
-        return logits.masked_fill(columns >= batch.context_lens[:, None], -torch.inf)
+        return Selection(batch.to_slots(chosen.clamp(min=0).long()), chosen >= 0)

@@ -1,0 +1,48 @@
+"""The indexer's shapes that nobody chose: seeded draws, 20 a class. Standard library only."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from .shapes import MqaShape, PagedShape
+
+_SHAPES_A_CLASS = 20
+_SEED = 20_264
+
+#: Heads of DeepSeek-V3.2 and of GLM-5.
+_HEADS = (64, 32)
+
+#: Logits of one call: 2 GiB of fp32.
+_MOST_LOGITS = 1 << 29
+#: Cached tokens of a batch: 0.5 GiB of keys and scales.
+_MOST_TOKENS = 1 << 22
+
+
+def _between(rng: random.Random, least: int, most: int) -> int:
+    """Uniform in the logarithm."""
+    return round(math.exp(rng.uniform(math.log(least), math.log(most))))
+
+
+def _mqa() -> list[MqaShape]:
+    rng = random.Random(_SEED)
+    shapes = []
+    for i in range(_SHAPES_A_CLASS):
+        queries = _between(rng, 64, 4096)
+        context = queries + _between(rng, 512, min(131_072, _MOST_LOGITS // queries - queries))
+        shapes.append(MqaShape(queries, context, _HEADS[i % 2]))
+    return shapes
+
+
+def _paged() -> list[PagedShape]:
+    rng = random.Random(_SEED + 1)
+    shapes = []
+    for i in range(_SHAPES_A_CLASS):
+        batch = _between(rng, 1, 256)
+        context = _between(rng, 512, min(131_072, _MOST_TOKENS // batch))
+        shapes.append(PagedShape(batch, context, next_n=1 + i // 2 % 2, heads=_HEADS[i % 2]))
+    return shapes
+
+
+MQA_LOGITS = _mqa()
+PAGED_MQA_LOGITS = _paged()

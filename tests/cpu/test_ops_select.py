@@ -1,0 +1,120 @@
+"""Selections in chunks: the same as in one piece and as logits and top-k by hand, in the bytes they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_fp8 import (
+    ArgumentError,
+    indexer_select,
+    indexer_topk,
+    indexer_workspace_bytes,
+    mqa_logits_fp8,
+    paged_indexer_select,
+)
+from moe_fp8.ops.select import selection_plan
+from tests import exact_cases
+
+TOPK = 5
+
+
+def _budgets(rows: int, keys: int, topk: int, **paged: int) -> list[int | None]:
+    """None, and budgets down to the least: some leave rows whole, some divide keys."""
+    whole = indexer_workspace_bytes(rows, keys, topk, **paged)
+    least = _least(rows, keys, topk, **paged)
+    return [None, whole, *sorted({least, *(least + (whole - least) * i // 5 for i in range(1, 5))})]
+
+
+def _least(rows: int, keys: int, topk: int, **paged: int) -> int:
+    with pytest.raises(ArgumentError) as caught:
+        indexer_workspace_bytes(rows, keys, topk, max_bytes=1, **paged)
+    return int(str(caught.value).split("at least ")[1].split(" bytes")[0].replace(",", ""))
+
+
+def _workspace(size: int | None) -> torch.Tensor | None:
+    """`size` bytes that are not to be read before they are written."""
+    if size is None:
+        return None
+    storage = torch.full((size + 512,), 0xFF, dtype=torch.uint8)
+    start = -storage.data_ptr() % 256
+    return storage[start : start + size]
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("kind", ["causal", "random", "empty"])
+def test_prefill_does_not_depend_on_the_workspace(kind: str, in_order: bool) -> None:
+    m, n = 40, 2900
+    case = exact_cases.mqa(m, n, 8, kind)
+    logits = mqa_logits_fp8(*case.arguments(), fill=True)
+    expected = indexer_topk(logits, TOPK, starts=case.ks, ends=case.ke, sorted=in_order)
+    divided = 0
+    for budget in _budgets(m, n, TOPK):
+        plan = selection_plan(m, n, TOPK, budget)
+        divided += plan.carried > 0
+        chosen = indexer_select(*case.arguments(), TOPK, sorted=in_order, workspace=_workspace(budget))
+        assert torch.equal(chosen, expected), plan
+    assert divided
+
+
+@pytest.mark.parametrize("next_n", [1, 3])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_decode_does_not_depend_on_the_workspace(next_n: int, per_token: bool) -> None:
+    lengths: list[int] = [0, 3, 2600, 257, 1024, 5]
+    given = [[max(length - t, 0) for t in range(next_n)] for length in lengths] if per_token else lengths
+    case = exact_cases.paged(given, next_n, 8, 64)
+    columns, rows = 2700, len(lengths) * next_n
+    logits = torch.full((rows, columns), float("nan"))
+    exact_cases.paged_logits(case, logits)
+    ends = exact_cases.token_lengths(case).flatten().int()
+    expected = indexer_topk(logits, TOPK, ends=ends)
+    divided = 0
+    for budget in _budgets(rows, columns, TOPK, next_n=next_n, num_sms=7):
+        plan = selection_plan(rows, columns, TOPK, budget, next_n, 7)
+        divided += plan.carried > 0
+        chosen = paged_indexer_select(
+            case.q,
+            case.kv_cache,
+            case.weights,
+            case.context_lens,
+            case.block_table,
+            TOPK,
+            columns,
+            num_sms=7,
+            workspace=_workspace(budget),
+        )
+        assert torch.equal(chosen, expected), plan
+    assert divided
+
+
+@pytest.mark.parametrize(
+    "rows, keys, topk", [(1, 1, 1), (1, 5000, 2048), (4096, 131072, 2048), (64, 1 << 20, 512)]
+)
+def test_plans_fit_their_budget_and_repeat(rows: int, keys: int, topk: int) -> None:
+    for budget in _budgets(rows, keys, topk):
+        plan = selection_plan(rows, keys, topk, budget)
+        if budget is not None:
+            assert plan.num_bytes <= budget
+            assert selection_plan(rows, keys, topk, plan.num_bytes) == plan
+        assert indexer_workspace_bytes(rows, keys, topk, max_bytes=budget) == plan.num_bytes
+
+
+def test_a_million_keys_fit_64_mib() -> None:
+    assert indexer_workspace_bytes(4096, 1 << 20, 2048, max_bytes=64 << 20) <= 64 << 20
+
+
+def test_no_queries_and_no_keys() -> None:
+    q, k, k_scale, weights, ks, ke = exact_cases.mqa(4, 5, 8, "causal").arguments()
+    assert indexer_select(q[:0], k, k_scale, weights[:0], ks[:0], ke[:0], 3).shape == (0, 3)
+    zero = torch.zeros_like(ks)
+    assert (indexer_select(q, k[:0], k_scale[:0], weights, zero, zero, 3) == -1).all()
+
+
+def test_bad_workspaces_are_named() -> None:
+    case = exact_cases.mqa(4, 500, 8, "causal")
+    whole = indexer_workspace_bytes(4, 500, TOPK)
+    good = _workspace(whole + 256)
+    assert good is not None
+    for bad in (good[:100], good[1:], good.view(torch.int8), good.view(2, -1), good[::2]):
+        with pytest.raises(ArgumentError, match="workspace"):
+            indexer_select(*case.arguments(), TOPK, workspace=bad)
