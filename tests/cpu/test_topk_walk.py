@@ -59,7 +59,7 @@ def test_the_kernel_chooses_what_a_sort_chooses(tmp_path: Path, in_dtype: int, c
         "NUM_THREADS": threads,
         "SMEM_BYTES": CAPACITY * 8 + 2 * 2048 * 4,
         "CASES": 120 // cluster + 30,
-        "CASES_LONG": 70_000 if cluster < 8 else 20_000,
+        "COLUMNS_OF_A_CTA": 70_000 if cluster < 8 else 20_000,
     }
     program = tmp_path / "topk_walk"
     command = ["g++", "-std=c++20", "-O1", "-w", f"-I{tmp_path}", *(f"-D{k}={v}" for k, v in defines.items())]
