@@ -142,6 +142,20 @@ class IndexerCacheProblem:
         object.__setattr__(self, "num_rows", selection_extent(self.num_rows))
 
 
+@dataclass(frozen=True)
+class IndexerTopkProblem:
+    """The greatest logits of `num_rows` rows of `num_columns`, each as `selection_extent`."""
+
+    num_rows: int
+    num_columns: int
+    in_dtype: OutDtype = "float32"
+    num_sms: int = DEFAULT_NUM_SMS
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_rows", selection_extent(self.num_rows))
+        object.__setattr__(self, "num_columns", selection_extent(self.num_columns))
+
+
 Problem: TypeAlias = (
     GemmProblem
     | MqaLogitsProblem
@@ -149,4 +163,5 @@ Problem: TypeAlias = (
     | PagedMqaMetadataProblem
     | QuantizeProblem
     | IndexerCacheProblem
+    | IndexerTopkProblem
 )

@@ -13,6 +13,7 @@ from moe_fp8 import heuristics
 from moe_fp8.problems import (
     GemmProblem,
     IndexerCacheProblem,
+    IndexerTopkProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
     PagedMqaMetadataProblem,
@@ -123,6 +124,19 @@ def _indexer_cache_spec(head_dim: int, in_dtype: str, power_of_two: bool) -> Ker
     )
 
 
+@cache
+def _indexer_topk_spec(in_dtype: str, config: heuristics.TopkConfig) -> KernelSpec:
+    return _spec(
+        "indexer_topk",
+        config.num_threads,
+        heuristics.topk_smem_bytes(),
+        config.cluster,
+        IN_DTYPE=_IN_DTYPES[in_dtype],
+        CAPACITY=heuristics.TOPK_CAPACITY,
+        MAX_K=heuristics.TOPK_MAX_K,
+    )
+
+
 def kernel_spec(problem: Problem) -> KernelSpec:
     """The kernel that serves `problem`: a pure function of it."""
     if isinstance(problem, GemmProblem):
@@ -150,4 +164,6 @@ def kernel_spec(problem: Problem) -> KernelSpec:
         return _quantize_spec(problem.in_dtype, problem.power_of_two)
     if isinstance(problem, IndexerCacheProblem):
         return _indexer_cache_spec(problem.head_dim, problem.in_dtype, problem.power_of_two)
+    if isinstance(problem, IndexerTopkProblem):
+        return _indexer_topk_spec(problem.in_dtype, heuristics.topk_config(problem))
     raise TypeError(f"no kernel for {type(problem).__name__}")

@@ -27,6 +27,13 @@ from moe_fp8.heuristics.tiles import (
     gemm_smem_bytes,
     parse_gemm_config,
 )
+from moe_fp8.heuristics.topk import (
+    TOPK_CAPACITY,
+    TOPK_MAX_K,
+    TopkConfig,
+    topk_config,
+    topk_smem_bytes,
+)
 from moe_fp8.problems import GemmProblem
 
 __all__ = [
@@ -36,8 +43,11 @@ __all__ = [
     "PAGED_CHUNK",
     "SMEM_CAPACITY",
     "TOKEN_TILES",
+    "TOPK_CAPACITY",
+    "TOPK_MAX_K",
     "GemmConfig",
     "MqaConfig",
+    "TopkConfig",
     "gemm_config",
     "gemm_configs",
     "gemm_smem_bytes",
@@ -45,6 +55,8 @@ __all__ = [
     "mqa_smem_bytes",
     "paged_mqa_config",
     "parse_gemm_config",
+    "topk_config",
+    "topk_smem_bytes",
 ]
 
 

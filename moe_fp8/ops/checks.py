@@ -76,17 +76,6 @@ def logits_dtype(op: str, dtype: torch.dtype | None) -> torch.dtype:
     return F32 if dtype is None else out_dtype(op, dtype)
 
 
-def workspace(op: str, tensor: Tensor, like: Tensor) -> None:
-    """uint8 [bytes], contiguous, 256-byte aligned, on the device of `like`."""
-    if tensor.dim() != 1:
-        _shape(op, "workspace", tensor, "[bytes]")
-    if tensor.dtype is not torch.uint8:
-        _dtype(op, "workspace", tensor, "uint8", "view it as uint8")
-    if not tensor.is_contiguous() or tensor.data_ptr() & 255:
-        raise ArgumentError(op, "workspace", "contiguous and 256-byte aligned", hex(tensor.data_ptr()))
-    _device(op, like, workspace=tensor)
-
-
 def given_out(op: str, out: Tensor, dtype: torch.dtype | None) -> None:
     """A caller's `out` agrees with the caller's `out_dtype`, where both are given."""
     if dtype is not None and out.dtype is not dtype:

@@ -40,6 +40,35 @@ def indexer_quantize_and_cache(k: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     )  # fmt: skip
 
 
+def indexer_topk(
+    logits: Tensor,
+    k: int,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    by_value: bool,
+    out: Tensor,
+    values: Tensor | None,
+    first_column: int,
+    carried: Tensor | None,
+) -> Key:
+    """The key of `indexer_topk`."""
+    return (
+        "indexer_topk", k, by_value, first_column, _of(starts), _of(ends), _of(values), _of(carried),
+        logits.shape, out.shape,
+        logits.stride(), out.is_contiguous(),
+        logits.dtype, out.dtype,
+        logits.get_device(), out.get_device(),
+        logits.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+
+
+def _of(tensor: Tensor | None) -> Key:
+    """A contiguous argument that may be left away."""
+    if tensor is None:
+        return ()
+    return (tensor.shape, tensor.is_contiguous(), tensor.dtype, tensor.get_device(), tensor.data_ptr())
+
+
 def gemm(
     layout: str,
     a: Tensor,
@@ -52,12 +81,8 @@ def gemm(
     config: str | None,
 ) -> Key:
     """The key of a GEMM of any layout."""
-    if index is None:
-        of_index: Key = ()
-    else:
-        of_index = (index.shape, index.is_contiguous(), index.dtype, index.get_device(), index.data_ptr())
     return (
-        layout, expected_m, config, of_index,
+        layout, expected_m, config, _of(index),
         a.shape, a_scale.shape, b.shape, b_scale.shape, out.shape,
         a.is_contiguous(), a_scale.stride(), b.is_contiguous(), b_scale.is_contiguous(), out.is_contiguous(),
         a.dtype, a_scale.dtype, b.dtype, b_scale.dtype, out.dtype,

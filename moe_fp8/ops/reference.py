@@ -281,3 +281,49 @@ def paged_mqa_logits(
         scores = _scores(q[b], k.view(torch.float8_e4m3fn), k_scale, weights[rows], compute_dtype)
         for t, length in enumerate(lengths[b]):
             out[b * next_n + t, :length] = scores[t, :length]
+
+
+def topk_keys(values: Tensor) -> Tensor:
+    """int64 keys that sort as `indexer_topk` ranks: -inf lowest, -0 equal to +0, every NaN above +inf."""
+    bits = values.float().view(torch.int32).long()
+    # Negative floats are 0x80000000 + magnitude: as numbers they are to descend from zero, and -0 is 0.
+    keys = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    return torch.where(values.isnan(), torch.iinfo(torch.int32).max, keys)
+
+
+def indexer_topk(
+    logits: Tensor,
+    k: int,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    by_value: bool,
+    out: Tensor,
+    values: Tensor | None,
+    first_column: int = 0,
+    carried: Tensor | None = None,
+) -> None:
+    """out int32 [M,k]: columns of the k greatest of starts[i] <= j < ends[i]; values: those logits.
+
+    Column j is called first_column + j, the last W columns what `carried` [M,W] says.
+    """
+    rows, columns = logits.shape
+    firsts = [0] * rows if starts is None else starts.clamp(0, columns).tolist()
+    lasts = [columns] * rows if ends is None else ends.clamp(0, columns).tolist()
+    out.fill_(-1)
+    if values is not None:
+        values.fill_(float("-inf"))
+    for row, (start, end) in enumerate(zip(firsts, lasts, strict=True)):
+        if start >= end:
+            continue
+        candidates = logits[row, start:end]
+        # A stable sort leaves equal keys in order of columns.
+        chosen = topk_keys(candidates).sort(descending=True, stable=True).indices[:k]
+        if not by_value:
+            chosen = chosen.sort().values
+        names = chosen + start + first_column
+        if carried is not None:
+            behind = chosen + start - (columns - carried.shape[1])
+            names = torch.where(behind < 0, names, carried[row].long()[behind.clamp_min(0)])
+        out[row, : len(chosen)] = names
+        if values is not None:
+            values[row, : len(chosen)] = candidates[chosen]

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_fp8.ops import checks, checks_cache, contracts, keys, reference, scales
+from moe_fp8.ops import checks, checks_cache, checks_topk, contracts, keys, reference, scales
 
 _DEFINITIONS = (
     "quantize_fp8(Tensor x, Tensor(a!) q, Tensor(b!) scale, bool power_of_two) -> ()",
     "indexer_quantize_and_cache(Tensor k, Tensor(a!) kv_cache, Tensor slot_mapping, bool power_of_two) -> ()",
+    "indexer_topk(Tensor logits, SymInt k, Tensor? starts, Tensor? ends, bool by_value, Tensor(a!) out, "
+    "Tensor(b!)? values, SymInt first_column=0, Tensor? carried=None) -> ()",
     "gemm_fp8(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(a!) out, str? config=None) -> ()",
     "grouped_gemm_fp8_contiguous(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor index, "
     "str layout, SymInt? expected_m, Tensor(a!) out, str? config=None) -> ()",
@@ -84,6 +86,33 @@ def _indexer_quantize_and_cache(
         _cuda().indexer_quantize_and_cache(k, kv_cache, slot_mapping, power_of_two, key)
     else:
         reference.indexer_quantize_and_cache(k, kv_cache, slot_mapping, power_of_two)
+
+
+def _indexer_topk(
+    logits: Tensor,
+    k: int,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    by_value: bool,
+    out: Tensor,
+    values: Tensor | None,
+    first_column: int = 0,
+    carried: Tensor | None = None,
+) -> None:
+    key = None
+    if logits.is_cuda and not contracts.enabled(logits):
+        key = keys.indexer_topk(logits, k, starts, ends, by_value, out, values, first_column, carried)
+        if _cuda().repeat(key):
+            return
+    checks_topk.indexer_topk(logits, k, starts, ends, out, values, first_column, carried)
+    if contracts.enabled(logits):
+        contracts.column_ranges(starts, ends, logits.shape[0], logits.shape[1])
+    if logits.shape[0] == 0:
+        return
+    if logits.is_cuda:
+        _cuda().indexer_topk(logits, k, starts, ends, by_value, out, values, first_column, carried, key)
+    else:
+        reference.indexer_topk(logits, k, starts, ends, by_value, out, values, first_column, carried)
 
 
 def _gemm_fp8(
@@ -257,6 +286,7 @@ def _register() -> None:
     implementations = {
         "quantize_fp8": _quantize_fp8,
         "indexer_quantize_and_cache": _indexer_quantize_and_cache,
+        "indexer_topk": _indexer_topk,
         "gemm_fp8": _gemm_fp8,
         "grouped_gemm_fp8_contiguous": _grouped_gemm_fp8_contiguous,
         "grouped_gemm_fp8_masked": _grouped_gemm_fp8_masked,
@@ -306,6 +336,7 @@ def _eager(op: Callable[..., None], implementation: Callable[..., None]) -> Call
 _ops = torch.ops.moe_fp8
 quantize_fp8 = _eager(_ops.quantize_fp8.default, _quantize_fp8)
 indexer_quantize_and_cache = _eager(_ops.indexer_quantize_and_cache.default, _indexer_quantize_and_cache)
+indexer_topk = _eager(_ops.indexer_topk.default, _indexer_topk)
 gemm_fp8 = _eager(_ops.gemm_fp8.default, _gemm_fp8)
 grouped_gemm_fp8_contiguous = _eager(_ops.grouped_gemm_fp8_contiguous.default, _grouped_gemm_fp8_contiguous)
 grouped_gemm_fp8_masked = _eager(_ops.grouped_gemm_fp8_masked.default, _grouped_gemm_fp8_masked)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.ops import checks, schemas
+from moe_fp8.ops import checks, checks_topk, schemas
 from moe_fp8.ops.logits import mqa_logits_fp8
 from moe_fp8.ops.topk import indexer_topk
 
@@ -176,17 +176,21 @@ def _select(
                 sorted=in_order and begin == 0,
                 out=out[rows] if begin == 0 else now,
                 values=left if begin > 0 else None,
-                base=begin,
+                first_column=begin,
                 carried=before if stop < keys else None,
             )
             now, before = before, now
 
 
-def _workspace(given: Tensor | None, like: Tensor, num_bytes: int) -> Tensor:
-    if given is None:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
-    checks.workspace("indexer_select", given, like)
-    return given
+def _budget(workspace: Tensor | None, like: Tensor) -> int | None:
+    if workspace is None:
+        return None
+    checks_topk.workspace("indexer_select", workspace, like)
+    return workspace.numel()
+
+
+def _workspace(given: Tensor | None, like: Tensor, plan: SelectionPlan) -> Tensor:
+    return torch.empty(plan.num_bytes, dtype=torch.uint8, device=like.device) if given is None else given
 
 
 def indexer_select(
@@ -216,12 +220,11 @@ def indexer_select(
     checks.rank("indexer_select", "q", q, "[M, H, D]", 3)
     checks.rank("indexer_select", "k", k, "[N, D]", 2)
     num_rows, keys = q.shape[0], k.shape[0]
-    out = checks.topk_out("indexer_select", num_rows, topk, q, out)
+    out = checks_topk.selection_out("indexer_select", num_rows, topk, q, out)
     if num_rows == 0:
         return out
-    budget = None if workspace is None else workspace.numel()
-    plan = selection_plan(num_rows, keys, topk, budget)
-    workspace = _workspace(workspace, q, plan.num_bytes)
+    plan = selection_plan(num_rows, keys, topk, _budget(workspace, q))
+    workspace = _workspace(workspace, q, plan)
 
     def score(rows: slice, begin: int, end: int, low: Tensor | None, high: Tensor, logits: Tensor) -> None:
         assert low is not None
@@ -256,12 +259,11 @@ def paged_indexer_select(
     """
     checks.rank("paged_indexer_select", "q", q, "[B, next_n, H, D]", 4)
     batch, next_n = q.shape[:2]
-    out = checks.topk_out("paged_indexer_select", batch * next_n, topk, q, out)
+    out = checks_topk.selection_out("paged_indexer_select", batch * next_n, topk, q, out)
     if batch == 0:
         return out
-    budget = None if workspace is None else workspace.numel()
-    plan = selection_plan(batch * next_n, max_context_len, topk, budget, next_n, num_sms)
-    workspace = _workspace(workspace, q, plan.num_bytes)
+    plan = selection_plan(batch * next_n, max_context_len, topk, _budget(workspace, q), next_n, num_sms)
+    workspace = _workspace(workspace, q, plan)
     *_, schedule = plan.buffers(workspace)
     metadata = schedule.view(-1, 2)
     block_size = kv_cache.shape[1]

@@ -23,6 +23,7 @@ from moe_fp8.problems import (
     GemmLayout,
     GemmProblem,
     IndexerCacheProblem,
+    IndexerTopkProblem,
     MqaLogitsProblem,
     OutDtype,
     PagedMqaLogitsProblem,
@@ -310,6 +311,15 @@ def _indexer_rows(model: ModelDescription, options: PlanOptions) -> Iterator[Pla
 
         for spec, ranges in _sweep(_runs(most_queries, selection_extent), prefill):
             yield PlanRow("mqa_logits_fp8", what, None, None, None, None, ranges, spec)
+    for dtype in _LOGITS:
+
+        def chosen(rows: int, dtype: OutDtype = dtype) -> Iterator[IndexerTopkProblem]:
+            # A decode step's logits may be a whole page wider than any context.
+            for columns, _ in _runs(2 * model.max_positions, selection_extent):
+                yield IndexerTopkProblem(rows, columns, dtype, sms)
+
+        for spec, ranges in _sweep(_runs(most_queries, selection_extent), chosen):
+            yield PlanRow("indexer_topk", ("indexer", dtype), None, None, None, None, ranges, spec)
     for next_n in range(1, options.next_n + 1):
         what = ("indexer", f"next_n={next_n}", f"page={options.block_size}")
 

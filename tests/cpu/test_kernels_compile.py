@@ -13,6 +13,7 @@ from moe_fp8.jit.store import KernelStore
 from moe_fp8.problems import (
     GemmProblem,
     IndexerCacheProblem,
+    IndexerTopkProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
     PagedMqaMetadataProblem,
@@ -52,6 +53,13 @@ def indexer_problems() -> Iterator[Problem]:
         yield PagedMqaMetadataProblem(batch, next_n)
 
 
+def topk_problems() -> Iterator[Problem]:
+    for rows, columns, dtype in itertools.product(
+        (1, 32, 64, 128, 4096), (4096, 1 << 20), ("bfloat16", "float32")
+    ):
+        yield IndexerTopkProblem(rows, columns, dtype)
+
+
 def quantize_problems() -> Iterator[Problem]:
     for dtype, power_of_two, m in itertools.product(
         ("bfloat16", "float16", "float32"), (False, True), (1, 65536)
@@ -71,7 +79,7 @@ def model_plans() -> list[Plan]:
 
 
 def reachable() -> list[KernelSpec]:
-    problems = itertools.chain(gemm_problems(), indexer_problems(), quantize_problems())
+    problems = itertools.chain(gemm_problems(), indexer_problems(), topk_problems(), quantize_problems())
     planned = [spec for one in model_plans() for spec in one.specs]
     return list(dict.fromkeys([*planned, *map(kernel_spec, problems)]))
 

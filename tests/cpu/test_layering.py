@@ -154,9 +154,10 @@ def test_planning_imports_neither_torch_nor_the_driver() -> None:
 
 #: Folder of device code -> folders that its files may include. "" is the entry files.
 DEVICE_LAYERS = {
-    "": {"gemm", "mqa", "sched", "mma", "ptx", "common"},
+    "": {"gemm", "mqa", "topk", "sched", "mma", "ptx", "common"},
     "gemm": {"gemm", "sched", "mma", "ptx", "common"},
     "mqa": {"mqa", "sched", "mma", "ptx", "common"},
+    "topk": {"topk", "ptx", "common"},
     "sched": {"sched", "ptx", "common"},
     "mma": {"mma", "ptx", "common"},
     "ptx": {"ptx", "common"},

@@ -31,6 +31,13 @@ def _cache() -> dict[str, Any]:
     return {**arguments, "power_of_two": False}
 
 
+def _topk() -> dict[str, Any]:
+    names = ("starts", "ends", "out", "values")
+    tensors = (torch.zeros(3, dtype=I32), torch.full((3,), 9, dtype=I32), torch.zeros(3, 4, dtype=I32))
+    arguments = dict(zip(names, (*tensors, torch.zeros(3, 4)), strict=True))
+    return {"logits": torch.zeros(3, 9), "k": 4, "by_value": False, **arguments}
+
+
 def _gemm() -> dict[str, Any]:
     case = cases.masked_case((3, 2), 4, 64, 256)
     arguments = {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale}
@@ -71,6 +78,7 @@ def _paged() -> dict[str, Any]:
 KEYS: list[tuple[Callable[..., keys.Key], Callable[[], dict[str, Any]]]] = [
     (keys.quantize, _quantize),
     (keys.indexer_quantize_and_cache, _cache),
+    (keys.indexer_topk, _topk),
     (keys.gemm, _gemm),
     (keys.mqa_logits, _mqa),
     (keys.paged_mqa_logits_metadata, _metadata),
@@ -131,12 +139,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = importlib.import_module("moe_fp8.ops.cuda")
     kernel = _Kernel()
     monkeypatch.setattr(module, "kernel", kernel, raising=False)
-    monkeypatch.setattr(module, "_raw_stream", lambda device: 0x7000)
-    monkeypatch.setattr(module, "_current_device", lambda: -1)
-    monkeypatch.setattr(module, "_num_sms", lambda device: 132)
-    monkeypatch.setattr(module, "_table", lambda device: "")
-    monkeypatch.setattr(module, "get_kernel", lambda spec: kernel)
-    monkeypatch.setattr(module, "_launches", {})
+    monkeypatch.setattr(module.launch, "_raw_stream", lambda device: 0x7000)
+    monkeypatch.setattr(module.launch, "_current_device", lambda: -1)
+    monkeypatch.setattr(module.launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(module.launch, "table", lambda device: "")
+    monkeypatch.setattr(module.launch, "get_kernel", lambda spec: kernel)
+    monkeypatch.setattr(module.launch, "_launches", {})
     yield module
     module._gemm_plan.cache_clear()
 
@@ -164,23 +172,37 @@ def test_a_launch_of_the_cache_op_packs_what_the_kernel_reads(cuda: Any, slot_dt
     assert struct.unpack("<6q3i4x", params) == (*addresses, 72, 32 * 68 + 16, 4, 33, 5, wide)
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_launch_of_the_topk_packs_what_the_kernel_reads(cuda: Any, given: bool) -> None:
+    storage = torch.zeros(3, 40_001)
+    arguments = {**_topk(), "logits": storage[:, 1:]}
+    if not given:
+        arguments = {**arguments, "starts": None, "ends": None, "values": None}
+    cuda.indexer_topk(**arguments)
+    ((grid, _, params),) = cuda.kernel.launches
+    assert grid == 3 * 8  # 2^16 columns, rounded up, are eight CTAs' work
+    tensors = (arguments[name] for name in ("logits", "starts", "ends", "out", "values"))
+    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    assert struct.unpack("<6q3i4x", params) == (*addresses, 40_001, 40_000, 4, 0)
+
+
 def test_a_failed_launch_is_not_remembered(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(spec: object) -> Any:
         raise KeyError(spec)
 
-    monkeypatch.setattr(cuda, "get_kernel", missing)
+    monkeypatch.setattr(cuda.launch, "get_kernel", missing)
     with pytest.raises(KeyError):
         cuda.quantize(**_quantize(), key=("call",))
-    assert not cuda._launches
+    assert not cuda.launch._launches
 
 
 def test_remembered_launches_are_bounded(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_MAX_LAUNCHES", 3)
+    monkeypatch.setattr(cuda.launch, "_MAX_LAUNCHES", 3)
     kept = [_quantize() for _ in range(5)]
     for arguments in kept:
         cuda.quantize(**arguments, key=keys.quantize(**arguments))
         assert cuda.repeat(keys.quantize(**arguments))
-        assert len(cuda._launches) <= 3
+        assert len(cuda.launch._launches) <= 3
 
 
 def _plan(cuda: Any, config: str | None = None) -> dict[str, int]:
@@ -201,7 +223,7 @@ def test_a_launch_asks_the_devices_table(
 ) -> None:
     put_table([{"layout": "dense", "n": 4096, "k": 7168, "num_experts": 1, "rows": 8, "config": "128x256"}])
     assert _plan(cuda)["BLOCK_M"] < 128
-    monkeypatch.setattr(cuda, "_table", lambda device: "h200")
+    monkeypatch.setattr(cuda.launch, "table", lambda device: "h200")
     assert _plan(cuda)["BLOCK_M"] == 128
 
 

@@ -56,6 +56,11 @@ def _cache() -> tuple[Any, ...]:
     return case.k, case.kv_cache, case.slot_mapping, False
 
 
+def _topk() -> tuple[Any, ...]:
+    starts, ends = torch.tensor([[0, 3, 5], [9, 7, 5]], dtype=torch.int32)
+    return torch.randn(3, 9), 4, starts, ends, True, torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, 4)
+
+
 OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "gemm_fp8": _gemm,
     "grouped_gemm_fp8_contiguous": _contiguous,
@@ -65,6 +70,7 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "paged_mqa_logits_metadata": _metadata,
     "quantize_fp8": _quantize,
     "indexer_quantize_and_cache": _cache,
+    "indexer_topk": _topk,
 }
 
 

@@ -21,6 +21,7 @@ from moe_fp8.problems import (
     GemmLayout,
     GemmProblem,
     IndexerCacheProblem,
+    IndexerTopkProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
     PagedMqaMetadataProblem,
@@ -171,6 +172,8 @@ def any_calls(planned: Plan, draw: st.DrawFn) -> Iterator[Problem]:
     queries = draw(st.integers(1, options.max_tokens))
     keys = draw(st.integers(1, model.max_positions))
     yield MqaLogitsProblem(queries, keys, heads, dim, draw(st.booleans()), draw(st.booleans()), sms)
+    dtype = draw(st.sampled_from(("float32", "bfloat16")))
+    yield IndexerTopkProblem(cached, draw(st.integers(1, 2 * model.max_positions)), dtype, sms)
     batch = draw(st.integers(1, options.max_batch))
     next_n = draw(st.integers(1, options.next_n))
     yield PagedMqaLogitsProblem(batch, next_n, heads, dim, options.block_size, sms)
@@ -234,6 +237,7 @@ def test_specs_are_distinct_and_all_used(planned: Plan) -> None:
     assert {"gemm_fp8", "grouped_gemm_fp8_contiguous", "grouped_gemm_fp8_masked", "quantize_fp8"} <= ops
     indexer = {
         "indexer_quantize_and_cache",
+        "indexer_topk",
         "mqa_logits_fp8",
         "paged_mqa_logits_fp8",
         "paged_mqa_logits_metadata",

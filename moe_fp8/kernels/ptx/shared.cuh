@@ -26,6 +26,33 @@ DEVICE float2 load_here(const float2* pointer) {
     return value;
 }
 
+// From the same offset in CTA `rank` of the cluster. Ordered by cluster_sync only; no CTA may end before it was read.
+DEVICE uint32_t load_cluster(const uint32_t* pointer, uint32_t rank) {
+    uint32_t value;
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %1, %2;\n"
+        "ld.shared::cluster.u32 %0, [remote];\n"
+        "}" : "=r"(value)
+        : "r"(shared_address(pointer)), "r"(rank)
+        : "memory");
+    return value;
+}
+
+DEVICE uint2 load_cluster(const uint2* pointer, uint32_t rank) {
+    uint2 value;
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %2, %3;\n"
+        "ld.shared::cluster.v2.u32 {%0, %1}, [remote];\n"
+        "}" : "=r"(value.x), "=r"(value.y)
+        : "r"(shared_address(pointer)), "r"(rank)
+        : "memory");
+    return value;
+}
+
 // If `on`, sixteen bytes to the same offset in CTA `rank` of the cluster (or this one), and as many transaction bytes to the
 // same barrier there. Whoever waits for that barrier's phase sees them.
 DEVICE void store_cluster_async(bool on, const float4* pointer, const float4& value, const uint64_t* barrier,

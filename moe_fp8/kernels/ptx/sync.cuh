@@ -41,6 +41,13 @@ DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
+// Barrier of all threads of the cluster, which every warp executes converged. What a thread has stored before, in shared memory
+// of any of the CTAs or in global memory, every thread of the cluster loads after.
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // One lane of a converged warp. Copies that it issues get their operands from uniform registers. Not for what a lane keeps from
 // call to call, since the compiler may repeat the election where fewer lanes are left.
 DEVICE bool elect_one() {

@@ -1,0 +1,131 @@
+// Columns of the k greatest logits of each row [M, N] among starts[i] <= j < ends[i], exactly: equal logits by the lower
+// column, NaN above +inf. A cluster works on one row.
+//
+// A row is read about once. A sample of it gives a bound that a few more than k logits reach; these candidates are put
+// into shared memory, and all that follows looks at them alone. Where the bound was bad (too few reach it, or too many to
+// hold, as with many ties) the row is read again for each step of the search instead.
+//
+// k, M, N, the order and whether values are stored are no macros: none of them touches the pass over the row.
+//
+// Specialised by: IN_DTYPE (0 bf16, 2 fp32), CAPACITY (candidates of one CTA), MAX_K, CLUSTER_SIZE, NUM_THREADS.
+#pragma once
+
+#include "ptx/sync.cuh"
+#include "topk/emit.cuh"
+#include "topk/sort.cuh"
+
+struct IndexerTopkParams {
+    const void* logits;
+    const int* starts;  // [M], or null for 0
+    const int* ends;    // [M], or null for N
+    int* out;           // [M, k]
+    void* values;       // [M, k], or null
+    const int* carried;  // [M, num_carried]: what the last columns are called, or null
+    int64_t stride;     // elements between rows of logits
+    int num_columns;
+    int k;
+    int sorted;
+    int first_column;  // what column 0 is called
+    int num_carried;
+};
+
+namespace moe_fp8::topk {
+
+static_assert(MAX_K * 8 <= kCapacity * 8, "the chosen are sorted where the candidates were");
+
+// The k greatest of a range of more than k; `out` is the row's.
+DEVICE void select(const State& state, const Share& share, int k, int rank, int* out) {
+    uint32_t bound = kLowestKey, top = kLargestKey;
+    bool listed = true;
+    int level = 0;
+    // Alike in all CTAs of the row, as is everything that decides whether a barrier comes next.
+    if ((share.most_vectors + 2) * int64_t(kVector) > kCapacity) {
+        const int stride = sample_stride(share);
+        const int sampled = take_sample(state, share, stride);
+        __syncthreads();
+        const Listed sample{state, sampled};
+        const Interval all(kLowestKey, kLargestKey, kLargestKey);
+        Bin bin = narrow<false>(state, level++, all, sample_rank(k, stride), sample);
+        listed = bin.rank > 0;
+        top = bin.top;
+        if (listed) bin = narrow<false>(state, level++, Interval(bin.low, bin.high, bin.high), bin.rank, sample);
+        if (listed) bound = bin.low;
+    }
+    Threshold threshold{false, 0, 0};
+    int count = 0;
+    if (listed) {
+        collect(state, share, bound);
+        __syncthreads();
+        count = static_cast<int>(min(*state.collected, uint32_t(kCapacity)));
+        threshold = search<false>(state, level, Interval(bound, kLargestKey, top), k, Listed{state, count});
+        listed = threshold.found;
+    }
+    if (!listed) {
+        threshold = search<true>(state, level, Interval(kLowestKey, kLargestKey, kLargestKey), k, Whole{share});
+    }
+    emit(state, share, threshold, listed, count, rank, out);
+}
+
+}  // namespace moe_fp8::topk
+
+// 64 registers suffice: two CTAs of 512 threads share an SM.
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_THREADS <= 512 ? 2 : 1) __cluster_dims__(CLUSTER_SIZE, 1, 1)
+    indexer_topk(const __grid_constant__ IndexerTopkParams p) {
+    using namespace moe_fp8;
+    using namespace moe_fp8::topk;
+    extern __shared__ __align__(16) uint8_t dynamic[];
+    __shared__ uint32_t counters[3];
+    __shared__ uint32_t warp_sums[kWarps];
+    __shared__ Bin bin;
+    State state;
+    state.keys = reinterpret_cast<uint32_t*>(dynamic);
+    state.numbers = state.keys + kCapacity;
+    state.bins = state.numbers + kCapacity;
+    state.collected = &counters[0];
+    state.greater = &counters[1];
+    state.equal = &counters[2];
+    state.warp_sums = warp_sums;
+    state.bin = &bin;
+    for (int i = threadIdx.x; i < 2 * kBins; i += kThreads) state.bins[i] = 0;
+    if (threadIdx.x < 3) counters[threadIdx.x] = 0;
+    __syncthreads();
+
+    ptx::grid_dependency_wait();
+    ptx::launch_dependents();
+    const int row = static_cast<int>(blockIdx.x / kCluster);
+    const int rank = kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
+    const int begin = p.starts == nullptr ? 0 : min(max(p.starts[row], 0), p.num_columns);
+    const int end = p.ends == nullptr ? p.num_columns : min(max(p.ends[row], begin), p.num_columns);
+    const Share share(p.logits, row * p.stride, begin, end, rank);
+    int* out = p.out + static_cast<int64_t>(row) * p.k;
+    Bits* values = p.values == nullptr ? nullptr : static_cast<Bits*>(p.values) + static_cast<int64_t>(row) * p.k;
+
+    const int count = min(p.k, share.length);
+    const int thread = rank * kThreads + static_cast<int>(threadIdx.x);
+    for (int i = count + thread; i < p.k; i += kCluster * kThreads) {
+        out[i] = -1;
+        if (values != nullptr) values[i] = kMinusInfinity;
+    }
+    if (share.length <= p.k) {
+        for (int i = thread; i < count; i += kCluster * kThreads) out[i] = begin + i;
+    } else {
+        select(state, share, p.k, rank, out);
+    }
+
+    if (p.sorted) {
+        row_sync();
+        if (rank == 0) sort_by_value(state, share.row, out, count);
+    }
+    if (values != nullptr || p.first_column != 0 || p.num_carried > 0) {
+        row_sync();
+        const int split = p.num_columns - p.num_carried;
+        const int* carried = p.carried + static_cast<int64_t>(row) * p.num_carried - split;
+        for (int i = thread; i < count; i += kCluster * kThreads) {
+            const int column = out[i];
+            if (values != nullptr) values[i] = share.row[column];
+            out[i] = column < split ? p.first_column + column : carried[column];
+        }
+    }
+    // A peer may still read this CTA's memory.
+    if constexpr (kCluster > 1) row_sync();
+}

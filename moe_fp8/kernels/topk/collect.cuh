@@ -1,0 +1,118 @@
+// Where the keys of a search come from: a sample of the share, the candidates that pass a bound, or the whole share.
+#pragma once
+
+#include "topk/search.cuh"
+
+namespace moe_fp8::topk {
+
+// One vector in this many is sampled, or fewer where the sample would not fit.
+constexpr int kSampleStride = 16;
+
+DEVICE int sample_stride(const Share& share) {
+    return max(kSampleStride, ceil_div(share.most_vectors, kCapacity / kVector));
+}
+
+// The rank in the sample of a key that, but for one row in a million, at least k keys of the row reach: five standard
+// deviations below the k-th. Neighbours that are alike make it less sure, not wrong.
+DEVICE int sample_rank(int k, int stride) {
+    const float expected = static_cast<float>(k) / static_cast<float>(stride);
+    return static_cast<int>(expected + 5.0f * sqrtf(expected)) + 8;
+}
+
+// Keys of the sample; returns how many. A CTA barrier must follow.
+DEVICE int take_sample(const State& state, const Share& share, int stride) {
+    const int vectors = share.num_vectors / stride;
+    for (int i = threadIdx.x; i < vectors; i += kThreads) {
+        float values[kVector];
+        unpack(__ldg(share.vectors + (i * stride + stride / 2)), values);
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) state.keys[i * kVector + j] = key_of(values[j]);
+    }
+    return vectors * kVector;
+}
+
+// Adds the logits of a warp whose keys are at least `bound`, if there is room; counts them anyway.
+struct Append {
+    const State& state;
+    uint32_t bound;
+    float bound_value;
+
+    template <int kCount>
+    DEVICE void operator()(bool valid, uint32_t number, const float (&values)[kCount]) const {
+        uint32_t takers[kCount];
+        uint32_t total = 0;
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+            takers[j] = __ballot_sync(0xffffffffu, valid && !(values[j] < bound_value));
+            total += __popc(takers[j]);
+        }
+        if (total == 0) return;
+        if (bound_value != bound_value) {
+            // No comparison with NaN tells one logit from another, but keys do.
+            total = 0;
+#pragma unroll
+            for (int j = 0; j < kCount; ++j) {
+                takers[j] = __ballot_sync(0xffffffffu, valid && key_of(values[j]) >= bound);
+                total += __popc(takers[j]);
+            }
+        }
+        const int lane = lane_index();
+        uint32_t at = lane == 0 ? atomicAdd(state.collected, total) : 0;
+        at = __shfl_sync(0xffffffffu, at, 0);
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+            const uint32_t own = at + __popc(takers[j] & ((1u << lane) - 1));
+            if (takers[j] >> lane & 1 && own < kCapacity) {
+                state.keys[own] = key_of(values[j]);
+                state.numbers[own] = number + j;
+            }
+            at += __popc(takers[j]);
+        }
+    }
+};
+
+// All logits of the share whose keys are at least `bound`. A CTA barrier must follow.
+DEVICE void collect(const State& state, const Share& share, uint32_t bound) {
+    const Append append{state, bound, bound_of(bound)};
+    share.each_vector(0, share.num_vectors, append);
+    share.each_at_the_edges(append);
+}
+
+// The first `count` keys of the list. visit(valid, key) is called by whole warps, as by the source below.
+struct Listed {
+    const State& state;
+    int count;
+
+    template <typename Visit>
+    DEVICE void each(Visit visit) const {
+        for (int base = static_cast<int>(threadIdx.x) - lane_index(); base < count; base += kThreads) {
+            const int i = base + lane_index();
+            visit(i < count, i < count ? state.keys[i] : 0);
+        }
+    }
+};
+
+// Every key of the share, from global memory.
+struct Whole {
+    const Share& share;
+
+    template <typename Visit>
+    struct Keys {
+        Visit& visit;
+
+        template <int kCount>
+        DEVICE void operator()(bool valid, uint32_t, const float (&values)[kCount]) const {
+#pragma unroll
+            for (int j = 0; j < kCount; ++j) visit(valid, key_of(values[j]));
+        }
+    };
+
+    template <typename Visit>
+    DEVICE void each(Visit visit) const {
+        const Keys<Visit> keys{visit};
+        share.each_vector(0, share.num_vectors, keys);
+        share.each_at_the_edges(keys);
+    }
+};
+
+}  // namespace moe_fp8::topk

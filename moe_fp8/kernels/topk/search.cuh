@@ -1,0 +1,111 @@
+// The search for the k-th greatest key: histograms of ever narrower intervals of keys, each summed over the cluster.
+#pragma once
+
+#include "ptx/shared.cuh"
+#include "topk/state.cuh"
+
+namespace moe_fp8::topk {
+
+// Keys [low, high] in kBins bins of 1 << shift keys; the last bin also takes whatever lies above it.
+struct Interval {
+    uint32_t low, high;
+    int shift;
+
+    // Bins as fine as they can be if no key above `top` mattered.
+    DEVICE Interval(uint32_t low_, uint32_t high_, uint32_t top) : low(low_), high(high_) {
+        const uint32_t width = max(top, low) - low;
+        shift = max(32 - __clz(static_cast<int>(width / kBins)), 0);
+    }
+};
+
+// Keys above `key` are taken, and of those equal to it the `ties` of lowest columns.
+struct Threshold {
+    bool found;
+    uint32_t key;
+    int ties;
+};
+
+// The bin of the key of rank `rank` among those of `source` in all CTAs. With kAggregate lanes of equal bins add once: for keys
+// that may all be equal. `level` counts the calls for a row: its histogram is zero, and the other is left zero.
+template <bool kAggregate, typename Source>
+DEVICE Bin narrow(const State& state, int level, const Interval& in, int rank, const Source& source) {
+    uint32_t* bins = state.bins + level % 2 * kBins;
+    uint32_t* others = state.bins + (level + 1) % 2 * kBins;
+    source.each([&](bool valid, uint32_t key) {
+        valid = valid && key >= in.low && key <= in.high;
+        const int bin = valid ? static_cast<int>(min((key - in.low) >> in.shift, kBins - 1u)) : kBins;
+        if constexpr (kAggregate) {
+            const uint32_t peers = __match_any_sync(0xffffffffu, bin);
+            if (valid && lane_index() == __ffs(static_cast<int>(peers)) - 1) atomicAdd(&bins[bin], __popc(peers));
+        } else {
+            if (valid) atomicAdd(&bins[bin], 1u);
+        }
+    });
+    row_sync();
+
+    // Thread 0 has the uppermost bins.
+    constexpr int kOwn = kBins / kThreads;
+    const int first = kBins - (static_cast<int>(threadIdx.x) + 1) * kOwn;
+    uint32_t counts[kOwn] = {};
+#pragma unroll
+    for (int i = 0; i < kOwn; i += 2) {
+#pragma unroll
+        for (int r = 0; r < kCluster; ++r) {
+            const uint2* pair = reinterpret_cast<const uint2*>(bins + first + i);
+            const uint2 theirs = kCluster > 1 ? ptx::load_cluster(pair, r) : *pair;
+            counts[i] += theirs.x;
+            counts[i + 1] += theirs.y;
+        }
+    }
+    uint32_t sum = 0;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) sum += counts[i];
+    // The peers have read it: they did so before the barrier above.
+    for (int i = threadIdx.x; i < kBins; i += kThreads) others[i] = 0;
+
+    uint32_t total;
+    uint32_t above = sum_before(sum, state.warp_sums, total);
+    const uint32_t wanted = static_cast<uint32_t>(rank);
+    if (threadIdx.x == 0) {
+        bool overflow = false;
+#pragma unroll
+        for (int r = 0; r < kCluster; ++r) {
+            overflow |= (kCluster > 1 ? ptx::load_cluster(state.collected, r) : *state.collected) > kCapacity;
+        }
+        state.bin->overflow = overflow;
+        if (total < wanted) state.bin->rank = 0;
+    }
+#pragma unroll
+    for (int i = kOwn - 1; i >= 0; --i) {
+        const int bin = first + i;
+        if (counts[i] > 0 && above == 0) {
+            const uint32_t upper = (static_cast<uint32_t>(bin + 1) << in.shift) - 1;
+            state.bin->top = bin == kBins - 1 ? in.high : in.low + min(in.high - in.low, upper);
+        }
+        if (above < wanted && wanted <= above + counts[i]) {
+            const uint32_t low = in.low + (static_cast<uint32_t>(bin) << in.shift);
+            state.bin->low = low;
+            state.bin->high = bin == kBins - 1 ? in.high : low + min(in.high - low, (1u << in.shift) - 1);
+            state.bin->rank = static_cast<int>(wanted - above);
+            state.bin->count = static_cast<int>(counts[i]);
+        }
+        above += counts[i];
+    }
+    __syncthreads();
+    return *state.bin;
+}
+
+// The exact threshold of the `rank` greatest keys; found is false if some list is too long or there are too few keys.
+template <bool kAggregate, typename Source>
+DEVICE Threshold search(const State& state, int& level, Interval in, int rank, const Source& source) {
+    while (true) {
+        const Bin bin = narrow<kAggregate>(state, level++, in, rank, source);
+        if (bin.rank == 0 || (!kAggregate && bin.overflow)) return {false, 0, 0};
+        if (bin.count == bin.rank) return {true, bin.low - 1, 0};  // no key is 0
+        if (bin.low == bin.high) return {true, bin.low, bin.rank};
+        in = Interval(bin.low, bin.high, bin.high);
+        rank = bin.rank;
+    }
+}
+
+}  // namespace moe_fp8::topk

@@ -1,0 +1,222 @@
+"""CUDA launches of the indexer's ops; as in `cuda`."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from moe_fp8 import heuristics
+from moe_fp8.jit.tensor_map import encode_2d, encode_tiled
+from moe_fp8.ops import launch
+from moe_fp8.ops.keys import Key
+from moe_fp8.problems import (
+    IndexerCacheProblem,
+    IndexerTopkProblem,
+    InDtype,
+    MqaLogitsProblem,
+    OutDtype,
+    PagedMqaLogitsProblem,
+    PagedMqaMetadataProblem,
+)
+from moe_fp8.specs import kernel_spec
+
+_MQA = struct.Struct("128s128s128s128sQQQqiiii")
+_PAGED = struct.Struct("128s128s128s128sQQQQiiqqii")
+_METADATA = struct.Struct("QiiQii")
+_INDEXER_CACHE = struct.Struct("QQQqqqiii")
+_INDEXER_TOPK = struct.Struct("QQQQQQqiiiii")
+
+_OUT_DTYPES: dict[torch.dtype, OutDtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+#: Keys of a prefill work item: enough items to spread evenly, few enough that loading queries stays cheap.
+_MIN_CHUNK, _MAX_CHUNK, _ITEMS_PER_SM = 512, 8192, 6
+
+
+def mqa_logits(
+    q: Tensor,
+    k: Tensor,
+    k_scale: Tensor,
+    weights: Tensor,
+    ks: Tensor,
+    ke: Tensor,
+    out: Tensor,
+    compressed: bool,
+    fill: bool,
+    key: Key | None = None,
+) -> None:
+    """Prefill indexer logits; q [M,H,D], k [N,D], weights [M,H], out [M, N or max_seqlen_k]."""
+    device = q.get_device()
+    num_sms = launch.num_sms(device)
+    m, heads, dim = q.shape
+    n = k.shape[0]
+    width = out.shape[1]
+    problem = MqaLogitsProblem(m, n, heads, dim, compressed, fill, num_sms, _OUT_DTYPES[out.dtype])
+    spec = kernel_spec(problem)
+    block_q = heuristics.mqa_config(problem).block_q
+    query_blocks = -(-m // block_q)
+    columns = max(n, width) if compressed else n
+    share = -(-columns * query_blocks // (num_sms * _ITEMS_PER_SM * 128)) * 128
+    chunk = min(max(share, _MIN_CHUNK), _MAX_CHUNK)
+    block = launch.new_block(_MQA)
+    _MQA.pack_into(
+        block.buffer,
+        0,
+        encode_2d(q.data_ptr(), "uint8", (dim, m * heads), dim, (dim, block_q * heads), dim),
+        encode_2d(k.data_ptr(), "uint8", (dim, n), dim, (dim, heuristics.MQA_BLOCK_KV), dim),
+        encode_2d(k_scale.data_ptr(), "float32", (n, 1), (n + 3 & -4) * 4, (heuristics.MQA_BLOCK_KV, 1), 0),
+        encode_2d(weights.data_ptr(), "float32", (heads, m), heads * 4, (heads, block_q), 0),
+        out.data_ptr(),
+        ks.data_ptr(),
+        ke.data_ptr(),
+        out.stride(0),
+        m,
+        n,
+        width,
+        chunk,
+    )
+    launch.launch(spec, min(num_sms, query_blocks * -(-columns // chunk)), device, block, key)
+
+
+def paged_mqa_logits_metadata(
+    context_lens: Tensor,
+    block_size: int,
+    num_workers: int,
+    next_n: int,
+    out: Tensor,
+    key: Key | None = None,
+) -> None:
+    """Schedule of the paged logits; context_lens [B] or [B,next_n], out [num_workers + 1, 2]."""
+    device = context_lens.get_device()
+    batch = context_lens.shape[0]
+    spec = kernel_spec(PagedMqaMetadataProblem(batch, next_n, launch.num_sms(device)))
+    block = launch.new_block(_METADATA)
+    _METADATA.pack_into(
+        block.buffer,
+        0,
+        context_lens.data_ptr(),
+        next_n,
+        context_lens.dim() == 2,
+        out.data_ptr(),
+        batch,
+        num_workers,
+    )
+    launch.launch(spec, 1, device, block, key)
+
+
+def paged_mqa_logits(
+    q: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    metadata: Tensor,
+    out: Tensor,
+    key: Key | None = None,
+) -> None:
+    """Decode indexer logits; q [B,next_n,H,D], kv_cache [pages,block,1,D+4], out [B*next_n, width]."""
+    device = q.get_device()
+    batch, next_n, heads, dim = q.shape
+    pages, page_size = kv_cache.shape[0], kv_cache.shape[1]
+    page_stride = kv_cache.stride(0) if pages > 1 else page_size * (dim + 4)
+    problem = PagedMqaLogitsProblem(
+        batch, next_n, heads, dim, page_size, launch.num_sms(device), _OUT_DTYPES[out.dtype]
+    )
+    spec = kernel_spec(problem)
+    block_q = heuristics.paged_mqa_config(problem).block_q
+    rows = batch * next_n
+    box = min(page_size, heuristics.MQA_BLOCK_KV)
+    cache = kv_cache.data_ptr()
+    block = launch.new_block(_PAGED)
+    _PAGED.pack_into(
+        block.buffer,
+        0,
+        encode_2d(q.data_ptr(), "uint8", (dim, rows * heads), dim, (dim, block_q * heads), dim),
+        encode_tiled(cache, "uint8", (dim, page_size, pages), (dim, page_stride), (dim, box, 1), dim, 128),
+        encode_2d(cache + page_size * dim, "float32", (page_size, pages), page_stride, (box, 1), 0),
+        encode_2d(weights.data_ptr(), "float32", (heads, rows), heads * 4, (heads, block_q), 0),
+        out.data_ptr(),
+        block_table.data_ptr(),
+        metadata.data_ptr(),
+        context_lens.data_ptr(),
+        next_n,
+        context_lens.dim() == 2,
+        out.stride(0),
+        block_table.stride(0),
+        batch,
+        # The kernel works up to here whatever the lengths say, and so reads no page past the table.
+        min(out.shape[1], block_table.shape[1] * page_size),
+    )
+    launch.launch(spec, metadata.shape[0] - 1, device, block, key)
+
+
+_IN_DTYPES: dict[torch.dtype, InDtype] = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+}
+
+
+def indexer_quantize_and_cache(
+    k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool, key: Key | None = None
+) -> None:
+    """k [T,D] -> slots slot_mapping [T] of kv_cache [pages,block,1,D+4]."""
+    device = k.get_device()
+    rows, dim = k.shape
+    pages, page_size = kv_cache.shape[0], kv_cache.shape[1]
+    spec = kernel_spec(
+        IndexerCacheProblem(rows, dim, _IN_DTYPES[k.dtype], power_of_two, launch.num_sms(device))
+    )
+    block = launch.new_block(_INDEXER_CACHE)
+    _INDEXER_CACHE.pack_into(
+        block.buffer,
+        0,
+        k.data_ptr(),
+        kv_cache.data_ptr(),
+        slot_mapping.data_ptr(),
+        k.stride(0),
+        kv_cache.stride(0),
+        pages,
+        rows,
+        page_size.bit_length() - 1,
+        slot_mapping.dtype is torch.int64,
+    )
+    # Eight values of a row are one thread's.
+    launch.launch(spec, -(-rows * dim // (spec.num_threads * 8)), device, block, key)
+
+
+def indexer_topk(
+    logits: Tensor,
+    k: int,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    by_value: bool,
+    out: Tensor,
+    values: Tensor | None,
+    first_column: int,
+    carried: Tensor | None,
+    key: Key | None = None,
+) -> None:
+    """logits [M,N] -> out [M,k], values [M,k] or None; starts and ends [M], carried [M,W] or None."""
+    device = logits.get_device()
+    rows, columns = logits.shape
+    spec = kernel_spec(IndexerTopkProblem(rows, columns, _OUT_DTYPES[logits.dtype], launch.num_sms(device)))
+    block = launch.new_block(_INDEXER_TOPK)
+    _INDEXER_TOPK.pack_into(
+        block.buffer,
+        0,
+        logits.data_ptr(),
+        0 if starts is None else starts.data_ptr(),
+        0 if ends is None else ends.data_ptr(),
+        out.data_ptr(),
+        0 if values is None else values.data_ptr(),
+        0 if carried is None else carried.data_ptr(),
+        logits.stride(0),
+        columns,
+        k,
+        by_value,
+        first_column,
+        0 if carried is None else carried.shape[1],
+    )
+    launch.launch(spec, rows * spec.cluster_size, device, block, key)

@@ -1,0 +1,92 @@
+"""Launches: a loaded kernel on the current stream, remembered by the call's key.
+
+Nothing here waits for the device, reads device data or allocates. Given the call's key a launch is
+remembered, and `repeat` makes it again without checks or preparation.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from moe_fp8.errors import UnsupportedError
+from moe_fp8.heuristics import gemm_table
+from moe_fp8.jit.driver import LoadedKernel, ParamBlock, device_info
+from moe_fp8.jit.runtime import get_kernel
+from moe_fp8.ops.keys import Key
+from moe_fp8.specs import KernelSpec
+
+_raw_stream = torch._C._cuda_getCurrentRawStream
+_current_device = torch._C._cuda_getDevice
+
+
+class _Launch(NamedTuple):
+    """A launch in full but for the stream; read-only, so that threads may share it."""
+
+    kernel: LoadedKernel
+    grid: int
+    device: int
+    block: ParamBlock
+
+
+_launches: dict[Key, _Launch] = {}
+# Allocators hand out the same addresses again and again; where they do not, launches remembered in vain
+# must not grow without end. One takes about 2.5 KiB.
+_MAX_LAUNCHES = 8192
+
+
+@cache
+def num_sms(device: int) -> int:
+    """Streaming multiprocessors; raises UnsupportedError for a GPU that is no Hopper."""
+    info = device_info(device)
+    if info.cc != (9, 0):
+        raise UnsupportedError(
+            f"{info.name} (compute capability {info.cc[0]}.{info.cc[1]}): the kernels need Hopper (9.0); "
+            "move the tensors to such a GPU, or to the CPU for the reference implementation"
+        )
+    return info.num_sms
+
+
+@cache
+def table(device: int) -> str:
+    """The measured table that is meant for the device, "" for none."""
+    return gemm_table.device_of(device_info(device).name)
+
+
+def repeat(key: Key) -> bool:
+    """Launch what was launched for a call of this key; False if there was none.
+
+    Such a call has passed the checks: ask before them.
+    """
+    launch = _launches.get(key)
+    if launch is None:
+        return False
+    kernel, grid, device, block = launch
+    if device == _current_device():
+        kernel.launch(grid, _raw_stream(device), block)
+    else:
+        with torch.cuda.device(device):
+            kernel.launch(grid, _raw_stream(device), block)
+    return True
+
+
+def launch(spec: KernelSpec, grid: int, device: int, block: ParamBlock, key: Key | None) -> None:
+    """Launch the kernel of `spec`, loading it if need be; remember it under `key`."""
+    if device != _current_device():
+        with torch.cuda.device(device):
+            return launch(spec, grid, device, block, key)
+    kernel = get_kernel(spec)
+    kernel.launch(grid, _raw_stream(device), block)
+    if key is not None:
+        if len(_launches) >= _MAX_LAUNCHES:
+            _launches.clear()
+        _launches[key] = _Launch(kernel, grid, device, block)
+
+
+def new_block(layout: struct.Struct) -> ParamBlock:
+    """Room for the parameters of one launch."""
+    # Structs that hold tensor maps are 64-byte aligned, and so padded.
+    return ParamBlock(-(-layout.size // 64) * 64)

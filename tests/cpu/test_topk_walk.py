@@ -1,0 +1,68 @@
+"""The top-k kernel, run on the host by topk_walk.cpp with small CTAs and little room for candidates."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+KERNELS = HERE.parents[1] / "moe_fp8" / "kernels"
+
+CAPACITY = 512
+
+
+def _sources(folder: Path) -> None:
+    """The kernel's files, with the host's integers, shared memory and PTX instead of the device's."""
+    shutil.copytree(KERNELS / "topk", folder / "topk")
+    (folder / "common").mkdir()
+    types = (KERNELS / "common" / "types.cuh").read_text()
+    types = re.sub(r"^(using u?int\d+_t = .*|#define DEVICE .*)$", "", types, flags=re.M)
+    (folder / "common" / "types.cuh").write_text(types)
+    (folder / "ptx").mkdir()
+    for name in ("sync", "shared"):
+        (folder / "ptx" / f"{name}.cuh").write_text("#pragma once\n")
+    entry = (KERNELS / "indexer_topk.cuh").read_text()
+    entry = re.sub(
+        r"extern __shared__ \S+ uint8_t dynamic\[\];",
+        "char* dynamic = host::dynamic_memory[host::cta];\n    char* fixed = host::static_memory[host::cta];",
+        entry,
+    )
+    entry, count = re.subn(
+        r"__shared__ (\w+) (\w+)(?:\[(.+)\])?;",
+        lambda m: (
+            f"auto& {m[2]} = *reinterpret_cast<{m[1]}(*)[{m[3]}]>(fixed); fixed += 1024;"
+            if m[3]
+            else f"auto& {m[2]} = *reinterpret_cast<{m[1]}*>(fixed); fixed += 1024;"
+        ),
+        entry,
+    )
+    assert count == 3
+    (folder / "indexer_topk.cuh").write_text(entry)
+    shutil.copy(HERE / "topk_host.h", folder / "host.h")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles device code for the host with g++")
+@pytest.mark.parametrize("cluster", [1, 2, 8])
+@pytest.mark.parametrize("in_dtype", [0, 2])
+def test_the_kernel_chooses_what_a_sort_chooses(tmp_path: Path, in_dtype: int, cluster: int) -> None:
+    _sources(tmp_path)
+    threads = 64 if cluster > 2 else 128
+    defines = {
+        "IN_DTYPE": in_dtype,
+        "CAPACITY": CAPACITY,
+        "MAX_K": 256,
+        "CLUSTER_SIZE": cluster,
+        "NUM_THREADS": threads,
+        "SMEM_BYTES": CAPACITY * 8 + 2 * 2048 * 4,
+        "CASES": 120 // cluster + 30,
+        "COLUMNS_OF_A_CTA": 70_000 if cluster < 8 else 20_000,
+    }
+    program = tmp_path / "topk_walk"
+    command = ["g++", "-std=c++20", "-O1", "-w", f"-I{tmp_path}", *(f"-D{k}={v}" for k, v in defines.items())]
+    subprocess.run([*command, str(HERE / "topk_walk.cpp"), "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr

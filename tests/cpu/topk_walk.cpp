@@ -1,0 +1,209 @@
+// The top-k kernel on the host: every thread of a cluster is a fiber, and the fibers run in random order from one barrier
+// to the next, so that a missing barrier shows. For random rows it compares `out` and `values` with a stable sort.
+// Prints what is wrong; the exit code is 1 then.
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "host.h"
+
+#include "indexer_topk.cuh"
+
+namespace {
+
+std::mt19937 random_bits(7);
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    int thread, cta;
+    bool done = false;
+    Gate* waits = nullptr;
+    unsigned generation = 0;
+};
+
+ucontext_t scheduler;
+Fiber* current;
+
+}  // namespace
+
+Index threadIdx, blockIdx;
+char (*host::dynamic_memory)[SMEM_BYTES];
+char (*host::static_memory)[host::kStaticBytes];
+int host::cta;
+
+void Gate::meet(int members) {
+    if (++arrived == members) {
+        arrived = 0;
+        ++generation;
+        return;
+    }
+    current->waits = this;
+    current->generation = generation;
+    swapcontext(&current->context, &scheduler);
+}
+
+Gate& host::warp_gate() { return gates[current->cta].warps[current->thread / 32]; }
+Exchange& host::warp_exchange() { return exchanges[current->cta][current->thread / 32]; }
+Gate& host::cta_gate() { return gates[current->cta].all; }
+
+namespace {
+
+void run_thread() {
+    indexer_topk(*host::params);
+    current->done = true;
+    swapcontext(&current->context, &scheduler);
+}
+
+// One cluster.
+void run(const IndexerTopkParams& params, int row, std::vector<Fiber>& fibers) {
+    host::params = &params;
+    for (auto& gates : host::gates) gates = {};
+    host::cluster_gate = {};
+    std::memset(host::dynamic_memory, 0xa5, sizeof(*host::dynamic_memory) * CLUSTER_SIZE);
+    std::vector<Fiber*> ready;
+    for (size_t i = 0; i < fibers.size(); ++i) {
+        Fiber& fiber = fibers[i];
+        fiber.done = false;
+        fiber.waits = nullptr;
+        fiber.thread = static_cast<int>(i) % NUM_THREADS;
+        fiber.cta = static_cast<int>(i) / NUM_THREADS;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = fiber.stack.size();
+        makecontext(&fiber.context, run_thread, 0);
+    }
+    size_t left = fibers.size();
+    std::vector<int> order(fibers.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
+    std::shuffle(order.begin(), order.end(), random_bits);
+    while (left > 0) {
+        bool moved = false;
+        // Now and then another order, and every other time half of the warps fall behind.
+        if (random_bits() % 64 == 0) std::shuffle(order.begin(), order.end(), random_bits);
+        const unsigned late = random_bits() % 2 ? random_bits() : 0;
+        for (int i : order) {
+            Fiber& fiber = fibers[i];
+            if (late >> i / 32 % 32 & 1) {
+                moved = true;
+                continue;
+            }
+            if (fiber.done || (fiber.waits != nullptr && fiber.waits->generation == fiber.generation)) continue;
+            fiber.waits = nullptr;
+            moved = true;
+            current = &fiber;
+            threadIdx.x = fiber.thread;
+            blockIdx.x = row * CLUSTER_SIZE + fiber.cta;
+            host::cta = fiber.cta;
+            swapcontext(&scheduler, &fiber.context);
+            left -= fiber.done;
+        }
+        if (!moved) {  // with nobody late
+            std::puts("a barrier that not all threads reach");
+            std::exit(1);
+        }
+    }
+}
+
+using Bits = moe_fp8::topk::Bits;
+
+float value_of(Bits bits) {
+    const uint32_t wide = sizeof(Bits) == 2 ? static_cast<uint32_t>(bits) << 16 : bits;
+    float value;
+    std::memcpy(&value, &wide, 4);
+    return value;
+}
+
+Bits bits_of(float value) {
+    uint32_t wide;
+    std::memcpy(&wide, &value, 4);
+    return static_cast<Bits>(sizeof(Bits) == 2 ? wide >> 16 : wide);
+}
+
+// Ranks x before y, as torch.topk has it.
+bool above(float x, float y) {
+    if (std::isnan(x) || std::isnan(y)) return std::isnan(x) && !std::isnan(y);
+    return x > y;
+}
+
+float draw(int kind, int column) {
+    const float normal = std::normal_distribution<float>()(random_bits);
+    switch (kind) {
+        case 0: return normal;
+        case 1: return static_cast<float>(random_bits() % 3);  // few values
+        case 2: return 1.0f;
+        case 3: return 1.0f + static_cast<float>(random_bits() % 65536) / 65536 / 64;  // one exponent
+        case 4: {
+            const float odd[] = {NAN, -NAN, INFINITY, -INFINITY, 0.0f, -0.0f, 1e-42f, -1e-42f, 1.0f};
+            return odd[random_bits() % 9];
+        }
+        case 5: return static_cast<float>(column);  // ascending
+        case 6: return random_bits() % 1000 == 0 ? normal + 10 : -INFINITY;
+        case 7: return column % 64 < 16 ? NAN : normal;
+        default: return -std::fabs(normal);
+    }
+}
+
+bool holds(int kind, int columns, int begin, int end, int k, bool sorted, int misaligned, std::vector<Fiber>& fibers) {
+    // What may not be read lies outside the range: NaN would be chosen.
+    std::vector<Bits> storage(columns + 32 + misaligned, bits_of(NAN));
+    Bits* row = reinterpret_cast<Bits*>((reinterpret_cast<uintptr_t>(storage.data()) + 15) / 16 * 16) + misaligned;
+    const int from = std::min(std::max(begin, 0), columns), to = std::min(std::max(end, from), columns);
+    for (int i = from; i < to; ++i) row[i] = bits_of(draw(kind, i));
+    std::vector<int> expected(std::max(to - from, 0));
+    for (size_t i = 0; i < expected.size(); ++i) expected[i] = from + static_cast<int>(i);
+    std::stable_sort(expected.begin(), expected.end(),
+                     [&](int a, int b) { return above(value_of(row[a]), value_of(row[b])); });
+    expected.resize(std::min<size_t>(expected.size(), k));
+    if (!sorted) std::sort(expected.begin(), expected.end());
+    const size_t chosen = expected.size();
+    expected.resize(k, -1);
+
+    std::vector<int> out(k, -7);
+    std::vector<Bits> values(k, bits_of(-7.0f));
+    const IndexerTopkParams params{row, &begin, &end, out.data(), values.data(), columns, columns, k, sorted};
+    run(params, 0, fibers);
+    for (int i = 0; i < k; ++i) {
+        const Bits value = static_cast<size_t>(i) < chosen ? row[expected[i]] : bits_of(-INFINITY);
+        if (out[i] != expected[i] || values[i] != value) {
+            std::printf("kind %d, %d columns, %d to %d, k %d, sorted %d, misaligned %d: out[%d] = %d, not %d\n", kind, columns,
+                        begin, end, k, sorted, misaligned, i, out[i], expected[i]);
+            return false;
+        }
+    }
+    return true;
+}
+
+}  // namespace
+
+int main() {
+    host::dynamic_memory = static_cast<char(*)[SMEM_BYTES]>(std::aligned_alloc(16, SMEM_BYTES * CLUSTER_SIZE));
+    host::static_memory =
+        static_cast<char(*)[host::kStaticBytes]>(std::aligned_alloc(16, host::kStaticBytes * CLUSTER_SIZE));
+    std::vector<Fiber> fibers(NUM_THREADS * CLUSTER_SIZE);
+    for (auto& fiber : fibers) fiber.stack.resize(64 << 10);
+    for (int round = 0; round < CASES; ++round) {
+        const int kind = round % 9;
+        const int columns = round % 4 == 0 ? 1 + random_bits() % 300 : 1 + random_bits() % 6000;
+        const int begin = round % 3 == 0 ? 0 : static_cast<int>(random_bits() % (columns + 20)) / 3 - 5;
+        const int end = round % 3 == 0 ? columns : columns + 10 - static_cast<int>(random_bits() % 40);
+        const int k = 1 + random_bits() % (round % 2 ? MAX_K : 40);
+        if (!holds(kind, columns, begin, end, k, random_bits() % 2, random_bits() % 8, fibers)) return 1;
+    }
+    // More than one window of the bitmaps a CTA.
+    for (int kind = 0; kind < 9; kind += 2) {
+        const int columns = COLUMNS_OF_A_CTA * CLUSTER_SIZE - 11;
+        if (!holds(kind, columns, 3, columns - 1, MAX_K - 3, kind == 4, kind, fibers)) return 1;
+    }
+    return 0;
+}
