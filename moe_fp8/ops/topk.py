@@ -29,7 +29,8 @@ def indexer_topk(
     out: int32 `[M, k]`, contiguous, or None. values: of logits' dtype, `[M, k]`, contiguous, or None.
 
     first_column, carried: what columns are called in out, where logits are a part of wider rows: column j
-    first_column + j, but the last W what carried, int32 `[M, W]`, contiguous, says; order and ties go by column.
+    first_column + j, but the last W what carried, int32 `[M, W]`, contiguous, says. Order and ties go by
+    columns of logits.
 
     Returns out: column numbers of logits, then -1 where a range has fewer than k. values receives the chosen
     logits, then -inf. Of equal logits the lower columns are chosen; -0 equals +0, -inf is a value like any

@@ -35,7 +35,8 @@ def _topk() -> dict[str, Any]:
     names = ("starts", "ends", "out", "values")
     tensors = (torch.zeros(3, dtype=I32), torch.full((3,), 9, dtype=I32), torch.zeros(3, 4, dtype=I32))
     arguments = dict(zip(names, (*tensors, torch.zeros(3, 4)), strict=True))
-    return {"logits": torch.zeros(3, 9), "k": 4, "by_value": False, **arguments}
+    named = {"first_column": 0, "carried": torch.zeros(3, 2, dtype=I32)}
+    return {"logits": torch.zeros(3, 9), "k": 4, "by_value": False, **arguments, **named}
 
 
 def _gemm() -> dict[str, Any]:

@@ -56,6 +56,27 @@ def test_values_agree_with_torch() -> None:
     assert torch.equal(columns.long(), at)
 
 
+@pytest.mark.parametrize("by_value", [False, True])
+def test_what_columns_are_called(by_value: bool) -> None:
+    case = topk_cases.topk_case(5, 60, torch.float32, "ties", "random")
+    plain = indexer_topk(case.logits, 9, starts=case.starts, ends=case.ends, sorted=by_value)
+    carried = torch.randint(0, 1 << 20, (5, 20), dtype=I32)
+    got = indexer_topk(
+        case.logits,
+        9,
+        starts=case.starts,
+        ends=case.ends,
+        sorted=by_value,
+        first_column=700,
+        carried=carried,
+    )
+    for row in range(5):
+        names = [
+            -1 if j < 0 else 700 + j if j < 40 else int(carried[row, j - 40]) for j in plain[row].tolist()
+        ]
+        assert got[row].tolist() == names
+
+
 def test_equal_values_go_to_the_lower_columns() -> None:
     logits = torch.tensor([[1.0, 0.0, -0.0, 2.0, 0.0, -0.0]])
     assert indexer_topk(logits, 4).tolist() == [[0, 1, 2, 3]]

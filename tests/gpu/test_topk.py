@@ -159,3 +159,23 @@ def test_checked_mode_names_the_row() -> None:
     ends[1] = 10
     with pytest.raises(ContractError, match="row 1"):
         indexer_topk(case.logits, 4, ends=ends)
+
+
+@pytest.mark.parametrize("rows, columns", [(5, 60), (1, 70_001), (200, 9000)])
+def test_what_columns_are_called(rows: int, columns: int) -> None:
+    case = topk_cases.topk_case(rows, columns, torch.float32, "normal", "random")
+    carried = torch.randint(0, 1 << 20, (rows, 50), dtype=torch.int32)
+    for by_value in (False, True):
+        named = [
+            indexer_topk(
+                logits.logits,
+                40,
+                starts=logits.starts,
+                ends=logits.ends,
+                sorted=by_value,
+                first_column=700,
+                carried=carried.to(logits.logits.device),
+            ).cpu()
+            for logits in (case, case.to("cuda"))
+        ]
+        assert torch.equal(*named)
