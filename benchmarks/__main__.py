@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from . import gemm, host, logits
+from . import gemm, host, logits, topk
 from .compare import Session
 from .peer import DeepGemm, load
 from .results import LISTED, RANDOM, RESULTS, ResultsFile, device_slug, git_commit, today
@@ -27,12 +27,13 @@ RUNNERS: dict[str, Callable[[Session, DeepGemm | None, int], None]] = {
     "mqa_logits": logits.run_mqa_logits,
     "paged_mqa_logits": logits.run_paged_mqa_logits,
     "paged_metadata": logits.run_paged_metadata,
+    "topk": topk.run_topk,
     "host": host.run_host,
     "compile": host.run_compile,
     "warmup": host.run_warmup,
 }
 
-HAVE_RANDOM = ("dense", "contiguous", "masked")
+HAVE_RANDOM = ("dense", "contiguous", "masked", "topk")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         dest="sets",
         choices=[LISTED, RANDOM, "all"],
         default=LISTED,
-        help="shapes of the GEMM classes; random: seeded draws, 10 replays each (default: listed)",
+        help="shapes of the GEMMs and of topk; random: seeded draws, 10 replays each (default: listed)",
     )
     parser.add_argument("--quick", action="store_true", help="every third shape, 5 replays: a smoke test")
     parser.add_argument("--out", type=Path, help="results file (default: benchmarks/results/DEVICE.json)")
