@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from . import gemm, host, logits, selection
+from . import gemm, host, logits, selection, topk
 from .compare import Session
 from .peer import DeepGemm, load
 from .results import LISTED, RANDOM, RESULTS, ResultsFile, device_slug, git_commit, today
@@ -27,13 +27,14 @@ RUNNERS: dict[str, Callable[[Session, DeepGemm | None, int], None]] = {
     "mqa_logits": logits.run_mqa_logits,
     "paged_mqa_logits": logits.run_paged_mqa_logits,
     "paged_metadata": logits.run_paged_metadata,
+    "topk": topk.run_topk,
     "indexer_select": selection.run_indexer_select,
     "host": host.run_host,
     "compile": host.run_compile,
     "warmup": host.run_warmup,
 }
 
-HAVE_RANDOM = ("dense", "contiguous", "masked", "mqa_logits", "paged_mqa_logits")
+HAVE_RANDOM = ("dense", "contiguous", "masked", "mqa_logits", "paged_mqa_logits", "topk")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """Shapes that nobody chose: seeded draws from the widths of real models. Standard library only.
 
-`DENSE`, `CONTIGUOUS` and `MASKED` are the `random` set, 30 shapes a class and the same on every machine. They
-exist to catch a selector that was fitted to the listed shapes: do not tune on them.
+`DENSE`, `CONTIGUOUS` and `MASKED`, 30 shapes each, and `TOPK`, 20, are the `random` set, the same on every
+machine. They exist to catch a selector that was fitted to the listed shapes: do not tune on them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
-from .shapes import DenseShape, GroupedShape, Skew, aligned_starts
+from .shapes import MOST_LOGITS, DenseShape, GroupedShape, Skew, TopkShape, aligned_starts
 
 _SHAPES_A_CLASS = 30
 _SEED = 20_261
@@ -168,6 +169,17 @@ def _grouped(
         yield rng.choice([shape for shape in shapes if fits(shape)])
 
 
+def _topk() -> Iterator[TopkShape]:
+    """Rows 1 to 4096, columns 4K to 1M, both log-uniform; k from 512 to 4096."""
+    rng = random.Random(_SEED + 3)
+    while True:
+        rows, columns = round(2 ** rng.uniform(0, 12)), round(2 ** rng.uniform(12, 20))
+        k, skew = rng.choice((512, 1024, 2048, 4096)), rng.choice(("full", "causal"))
+        if k <= columns and 4 * rows * columns <= MOST_LOGITS // 4:
+            yield TopkShape(rows, columns, k, "causal" if skew == "causal" else "full")
+
+
 DENSE = _dense()
 CONTIGUOUS = _contiguous()
 MASKED = _masked()
+TOPK = list(islice(_topk(), 20))

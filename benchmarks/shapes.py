@@ -61,6 +61,22 @@ class PagedShape:
         return expert_counts(self.batch, self.context, "spread")
 
 
+@dataclass(frozen=True)
+class TopkShape:
+    """The `k` greatest of each row. full: of all columns. causal: row i of M of the first (i + 1) / M of them."""
+
+    rows: int
+    columns: int
+    k: int
+    skew: Literal["full", "causal"] = "full"
+
+    def ends(self) -> list[int]:
+        """Columns that each row considers."""
+        if self.skew == "full":
+            return [self.columns] * self.rows
+        return [(row + 1) * self.columns // self.rows for row in range(self.rows)]
+
+
 def expert_counts(num_experts: int, mean: int, skew: Skew) -> list[int]:
     """`num_experts` counts with exactly that mean.
 
@@ -195,3 +211,22 @@ PAGED_MQA_LOGITS = [
 ]
 
 PAGED_METADATA = [PagedShape(1, 4096), PagedShape(64, 4096), PagedShape(256, 4096)]
+
+#: Bytes of one input set of class topk.
+MOST_LOGITS = 8 << 30
+
+#: DeepSeek-V3.2 chooses 2048 of up to 128K tokens.
+TOPK = [
+    TopkShape(rows, columns, 2048, skew)
+    for rows in (1, 64, 512, 4096)
+    for columns in (4096, 32768, 131072, 1048576)
+    for skew in ("full", "causal")
+    if 4 * rows * columns <= MOST_LOGITS and (skew == "full" or rows > 1)
+] + [
+    TopkShape(1, 32768, 512),
+    TopkShape(64, 131072, 512),
+    TopkShape(512, 32768, 512),
+    TopkShape(4096, 4096, 512),
+    TopkShape(64, 32768, 4096),
+    TopkShape(512, 131072, 1024, "causal"),
+]

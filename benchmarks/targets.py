@@ -1,4 +1,4 @@
-"""What each class is to reach beside DeepGEMM, and how far the results are. Standard library only."""
+"""What each class is to reach beside its peer, and how far the results are. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from .results import BATCH_INVARIANT, set_of
 
 Json = dict[str, Any]
 
-#: Targets are against this peer; a row that was timed without it says nothing about them.
+#: Unless they say otherwise, targets are against this peer; a row timed without it says nothing about them.
 _PEER = "deep_gemm"
 
 
 def _ratio(row: Json) -> float | None:
     with_peer = any(name.startswith(_PEER) for name in row["peers"])
     return row["ratio"] if with_peer else None
+
+
+def _ratio_to_any(row: Json) -> float | None:
+    return row["ratio"]
 
 
 def _batch_invariant(row: Json) -> float | None:
@@ -64,6 +68,7 @@ TARGETS = [
     Target("mqa logits, prefill", "mqa_logits", _any, 1.25, 1.05),
     Target("paged mqa logits", "paged_mqa_logits", _any, 1.20, 1.05),
     Target("paged metadata", "paged_metadata", _any),
+    Target("top-k, beside torch.topk", "topk", _any, each=1.00, figure=_ratio_to_any),
 ]
 
 #: Absolute figures; they do not take a shape away from the lines above.

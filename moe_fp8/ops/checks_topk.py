@@ -86,11 +86,11 @@ def selection_out(op: str, rows: int, topk: int, like: Tensor, out: Tensor | Non
 
 
 def workspace(op: str, tensor: Tensor, like: Tensor) -> None:
-    """uint8 [bytes], contiguous, 256-byte aligned, on the device of `like`."""
+    """uint8 [bytes], contiguous, 16-byte aligned, on the device of `like`."""
     if tensor.dim() != 1 or tensor.dtype is not torch.uint8 or not tensor.is_contiguous():
         got = f"{tensor.dtype} {list(tensor.shape)} of stride {tensor.stride()}"
         raise ArgumentError(op, "workspace", "contiguous uint8 [bytes]", got)
-    if tensor.data_ptr() & 255:
-        raise ArgumentError(op, "workspace", "a 256-byte aligned address", hex(tensor.data_ptr()), "clone it")
+    if tensor.data_ptr() & 15:
+        raise ArgumentError(op, "workspace", "a 16-byte aligned address", hex(tensor.data_ptr()), "clone it")
     if tensor.device != like.device:
         raise ArgumentError(op, "workspace", f"device {like.device}", tensor.device, "move it there")

@@ -209,7 +209,7 @@ def indexer_select(
     """Prefill: the topk keys of each query, `mqa_logits_fp8` and `indexer_topk` within a workspace.
 
     q, k, k_scale, weights, ks, ke: as in `mqa_logits_fp8`. topk, sorted: as k and sorted of `indexer_topk`.
-    workspace: uint8 `[bytes]`, contiguous, 256-byte aligned, of any size from what
+    workspace: uint8 `[bytes]`, contiguous, 16-byte aligned, of any size from what
     `indexer_workspace_bytes(M, N, topk, max_bytes=...)` returns: queries and keys are taken in as few chunks
     as fit. Its contents are lost. None: allocated, in one piece. out: int32 `[M, topk]`, contiguous, or None.
 

@@ -7,6 +7,7 @@ construction of the inputs, not by luck. Only the clock is replaced.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 import moe_fp8
-from benchmarks import compare, cublas, gemm, host, inputs, logits
+from benchmarks import compare, cublas, gemm, host, inputs, logits, random_shapes, topk
 from benchmarks.compare import Session
 from benchmarks.results import CLASSES, Ceiling, ResultsFile, Row, device_slug
 from benchmarks.shapes import (
@@ -26,6 +27,7 @@ from benchmarks.shapes import (
     GroupedShape,
     MqaShape,
     PagedShape,
+    TopkShape,
     aligned_starts,
     expert_counts,
 )
@@ -101,7 +103,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         compare, "alternate", lambda replays, turns: [float(i + 1) for i in range(len(replays))]
     )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for module in (gemm, logits):
+    for module in (gemm, logits, topk):
         monkeypatch.setattr(module, "l2_bytes", lambda: 1)
     for module in (logits, host):
         monkeypatch.setattr(module, "num_sms", lambda: 4)
@@ -154,6 +156,26 @@ def test_class_runs_against_a_peer(
             expected |= {"batch-invariant rel_error", "batch-invariant us"}
         assert row["notes"].keys() == expected, "the peer was left out"
         assert 0 <= row["rel_error"] < 3e-3
+
+
+def test_topk_runs_beside_torch(on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(topk, "TOPK", [TopkShape(3, 50, 8), TopkShape(9, 50, 8, "causal")])
+    monkeypatch.setattr(random_shapes, "TOPK", [TopkShape(2, 70, 9, "causal")])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    results = ResultsFile(tmp_path / "h200.json", ENVIRONMENT)
+    session = Session(results, replays=1, failures=[], sets=("listed", "random"))
+    topk.run_topk(session, None, 1)
+    assert session.failures == []
+    rows = _rows(tmp_path / "h200.json")
+    assert [row["shape"].get("set") for row in rows] == [None, None, "random"]
+    for row in rows:
+        assert row["peers"] == {"torch.topk": 2.0} and row["rel_error"] == 0
+
+
+def test_topk_knows_a_wrong_choice() -> None:
+    logits = torch.arange(10.0)[None]
+    for columns, error in (([7, 8, 9], 0.0), ([6, 8, 9], math.inf), ([8, 9, 9], math.inf)):
+        assert topk._error(torch.tensor([columns], dtype=torch.int32), logits, 3) == error
 
 
 def test_host_class_times_every_op(on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

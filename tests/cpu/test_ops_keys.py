@@ -178,13 +178,13 @@ def test_a_launch_of_the_topk_packs_what_the_kernel_reads(cuda: Any, given: bool
     storage = torch.zeros(3, 40_001)
     arguments = {**_topk(), "logits": storage[:, 1:]}
     if not given:
-        arguments = {**arguments, "starts": None, "ends": None, "values": None}
+        arguments = {**arguments, "starts": None, "ends": None, "values": None, "carried": None}
     cuda.indexer_topk(**arguments)
     ((grid, _, params),) = cuda.kernel.launches
     assert grid == 3 * 8  # 2^16 columns, rounded up, are eight CTAs' work
-    tensors = (arguments[name] for name in ("logits", "starts", "ends", "out", "values"))
+    tensors = (arguments[name] for name in ("logits", "starts", "ends", "out", "values", "carried"))
     addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-    assert struct.unpack("<6q3i4x", params) == (*addresses, 40_001, 40_000, 4, 0)
+    assert struct.unpack("<7q5i52x", params) == (*addresses, 40_001, 40_000, 4, 0, 0, 2 if given else 0)
 
 
 def test_a_failed_launch_is_not_remembered(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:

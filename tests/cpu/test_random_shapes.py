@@ -25,6 +25,18 @@ def test_thirty_a_class_and_the_same_in_every_process() -> None:
     assert [len(set(drawn)) for drawn in lists] == [30, 30, 30]
 
 
+def test_twenty_of_topk_and_the_same_in_every_process() -> None:
+    program = "from benchmarks import random_shapes as r; print(r.TOPK)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(random_shapes.TOPK)
+    assert len(set(random_shapes.TOPK)) == 20
+    for shape in (*random_shapes.TOPK, *shapes.TOPK):
+        assert shape.k <= shape.columns and 4 * shape.rows * shape.columns <= shapes.MOST_LOGITS
+        assert max(shape.ends()) == shape.columns and min(shape.ends()) > 0
+
+
 def test_they_are_not_the_listed_ones() -> None:
     assert not set(random_shapes.DENSE) & set(shapes.DENSE)
     assert not set(random_shapes.CONTIGUOUS) & set(shapes.CONTIGUOUS)

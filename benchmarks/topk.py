@@ -1,0 +1,72 @@
+"""Class topk: the choice of keys by the indexer's logits, beside torch.topk."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_fp8
+
+from . import inputs, random_shapes
+from .compare import Contestant, Session
+from .peer import DeepGemm
+from .results import Row
+from .shapes import TOPK, TopkShape
+from .timing import l2_bytes, plan_rotation
+
+_PEER = "torch.topk"
+
+
+def run_topk(session: Session, peer: DeepGemm | None, step: int) -> None:
+    """`peer` has no such op; torch.topk without order takes its place."""
+    for terms, shape in session.shapes(step, TOPK, random_shapes.TOPK):
+        _topk(session, shape, terms)
+        torch.cuda.empty_cache()
+
+
+def _logits(shape: TopkShape, ends: Tensor | None) -> Tensor:
+    """Normal logits; -inf outside the ranges, which torch.topk has no other way to be told of."""
+    logits = torch.randn(shape.rows, shape.columns, device=inputs.DEVICE)
+    if ends is not None:
+        for row, end in enumerate(shape.ends()):
+            logits[row, end:] = float("-inf")
+    return logits
+
+
+def _error(columns: Tensor, logits: Tensor, k: int) -> float:
+    """0 where the chosen logits are those that torch.topk chooses, each once."""
+    chosen = torch.where(columns < 0, float("-inf"), logits.gather(1, columns.long().clamp_min(0)))
+    repeated = (columns[:, 1:] == columns[:, :-1]) & (columns[:, 1:] >= 0)
+    exact = torch.equal(chosen.sort(1, descending=True).values, logits.topk(k, 1).values)
+    return 0.0 if exact and not repeated.any() else float("inf")
+
+
+def _topk(session: Session, shape: TopkShape, terms: dict[str, Any]) -> None:
+    k, lengths = shape.k, shape.ends()
+    num_sets, num_calls = plan_rotation(4 * sum(lengths), l2_bytes(), max_sets=16)
+    ends = None
+    if shape.skew == "causal":
+        ends = torch.tensor(lengths, device=inputs.DEVICE, dtype=torch.int32)
+    sets = [_logits(shape, ends) for _ in range(num_sets)]
+    out = torch.full((shape.rows, k), -2, device=inputs.DEVICE, dtype=torch.int32)
+
+    def ours(logits: Tensor) -> object:
+        return moe_fp8.indexer_topk(logits, k, ends=ends, out=out)
+
+    def check_ours() -> float:
+        ours(sets[0])
+        return _error(out, sets[0], k)
+
+    def theirs(logits: Tensor) -> object:
+        return torch.topk(logits, k, dim=1, sorted=False)
+
+    contestants = [
+        Contestant("moe_fp8", [partial(ours, logits) for logits in sets], check_ours),
+        Contestant(_PEER, [partial(theirs, logits) for logits in sets], lambda: 0.0),
+    ]
+    nbytes = 4.0 * sum(lengths) + 4.0 * shape.rows * k
+    row = Row("topk", terms, 0.0, nbytes=nbytes)
+    session.compare(row, contestants, num_calls, 0.0)
