@@ -63,7 +63,7 @@ class PagedShape:
 
 @dataclass(frozen=True)
 class TopkShape:
-    """The `k` greatest of each row. full: of all columns. causal: row i of M of the first (i + 1) / M of them."""
+    """The `k` greatest of each row. full: of all columns. causal: row i of M, of (i + 1) / M."""
 
     rows: int
     columns: int
