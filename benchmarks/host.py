@@ -55,7 +55,7 @@ def run_host(session: Session, peer: DeepGemm | None, step: int) -> None:
     _eager(session, "grouped_gemm_fp8_masked", masked, peer, theirs)
 
     x = torch.randn(64, 2048, device=inputs.DEVICE, dtype=torch.bfloat16)
-    _eager(session, "quantize_fp8", partial(moe_fp8.quantize_fp8, x), None, None)
+    _eager(session, "quantize_fp8", partial(moe_fp8.quantize_fp8, x, out=moe_fp8.quantize_fp8(x)), None, None)
 
     keys = torch.randn(64, 128, device=inputs.DEVICE, dtype=torch.bfloat16)
     cache = torch.zeros(2, 64, 1, 132, device=inputs.DEVICE, dtype=torch.uint8)

@@ -13,11 +13,14 @@ from moe_fp8.ops import checks, reference, schemas
 from moe_fp8.ops.scales import empty_mn_major
 
 
-def quantize_fp8(x: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_fp8(
+    x: Tensor, *, power_of_two: bool = False, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Quantise activations to FP8 with one scale per 1 x 128 group along K.
 
     x: bf16, fp16 or fp32 `[M, K]`, contiguous, K a positive multiple of 128; M = 0 is allowed.
     power_of_two: round scales up to powers of two (UE8M0-representable), kept as fp32.
+    out: `(q, scale)` as they are returned, to write to, or None.
 
     Returns `(q, scale)`: q float8_e4m3fn `[M, K]`, contiguous; scale fp32 `[M, K/128]`, MN-major: stride
     `(1, align(M, 4))`, what the GEMMs read without conversion. `x ~ q * scale`; the unit is x's.
@@ -31,11 +34,12 @@ def quantize_fp8(x: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tens
     """
     if x.dim() != 2:
         checks.rank("quantize_fp8", "x", x, "[M, K]", 2)
-    m, k = x.shape
-    q = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    scale = empty_mn_major(m, k // 128, x)
+    if out is None:
+        m, k = x.shape
+        out = torch.empty_like(x, dtype=torch.float8_e4m3fn), empty_mn_major(m, k // 128, x)
+    q, scale = out
     schemas.quantize_fp8(x, q, scale, power_of_two)
-    return q, scale
+    return out
 
 
 def indexer_quantize_and_cache(

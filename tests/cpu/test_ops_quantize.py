@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_fp8 import quantize_fp8, quantize_fp8_blocks
+from moe_fp8 import ArgumentError, quantize_fp8, quantize_fp8_blocks
 from tests.cases import generator
 from tests.fp8_definition import f32, fp8_code, quantize_group
 
@@ -104,3 +104,14 @@ def test_dequantised_values_are_close() -> None:
     back = (q.float().view(64, 4, 128) * scale[..., None]).view(64, 512)
     # e4m3 has three mantissa bits: half a unit in the last place is 1/16 of a value.
     assert ((back - x).abs() <= x.abs() / 16 + scale.max() * 2**-10).all()
+
+
+def test_writes_to_what_it_is_given() -> None:
+    x = torch.randn(5, 256)
+    expected = quantize_fp8(x)
+    given = tuple(torch.full_like(t.float(), 7).to(t.dtype) for t in expected)
+    q, scale = quantize_fp8(x, out=(given[0], given[1]))
+    assert q is given[0] and scale is given[1]
+    assert torch.equal(q.float(), expected[0].float()) and torch.equal(scale, expected[1])
+    with pytest.raises(ArgumentError, match="scale"):
+        quantize_fp8(x, out=(given[0], given[1][:, :1]))
