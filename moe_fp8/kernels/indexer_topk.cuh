@@ -98,13 +98,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_THREADS <= 512 ? 2
     const int end = p.ends == nullptr ? p.num_columns : min(max(p.ends[row], begin), p.num_columns);
     const Share share(p.logits, row * p.stride, begin, end, rank);
     int* out = p.out + static_cast<int64_t>(row) * p.k;
-    Bits* values = p.values == nullptr ? nullptr : static_cast<Bits*>(p.values) + static_cast<int64_t>(row) * p.k;
 
     const int count = min(p.k, share.length);
     const int thread = rank * kThreads + static_cast<int>(threadIdx.x);
     for (int i = count + thread; i < p.k; i += kCluster * kThreads) {
         out[i] = -1;
-        if (values != nullptr) values[i] = kMinusInfinity;
+        if (p.values != nullptr) static_cast<Bits*>(p.values)[int64_t(row) * p.k + i] = kMinusInfinity;
     }
     if (share.length <= p.k) {
         for (int i = thread; i < count; i += kCluster * kThreads) out[i] = begin + i;
@@ -116,14 +115,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_THREADS <= 512 ? 2
         row_sync();
         if (rank == 0) sort_by_value(state, share.row, out, count);
     }
-    if (values != nullptr || p.first_column != 0 || p.num_carried > 0) {
+    if (p.values != nullptr || p.first_column != 0 || p.num_carried > 0) {
         row_sync();
         const int split = p.num_columns - p.num_carried;
-        const int* carried = p.carried + static_cast<int64_t>(row) * p.num_carried - split;
         for (int i = thread; i < count; i += kCluster * kThreads) {
             const int column = out[i];
-            if (values != nullptr) values[i] = share.row[column];
-            out[i] = column < split ? p.first_column + column : carried[column];
+            if (p.values != nullptr) static_cast<Bits*>(p.values)[int64_t(row) * p.k + i] = share.row[column];
+            out[i] = column < split ? p.first_column + column : p.carried[int64_t(row) * p.num_carried + column - split];
         }
     }
     // A peer may still read this CTA's memory.

@@ -155,21 +155,21 @@ DEVICE void consume(const PagedMqaLogitsParams& p, Shared& shared, int math_warp
     Walk walk(p);
     Item item;
     while (walk.next(item)) {
-        Logit* rows[Tile::kScores];
         int end[Tile::kScores];
 #pragma unroll
         for (int i = 0; i < Tile::kScores; ++i) {
             const int token = item.first_token + Tile::token(i);
             const bool mine = token < p.context_lens.next_n && Tile::owner();
             end[i] = mine ? min(p.context_lens.of(item.request, token), item.key_end) : 0;
-            rows[i] = p.logits + (static_cast<int64_t>(item.request) * p.context_lens.next_n + token) * p.logits_stride;
         }
+        const int first_row = item.request * p.context_lens.next_n + item.first_token + Tile::token(0);
+        Logit* row = p.logits + first_row * p.logits_stride;
 
         ptx::barrier_wait(&shared.query_full[queries.slot], queries.phase);
         Tile tile(shared, queries.slot);
         tile.run(ceil_div(item.key_end - item.key_begin, kBlockKv), keys, [&](int i, int key, float score) {
             key += item.key_begin;
-            if (key < end[i]) rows[i][key] = to_logit(score);
+            if (key < end[i]) row[i * (Tile::kTokenStep * p.logits_stride) + key] = to_logit(score);
         });
         sched::release(&shared.query_empty[queries.slot]);
         queries.step();

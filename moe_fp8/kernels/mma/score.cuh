@@ -11,7 +11,8 @@ namespace moe_fp8::mma {
 template <int kTokens>
 constexpr int kTokensPerThread = kTokens > 1 ? kTokens / 2 : 1;
 
-// The token, within the tile, of a thread's i-th score, and the key row within the warpgroup's 64.
+// The token, within the tile, of a thread's i-th score (every second one from its first), and the key row within the
+// warpgroup's 64.
 template <int kTokens>
 DEVICE int score_token(int i) {
     return kTokens > 1 ? 2 * i + (lane_index() / 2) % 2 : 0;
