@@ -270,9 +270,16 @@ def test_paged_wide_block_table() -> None:
     cases.check_logits(_paged(case, 512), cases.paged_expected(case, 512))
 
 
-def test_paged_large_batch() -> None:
-    case = cases.paged_case(_lengths(200, 1500, 3), 2, 64, 64, "cuda")
-    cases.check_logits(_paged(case, 1500), cases.paged_expected(case, 1500))
+@pytest.mark.parametrize("batch, longest, next_n", [(200, 1500, 2), (1024, 300, 1)])
+def test_paged_large_batch(batch: int, longest: int, next_n: int) -> None:
+    case = cases.paged_case(_lengths(batch, longest, 3), next_n, 64, 64, "cuda")
+    cases.check_logits(_paged(case, longest), cases.paged_expected(case, longest))
+
+
+def test_paged_a_million_tokens() -> None:
+    length = (1 << 20) + 3
+    case = cases.paged_case([5, length], 1, 64, 128, "cuda")
+    cases.check_logits(_paged(case, length), cases.paged_expected(case, length))
 
 
 @pytest.mark.sanitizer
