@@ -39,7 +39,7 @@ DEVICE void select(const State& state, const Share& share, int k, int rank, int*
     bool listed = true;
     int level = 0;
     // Alike in all CTAs of the row, as is everything that decides whether a barrier comes next.
-    if ((share.most_vectors + 2) * int64_t(kVector) > kCapacity) {
+    if (int64_t(share.most_vectors) * kVector + share.edges > kCapacity) {
         const int stride = sample_stride(share);
         const int sampled = take_sample(state, share, stride);
         __syncthreads();

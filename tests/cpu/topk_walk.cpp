@@ -171,10 +171,20 @@ bool holds(int kind, int columns, int begin, int end, int k, bool sorted, int mi
 
     std::vector<int> out(k, -7);
     std::vector<Bits> values(k, bits_of(-7.0f));
-    const IndexerTopkParams params{row, &begin, &end, out.data(), values.data(), columns, columns, k, sorted};
+    // Every other time the last columns have names of their own.
+    const int first_column = random_bits() % 2 * 1000000, num_carried = random_bits() % 2 * (columns / 3);
+    std::vector<int> carried(num_carried);
+    for (int& name : carried) name = static_cast<int>(random_bits() >> 1);
+    const IndexerTopkParams params{row,     &begin, &end,   out.data(),   values.data(), carried.data(), columns,
+                                   columns, k,      sorted, first_column, num_carried};
     run(params, 0, fibers);
     for (int i = 0; i < k; ++i) {
-        const Bits value = static_cast<size_t>(i) < chosen ? row[expected[i]] : bits_of(-INFINITY);
+        Bits value = bits_of(-INFINITY);
+        if (static_cast<size_t>(i) < chosen) {
+            const int column = expected[i], split = columns - num_carried;
+            value = row[column];
+            expected[i] = column < split ? first_column + column : carried[column - split];
+        }
         if (out[i] != expected[i] || values[i] != value) {
             std::printf("kind %d, %d columns, %d to %d, k %d, sorted %d, misaligned %d: out[%d] = %d, not %d\n", kind, columns,
                         begin, end, k, sorted, misaligned, i, out[i], expected[i]);

@@ -9,14 +9,14 @@ namespace moe_fp8::topk {
 constexpr int kSampleStride = 16;
 
 DEVICE int sample_stride(const Share& share) {
-    return max(kSampleStride, ceil_div(share.most_vectors, kCapacity / kVector));
+    return max(kSampleStride, ceil_div(share.most_vectors, 2 * kCapacity / kVector));
 }
 
-// The rank in the sample of a key that, but for one row in a million, at least k keys of the row reach: five standard
-// deviations below the k-th. Neighbours that are alike make it less sure, not wrong.
+// The rank in the sample of a key that at least k keys of the row reach: four standard deviations below the k-th, so that one
+// row in some ten thousand has fewer and is searched the long way. Where neighbours are alike it is more of them.
 DEVICE int sample_rank(int k, int stride) {
     const float expected = static_cast<float>(k) / static_cast<float>(stride);
-    return static_cast<int>(expected + 5.0f * sqrtf(expected)) + 8;
+    return static_cast<int>(expected + 4.0f * sqrtf(expected)) + 4;
 }
 
 // Keys of the sample; returns how many. A CTA barrier must follow.

@@ -26,6 +26,7 @@ struct Share {
     int head, tail;     // logits before and after the vectors
     int tail_column;    // of the first logit after them
     int begin, length;  // of the row's whole range
+    int edges;          // logits of it in no vector
 
     DEVICE Share(const void* logits, int64_t offset, int begin_, int end, int rank) {
         row = static_cast<const Bits*>(logits) + offset;
@@ -34,6 +35,7 @@ struct Share {
         const int misaligned = static_cast<int>(reinterpret_cast<uint64_t>(row + begin) / sizeof(Bits) % kVector);
         const int before = min(length, (kVector - misaligned) % kVector);
         const int whole = (length - before) / kVector;
+        edges = length - whole * kVector;
         most_vectors = ceil_div(whole, kCluster);
         const int first = min(rank * most_vectors, whole);
         num_vectors = min(most_vectors, whole - first);

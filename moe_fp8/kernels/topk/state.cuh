@@ -21,7 +21,7 @@ struct Bin {
 };
 
 struct State {
-    // Candidates, in no order: keys and numbers within the share.
+    // Candidates, in no order: keys and, behind them, numbers within the share. A sample's keys take the room of both.
     uint32_t* keys;
     uint32_t* numbers;
     // Two histograms; later two bitmaps over numbers.
