@@ -25,7 +25,10 @@ MQA_THREADS = 4 * WARPGROUP
 
 @dataclass(frozen=True)
 class MqaConfig:
-    """Tile of the MQA-logits kernels: `block_q` query tokens x heads against `MQA_BLOCK_KV` keys a stage."""
+    """Tile of the MQA-logits kernels: `block_q` query tokens x heads against `MQA_BLOCK_KV` keys a stage.
+
+    The three math warpgroups take turns with `num_stages`, a multiple of three.
+    """
 
     block_q: int
     num_stages: int
@@ -49,4 +52,4 @@ def paged_mqa_config(problem: PagedMqaLogitsProblem) -> MqaConfig:
     block_q = 1
     while block_q < min(problem.next_n, MQA_MAX_QUERIES) and 2 * block_q * problem.num_heads <= MQA_COLUMNS:
         block_q *= 2
-    return MqaConfig(block_q=block_q, num_stages=10)
+    return MqaConfig(block_q=block_q, num_stages=12)

@@ -118,9 +118,12 @@ def gemm_smem_bytes(config: GemmConfig) -> int:
 
 @cache
 def _deepest(block_m: int, block_n: int, cluster: int = 1, shares: Shares = "operands") -> GemmConfig:
-    """The config with as many stages as fit, at most 24 (beyond that latency is long covered)."""
+    """The config with as many stages as fit, at most 24 (beyond that latency is long covered).
+
+    Where warpgroups alternate an even number, so that each always has the same stages.
+    """
     config = GemmConfig(block_m, block_n, 24 * 64 // block_n, cluster, shares)
-    while gemm_smem_bytes(config) > SMEM_CAPACITY:
+    while gemm_smem_bytes(config) > SMEM_CAPACITY or (block_n == 64 and config.num_stages % 2):
         config = replace(config, num_stages=config.num_stages - 1)
     return config
 

@@ -35,6 +35,9 @@ constexpr int kWeightScales = kBlockN / kScaleRows;  // of a tile
 constexpr int kMathWarpgroups = 2;
 // Tiles of 64 weight rows are one fragment: the warpgroups take alternate blocks of K.
 constexpr bool kAlternate = kBlockN == 64;
+// A warpgroup tells a stage's laps by parity, so it must see them all: stages whose laps went to one and the other could be
+// taken for full a lap early, when copies land out of order.
+static_assert(!kAlternate || kStages % kMathWarpgroups == 0, "see heuristics/tiles.py");
 // Parts in which a tile's sum comes about, and the columns of a fragment in groups of eight, which are dealt to them.
 constexpr int kParts = kClusterK * (kAlternate ? kMathWarpgroups : 1);
 constexpr int kColumnGroups = Fragments::kColumns / 8;

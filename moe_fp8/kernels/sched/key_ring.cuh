@@ -14,6 +14,9 @@ static_assert(NUM_THREADS == (1 + kMathWarpgroups) * kWarpgroup && CLUSTER_SIZE 
 
 template <int kColumns, int kHeadDim, int kStages>
 struct MqaShared {
+    // A warpgroup tells a stage's laps by parity, so all of them must be its own: else it could take one for full a lap early,
+    // when copies land out of order.
+    static_assert(kStages % kMathWarpgroups == 0, "see heuristics/mqa.py");
     uint8_t queries[2][kColumns * kHeadDim];
     uint8_t keys[kStages][kBlockKv * kHeadDim];
     alignas(128) float weights[2][align_up(kColumns, 32)];  // TMA writes at multiples of 128 bytes
