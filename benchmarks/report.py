@@ -32,6 +32,7 @@ _TITLES = {
     "paged_mqa_logits": "`paged_mqa_logits_fp8`",
     "paged_metadata": "`paged_mqa_logits_metadata`",
     "topk": "`indexer_topk`",
+    "indexer_select": "selection from end to end",
     "moe_layer": "MoE layer",
     "host": "host time of an eager call",
     "compile": "compile of one kernel",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from moe_fp8.heuristics.tiles import BARRIER_BYTES, WARPGROUP
 from moe_fp8.problems import MqaLogitsProblem, PagedMqaLogitsProblem
@@ -45,6 +46,30 @@ def mqa_smem_bytes(config: MqaConfig, num_heads: int, head_dim: int) -> int:
 def mqa_config(problem: MqaLogitsProblem) -> MqaConfig:
     """Tile of the prefill indexer."""
     return MqaConfig(block_q=min(MQA_COLUMNS // problem.num_heads, MQA_MAX_QUERIES), num_stages=12)
+
+
+#: What a prefill work item costs beside its keys, in keys: its queries are loaded, the pipeline fills and drains.
+_ITEM_KEYS = 128
+
+#: Rounds of work items over the SMs that are looked at.
+_MOST_ROUNDS = 24
+
+
+@lru_cache(maxsize=4096)
+def mqa_chunk(query_blocks: int, columns: int, num_sms: int) -> int:
+    """Keys of one work item of the prefill indexer, a multiple of 128.
+
+    Items are dealt out round robin, each a query block and a chunk of the columns: of the numbers of chunks
+    that fill a number of rounds, the one whose rounds take least.
+    """
+    fewest = {1, *(rounds * num_sms // query_blocks for rounds in range(1, _MOST_ROUNDS + 1))}
+    chunks = {-(-columns // (128 * max(count, 1))) * 128 for count in fewest}
+
+    def takes(chunk: int) -> int:
+        items = query_blocks * -(-columns // chunk)
+        return -(-items // num_sms) * (min(chunk, columns) + _ITEM_KEYS)
+
+    return min(chunks, key=lambda chunk: (takes(chunk), -chunk))
 
 
 def paged_mqa_config(problem: PagedMqaLogitsProblem) -> MqaConfig:

@@ -30,9 +30,6 @@ _INDEXER_TOPK = struct.Struct("QQQQQQqiiiii")
 
 _OUT_DTYPES: dict[torch.dtype, OutDtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
-#: Keys of a prefill work item: enough items to spread evenly, few enough that loading queries stays cheap.
-_MIN_CHUNK, _MAX_CHUNK, _ITEMS_PER_SM = 512, 8192, 6
-
 
 def mqa_logits(
     q: Tensor,
@@ -57,8 +54,7 @@ def mqa_logits(
     block_q = heuristics.mqa_config(problem).block_q
     query_blocks = -(-m // block_q)
     columns = max(n, width) if compressed else n
-    share = -(-columns * query_blocks // (num_sms * _ITEMS_PER_SM * 128)) * 128
-    chunk = min(max(share, _MIN_CHUNK), _MAX_CHUNK)
+    chunk = heuristics.mqa_chunk(query_blocks, columns, num_sms)
     block = launch.new_block(_MQA)
     _MQA.pack_into(
         block.buffer,
