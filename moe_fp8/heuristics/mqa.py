@@ -48,7 +48,7 @@ def mqa_config(problem: MqaLogitsProblem) -> MqaConfig:
     return MqaConfig(block_q=min(MQA_COLUMNS // problem.num_heads, MQA_MAX_QUERIES), num_stages=12)
 
 
-#: What a prefill work item costs beside its keys, in keys: its queries are loaded, the pipeline fills and drains.
+#: What a prefill work item costs beside its keys, in keys: queries to load, a pipeline to fill and to drain.
 _ITEM_KEYS = 128
 
 #: Rounds of work items over the SMs that are looked at.

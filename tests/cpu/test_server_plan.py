@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 import moe_fp8
+from moe_fp8.ops import schemas
 from moe_fp8.problems import (
     GemmProblem,
     IndexerCacheProblem,
+    IndexerTopkProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
     PagedMqaMetadataProblem,
@@ -43,12 +46,14 @@ def record(monkeypatch: pytest.MonkeyPatch, problems: dict[Problem, None]) -> No
             return IndexerCacheProblem(*first.shape, "bfloat16", kwargs["power_of_two"], SMS)
         if name == "mqa_logits_fp8":
             m, heads, dim = first.shape
-            return MqaLogitsProblem(m, args[1].shape[0], heads, dim, False, kwargs["fill"], SMS)
+            return MqaLogitsProblem(m, args[1].shape[0], heads, dim, *args[6:8], SMS)
         if name == "paged_mqa_logits_metadata":
             return PagedMqaMetadataProblem(first.shape[0], 1, SMS)
         if name == "paged_mqa_logits_fp8":
             batch, next_n, heads, dim = first.shape
             return PagedMqaLogitsProblem(batch, next_n, heads, dim, args[1].shape[1], SMS)
+        if name == "indexer_topk":
+            return IndexerTopkProblem(*first.shape, "float32", SMS)
         m, k = first.shape[-2:]
         n = args[2].shape[-2]
         if name == "gemm_fp8":
@@ -56,14 +61,14 @@ def record(monkeypatch: pytest.MonkeyPatch, problems: dict[Problem, None]) -> No
         layout = "masked" if name == "grouped_gemm_fp8_masked" else "offsets"
         return GemmProblem(layout, m, n, k, args[2].shape[0], kwargs.get("expected_m"), num_sms=SMS)
 
-    def wrap(name: str) -> None:
-        original = getattr(moe_fp8, name)
+    def wrap(module: ModuleType, name: str) -> None:
+        original = getattr(module, name)
 
         def op(*args: object, **kwargs: object) -> torch.Tensor:
             problems[problem_of(name, args, kwargs)] = None
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(moe_fp8, name, op)
+        monkeypatch.setattr(module, name, op)
 
     for name in (
         "quantize_fp8",
@@ -71,11 +76,16 @@ def record(monkeypatch: pytest.MonkeyPatch, problems: dict[Problem, None]) -> No
         "gemm_fp8",
         "grouped_gemm_fp8_contiguous",
         "grouped_gemm_fp8_masked",
+    ):
+        wrap(moe_fp8, name)
+    # What a selection is made of.
+    for name in (
         "mqa_logits_fp8",
         "paged_mqa_logits_metadata",
         "paged_mqa_logits_fp8",
+        "indexer_topk",
     ):
-        wrap(name)
+        wrap(schemas, name)
 
 
 def test_plan_covers_prefill_and_decode(
@@ -95,7 +105,7 @@ def test_plan_covers_prefill_and_decode(
         demo_model.decode(inputs, caches)
     kinds = {type(problem) for problem in problems}
     layouts = {problem.layout for problem in problems if isinstance(problem, GemmProblem)}
-    assert len(kinds) == 6
+    assert len(kinds) == 7
     assert layouts == {"dense", "offsets", "masked"}
     planned = plan(load_model(demo_folder), plan_options(PREFILL_CHUNK, MAX_BATCH, SMS, PAGE_TOKENS))
     missing = {problem: kernel_spec(problem) for problem in problems if kernel_spec(problem) not in planned}
