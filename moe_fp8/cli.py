@@ -14,12 +14,15 @@ from typing import Any
 from moe_fp8.doctor import diagnose
 from moe_fp8.errors import ConfigError, MoeFp8Error, ToolchainError, UnsupportedError
 from moe_fp8.jit.build import BuildReport
+from moe_fp8.jit.bundle import Bundle
+from moe_fp8.jit.store import KernelStore
 from moe_fp8.specs import KernelSpec
 from moe_fp8.warmup.arguments import (
     EXIT_CODES,
     EXIT_FAILED,
     EXIT_OK,
     add_build_arguments,
+    add_bundle_argument,
     add_plan_arguments,
     add_rank_arguments,
     add_store_arguments,
@@ -28,6 +31,7 @@ from moe_fp8.warmup.arguments import (
     plan_from,
     store_from,
 )
+from moe_fp8.warmup.bundle import build_bundle
 from moe_fp8.warmup.planner import Plan
 from moe_fp8.warmup.run import build_plan, missing_kernels
 from moe_fp8.warmup.shapes import Parallelism
@@ -81,13 +85,19 @@ def _parser() -> argparse.ArgumentParser:
     add_plan_arguments(build)
     add_store_arguments(build)
     add_build_arguments(build)
+    add_bundle_argument(
+        build, "put the kernels into this folder, for servers that compile nothing; adds to a bundle"
+    )
+    build.add_argument("--force", action="store_true", help="replace the bundle that is there")
 
     check = command("check", _check, "fail where a kernel of a plan has not been built; compiles nothing")
     add_plan_arguments(check)
     add_store_arguments(check)
+    add_bundle_argument(check, "look into this bundle alone")
 
     doctor = command("doctor", _doctor, "look at this machine: driver, GPU, NVRTC, torch, kernel cache")
     add_store_arguments(doctor)
+    add_bundle_argument(doctor, "look at this bundle (default: $MOE_FP8_BUNDLE)")
 
     tune = command("tune", _tune, "time GEMM tiles on this GPU and correct its table; docs/tuning.md")
     tune.add_argument(
@@ -143,12 +153,28 @@ def _keys(plan: Plan) -> dict[KernelSpec, str] | None:
 
 
 def _build(arguments: argparse.Namespace) -> int:
+    if arguments.force and arguments.bundle is None:
+        raise ConfigError("--force", "--bundle with the folder to replace", "no --bundle")
     plan = plan_from(arguments)
-    report = build_plan(plan, store_from(arguments), arguments.jobs, False if arguments.quiet else None)
+    progress = False if arguments.quiet else None
+    bundle = None
+    if arguments.bundle is None:
+        report = build_plan(plan, store_from(arguments), arguments.jobs, progress)
+    else:
+        report, bundle = build_bundle(
+            plan,
+            arguments.bundle,
+            arguments.cache_dir,
+            jobs=arguments.jobs,
+            progress=progress,
+            force=arguments.force,
+        )
     if arguments.json:
-        _print_json(_build_dict(report))
+        _print_json({**_build_dict(report), "bundle": None if bundle is None else bundle.to_dict()})
     else:
         console().print(build_table(report))
+        if bundle is not None:
+            print(f"\nbundle {bundle.path}: {bundle.summary()}")
     for row in report.rows:
         if row.spill_bytes:
             print(f"warning: {row.spec} spills {row.spill_bytes} bytes of registers", file=sys.stderr)
@@ -178,28 +204,33 @@ def _build_dict(report: BuildReport) -> dict[str, Any]:
 
 def _check(arguments: argparse.Namespace) -> int:
     plan = plan_from(arguments)
-    store = store_from(arguments)
-    missing = missing_kernels(plan, store)
-    if arguments.json:
-        _print_json(
-            {
-                "ok": not missing,
-                "store": None if store.root is None else str(store.root),
-                "kernels": len(plan.specs),
-                "missing": [{"kernel": str(spec), "key": key} for spec, key in missing.items()],
-            }
+    if arguments.bundle is None:
+        store = store_from(arguments)
+        place, remedy = str(store.root), "run `moe-fp8 build` with the same arguments on this NVRTC version"
+    else:
+        store = KernelStore(None, bundle=Bundle.open(arguments.bundle))
+        place, remedy = (
+            f"the bundle {arguments.bundle}",
+            "run `moe-fp8 build --bundle` with the same arguments",
         )
+    missing = missing_kernels(plan, store)
+    uses = {spec: [row.use for row in plan.rows if row.spec == spec] for spec in missing}
+    if arguments.json:
+        told = [{"kernel": str(spec), "key": key, "uses": uses[spec]} for spec, key in missing.items()]
+        _print_json({"ok": not missing, "kernels": len(plan.specs), "missing": told})
     else:
         for spec, key in missing.items():
             print(f"missing {key} {spec}")
-        print(f"{len(plan.specs) - len(missing)} of {len(plan.specs)} kernels are in {store.root}")
+            for use in uses[spec]:
+                print(f"        for {use}")
+        print(f"{len(plan.specs) - len(missing)} of {len(plan.specs)} kernels are in {place}")
     if missing:
-        print("error: run `moe-fp8 build` with the same arguments on this NVRTC version", file=sys.stderr)
+        print(f"error: {remedy}", file=sys.stderr)
     return EXIT_FAILED if missing else EXIT_OK
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    findings = diagnose(arguments.cache_dir)
+    findings = diagnose(arguments.cache_dir, arguments.bundle)
     ok = all(finding.status != "fail" for finding in findings)
     if arguments.json:
         _print_json({"ok": ok, "findings": [finding.to_dict() for finding in findings]})

@@ -42,6 +42,15 @@ def _query_version(module: Any) -> tuple[int, int]:
 
 
 @cache
+def installed_nvrtc() -> tuple[int, int] | None:
+    """(major, minor) of the NVRTC that is installed, be it new enough or not; None where none can be loaded."""
+    try:
+        return _query_version(importlib.import_module("cuda.bindings.nvrtc"))
+    except (ImportError, ToolchainError):
+        return None
+
+
+@cache
 def nvrtc_version() -> tuple[int, int]:
     """(major, minor) of the loaded NVRTC; raises ToolchainError."""
     return _query_version(nvrtc())

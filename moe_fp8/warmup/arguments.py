@@ -6,7 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from moe_fp8.errors import CompileError, ConfigError, JitError, MoeFp8Error, ToolchainError
+from moe_fp8.errors import BundleError, CompileError, ConfigError, JitError, MoeFp8Error, ToolchainError
+from moe_fp8.jit.bundle import bundle_in_use
 from moe_fp8.jit.store import KernelStore, default_store
 from moe_fp8.settings import settings
 from moe_fp8.warmup.model import load_model
@@ -19,6 +20,7 @@ EXIT_USAGE = 2
 EXIT_TOOLCHAIN = 3
 EXIT_COMPILE = 4
 EXIT_DRIVER = 5
+EXIT_BUNDLE = 6
 
 EXIT_CODES = """\
 exit codes:
@@ -28,6 +30,7 @@ exit codes:
   3  no usable NVRTC (or, where a GPU was asked for, no driver)
   4  a kernel failed to compile
   5  the CUDA driver refused to load a kernel
+  6  a kernel bundle is refused, or cannot be written
 """
 
 
@@ -88,9 +91,14 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
 def add_store_arguments(parser: argparse.ArgumentParser) -> None:
     """Where compiled kernels are kept."""
     parser.add_argument(
-        "--cache-dir", type=Path, default=None,
+        "--cache-dir", type=absolute, default=None,
         help="where compiled kernels are kept (default: $MOE_FP8_CACHE_DIR, else ~/.cache/moe_fp8)",
     )  # fmt: skip
+
+
+def add_bundle_argument(parser: argparse.ArgumentParser, text: str) -> None:
+    """A kernel bundle; `text` says what for."""
+    parser.add_argument("--bundle", type=absolute, default=None, metavar="DIR", help=text)
 
 
 def add_build_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +110,11 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
         help="compiler processes (default: $MOE_FP8_JOBS, else the cores)",
     )
     parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def absolute(text: str) -> Path:
+    """argparse type: a path, made absolute."""
+    return Path(text).expanduser().absolute()
 
 
 def positive(text: str) -> int:
@@ -138,10 +151,10 @@ def plan_from(arguments: argparse.Namespace) -> Plan:
 
 
 def store_from(arguments: argparse.Namespace) -> KernelStore:
-    """The store that the arguments ask for."""
+    """The store that the arguments ask for, behind the bundle of the settings; raises BundleError."""
     if arguments.cache_dir is None:
         return default_store()
-    return KernelStore(arguments.cache_dir.expanduser().absolute())
+    return KernelStore(arguments.cache_dir, bundle=bundle_in_use())
 
 
 def exit_code(error: MoeFp8Error) -> int:
@@ -150,6 +163,8 @@ def exit_code(error: MoeFp8Error) -> int:
         return EXIT_USAGE
     if isinstance(error, ToolchainError):
         return EXIT_TOOLCHAIN
+    if isinstance(error, BundleError):
+        return EXIT_BUNDLE
     if isinstance(error, CompileError):
         return EXIT_COMPILE
     if isinstance(error, JitError):

@@ -91,6 +91,14 @@ class PlanRow:
     spec: KernelSpec
 
     @property
+    def use(self) -> str:
+        """Op or layout, weights and rows in a line."""
+        sizes = " x ".join(str(size) for size in (self.num_experts, self.n, self.k) if size is not None)
+        ranges = ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in self.rows)
+        parts = (self.op, self.layout, sizes, f"rows {ranges}", f"({', '.join(self.what)})")
+        return " ".join(part for part in parts if part)
+
+    @property
     def config(self) -> str:
         """The macros that the kernel is specialised with, as `name=value` pairs."""
         return " ".join(f"{name.lower()}={value}" for name, value in self.spec.defines)
