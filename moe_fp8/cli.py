@@ -85,9 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     add_plan_arguments(build)
     add_store_arguments(build)
     add_build_arguments(build)
-    add_bundle_argument(
-        build, "put the kernels into this folder, for servers that compile nothing; adds to a bundle"
-    )
+    add_bundle_argument(build, "put the kernels into this folder too, or add them to the bundle that it is")
     build.add_argument("--force", action="store_true", help="replace the bundle that is there")
 
     check = command("check", _check, "fail where a kernel of a plan has not been built; compiles nothing")
@@ -211,7 +209,7 @@ def _check(arguments: argparse.Namespace) -> int:
         store = KernelStore(None, bundle=Bundle.open(arguments.bundle))
         place, remedy = (
             f"the bundle {arguments.bundle}",
-            "run `moe-fp8 build --bundle` with the same arguments",
+            "add them by `moe-fp8 build --bundle`",
         )
     missing = missing_kernels(plan, store)
     uses = {spec: [row.use for row in plan.rows if row.spec == spec] for spec in missing}

@@ -27,8 +27,8 @@ class Settings:
     there is no home directory. `checked` (MOE_FP8_CHECKED): ops also look at the contents of index
     tensors. `batch_invariant` (MOE_FP8_BATCH_INVARIANT): a row's bits in a GEMM depend on neither the other
     rows nor their number. `jobs` (MOE_FP8_JOBS): compiler processes of a build. `miss` (MOE_FP8_JIT_MISS):
-    what a frozen process does about a kernel that is not loaded. `bundle` (MOE_FP8_BUNDLE): a read-only folder
-    of kernels that is looked at before `cache_dir`; None for none.
+    what a frozen process does about a kernel that is not loaded. `bundle` (MOE_FP8_BUNDLE): a kernel
+    bundle, which is looked at before `cache_dir`; None for none.
     """
 
     cache_dir: Path | None

@@ -182,10 +182,9 @@ class Bundle:
     def summary(self) -> str:
         """What it holds, in a line."""
         told = self.to_dict()
-        return (
-            f"{told['kernels']} kernels, {told['bytes'] / 1e6:.1f} MB, NVRTC {self.manifest.toolchain.nvrtc}, "
-            f"for {', '.join(told['models'])}; digest {told['digest'][:12]}"
-        )
+        size, models, digest = told["bytes"] / 1e6, ", ".join(told["models"]), told["digest"][:12]
+        version = self.manifest.toolchain.nvrtc
+        return f"{told['kernels']} kernels, {size:.1f} MB, NVRTC {version}, for {models}; digest {digest}"
 
     def verify(self) -> None:
         """Read every kernel; raises BundleError for the first that is not what the manifest says."""

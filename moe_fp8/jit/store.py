@@ -128,8 +128,8 @@ class KernelStore:
             if self.bundle is None:
                 raise
             raise ToolchainError(
-                f"{missing} is neither in the bundle {self.bundle.path} nor in the cache {self.root}, and cannot "
-                f"be compiled: {error}; or add it with `moe-fp8 build --bundle` where there is a compiler"
+                f"{missing} is neither in the bundle {self.bundle.path} nor in the cache {self.root}, and "
+                f"cannot be compiled: {error}; or add it with `moe-fp8 build --bundle` elsewhere"
             ) from error
 
     def adopt(self, artifact: Artifact) -> None:

@@ -43,7 +43,7 @@ def _query_version(module: Any) -> tuple[int, int]:
 
 @cache
 def installed_nvrtc() -> tuple[int, int] | None:
-    """(major, minor) of the NVRTC that is installed, be it new enough or not; None where none can be loaded."""
+    """(major, minor) of the installed NVRTC, new enough or not; None where none can be loaded."""
     try:
         return _query_version(importlib.import_module("cuda.bindings.nvrtc"))
     except (ImportError, ToolchainError):
