@@ -16,23 +16,28 @@ from moe_fp8.errors import ConfigError, MoeFp8Error, ToolchainError, Unsupported
 from moe_fp8.jit.build import BuildReport
 from moe_fp8.jit.bundle import Bundle
 from moe_fp8.jit.store import KernelStore
-from moe_fp8.specs import KernelSpec
+from moe_fp8.specs import GEMM_LAYOUTS, KernelSpec
 from moe_fp8.warmup.arguments import (
     EXIT_CODES,
     EXIT_FAILED,
     EXIT_OK,
+    MODEL_HELP,
     add_build_arguments,
     add_bundle_argument,
+    add_model_argument,
     add_plan_arguments,
     add_rank_arguments,
     add_store_arguments,
+    batch_invariant_from,
     complain,
     counts,
+    num_sms_from,
     plan_from,
+    positive,
     store_from,
 )
 from moe_fp8.warmup.bundle import build_bundle
-from moe_fp8.warmup.planner import Plan
+from moe_fp8.warmup.explain import explain, explanation_table
 from moe_fp8.warmup.run import build_plan, missing_kernels
 from moe_fp8.warmup.shapes import Parallelism
 from moe_fp8.warmup.tables import build_table, console, plan_table, rows_table
@@ -78,10 +83,13 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     plan = command("plan", _plan, "show every distinct kernel that a model can launch; compiles nothing")
+    _add_subject(plan)
     add_plan_arguments(plan)
-    plan.add_argument("--rows", action="store_true", help="also show every use: module, shape, layout, rows")
+    add_store_arguments(plan)
+    plan.add_argument("--rows", action="store_true", help="also show every use: op, weights, rows, config")
 
     build = command("build", _build, "compile every kernel of a model's plan; needs no GPU")
+    add_model_argument(build)
     add_plan_arguments(build)
     add_store_arguments(build)
     add_build_arguments(build)
@@ -89,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--force", action="store_true", help="replace the bundle that is there")
 
     check = command("check", _check, "fail where a kernel of a plan has not been built; compiles nothing")
+    add_model_argument(check)
     add_plan_arguments(check)
     add_store_arguments(check)
     add_bundle_argument(check, "look into this bundle alone")
@@ -128,26 +137,65 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_subject(parser: argparse.ArgumentParser) -> None:
+    """A model, or one GEMM."""
+    either = parser.add_mutually_exclusive_group(required=True)
+    either.add_argument("--model", metavar="PATH", help=MODEL_HELP)
+    either.add_argument(
+        "--explain", nargs=3, type=positive, metavar=("M", "N", "K"),
+        help="say which config this GEMM gets and why; M: rows of A, or of one expert's buffer if masked",
+    )  # fmt: skip
+    parser.add_argument("--layout", choices=GEMM_LAYOUTS, default="dense", help="of --explain")
+    parser.add_argument("--experts", type=positive, default=1, help="of --explain, where grouped")
+    parser.add_argument("--expected-m", type=positive, default=None, help="of --explain, where grouped")
+
+
 def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.explain is not None:
+        return _explain(arguments)
     plan = plan_from(arguments)
-    keys = _keys(plan)
+    keys, cached = _state(plan.specs, arguments)
     if arguments.json:
-        _print_json(plan.to_dict(keys))
+        _print_json(plan.to_dict(keys, cached))
         return EXIT_OK
     out = console()
-    out.print(plan_table(plan, keys))
+    out.print(plan_table(plan, keys, cached))
     if arguments.rows:
-        out.print(rows_table(plan))
+        out.print(rows_table(plan, keys, cached))
     return EXIT_OK
 
 
-def _keys(plan: Plan) -> dict[KernelSpec, str] | None:
-    """The keys, or None with a word on stderr: a plan can be read without a compiler at hand."""
+def _explain(arguments: argparse.Namespace) -> int:
+    m, n, k = arguments.explain
+    told = explain(
+        arguments.layout,
+        m,
+        n,
+        k,
+        arguments.experts,
+        arguments.expected_m,
+        num_sms=num_sms_from(arguments),
+        batch_invariant=batch_invariant_from(arguments),
+    )
+    keys, cached = _state(told.specs, arguments)
+    if arguments.json:
+        _print_json(told.to_dict(keys, cached))
+    else:
+        console().print(explanation_table(told, keys, cached))
+    return EXIT_OK
+
+
+def _state(
+    specs: Sequence[KernelSpec], arguments: argparse.Namespace
+) -> tuple[dict[KernelSpec, str], set[KernelSpec]] | tuple[None, None]:
+    """Keys, and the kernels that are built; or a word on stderr: a plan can be read without a compiler."""
     try:
-        return plan.keys()
+        store = store_from(arguments)
+        keys = {spec: store.key(spec) for spec in specs}
     except ToolchainError as error:
         print(f"note: no keys are shown: {error}", file=sys.stderr)
-        return None
+        return None, None
+    return keys, {spec for spec, key in keys.items() if store.get(key) is not None}
 
 
 def _build(arguments: argparse.Namespace) -> int:

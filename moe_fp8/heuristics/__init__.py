@@ -24,6 +24,7 @@ from moe_fp8.heuristics.tiles import (
     TOKEN_TILES,
     GemmConfig,
     gemm_configs,
+    gemm_grid,
     gemm_smem_bytes,
     parse_gemm_config,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "MqaConfig",
     "gemm_config",
     "gemm_configs",
+    "gemm_grid",
     "gemm_smem_bytes",
     "mqa_config",
     "mqa_smem_bytes",

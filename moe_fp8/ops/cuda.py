@@ -153,14 +153,9 @@ def _gemm_plan(
         config_text,
     )
     config = heuristics.gemm_config(problem)
-    grid = num_sms // config.cluster * config.cluster
-    if layout == "dense":
-        tiles = -(-m // config.block_m) * -(-n // config.block_n)
-        clusters = -(-tiles // config.pair) * (2 if config.halved else 1)
-        grid = min(grid, clusters * config.cluster)
     return _GemmPlan(
         kernel_spec(problem),
-        grid,
+        heuristics.gemm_grid(config, layout, m, n, num_sms),
         a_box=(128, config.token_box),
         a_scale_box=(config.block_m, 1),
         b_box=(128, config.weight_box),

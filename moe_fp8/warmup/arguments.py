@@ -22,6 +22,8 @@ EXIT_COMPILE = 4
 EXIT_DRIVER = 5
 EXIT_BUNDLE = 6
 
+MODEL_HELP = "model folder, or its config.json"
+
 EXIT_CODES = """\
 exit codes:
   0  done
@@ -34,10 +36,14 @@ exit codes:
 """
 
 
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Which model."""
+    parser.add_argument("--model", required=True, metavar="PATH", help=MODEL_HELP)
+
+
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, and how it is served."""
+    """How a model is served."""
     default = PlanOptions  # the class: making one reads the settings
-    parser.add_argument("--model", required=True, metavar="PATH", help="model folder, or its config.json")
     add_rank_arguments(parser)
     parser.add_argument(
         "--max-tokens",
@@ -133,21 +139,31 @@ def counts(text: str) -> tuple[int, ...]:
 def plan_from(arguments: argparse.Namespace) -> Plan:
     """The plan that the arguments ask for. Raises ConfigError."""
     model = load_model(arguments.model)
-    num_sms = default_num_sms() if arguments.num_sms is None else arguments.num_sms
-    invariant = arguments.batch_invariant
     options = PlanOptions(
         tp=arguments.tp,
         ep=arguments.ep,
         max_tokens=arguments.max_tokens,
         max_batch=arguments.max_batch,
         next_n=arguments.next_n,
-        num_sms=num_sms,
+        num_sms=num_sms_from(arguments),
         block_size=arguments.block_size,
         masked_rows=arguments.masked_rows,
         pad_intermediate=arguments.pad_intermediate,
-        batch_invariant=settings().batch_invariant if invariant is None else invariant,
+        batch_invariant=batch_invariant_from(arguments),
     )
     return plan(model, options)
+
+
+def num_sms_from(arguments: argparse.Namespace) -> int:
+    """The multiprocessors to plan for."""
+    given: int | None = arguments.num_sms
+    return default_num_sms() if given is None else given
+
+
+def batch_invariant_from(arguments: argparse.Namespace) -> bool:
+    """Whether the server is batch-invariant."""
+    given: bool | None = arguments.batch_invariant
+    return settings().batch_invariant if given is None else given
 
 
 def store_from(arguments: argparse.Namespace) -> KernelStore:
