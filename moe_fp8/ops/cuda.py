@@ -125,6 +125,32 @@ class _GemmPlan(NamedTuple):
     out_box: tuple[int, int]
 
 
+def _gemm_problem(
+    layout: GemmLayout,
+    m: int,
+    n: int,
+    k: int,
+    num_experts: int,
+    expected_m: int | None,
+    fp32: bool,
+    config_text: str | None,
+    device: int,
+) -> GemmProblem:
+    return GemmProblem(
+        layout,
+        m,
+        n,
+        k,
+        num_experts,
+        expected_m,
+        "float32" if fp32 else "bfloat16",
+        _num_sms(device),
+        _table(device),
+        settings().batch_invariant,
+        config_text,
+    )
+
+
 @lru_cache(maxsize=65536)
 def _gemm_plan(
     layout: GemmLayout,
@@ -138,24 +164,11 @@ def _gemm_plan(
     device: int,
 ) -> _GemmPlan:
     """Raises ConfigError where `config_text` names no config that this call may use."""
-    num_sms = _num_sms(device)
-    problem = GemmProblem(
-        layout,
-        m,
-        n,
-        k,
-        num_experts,
-        expected_m,
-        "float32" if fp32 else "bfloat16",
-        num_sms,
-        _table(device),
-        settings().batch_invariant,
-        config_text,
-    )
+    problem = _gemm_problem(layout, m, n, k, num_experts, expected_m, fp32, config_text, device)
     config = heuristics.gemm_config(problem)
     return _GemmPlan(
         kernel_spec(problem),
-        heuristics.gemm_grid(config, layout, m, n, num_sms),
+        heuristics.gemm_grid(config, layout, m, n, problem.num_sms),
         a_box=(128, config.token_box),
         a_scale_box=(config.block_m, 1),
         b_box=(128, config.weight_box),
