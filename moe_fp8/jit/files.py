@@ -59,8 +59,12 @@ def distrust(status: os.stat_result) -> str:
 def read_file(path: Path) -> tuple[bytes, os.stat_result]:
     """The bytes of a file that is no link, and the status of what was read; raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    with open(descriptor, "rb") as file:
-        return file.read(), os.fstat(descriptor)
+    try:
+        # open() leaves the descriptor of a folder open when it refuses it.
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(), os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_synced(descriptor: int, data: bytes) -> None:

@@ -42,8 +42,10 @@ GROUPED: tuple[GemmLayout, ...] = ("m_indices", "psum", "offsets", "masked")
 def launcher() -> Iterator[ModuleType]:
     """`moe_fp8.ops.cuda`, which needs no GPU up to the launch; device numbers count the tables."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-        patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+        for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice"):
+            # Torch for CPUs has neither; the module looks them up when it is imported.
+            if not hasattr(torch._C, name):
+                patch.setattr(torch._C, name, None, raising=False)
         module = importlib.import_module("moe_fp8.ops.cuda")
         patch.setattr(module, "_table", lambda device: gemm_table.devices()[device])
         # So that these come back in the end; the sweep sets them for each plan.
