@@ -252,13 +252,13 @@ def _check(arguments: argparse.Namespace) -> int:
     plan = plan_from(arguments)
     if arguments.bundle is None:
         store = store_from(arguments)
-        place, remedy = str(store.root), "run `moe-fp8 build` with the same arguments on this NVRTC version"
+        places = [f"the bundle {store.bundle.path}"] if store.bundle is not None else []
+        place = " or ".join([*places, str(store.root)])
+        remedy = "run `moe-fp8 build` with the same arguments on this NVRTC version"
     else:
         store = KernelStore(None, bundle=Bundle.open(arguments.bundle))
-        place, remedy = (
-            f"the bundle {arguments.bundle}",
-            "add them by `moe-fp8 build --bundle`",
-        )
+        place = f"the bundle {arguments.bundle}"
+        remedy = "add them by `moe-fp8 build --bundle` with the same arguments"
     missing = missing_kernels(plan, store)
     uses = {spec: [row.use for row in plan.rows if row.spec == spec] for spec in missing}
     if arguments.json:
