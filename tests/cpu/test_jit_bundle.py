@@ -398,23 +398,3 @@ def test_it_serves_without_a_compiler(
         with pytest.raises(ToolchainError, match="neither in the bundle") as caught:
             ask()
         assert str(folder) in str(caught.value) and "pip install" in str(caught.value)
-
-
-def test_the_compiler_is_really_not_imported(make: Make, kernels: Path) -> None:
-    """In a process that has no cuda.bindings at all."""
-    folder = make(2).path
-    code = (
-        "import sys\n"
-        "sys.modules['cuda'] = sys.modules['cuda.bindings'] = None\n"
-        "from pathlib import Path\n"
-        "from moe_fp8.jit.bundle import Bundle\n"
-        "from moe_fp8.jit.sources import SourceTree\n"
-        "from moe_fp8.jit.store import KernelStore\n"
-        "from tests.cpu.jit_kernels import spec\n"
-        f"sources = SourceTree(Path({str(kernels)!r}))\n"
-        f"bundle = Bundle.open(Path({str(folder)!r}), sources)\n"
-        "artifact, hit = KernelStore(None, sources, bundle=bundle).get_or_compile(spec())\n"
-        "assert hit and artifact.cubin.startswith(b'\\x7fELF')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -218,7 +218,7 @@ def test_the_startup_script_refuses_an_unfit_bundle(
 _SERVER = """
 import sys
 if sys.argv[2] == "bare":
-    sys.modules["cuda.bindings.nvrtc"] = None
+    sys.modules["cuda"] = sys.modules["cuda.bindings"] = None
 from moe_fp8.jit.runtime import _RUNTIME as runtime
 from moe_fp8.warmup import PlanOptions, load_model, load_plan, plan
 runtime._loader = lambda artifact, smem, threads: artifact.cubin
