@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from moe_fp8.errors import (
         ArgumentError,
+        BundleError,
         CompileError,
         ConfigError,
         ContractError,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArgumentError",
+    "BundleError",
     "CompileError",
     "ConfigError",
     "ContractError",

@@ -14,21 +14,30 @@ from typing import Any
 from moe_fp8.doctor import diagnose
 from moe_fp8.errors import ConfigError, MoeFp8Error, ToolchainError, UnsupportedError
 from moe_fp8.jit.build import BuildReport
-from moe_fp8.specs import KernelSpec
+from moe_fp8.jit.bundle import Bundle
+from moe_fp8.jit.store import KernelStore
+from moe_fp8.specs import GEMM_LAYOUTS, KernelSpec
 from moe_fp8.warmup.arguments import (
     EXIT_CODES,
     EXIT_FAILED,
     EXIT_OK,
+    MODEL_HELP,
     add_build_arguments,
+    add_bundle_argument,
+    add_model_argument,
     add_plan_arguments,
     add_rank_arguments,
     add_store_arguments,
+    batch_invariant_from,
     complain,
     counts,
+    num_sms_from,
     plan_from,
+    positive,
     store_from,
 )
-from moe_fp8.warmup.planner import Plan
+from moe_fp8.warmup.bundle import build_bundle
+from moe_fp8.warmup.explain import explain, explanation_table
 from moe_fp8.warmup.run import build_plan, missing_kernels
 from moe_fp8.warmup.shapes import Parallelism
 from moe_fp8.warmup.tables import build_table, console, plan_table, rows_table
@@ -74,20 +83,28 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     plan = command("plan", _plan, "show every distinct kernel that a model can launch; compiles nothing")
+    _add_subject(plan)
     add_plan_arguments(plan)
-    plan.add_argument("--rows", action="store_true", help="also show every use: module, shape, layout, rows")
+    add_store_arguments(plan)
+    plan.add_argument("--rows", action="store_true", help="also show every use: op, weights, rows, config")
 
     build = command("build", _build, "compile every kernel of a model's plan; needs no GPU")
+    add_model_argument(build)
     add_plan_arguments(build)
     add_store_arguments(build)
     add_build_arguments(build)
+    add_bundle_argument(build, "put the kernels into this folder too, or add them to the bundle that it is")
+    build.add_argument("--force", action="store_true", help="replace the bundle that is there")
 
     check = command("check", _check, "fail where a kernel of a plan has not been built; compiles nothing")
+    add_model_argument(check)
     add_plan_arguments(check)
     add_store_arguments(check)
+    add_bundle_argument(check, "look into this bundle alone")
 
     doctor = command("doctor", _doctor, "look at this machine: driver, GPU, NVRTC, torch, kernel cache")
     add_store_arguments(doctor)
+    add_bundle_argument(doctor, "look at this bundle (default: $MOE_FP8_BUNDLE)")
 
     tune = command("tune", _tune, "time GEMM tiles on this GPU and correct its table; docs/tuning.md")
     tune.add_argument(
@@ -120,35 +137,90 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_subject(parser: argparse.ArgumentParser) -> None:
+    """A model, or one GEMM."""
+    either = parser.add_mutually_exclusive_group(required=True)
+    either.add_argument("--model", metavar="PATH", help=MODEL_HELP)
+    either.add_argument(
+        "--explain", nargs=3, type=positive, metavar=("M", "N", "K"),
+        help="say which config this GEMM gets and why; M: rows of A, or of one expert's buffer if masked",
+    )  # fmt: skip
+    parser.add_argument("--layout", choices=GEMM_LAYOUTS, default="dense", help="of --explain")
+    parser.add_argument("--experts", type=positive, default=1, help="of --explain, where grouped")
+    parser.add_argument("--expected-m", type=positive, default=None, help="of --explain, where grouped")
+
+
 def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.explain is not None:
+        return _explain(arguments)
     plan = plan_from(arguments)
-    keys = _keys(plan)
+    keys, cached = _state(plan.specs, arguments)
     if arguments.json:
-        _print_json(plan.to_dict(keys))
+        _print_json(plan.to_dict(keys, cached))
         return EXIT_OK
     out = console()
-    out.print(plan_table(plan, keys))
+    out.print(plan_table(plan, keys, cached))
     if arguments.rows:
-        out.print(rows_table(plan))
+        out.print(rows_table(plan, keys, cached))
     return EXIT_OK
 
 
-def _keys(plan: Plan) -> dict[KernelSpec, str] | None:
-    """The keys, or None with a word on stderr: a plan can be read without a compiler at hand."""
+def _explain(arguments: argparse.Namespace) -> int:
+    m, n, k = arguments.explain
+    told = explain(
+        arguments.layout,
+        m,
+        n,
+        k,
+        arguments.experts,
+        arguments.expected_m,
+        num_sms=num_sms_from(arguments),
+        batch_invariant=batch_invariant_from(arguments),
+    )
+    keys, cached = _state(told.specs, arguments)
+    if arguments.json:
+        _print_json(told.to_dict(keys, cached))
+    else:
+        console().print(explanation_table(told, keys, cached))
+    return EXIT_OK
+
+
+def _state(
+    specs: Sequence[KernelSpec], arguments: argparse.Namespace
+) -> tuple[dict[KernelSpec, str], set[KernelSpec]] | tuple[None, None]:
+    """Keys, and the kernels that are built; or a word on stderr: a plan can be read without a compiler."""
     try:
-        return plan.keys()
+        store = store_from(arguments)
+        keys = {spec: store.key(spec) for spec in specs}
     except ToolchainError as error:
         print(f"note: no keys are shown: {error}", file=sys.stderr)
-        return None
+        return None, None
+    return keys, {spec for spec, key in keys.items() if store.get(key) is not None}
 
 
 def _build(arguments: argparse.Namespace) -> int:
+    if arguments.force and arguments.bundle is None:
+        raise ConfigError("--force", "--bundle with the folder to replace", "no --bundle")
     plan = plan_from(arguments)
-    report = build_plan(plan, store_from(arguments), arguments.jobs, False if arguments.quiet else None)
+    progress = False if arguments.quiet else None
+    bundle = None
+    if arguments.bundle is None:
+        report = build_plan(plan, store_from(arguments), arguments.jobs, progress)
+    else:
+        report, bundle = build_bundle(
+            plan,
+            arguments.bundle,
+            arguments.cache_dir,
+            jobs=arguments.jobs,
+            progress=progress,
+            force=arguments.force,
+        )
     if arguments.json:
-        _print_json(_build_dict(report))
+        _print_json({**_build_dict(report), "bundle": None if bundle is None else bundle.to_dict()})
     else:
         console().print(build_table(report))
+        if bundle is not None:
+            print(f"\nbundle {bundle.path}: {bundle.summary()}")
     for row in report.rows:
         if row.spill_bytes:
             print(f"warning: {row.spec} spills {row.spill_bytes} bytes of registers", file=sys.stderr)
@@ -178,28 +250,33 @@ def _build_dict(report: BuildReport) -> dict[str, Any]:
 
 def _check(arguments: argparse.Namespace) -> int:
     plan = plan_from(arguments)
-    store = store_from(arguments)
+    if arguments.bundle is None:
+        store = store_from(arguments)
+        places = [f"the bundle {store.bundle.path}"] if store.bundle is not None else []
+        place = " or ".join([*places, str(store.root)])
+        remedy = "run `moe-fp8 build` with the same arguments on this NVRTC version"
+    else:
+        store = KernelStore(None, bundle=Bundle.open(arguments.bundle))
+        place = f"the bundle {arguments.bundle}"
+        remedy = "add them by `moe-fp8 build --bundle` with the same arguments"
     missing = missing_kernels(plan, store)
+    uses = {spec: [row.use for row in plan.rows if row.spec == spec] for spec in missing}
     if arguments.json:
-        _print_json(
-            {
-                "ok": not missing,
-                "store": None if store.root is None else str(store.root),
-                "kernels": len(plan.specs),
-                "missing": [{"kernel": str(spec), "key": key} for spec, key in missing.items()],
-            }
-        )
+        told = [{"kernel": str(spec), "key": key, "uses": uses[spec]} for spec, key in missing.items()]
+        _print_json({"ok": not missing, "kernels": len(plan.specs), "missing": told})
     else:
         for spec, key in missing.items():
             print(f"missing {key} {spec}")
-        print(f"{len(plan.specs) - len(missing)} of {len(plan.specs)} kernels are in {store.root}")
+            for use in uses[spec]:
+                print(f"        for {use}")
+        print(f"{len(plan.specs) - len(missing)} of {len(plan.specs)} kernels are in {place}")
     if missing:
-        print("error: run `moe-fp8 build` with the same arguments on this NVRTC version", file=sys.stderr)
+        print(f"error: {remedy}", file=sys.stderr)
     return EXIT_FAILED if missing else EXIT_OK
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    findings = diagnose(arguments.cache_dir)
+    findings = diagnose(arguments.cache_dir, arguments.bundle)
     ok = all(finding.status != "fail" for finding in findings)
     if arguments.json:
         _print_json({"ok": ok, "findings": [finding.to_dict() for finding in findings]})

@@ -11,8 +11,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from moe_fp8.errors import MoeFp8Error
+from moe_fp8.errors import MoeFp8Error, ToolchainError
 from moe_fp8.jit import driver
+from moe_fp8.jit.bundle import Bundle
 from moe_fp8.jit.sources import package_sources
 from moe_fp8.jit.toolchain import nvrtc, nvrtc_version
 from moe_fp8.settings import settings
@@ -34,16 +35,23 @@ class Finding:
         return asdict(self)
 
 
-def diagnose(cache_dir: Path | None = None) -> tuple[Finding, ...]:
-    """Look at everything; raises nothing for what is missing. `cache_dir` overrides the setting's."""
+def diagnose(cache_dir: Path | None = None, bundle: Path | None = None) -> tuple[Finding, ...]:
+    """Look at everything; raises nothing for what is missing. The folders override the settings'."""
 
     def cache() -> Finding:
         return _cache(cache_dir)
 
+    def bundled() -> Finding:
+        return _bundle(bundle)
+
+    def compiler() -> Finding:
+        return _nvrtc(bundle)
+
     checks: tuple[tuple[str, Callable[[], Finding]], ...] = (
         ("python", _python),
-        ("NVRTC", _nvrtc),
+        ("NVRTC", compiler),
         ("kernel sources", _sources),
+        ("kernel bundle", bundled),
         ("kernel cache", cache),
         ("torch", _torch),
         ("GPU", _gpu),
@@ -67,8 +75,13 @@ def _python() -> Finding:
     return Finding("python", "ok", detail)
 
 
-def _nvrtc() -> Finding:
-    nvrtc()
+def _nvrtc(bundle: Path | None) -> Finding:
+    try:
+        nvrtc()
+    except ToolchainError as error:
+        if (bundle or settings().bundle) is None:
+            raise
+        return Finding("NVRTC", "warn", f"only kernels of the bundle can run: {error}".splitlines()[0])
     major, minor = nvrtc_version()
     return Finding("NVRTC", "ok", f"{major}.{minor}")
 
@@ -77,6 +90,15 @@ def _sources() -> Finding:
     closures = [package_sources().closure(name) for name in ("gemm_fp8", "quantize_fp8")]
     headers = {name for closure in closures for name, _ in closure.headers}
     return Finding("kernel sources", "ok", f"found, {len(headers)} headers")
+
+
+def _bundle(path: Path | None) -> Finding:
+    folder = settings().bundle if path is None else path
+    if folder is None:
+        return Finding("kernel bundle", "ok", "none: MOE_FP8_BUNDLE is not set")
+    found = Bundle.open(folder)
+    found.verify()
+    return Finding("kernel bundle", "ok", f"{folder}, {found.summary()}")
 
 
 def _cache(cache_dir: Path | None) -> Finding:

@@ -99,6 +99,21 @@ class JitMissError(JitError):
         )
 
 
+class BundleError(JitError):
+    """A folder is not a kernel bundle that this process may use, or cannot be made one.
+
+    `bundle` is the folder, `what` the part of it that is wrong.
+    """
+
+    def __init__(self, bundle: str, what: str, expected: str, got: Any, remedy: str) -> None:
+        self.bundle = bundle
+        self.what = what
+        self.expected = expected
+        self.got = got
+        self.remedy = remedy
+        super().__init__(f"kernel bundle {bundle}: {what}: expected {expected}, got {got}; {remedy}")
+
+
 class ToolchainError(JitError):
     """NVRTC or the CUDA driver cannot be loaded, or is too old; the message names the remedy."""
 

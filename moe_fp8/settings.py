@@ -27,7 +27,8 @@ class Settings:
     there is no home directory. `checked` (MOE_FP8_CHECKED): ops also look at the contents of index
     tensors. `batch_invariant` (MOE_FP8_BATCH_INVARIANT): a row's bits in a GEMM depend on neither the other
     rows nor their number. `jobs` (MOE_FP8_JOBS): compiler processes of a build. `miss` (MOE_FP8_JIT_MISS):
-    what a frozen process does about a kernel that is not loaded.
+    what a frozen process does about a kernel that is not loaded. `bundle` (MOE_FP8_BUNDLE): a kernel
+    bundle, which is looked at before `cache_dir`; None for none.
     """
 
     cache_dir: Path | None
@@ -35,6 +36,7 @@ class Settings:
     batch_invariant: bool
     jobs: int
     miss: MissPolicy
+    bundle: Path | None = None
 
 
 @cache
@@ -105,6 +107,7 @@ def _parse_miss(name: str, value: str) -> MissPolicy:
 
 _PARSERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "MOE_FP8_CACHE_DIR": ("cache_dir", _parse_path),
+    "MOE_FP8_BUNDLE": ("bundle", _parse_path),
     "MOE_FP8_CHECKED": ("checked", _parse_bool),
     "MOE_FP8_BATCH_INVARIANT": ("batch_invariant", _parse_bool),
     "MOE_FP8_JOBS": ("jobs", _parse_jobs),

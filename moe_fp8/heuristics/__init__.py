@@ -25,6 +25,7 @@ from moe_fp8.heuristics.tiles import (
     TOKEN_TILES,
     GemmConfig,
     gemm_configs,
+    gemm_grid,
     gemm_smem_bytes,
     parse_gemm_config,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "TopkConfig",
     "gemm_config",
     "gemm_configs",
+    "gemm_grid",
     "gemm_smem_bytes",
     "mqa_chunk",
     "mqa_config",

@@ -7,6 +7,7 @@ microseconds.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 from moe_fp8.heuristics.tiles import TOKEN_TILES, GemmConfig, gemm_configs
 from moe_fp8.problems import GemmLayout, GemmProblem
@@ -81,17 +82,34 @@ def _zipf(experts: int) -> _Shares:
     return tuple(shares)
 
 
+class Prediction(NamedTuple):
+    """What the model takes a config to need: time, tiles and rounds of these, a short last one as a part."""
+
+    microseconds: float
+    tiles: float
+    rounds: float
+
+
+def predict(
+    config: GemmConfig, layout: GemmLayout, rows: int, n: int, k: int, experts: int, sms: int
+) -> Prediction:
+    """For `rows` rows of each of `experts` experts."""
+    if layout == "dense":
+        return _predict(config, None, rows, n, k, 1, sms)
+    even = _predict(config, _SPREAD, rows, n, k, experts, sms)
+    skewed = _predict(config, _zipf(experts), rows, n, k, experts, sms)
+    return Prediction(*((one + other) / 2 for one, other in zip(even, skewed, strict=True)))
+
+
 def cost(config: GemmConfig, layout: GemmLayout, rows: int, n: int, k: int, experts: int, sms: int) -> float:
     """Predicted microseconds for `rows` rows of each of `experts` experts."""
-    if layout == "dense":
-        return _cost(config, None, rows, n, k, 1, sms)
-    return sum(_cost(config, shares, rows, n, k, experts, sms) for shares in (_SPREAD, _zipf(experts))) / 2
+    return predict(config, layout, rows, n, k, experts, sms).microseconds
 
 
-def _cost(
+def _predict(
     config: GemmConfig, shares: _Shares | None, rows: int, n: int, k: int, experts: int, sms: int
-) -> float:
-    """As `cost`, for experts' rows of given shares; None: dense."""
+) -> Prediction:
+    """As `predict`, for experts' rows of given shares; None: dense."""
     tiles_m = narrow = busy_experts = 0.0
     for share, part in shares or ((1.0, 1.0),):
         count = round(rows * share)
@@ -127,41 +145,44 @@ def _cost(
     busy = rounds * (-(-k // (128 * config.split)) * block + _TILE[config.block_m])
     extra = _PARTS[config.parts] + _PART_ELEMENT * config.block_m * config.block_n * (1 - 1 / config.parts)
     extra += _NEXT_ROUND * (rounds - 1) if config.split > 1 else 0.0
-    return _KERNEL + max(busy, read) + _OVERLAP * min(busy, read) + extra
+    return Prediction(_KERNEL + max(busy, read) + _OVERLAP * min(busy, read) + extra, tiles, rounds)
 
 
 @cache
-def _cheapest(
+def _ranked(
     layout: GemmLayout, rows: int, n: int, k: int, experts: int, sms: int, batch_invariant: bool
-) -> GemmConfig:
+) -> tuple[tuple[GemmConfig, Prediction], ...]:
     # Several tiles for tokens that fit in one read its weights several times.
     smallest = next((tile for tile in TOKEN_TILES if tile >= min(rows, 64)), 64)
-    return min(
-        (
-            config
-            for config in gemm_configs(layout, k, batch_invariant)
-            if config.cluster <= sms and config.block_m >= smallest
-        ),
-        key=lambda config: (
-            cost(config, layout, rows, n, k, experts, sms),
-            config.block_m,
-            config.block_n,
-            config.cluster,
-        ),
-    )
+    found = [
+        (config, predict(config, layout, rows, n, k, experts, sms))
+        for config in gemm_configs(layout, k, batch_invariant)
+        if config.cluster <= sms and config.block_m >= smallest
+    ]
+    found.sort(key=lambda one: (one[1].microseconds, one[0].block_m, one[0].block_n, one[0].cluster))
+    return tuple(found)
 
 
-def cheapest(problem: GemmProblem) -> GemmConfig:
-    """The config with the least cost; a pure function of the problem."""
+def modelled_rows(problem: GemmProblem) -> int:
+    """The rows that costs are predicted for."""
     rows = problem.expected_m or problem.m  # GemmProblem sets it
     # Coarser where a row more cannot matter; beyond so many the order of the candidates no longer changes.
-    rows = rows if rows < 64 else min(-(-rows // 8) * 8, 32768 if problem.layout == "dense" else 4096)
-    return _cheapest(
+    return rows if rows < 64 else min(-(-rows // 8) * 8, 32768 if problem.layout == "dense" else 4096)
+
+
+def ranked(problem: GemmProblem) -> tuple[tuple[GemmConfig, Prediction], ...]:
+    """Every config that the model considers, the one with the least cost first; a function of the problem."""
+    return _ranked(
         problem.layout,
-        rows,
+        modelled_rows(problem),
         problem.n,
         problem.k,
         problem.num_experts,
         problem.num_sms,
         problem.batch_invariant,
     )
+
+
+def cheapest(problem: GemmProblem) -> GemmConfig:
+    """The config with the least cost; a pure function of the problem."""
+    return ranked(problem)[0][0]

@@ -62,6 +62,12 @@ def _table(device: str) -> dict[Key, _Rows]:
 
 def lookup(problem: GemmProblem) -> GemmConfig | None:
     """The config that the device's table has for `problem`, if any; none for batch-invariant results."""
+    row = find_row(problem)
+    return None if row is None else row[2]
+
+
+def find_row(problem: GemmProblem) -> tuple[int, int, GemmConfig] | None:
+    """(rows, above, config) of the table's row that `lookup` takes its answer from."""
     if problem.batch_invariant or problem.expected_m is None:
         return None
     found = _table(problem.device).get((problem.layout, problem.n, problem.k, problem.num_experts))
@@ -70,7 +76,8 @@ def lookup(problem: GemmProblem) -> GemmConfig | None:
     at = bisect_left(found, (problem.expected_m,))
     if at == len(found) or found[at][1] >= problem.expected_m:
         return None
+    rows, above, text = found[at]
     try:
-        return parse_gemm_config(found[at][2], problem)
+        return rows, above, parse_gemm_config(text, problem)
     except ConfigError:
         return None  # measured on all SMs, and the problem has fewer than its cluster

@@ -116,6 +116,16 @@ def gemm_smem_bytes(config: GemmConfig) -> int:
     )
 
 
+def gemm_grid(config: GemmConfig, layout: GemmLayout, m: int, n: int, num_sms: int) -> int:
+    """CTAs of a launch: all SMs in whole clusters, or for a dense GEMM as many as find work."""
+    grid = num_sms // config.cluster * config.cluster
+    if layout == "dense":
+        tiles = -(-m // config.block_m) * -(-n // config.block_n)
+        clusters = -(-tiles // config.pair) * (2 if config.halved else 1)
+        grid = min(grid, clusters * config.cluster)
+    return grid
+
+
 @cache
 def _deepest(block_m: int, block_n: int, cluster: int = 1, shares: Shares = "operands") -> GemmConfig:
     """The config with as many stages as fit, at most 24 (beyond that latency is long covered).

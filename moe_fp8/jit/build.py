@@ -16,8 +16,9 @@ from typing import IO, TypeAlias
 from moe_fp8.errors import CompileError, JitError
 from moe_fp8.jit import worker
 from moe_fp8.jit.artifact import Artifact
+from moe_fp8.jit.files import decode
 from moe_fp8.jit.progress import BuildRow, Progress, ProgressCallback, open_progress
-from moe_fp8.jit.store import KernelStore, decode, default_store
+from moe_fp8.jit.store import KernelStore, default_store
 from moe_fp8.settings import settings
 from moe_fp8.specs import KernelSpec
 
@@ -72,6 +73,8 @@ def build(
                 missing.append(spec)
             else:
                 done(spec, artifact, True)
+        if missing:
+            store.check_compiler(missing[0])
         jobs = min(settings().jobs if jobs is None else jobs, len(missing))
         results = _compile_here(store, missing) if jobs <= 1 else _compile_apart(store, missing, jobs)
         for spec, result in results:

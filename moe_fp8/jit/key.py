@@ -43,7 +43,15 @@ def digest(closure: SourceClosure, options: tuple[str, ...], arch: str, nvrtc: t
     return hasher.hexdigest()[:32]
 
 
-def kernel_key(spec: KernelSpec, arch: str = ARCH, sources: SourceTree | None = None) -> str:
-    """The key of `spec` here and now; raises ToolchainError, or CompileError for a missing source."""
+def kernel_key(
+    spec: KernelSpec,
+    arch: str = ARCH,
+    sources: SourceTree | None = None,
+    nvrtc: tuple[int, int] | None = None,
+) -> str:
+    """The key of `spec` here and now, or of what the NVRTC of another version makes of it.
+
+    Raises ToolchainError, or CompileError for a missing source.
+    """
     closure = (sources or package_sources()).closure(spec.name)
-    return digest(closure, compile_options(spec, arch), arch, nvrtc_version())
+    return digest(closure, compile_options(spec, arch), arch, nvrtc or nvrtc_version())

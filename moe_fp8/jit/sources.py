@@ -10,6 +10,7 @@ import hashlib
 import re
 import sys
 import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -59,6 +60,7 @@ class SourceTree:
         self._root = root
         self._texts: dict[str, bytes] = {}
         self._closures: dict[str, SourceClosure] = {}
+        self._whole: str | None = None
         self._lock = threading.Lock()
 
     @property
@@ -75,6 +77,14 @@ class SourceTree:
                 self._closures[kernel] = closure
         return closure
 
+    def digest(self) -> str:
+        """A SHA-256 over all device code in the folder; raises CompileError where it cannot be read."""
+        with self._lock:
+            if self._whole is None:
+                names = sorted(_device_code(self._root))
+                self._whole = _digest((name, self._read(name, name, "the folder")) for name in names)
+            return self._whole
+
     def _collect(self, kernel: str) -> SourceClosure:
         entry = f"{kernel}.cuh"
         pending = [(entry, "the kernel spec")]
@@ -87,13 +97,7 @@ class SourceTree:
             found[name] = text
             pending += [(match.decode("utf-8", "replace"), name) for match in _INCLUDE.findall(text)]
         files = tuple(sorted(found.items()))
-        digest = hashlib.sha256()
-        for name, text in files:
-            # Lengths make the encoding injective: moving a byte from a name to a text must show.
-            digest.update(b"%d %d\n" % (len(name.encode()), len(text)))
-            digest.update(name.encode())
-            digest.update(text)
-        return SourceClosure(entry, files, digest.hexdigest())
+        return SourceClosure(entry, files, _digest(files))
 
     def _read(self, kernel: str, name: str, wanted_by: str) -> bytes:
         text = self._texts.get(name)
@@ -115,6 +119,25 @@ class SourceTree:
             ) from error
         self._texts[name] = text
         return text
+
+
+def _device_code(folder: Traversable, prefix: str = "") -> Iterator[str]:
+    """Names of the .cuh files in a folder and those below it."""
+    for node in folder.iterdir():
+        if node.is_dir():
+            yield from _device_code(node, f"{prefix}{node.name}/")
+        elif node.name.endswith(".cuh"):
+            yield f"{prefix}{node.name}"
+
+
+def _digest(files: Iterable[tuple[str, bytes]]) -> str:
+    digest = hashlib.sha256()
+    for name, text in files:
+        # Lengths make the encoding injective: moving a byte from a name to a text must show.
+        digest.update(b"%d %d\n" % (len(name.encode()), len(text)))
+        digest.update(name.encode())
+        digest.update(text)
+    return digest.hexdigest()
 
 
 @cache

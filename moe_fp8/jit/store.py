@@ -1,16 +1,13 @@
 """Compiled kernels on disk, shared by any number of processes and published atomically.
 
-One file holds one kernel: a header with the SHA-256 of the rest, the metadata, the cubin. A file
-that is truncated or altered is as good as absent. Files are read only where neither they nor their
-folder can be written by another user, because what is in them is executed.
+A file (`moe_fp8.jit.files`) that is truncated or altered is as good as absent. Files are read only where
+neither they nor their folder can be written by another user, because what is in them is executed.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
-import json
 import logging
 import os
 import stat
@@ -19,65 +16,46 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any
 
+from moe_fp8.errors import ToolchainError
 from moe_fp8.jit.artifact import Artifact
+from moe_fp8.jit.bundle import Bundle, bundle_in_use
 from moe_fp8.jit.compiler import compile_kernel
+from moe_fp8.jit.files import SUFFIX, decode, distrust, encode, read_file, sync_folder, write_synced
 from moe_fp8.jit.key import ARCH, kernel_key
 from moe_fp8.jit.sources import SourceTree
+from moe_fp8.jit.toolchain import nvrtc
 from moe_fp8.settings import settings
 from moe_fp8.specs import KernelSpec
 
 _logger = logging.getLogger(__name__)
-
-_MAGIC = b"moe_fp8-kernel-1\n"
-_DIGEST_BYTES = 32
-_SUFFIX = ".kernel"
 
 # Longer than any compile: a holder that takes this long is stopped or its file system has lost the
 # lock, and compiling twice is better than waiting for ever.
 _LOCK_SECONDS = 120.0
 
 
-def encode(artifact: Artifact) -> bytes:
-    """The file of `artifact`: magic, digest of the rest, metadata length, metadata, cubin."""
-    metadata = {field.name: getattr(artifact, field.name) for field in fields(Artifact)}
-    del metadata["cubin"]
-    text = json.dumps(metadata, sort_keys=True).encode()
-    body = len(text).to_bytes(4, "little") + text + artifact.cubin
-    return _MAGIC + hashlib.sha256(body).digest() + body
-
-
-def decode(data: bytes) -> Artifact | None:
-    """The artifact in a file's bytes, or None where they are not exactly what `encode` wrote."""
-    start = len(_MAGIC) + _DIGEST_BYTES
-    body = data[start:]
-    if not data.startswith(_MAGIC) or hashlib.sha256(body).digest() != data[len(_MAGIC) : start]:
-        return None
-    length = int.from_bytes(body[:4], "little")
-    try:
-        metadata: dict[str, Any] = json.loads(body[4 : 4 + length])
-        metadata["warnings"] = tuple(metadata["warnings"])
-        return Artifact(cubin=body[4 + length :], **metadata)
-    except (ValueError, KeyError, TypeError):
-        # Whole, but of another version of this package, whose artifacts have other fields.
-        return None
-
-
 class KernelStore:
-    """Artifacts by key: in memory and, where `root` can be used, on disk.
+    """Artifacts by key: in `bundle`, if there is one, in memory and, where `root` can be used, on disk.
 
     `root` is created with mode 0700. A folder that cannot be written, or that belongs to another
     user or can be written by others, costs one warning; what it may not hold is kept in memory. A
     read-only folder of this user or of root is still read, so that an image may ship one. With
-    `root` None all is kept in memory.
+    `root` None all is kept in memory. The bundle is looked at first and never written; where there is no
+    NVRTC, keys are made with the version of the bundle's.
     """
 
-    def __init__(self, root: Path | str | None, sources: SourceTree | None = None, arch: str = ARCH) -> None:
+    def __init__(
+        self,
+        root: Path | str | None,
+        sources: SourceTree | None = None,
+        arch: str = ARCH,
+        bundle: Bundle | None = None,
+    ) -> None:
         self.root = None if root is None else Path(root)
+        self.bundle = bundle
         self._sources = sources
         self._arch = arch
         self._memory: dict[str, Artifact] = {}
@@ -93,14 +71,20 @@ class KernelStore:
         """The key of `spec`; raises ToolchainError, or CompileError for a missing source."""
         key = self._keys.get(spec)
         if key is None:
-            key = self._keys[spec] = kernel_key(spec, self._arch, self._sources)
+            version = None if self.bundle is None else self.bundle.nvrtc
+            key = self._keys[spec] = kernel_key(spec, self._arch, self._sources, version)
         return key
 
     def get(self, key: str) -> Artifact | None:
-        """The artifact of `key`, or None where there is none, or none that is whole."""
+        """The artifact of `key`, or None where there is none, or none that is whole.
+
+        Raises BundleError where the bundle has it in a file that is not whole.
+        """
         artifact = self._memory.get(key)
         if artifact is None:
-            artifact = self._read(key)
+            artifact = None if self.bundle is None else self.bundle.get(key)
+            if artifact is None:
+                artifact = self._read(key)
             if artifact is not None:
                 self._memory[key] = artifact
         return artifact
@@ -119,7 +103,7 @@ class KernelStore:
     def get_or_compile(self, spec: KernelSpec) -> tuple[Artifact, bool]:
         """(artifact, whether it was already there); of any number of processes one compiles.
 
-        Raises CompileError, ToolchainError.
+        Raises CompileError, ToolchainError, BundleError.
         """
         key = self.key(spec)
         artifact = self.get(key)
@@ -131,9 +115,22 @@ class KernelStore:
             artifact = self.get(key)
             if artifact is not None:
                 return artifact, True
+            self.check_compiler(spec)
             artifact = compile_kernel(spec, self._arch, self._sources)
             self.put(artifact)
             return artifact, False
+
+    def check_compiler(self, missing: KernelSpec) -> None:
+        """Raise ToolchainError where `missing`, which is not here, cannot be compiled either."""
+        try:
+            nvrtc()
+        except ToolchainError as error:
+            if self.bundle is None:
+                raise
+            raise ToolchainError(
+                f"{missing} is neither in the bundle {self.bundle.path} nor in the cache {self.root}, and "
+                f"cannot be compiled: {error}; or add it with `moe-fp8 build --bundle` elsewhere"
+            ) from error
 
     def adopt(self, artifact: Artifact) -> None:
         """Keep `artifact`, which another process has published, in this one's memory."""
@@ -156,7 +153,7 @@ class KernelStore:
 
     def path(self, key: str) -> Path | None:
         """Where the artifact of `key` is or would be kept on disk."""
-        return None if self.root is None else self.root / f"{key}{_SUFFIX}"
+        return None if self.root is None else self.root / f"{key}{SUFFIX}"
 
     def _open(self) -> None:
         """Create and judge the folder, once."""
@@ -174,11 +171,8 @@ class KernelStore:
                 return
             if not stat.S_ISDIR(status.st_mode):
                 self._warn("is not a folder")
-            elif not _is_trusted(status):
-                self._warn(
-                    f"belongs to user {status.st_uid} or can be written by others "
-                    f"(mode {stat.S_IMODE(status.st_mode):o})"
-                )
+            elif problem := distrust(status):
+                self._warn(problem)
             else:
                 self._readable = True
                 self._writable = os.access(self.root, os.W_OK | os.X_OK)
@@ -201,16 +195,14 @@ class KernelStore:
         if path is None or not self._readable:
             return None
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            with open(descriptor, "rb") as file:
-                if not _is_trusted(os.fstat(descriptor)):
-                    _logger.warning("kernel file %s can be written by others and is not used", path)
-                    return None
-                data = file.read()
+            data, status = read_file(path)
         except FileNotFoundError:
             return None
         except OSError as error:
             self._warn(f"cannot be read ({error})")
+            return None
+        if problem := distrust(status):
+            _logger.warning("kernel file %s %s and is not used", path, problem)
             return None
         artifact = decode(data)
         if artifact is None or artifact.key != key:
@@ -225,20 +217,13 @@ class KernelStore:
         # this key removes it.
         descriptor, temporary = tempfile.mkstemp(prefix=f"{artifact.key}.", suffix=".tmp", dir=path.parent)
         try:
-            with open(descriptor, "wb") as file:
-                file.write(encode(artifact))
-                file.flush()
-                os.fsync(file.fileno())
+            write_synced(descriptor, encode(artifact))
             os.replace(temporary, path)
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
 
     @contextmanager
     def _file_lock(self, key: str) -> Iterator[None]:
@@ -281,15 +266,10 @@ class KernelStore:
                 return descriptor
 
 
-def _is_trusted(status: os.stat_result) -> bool:
-    """Owned by this user or root, and writable by nobody else."""
-    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
 @cache
 def default_store() -> KernelStore:
-    """The store in `settings().cache_dir`."""
+    """The store in `settings().cache_dir` behind the bundle of `settings().bundle`; raises BundleError."""
     root = settings().cache_dir
     if root is None:
         _logger.warning("there is no HOME: kernels are kept in memory only; set MOE_FP8_CACHE_DIR")
-    return KernelStore(root)
+    return KernelStore(root, bundle=bundle_in_use())

@@ -35,10 +35,21 @@ def _query_version(module: Any) -> tuple[int, int]:
     try:
         status, major, minor = module.nvrtcVersion()
     except Exception as error:
-        raise ToolchainError(f"libnvrtc cannot be loaded ({error}); {_REMEDY}") from error
+        # What it says may be of several lines.
+        problem = " ".join(str(error).split())
+        raise ToolchainError(f"libnvrtc cannot be loaded ({problem}); {_REMEDY}") from error
     if status != module.nvrtcResult.NVRTC_SUCCESS:
         raise ToolchainError(f"nvrtcVersion failed: {status!r}; {_REMEDY}")
     return int(major), int(minor)
+
+
+@cache
+def installed_nvrtc() -> tuple[int, int] | None:
+    """(major, minor) of the installed NVRTC, new enough or not; None where none can be loaded."""
+    try:
+        return _query_version(importlib.import_module("cuda.bindings.nvrtc"))
+    except (ImportError, ToolchainError):
+        return None
 
 
 @cache

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 from moe_fp8.errors import JitError
-from moe_fp8.jit.store import KernelStore, encode
+from moe_fp8.jit.files import encode
+from moe_fp8.jit.store import KernelStore
 from moe_fp8.specs import KernelSpec
 
 

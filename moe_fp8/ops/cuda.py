@@ -56,6 +56,32 @@ class _GemmPlan(NamedTuple):
     out_box: tuple[int, int]
 
 
+def _gemm_problem(
+    layout: GemmLayout,
+    m: int,
+    n: int,
+    k: int,
+    num_experts: int,
+    expected_m: int | None,
+    fp32: bool,
+    config_text: str | None,
+    device: int,
+) -> GemmProblem:
+    return GemmProblem(
+        layout,
+        m,
+        n,
+        k,
+        num_experts,
+        expected_m,
+        "float32" if fp32 else "bfloat16",
+        launch.num_sms(device),
+        launch.table(device),
+        settings().batch_invariant,
+        config_text,
+    )
+
+
 @lru_cache(maxsize=65536)
 def _gemm_plan(
     layout: GemmLayout,
@@ -69,29 +95,11 @@ def _gemm_plan(
     device: int,
 ) -> _GemmPlan:
     """Raises ConfigError where `config_text` names no config that this call may use."""
-    num_sms = launch.num_sms(device)
-    problem = GemmProblem(
-        layout,
-        m,
-        n,
-        k,
-        num_experts,
-        expected_m,
-        "float32" if fp32 else "bfloat16",
-        num_sms,
-        launch.table(device),
-        settings().batch_invariant,
-        config_text,
-    )
+    problem = _gemm_problem(layout, m, n, k, num_experts, expected_m, fp32, config_text, device)
     config = heuristics.gemm_config(problem)
-    grid = num_sms // config.cluster * config.cluster
-    if layout == "dense":
-        tiles = -(-m // config.block_m) * -(-n // config.block_n)
-        clusters = -(-tiles // config.pair) * (2 if config.halved else 1)
-        grid = min(grid, clusters * config.cluster)
     return _GemmPlan(
         kernel_spec(problem),
-        grid,
+        heuristics.gemm_grid(config, layout, m, n, problem.num_sms),
         a_box=(128, config.token_box),
         a_scale_box=(config.block_m, 1),
         b_box=(128, config.weight_box),

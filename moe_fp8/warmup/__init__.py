@@ -5,6 +5,7 @@ Nothing here imports torch, allocates a tensor or launches a kernel; planning an
 
 from __future__ import annotations
 
+from moe_fp8.warmup.bundle import build_bundle
 from moe_fp8.warmup.model import ModelDescription, describe, load_model, read_config
 from moe_fp8.warmup.planner import Plan, PlanOptions, PlanRow, plan
 from moe_fp8.warmup.run import build_plan, load_plan, missing_kernels
@@ -17,6 +18,7 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "PlanRow",
+    "build_bundle",
     "build_plan",
     "describe",
     "gemm_shapes",

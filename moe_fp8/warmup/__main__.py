@@ -18,6 +18,7 @@ from moe_fp8.warmup.arguments import (
     EXIT_CODES,
     EXIT_OK,
     add_build_arguments,
+    add_model_argument,
     add_plan_arguments,
     add_store_arguments,
     complain,
@@ -35,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_model_argument(parser)
     add_plan_arguments(parser)
     add_store_arguments(parser)
     add_build_arguments(parser)

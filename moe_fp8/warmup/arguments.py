@@ -6,7 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from moe_fp8.errors import CompileError, ConfigError, JitError, MoeFp8Error, ToolchainError
+from moe_fp8.errors import BundleError, CompileError, ConfigError, JitError, MoeFp8Error, ToolchainError
+from moe_fp8.jit.bundle import bundle_in_use
 from moe_fp8.jit.store import KernelStore, default_store
 from moe_fp8.settings import settings
 from moe_fp8.warmup.model import load_model
@@ -19,6 +20,9 @@ EXIT_USAGE = 2
 EXIT_TOOLCHAIN = 3
 EXIT_COMPILE = 4
 EXIT_DRIVER = 5
+EXIT_BUNDLE = 6
+
+MODEL_HELP = "model folder, or its config.json"
 
 EXIT_CODES = """\
 exit codes:
@@ -28,13 +32,18 @@ exit codes:
   3  no usable NVRTC (or, where a GPU was asked for, no driver)
   4  a kernel failed to compile
   5  the CUDA driver refused to load a kernel
+  6  a kernel bundle is refused, or cannot be written
 """
 
 
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Which model."""
+    parser.add_argument("--model", required=True, metavar="PATH", help=MODEL_HELP)
+
+
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, and how it is served."""
+    """How a model is served."""
     default = PlanOptions  # the class: making one reads the settings
-    parser.add_argument("--model", required=True, metavar="PATH", help="model folder, or its config.json")
     add_rank_arguments(parser)
     parser.add_argument(
         "--max-tokens",
@@ -88,9 +97,14 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
 def add_store_arguments(parser: argparse.ArgumentParser) -> None:
     """Where compiled kernels are kept."""
     parser.add_argument(
-        "--cache-dir", type=Path, default=None,
+        "--cache-dir", type=absolute, default=None,
         help="where compiled kernels are kept (default: $MOE_FP8_CACHE_DIR, else ~/.cache/moe_fp8)",
     )  # fmt: skip
+
+
+def add_bundle_argument(parser: argparse.ArgumentParser, text: str) -> None:
+    """A kernel bundle; `text` says what for."""
+    parser.add_argument("--bundle", type=absolute, default=None, metavar="DIR", help=text)
 
 
 def add_build_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +116,11 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
         help="compiler processes (default: $MOE_FP8_JOBS, else the cores)",
     )
     parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def absolute(text: str) -> Path:
+    """argparse type: a path, made absolute."""
+    return Path(text).expanduser().absolute()
 
 
 def positive(text: str) -> int:
@@ -120,28 +139,38 @@ def counts(text: str) -> tuple[int, ...]:
 def plan_from(arguments: argparse.Namespace) -> Plan:
     """The plan that the arguments ask for. Raises ConfigError."""
     model = load_model(arguments.model)
-    num_sms = default_num_sms() if arguments.num_sms is None else arguments.num_sms
-    invariant = arguments.batch_invariant
     options = PlanOptions(
         tp=arguments.tp,
         ep=arguments.ep,
         max_tokens=arguments.max_tokens,
         max_batch=arguments.max_batch,
         next_n=arguments.next_n,
-        num_sms=num_sms,
+        num_sms=num_sms_from(arguments),
         block_size=arguments.block_size,
         masked_rows=arguments.masked_rows,
         pad_intermediate=arguments.pad_intermediate,
-        batch_invariant=settings().batch_invariant if invariant is None else invariant,
+        batch_invariant=batch_invariant_from(arguments),
     )
     return plan(model, options)
 
 
+def num_sms_from(arguments: argparse.Namespace) -> int:
+    """The multiprocessors to plan for."""
+    given: int | None = arguments.num_sms
+    return default_num_sms() if given is None else given
+
+
+def batch_invariant_from(arguments: argparse.Namespace) -> bool:
+    """Whether the server is batch-invariant."""
+    given: bool | None = arguments.batch_invariant
+    return settings().batch_invariant if given is None else given
+
+
 def store_from(arguments: argparse.Namespace) -> KernelStore:
-    """The store that the arguments ask for."""
+    """The store that the arguments ask for, behind the bundle of the settings; raises BundleError."""
     if arguments.cache_dir is None:
         return default_store()
-    return KernelStore(arguments.cache_dir.expanduser().absolute())
+    return KernelStore(arguments.cache_dir, bundle=bundle_in_use())
 
 
 def exit_code(error: MoeFp8Error) -> int:
@@ -150,6 +179,8 @@ def exit_code(error: MoeFp8Error) -> int:
         return EXIT_USAGE
     if isinstance(error, ToolchainError):
         return EXIT_TOOLCHAIN
+    if isinstance(error, BundleError):
+        return EXIT_BUNDLE
     if isinstance(error, CompileError):
         return EXIT_COMPILE
     if isinstance(error, JitError):

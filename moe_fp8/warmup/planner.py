@@ -9,13 +9,14 @@ the selector does with a problem.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.heuristics import gemm_table
+from moe_fp8.heuristics import GemmConfig, gemm_table
+from moe_fp8.heuristics.tiles import Shares
 from moe_fp8.jit.key import kernel_key
 from moe_fp8.problems import (
     DEFAULT_NUM_SMS,
@@ -92,9 +93,22 @@ class PlanRow:
     spec: KernelSpec
 
     @property
+    def use(self) -> str:
+        """Op or layout, weights and rows in a line."""
+        sizes = " x ".join(str(size) for size in (self.num_experts, self.n, self.k) if size is not None)
+        ranges = ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in self.rows)
+        parts = (self.op, self.layout, sizes, f"rows {ranges}", f"({', '.join(self.what)})")
+        return " ".join(part for part in parts if part)
+
+    @property
     def config(self) -> str:
-        """The macros that the kernel is specialised with, as `name=value` pairs."""
-        return " ".join(f"{name.lower()}={value}" for name, value in self.spec.defines)
+        """A GEMM's tile as text (`GemmConfig`), else the macros of the kernel as `name=value` pairs."""
+        values = dict(self.spec.defines)
+        if self.layout is None:
+            return " ".join(f"{name.lower()}={value}" for name, value in values.items())
+        shares: Shares = "k" if values["SPLIT_K"] else "operands"
+        block_m, block_n, stages = (values[name] for name in ("BLOCK_M", "BLOCK_N", "NUM_STAGES"))
+        return str(GemmConfig(block_m, block_n, stages, self.spec.cluster_size, shares))
 
 
 @dataclass(frozen=True)
@@ -116,8 +130,10 @@ class Plan:
         """Content key of each kernel with this machine's NVRTC; raises ToolchainError where it has none."""
         return {spec: kernel_key(spec) for spec in self.specs}
 
-    def to_dict(self, keys: dict[KernelSpec, str] | None = None) -> dict[str, Any]:
-        """The plan as JSON types; `keys`, where given, adds each kernel's key."""
+    def to_dict(
+        self, keys: Mapping[KernelSpec, str] | None = None, cached: Collection[KernelSpec] | None = None
+    ) -> dict[str, Any]:
+        """The plan as JSON types; `keys` adds each kernel's key, `cached` whether it is among these."""
         numbers = {spec: number for number, spec in enumerate(self.specs)}
         return {
             "model": asdict(self.model),
@@ -130,6 +146,7 @@ class Plan:
                     "smem_bytes": spec.smem_bytes,
                     "cluster_size": spec.cluster_size,
                     "key": None if keys is None else keys[spec],
+                    "cached": None if cached is None else spec in cached,
                 }
                 for spec in self.specs
             ],
@@ -142,7 +159,10 @@ class Plan:
                     "k": row.k,
                     "num_experts": row.num_experts,
                     "rows": [list(pair) for pair in row.rows],
+                    "config": row.config,
                     "kernel": numbers[row.spec],
+                    "key": None if keys is None else keys[row.spec],
+                    "cached": None if cached is None else row.spec in cached,
                 }
                 for row in self.rows
             ],

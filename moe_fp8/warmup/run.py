@@ -33,7 +33,8 @@ def load_plan(plan: Plan, jobs: int | None = None, progress: Progress = False) -
 def missing_kernels(plan: Plan, store: KernelStore | None = None) -> dict[KernelSpec, str]:
     """The kernels of `plan`, with their keys, that `store` does not hold whole; compiles nothing.
 
-    Raises ToolchainError where there is no NVRTC, whose version is a part of every key.
+    Raises ToolchainError where there is neither NVRTC nor a bundle to tell the version that is a part of
+    every key, and BundleError where a file of the bundle is damaged.
     """
     store = store or default_store()
     keys = {spec: store.key(spec) for spec in plan.specs}

@@ -9,7 +9,7 @@ from moe_fp8.problems import SCALE_BLOCK
 from moe_fp8.warmup.model import MlaAttention, ModelDescription
 
 #: N of every FP8 GEMM is a multiple of this, K of SCALE_BLOCK.
-_N_MULTIPLE = 64
+N_MULTIPLE = 64
 
 _TRIED_TP = (1, 2, 4, 8, 16, 32, 64)
 
@@ -81,7 +81,7 @@ def local_experts(model: ModelDescription, parallelism: Parallelism) -> int:
 def _shapes(model: ModelDescription, parallelism: Parallelism, pad: bool) -> tuple[GemmShape, ...]:
     shapes = (*_attention(model, parallelism.tp), *_mlps(model, parallelism, pad))
     for shape in shapes:
-        for name, value, multiple in (("N", shape.n, _N_MULTIPLE), ("K", shape.k, SCALE_BLOCK)):
+        for name, value, multiple in (("N", shape.n, N_MULTIPLE), ("K", shape.k, SCALE_BLOCK)):
             if value % multiple:
                 raise ConfigError(f"{name} of {shape.what}", f"a multiple of {multiple}", value)
     return shapes

@@ -28,7 +28,9 @@ def console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
 
 
-def plan_table(plan: Plan, keys: Mapping[KernelSpec, str] | None) -> Group:
+def plan_table(
+    plan: Plan, keys: Mapping[KernelSpec, str] | None, cached: Collection[KernelSpec] | None
+) -> Group:
     """A table for each kernel source, with one line for each distinct kernel and the rows that it serves."""
     options = plan.options
     heading = (
@@ -37,33 +39,47 @@ def plan_table(plan: Plan, keys: Mapping[KernelSpec, str] | None) -> Group:
         f"num_sms={options.num_sms}\n"
         "rows: of A if dense, expected of one expert if grouped, else queries or requests"
     )
-    numbers = _numbers(plan)
     served: dict[KernelSpec, list[tuple[int, int]]] = {}
     for row in plan.rows:
         served.setdefault(row.spec, []).extend(row.rows)
 
     def cells(spec: KernelSpec) -> tuple[str, ...]:
-        key = "-" if keys is None else keys[spec][:KEY_DIGITS]
-        return str(numbers[spec]), _span(served[spec]), key
+        return _span(served[spec]), *state(spec, keys, cached)
 
-    return _kernel_tables(heading, plan.specs, ("#", "rows", "key"), cells)
+    return _kernel_tables(heading, plan.specs, ("rows", "key", "cached"), cells)
 
 
-def rows_table(plan: Plan) -> Table:
-    """One line for each use of a kernel: op or layout, shape of the weights, the rows that it serves."""
-    numbers = _numbers(plan)
-    table = _table(f"\n{plan.model.name}: {len(plan.rows)} uses; # is the kernel above")
-    table.add_column("#", justify="right")
-    table.add_column("use", no_wrap=True)
-    table.add_column("experts x N x K", justify="right", no_wrap=True)
-    table.add_column("rows", justify="right", overflow="fold")
-    table.add_column("for", overflow="fold")
-    for row in plan.rows:
-        sizes = [str(size) for size in (row.num_experts, row.n, row.k) if size is not None]
-        ranges = ", ".join(_range(*pair) for pair in row.rows)
-        use, what = row.layout or row.op, ", ".join(row.what)
-        table.add_row(str(numbers[row.spec]), use, " x ".join(sizes), ranges, what)
-    return table
+def state(
+    spec: KernelSpec, keys: Mapping[KernelSpec, str] | None, cached: Collection[KernelSpec] | None
+) -> tuple[str, str]:
+    """A kernel's key, shortened, and whether it is among those that were built; "-" where that is unknown."""
+    key = "-" if keys is None else keys[spec][:KEY_DIGITS]
+    return key, "-" if cached is None else ("yes" if spec in cached else "no")
+
+
+def rows_table(
+    plan: Plan, keys: Mapping[KernelSpec, str] | None, cached: Collection[KernelSpec] | None
+) -> Group:
+    """A table for each op and layout, with one line for each shape of the weights and kernel for it."""
+    parts: list[RenderableType] = [Text(f"\n{plan.model.name}: {len(plan.rows)} uses")]
+    for op, layout in dict.fromkeys((row.op, row.layout) for row in plan.rows):
+        rows = [row for row in plan.rows if (row.op, row.layout) == (op, layout)]
+        table = table_of(f"\n{op}, {layout}" if op == "grouped_gemm_fp8_contiguous" else f"\n{op}")
+        sized = any(row.k is not None for row in rows)
+        if sized:
+            table.add_column("experts x N x K", justify="right", no_wrap=True)
+        table.add_column("rows", justify="right", overflow="fold")
+        table.add_column("config", overflow="fold")
+        table.add_column("key", no_wrap=True)
+        table.add_column("cached", no_wrap=True)
+        table.add_column("for", overflow="fold")
+        for row in rows:
+            sizes = " x ".join(str(size) for size in (row.num_experts, row.n, row.k) if size is not None)
+            ranges = ", ".join(_range(*pair) for pair in row.rows)
+            cells = (ranges, row.config, *state(row.spec, keys, cached), ", ".join(row.what))
+            table.add_row(*((sizes,) if sized else ()), *cells)
+        parts.append(table)
+    return Group(*parts)
 
 
 def build_table(report: BuildReport) -> Group:
@@ -93,10 +109,10 @@ def _kernel_tables(
         names = list(dict.fromkeys(fact for values in facts.values() for fact in values))
         if len(facts) > 1:
             names = [fact for fact in names if len({values.get(fact) for values in facts.values()}) > 1]
-        table = _table(f"\n{name}")
+        table = table_of(f"\n{name}")
         # Names wrap where they have an underscore.
         for column in (*(fact.replace("_", " ") for fact in names), *columns):
-            is_text = column in ("layout", "key")
+            is_text = column in ("layout", "key", "cached")
             # A long heading is folded before a value is cut.
             justify: JustifyMethod = "left" if is_text else "right"
             table.add_column(column, justify=justify, no_wrap=is_text, overflow="fold")
@@ -106,7 +122,8 @@ def _kernel_tables(
     return Group(*parts)
 
 
-def _table(title: str) -> Table:
+def table_of(title: str) -> Table:
+    """A table without columns yet."""
     return Table(
         title=title,
         title_justify="left",
@@ -125,10 +142,6 @@ def _facts(spec: KernelSpec) -> dict[str, str]:
         facts["layout"] = _LAYOUT_NAMES[values.pop("LAYOUT")]
     facts |= {name.lower(): str(value) for name, value in values.items()}
     return {**facts, "cluster_size": str(spec.cluster_size)}
-
-
-def _numbers(plan: Plan) -> dict[KernelSpec, int]:
-    return {spec: number for number, spec in enumerate(plan.specs, 1)}
 
 
 def _span(ranges: Iterable[tuple[int, int]] | Ranges) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -87,6 +88,29 @@ def test_plan_as_json(run_json: Json) -> None:
     assert code == 0
     assert [kernel["key"] for kernel in told["kernels"]] == list(expected.keys().values())
     assert told["options"]["max_tokens"] == 1
+
+
+def test_plan_tells_what_is_built(built: Path, run_json: Json, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["plan", *SMALL[:2], "--max-tokens", "128", "--max-batch", "1", "--cache-dir", str(built)]
+    code, told = run_json(more)
+    assert code == 0
+    there = {path.stem for path in built.glob("*.kernel")}
+    assert {kernel["cached"] for kernel in told["kernels"]} == {True, False}
+    for kernel in told["kernels"]:
+        assert kernel["cached"] == (kernel["key"] in there)
+    for row in told["rows"]:
+        kernel = told["kernels"][row["kernel"]]
+        assert (row["key"], row["cached"]) == (kernel["key"], kernel["cached"])
+        assert row["config"] and row["op"] and row["rows"]
+    dense = next(row for row in told["rows"] if row["layout"] == "dense")
+    assert re.match(r"\d+x\d+", dense["config"])
+    assert cli.main([*more, "--rows"]) == 0
+    shown = capsys.readouterr().out
+    for row in told["rows"]:
+        if row["layout"] is not None:
+            line = rf"^ *({row['num_experts']} x )?{row['n']} x {row['k']} .* {re.escape(row['config'])} +"
+            line += rf"{row['key'][:12]} +{'yes' if row['cached'] else 'no'} "
+            assert re.search(line, shown, re.M), line
 
 
 def test_planning_needs_neither_torch_nor_a_compiler() -> None:

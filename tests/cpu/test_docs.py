@@ -57,6 +57,27 @@ def test_every_setting_is_documented() -> None:
     assert documented == set(settings._PARSERS)
 
 
+def test_the_dockerfile_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "examples" / "Dockerfile").read_text()
+    for sources in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M):
+        for source in sources.split():
+            assert (ROOT / source).exists(), source
+    commands = re.findall(r"^(?:RUN| &&) moe-fp8 (\w+) (.*)$", text, re.M)
+    assert [name for name, _ in commands] == ["build", "check"]
+    for name, rest in commands:
+        with pytest.raises(SystemExit):
+            cli.main([name, "--help"])
+        known = capsys.readouterr().out
+        plan = re.findall(r'^ARG PLAN="(.*)"', text, re.M)[0]
+        for option in re.findall(r"--[a-z-]+", f"{rest} {plan}"):
+            assert f"{option} " in known or f"{option}\n" in known, option
+    for variable in re.findall(r"^ENV (MOE_FP8_\w+)", text, re.M):
+        assert variable in settings._PARSERS
+    (packages,) = re.findall(r"constraints.txt (cuda-bindings .*)$", text, re.M)
+    pinned = (ROOT / "constraints.txt").read_text()
+    assert all(f"\n{package}==" in f"\n{pinned}" for package in packages.split())
+
+
 def test_the_example_of_graphs_runs() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "graphs.md").read_text(), re.S)
     check = "\nassert torch.equal(hidden, table[[7, 8, 9]])\nassert 4 in runner.buckets"

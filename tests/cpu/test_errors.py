@@ -8,6 +8,7 @@ import pytest
 
 from moe_fp8.errors import (
     ArgumentError,
+    BundleError,
     CompileError,
     ConfigError,
     ContractError,
@@ -26,6 +27,7 @@ ERRORS = [
     UnsupportedError("no kernel"),
     CompileError("gemm_fp8", "log"),
     JitMissError(KernelSpec("tiny", (), 1, 0), "abc"),
+    BundleError("/b", "NVRTC", "13.0", "13.1", "build it again"),
     ToolchainError("no NVRTC"),
     DriverError("cuInit", 100, "CUDA_ERROR_NO_DEVICE"),
 ]

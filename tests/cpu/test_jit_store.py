@@ -16,10 +16,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from moe_fp8.jit import files
 from moe_fp8.jit import store as store_module
 from moe_fp8.jit.artifact import Artifact
+from moe_fp8.jit.files import decode, encode
 from moe_fp8.jit.sources import SourceTree
-from moe_fp8.jit.store import KernelStore, decode, encode
+from moe_fp8.jit.store import KernelStore
 from tests.cpu.jit_kernels import spec, write_kernels
 
 _ROOT = Path(__file__).parents[2]
@@ -58,10 +60,10 @@ def test_encoding_round_trips_and_detects_every_change() -> None:
 
 def test_an_artifact_of_another_version_is_as_good_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "fields", lambda kind: [*fields(kind), SimpleNamespace(name="__doc__")])
+        patch.setattr(files, "fields", lambda kind: [*fields(kind), SimpleNamespace(name="__doc__")])
         newer = encode(_ARTIFACT)
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "fields", lambda kind: fields(kind)[:-1])
+        patch.setattr(files, "fields", lambda kind: fields(kind)[:-1])
         older = encode(_ARTIFACT)
     assert decode(newer) is None
     assert decode(older) is None

@@ -70,10 +70,10 @@ def quantize_problems() -> Iterator[Problem]:
 
 
 def model_plans() -> list[Plan]:
-    parallelism = {"deepseek_v3": (8, 8), "deepseek_v32": (8, 8), "qwen3_30b": (1, 1), "qwen3_235b": (4, 4)}
+    parallelism = {"qwen3_30b": (1, 1), "qwen3_235b": (4, 4), "glm_45": (4, 4)}
     plans = []
     for path in sorted(CONFIGS.glob("*.json")):
-        tp, ep = parallelism[path.stem]
+        tp, ep = parallelism.get(path.stem, (8, 8))
         plans.append(plan(load_model(path), PlanOptions(tp=tp, ep=ep, next_n=4)))
     return plans
 

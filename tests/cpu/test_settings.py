@@ -14,6 +14,7 @@ def test_defaults_follow_xdg_then_home() -> None:
     assert parse_settings({"XDG_CACHE_HOME": "relative", "HOME": "/h"}).cache_dir == Path("/h/.cache/moe_fp8")
     assert parse_settings({}).cache_dir is None
     plain = parse_settings({})
+    assert plain.bundle is None
     assert (plain.checked, plain.batch_invariant, plain.miss) == (False, False, "strict")
     assert plain.jobs >= 1
 
@@ -22,6 +23,7 @@ def test_values_are_parsed() -> None:
     given = parse_settings(
         {
             "MOE_FP8_CACHE_DIR": "/srv/kernels",
+            "MOE_FP8_BUNDLE": "/srv/bundle",
             "MOE_FP8_CHECKED": "On",
             "MOE_FP8_BATCH_INVARIANT": "1",
             "MOE_FP8_JOBS": "3",
@@ -30,6 +32,7 @@ def test_values_are_parsed() -> None:
         }
     )
     assert given.cache_dir == Path("/srv/kernels")
+    assert given.bundle == Path("/srv/bundle")
     assert (given.checked, given.batch_invariant, given.jobs, given.miss) == (True, True, 3, "warn")
 
 
@@ -38,6 +41,8 @@ def test_values_are_parsed() -> None:
     [
         ("MOE_FP8_CACHE_DIR", ""),
         ("MOE_FP8_CACHE_DIR", "relative/folder"),
+        ("MOE_FP8_BUNDLE", ""),
+        ("MOE_FP8_BUNDLE", "bundle"),
         ("MOE_FP8_CHECKED", "yes please"),
         ("MOE_FP8_CHECKED", ""),
         ("MOE_FP8_BATCH_INVARIANT", "yes"),

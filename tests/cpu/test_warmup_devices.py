@@ -62,6 +62,7 @@ def test_the_option_goes_before_the_settings(
     given = replace(settings(), batch_invariant=variable)
     monkeypatch.setattr(arguments, "settings", lambda: given)
     parser = argparse.ArgumentParser()
+    arguments.add_model_argument(parser)
     add_plan_arguments(parser)
     planned = plan_from(parser.parse_args(["--model", str(QWEN), "--max-tokens", "1", *option]))
     assert planned.options.batch_invariant is (variable if wanted is None else wanted)

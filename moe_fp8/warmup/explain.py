@@ -1,0 +1,175 @@
+"""Why a GEMM gets the config that it gets: what a table says of it, what the others would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Group, JustifyMethod
+from rich.text import Text
+
+from moe_fp8.errors import ConfigError
+from moe_fp8.heuristics import GemmConfig, gemm_config, gemm_costs, gemm_grid, gemm_table
+from moe_fp8.problems import SCALE_BLOCK, GemmLayout, GemmProblem
+from moe_fp8.specs import KernelSpec, kernel_spec
+from moe_fp8.warmup.shapes import N_MULTIPLE
+from moe_fp8.warmup.tables import state, table_of
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The config for one `device` ("": any without a table of measured tiles) and where it comes from."""
+
+    device: str
+    config: GemmConfig
+    reason: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A config that the cost model considers or a table names, its prediction, and what a launch would be."""
+
+    config: GemmConfig
+    prediction: gemm_costs.Prediction
+    grid: int
+    spec: KernelSpec
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`candidates` are sorted by predicted cost. `problem` is of no device."""
+
+    problem: GemmProblem
+    m: int
+    choices: tuple[Choice, ...]
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def specs(self) -> tuple[KernelSpec, ...]:
+        """The candidates' kernels."""
+        return tuple(candidate.spec for candidate in self.candidates)
+
+    def to_dict(
+        self, keys: Mapping[KernelSpec, str] | None = None, cached: Collection[KernelSpec] | None = None
+    ) -> dict[str, Any]:
+        """As JSON types; `keys` and `cached` as in `Plan.to_dict`."""
+        problem = self.problem
+        return {
+            "layout": problem.layout,
+            "m": self.m,
+            "n": problem.n,
+            "k": problem.k,
+            "num_experts": problem.num_experts,
+            "rows": problem.expected_m,
+            "num_sms": problem.num_sms,
+            "batch_invariant": problem.batch_invariant,
+            "choices": [
+                {"device": choice.device, "config": str(choice.config), "reason": choice.reason}
+                for choice in self.choices
+            ],
+            "candidates": [
+                {
+                    "config": str(candidate.config),
+                    **candidate.prediction._asdict(),
+                    "grid": candidate.grid,
+                    "num_stages": candidate.config.num_stages,
+                    "smem_bytes": candidate.spec.smem_bytes,
+                    "key": None if keys is None else keys[candidate.spec],
+                    "cached": None if cached is None else candidate.spec in cached,
+                }
+                for candidate in self.candidates
+            ],
+        }
+
+
+def explain(
+    layout: GemmLayout,
+    m: int,
+    n: int,
+    k: int,
+    num_experts: int = 1,
+    expected_m: int | None = None,
+    *,
+    num_sms: int,
+    batch_invariant: bool = False,
+) -> Explanation:
+    """Explain the choice for a GEMM with bf16 output; `m` as `GemmProblem` takes it.
+
+    The problem is made and the config chosen as an op does it. Raises ConfigError for what no op would take.
+    """
+    for name, value, multiple in (("N", n, N_MULTIPLE), ("K", k, SCALE_BLOCK)):
+        if value % multiple:
+            raise ConfigError(name, f"a multiple of {multiple}", value)
+    if layout == "dense" and (num_experts != 1 or expected_m is not None):
+        raise ConfigError("layout", "a grouped one beside experts or an expected number of rows", layout)
+    problem = GemmProblem(
+        layout, m, n, k, num_experts, expected_m, num_sms=num_sms, batch_invariant=batch_invariant
+    )
+    choices = tuple(_choice(replace(problem, device=device)) for device in gemm_table.devices())
+    ranked = dict(gemm_costs.ranked(problem))
+    rows = gemm_costs.modelled_rows(problem)
+    for choice in choices:
+        # A table may name what the model leaves out.
+        if choice.config not in ranked:
+            ranked[choice.config] = gemm_costs.predict(
+                choice.config, layout, rows, n, k, num_experts, num_sms
+            )
+    candidates = tuple(
+        Candidate(
+            config,
+            prediction,
+            gemm_grid(config, layout, m, n, num_sms),
+            kernel_spec(replace(problem, config=str(config))),
+        )
+        for config, prediction in sorted(ranked.items(), key=lambda one: one[1].microseconds)
+    )
+    return Explanation(problem, m, choices, candidates)
+
+
+def _choice(problem: GemmProblem) -> Choice:
+    row = gemm_table.find_row(problem)
+    if row is not None:
+        rows, above, _ = row
+        reason = f"its table's row for {above + 1} to {rows} rows"
+    elif problem.batch_invariant:
+        reason = "least predicted cost; batch-invariant results use no table"
+    elif problem.device:
+        reason = "least predicted cost; its table has no row for this problem"
+    else:
+        reason = "least predicted cost"
+    return Choice(problem.device, gemm_config(problem), reason)
+
+
+def explanation_table(
+    told: Explanation, keys: Mapping[KernelSpec, str] | None, cached: Collection[KernelSpec] | None
+) -> Group:
+    """The choice for each device, then the candidates by predicted cost."""
+    problem = told.problem
+    experts = f", {problem.num_experts} experts" if problem.layout != "dense" else ""
+    lines = [
+        f"{problem.layout}: M = {told.m}, N = {problem.n}, K = {problem.k}{experts}, {problem.num_sms} SMs; "
+        f"chosen for {problem.expected_m} rows{' an expert' if experts else ''}"
+    ]
+    for choice in told.choices:
+        lines.append(f"{choice.device or 'other devices'}: {choice.config}, {choice.reason}")
+    table = table_of("\nconfigs that the cost model considers")
+    columns: tuple[tuple[str, Callable[[Candidate], object]], ...] = (
+        ("config", lambda one: one.config),
+        ("us", lambda one: f"{one.prediction.microseconds:.2f}"),
+        ("tiles", lambda one: f"{one.prediction.tiles:.4g}"),
+        ("rounds", lambda one: f"{one.prediction.rounds:.2f}"),
+        ("grid", lambda one: one.grid),
+        ("stages", lambda one: one.config.num_stages),
+        ("smem bytes", lambda one: one.spec.smem_bytes),
+    )
+    for name, _ in columns:
+        justify: JustifyMethod = "left" if name == "config" else "right"
+        table.add_column(name, justify=justify, no_wrap=True)
+    for name in ("key", "cached", "chosen for"):
+        table.add_column(name)
+    for candidate in told.candidates:
+        chosen = [choice.device or "other" for choice in told.choices if choice.config == candidate.config]
+        cells = [str(cell(candidate)) for _, cell in columns]
+        table.add_row(*cells, *state(candidate.spec, keys, cached), ", ".join(chosen))
+    return Group(Text("\n".join(lines)), table)

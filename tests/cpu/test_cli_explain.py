@@ -1,0 +1,119 @@
+"""`moe-fp8 plan --explain`: what the selector does with one GEMM, and why."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_fp8 import cli
+from moe_fp8.heuristics import gemm_table
+from moe_fp8.jit import driver
+from moe_fp8.jit.key import kernel_key
+from moe_fp8.problems import GemmProblem
+from moe_fp8.specs import kernel_spec
+
+QWEN = Path(__file__).parent.parent / "configs" / "qwen3_30b.json"
+
+Json = Callable[[list[str]], tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "device_count", lambda: 0)
+
+
+@pytest.fixture
+def run_json(capsys: pytest.CaptureFixture[str]) -> Json:
+    def run(argv: list[str]) -> tuple[int, dict[str, Any]]:
+        capsys.readouterr()
+        code = cli.main([*argv, "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["64", "7168", "2048"], GemmProblem("dense", 64, 7168, 2048)),
+        (["65", "512", "4096"], GemmProblem("dense", 65, 512, 4096)),
+        (
+            ["256", "4096", "7168", "--layout", "masked", "--experts", "32", "--expected-m", "20"],
+            GemmProblem("masked", 256, 4096, 7168, 32, 20),
+        ),
+        (
+            ["1000", "4096", "7168", "--layout", "offsets", "--experts", "8"],
+            GemmProblem("offsets", 1000, 4096, 7168, 8),
+        ),
+        (
+            ["9", "2048", "1536", "--batch-invariant"],
+            GemmProblem("dense", 9, 2048, 1536, batch_invariant=True),
+        ),
+    ],
+)
+def test_explain_says_what_the_selector_does(argv: list[str], problem: GemmProblem, run_json: Json) -> None:
+    code, told = run_json(["plan", "--explain", *argv, "--num-sms", "132"])
+    assert code == 0
+    assert told["rows"] == problem.expected_m
+    assert [choice["device"] for choice in told["choices"]] == list(gemm_table.devices())
+    keys = {one["config"]: one["key"] for one in told["candidates"]}
+    for choice in told["choices"]:
+        spec = kernel_spec(replace(problem, device=choice["device"]))
+        assert keys[choice["config"]] == kernel_key(spec)
+        assert choice["reason"]
+    costs = [one["microseconds"] for one in told["candidates"]]
+    assert costs == sorted(costs) and costs[0] > 0
+    assert told["choices"][0]["config"] == told["candidates"][0]["config"]
+    for one in told["candidates"]:
+        assert 1 <= one["grid"] <= 132 and one["tiles"] >= 1 and one["rounds"] > 0
+        assert 0 < one["smem_bytes"] <= 232_448 and one["cached"] in (True, False)
+
+
+def test_explain_names_the_row_of_a_table(
+    put_table: Callable[..., None], run_json: Json, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"layout": "dense", "n": 512, "k": 4096, "num_experts": 1, "rows": 64, "above": 8}
+    put_table([{**row, "config": "8x128"}])
+    argv = ["plan", "--explain", "33", "512", "4096", "--num-sms", "132"]
+    _, told = run_json(argv)
+    (other, here) = told["choices"]
+    assert (here["device"], here["config"]) == ("h200", "8x128")
+    assert "9 to 64 rows" in here["reason"]
+    assert other["config"] != "8x128" and "least predicted cost" in other["reason"]
+    # The cost model would not try a tile of 8 tokens for 33 rows; what is chosen is listed all the same.
+    assert "8x128" in {one["config"] for one in told["candidates"]}
+    capsys.readouterr()
+    assert cli.main(argv) == 0
+    table = capsys.readouterr().out
+    assert re.search(r"^8x128 .* h200", table, re.M)
+    assert all(len(line) <= 100 for line in table.splitlines()) and "…" not in table
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["64", "100", "2048"],
+        ["64", "128", "100"],
+        ["64", "128", "128", "--experts", "2"],
+        ["64", "128", "128", "--expected-m", "2"],
+    ],
+)
+def test_explain_refuses_what_no_op_takes(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--explain", *argv]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_plan_is_of_a_model_or_of_a_gemm() -> None:
+    for argv in (
+        ["plan", "--model", str(QWEN), "--explain", "1", "128", "128"],
+        ["plan", "--explain", "1", "128"],
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(argv)
+        assert stopped.value.code == 2
