@@ -38,7 +38,8 @@ class KernelSpec:
     cluster_size: int = 1
 
     def __str__(self) -> str:
-        values = ",".join(f"{key.lower()}={value}" for key, value in self.defines)
+        launched = {"num_threads": self.num_threads, "cluster_size": self.cluster_size}
+        values = ",".join(f"{key.lower()}={value}" for key, value in (*self.defines, *launched.items()))
         return f"{self.name}[{values}]"
 
 

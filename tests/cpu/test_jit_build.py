@@ -121,7 +121,7 @@ def test_lines(sources: SourceTree) -> None:
     build(_SPECS[:1], store, 1, False)
     build(_SPECS[:2], store, 1, line_printer(stream))
     first, last = stream.getvalue().splitlines()
-    assert first.startswith("[2/2] compiled tiny[factor=3] in ")
+    assert first.startswith("[2/2] compiled tiny[factor=3,")
     assert last == "2 kernels ready, 1 compiled now"
 
 
@@ -132,7 +132,7 @@ def test_a_terminal_gets_a_bar(
     assert build(_SPECS[:1], KernelStore(None, sources), 1).compiled == 1
     shown = capsys.readouterr().err
     assert "1/1" in shown
-    assert "tiny[factor=2]" in shown
+    assert "tiny[factor=2," in shown
 
 
 def test_an_empty_build_is_a_build(tmp_path: Path) -> None:

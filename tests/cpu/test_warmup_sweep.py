@@ -47,9 +47,9 @@ def launcher() -> Iterator[ModuleType]:
             if not hasattr(torch._C, name):
                 patch.setattr(torch._C, name, None, raising=False)
         module = importlib.import_module("moe_fp8.ops.cuda")
-        patch.setattr(module, "_table", lambda device: gemm_table.devices()[device])
+        patch.setattr(module.launch, "table", lambda device: gemm_table.devices()[device])
         # So that these come back in the end; the sweep sets them for each plan.
-        patch.setattr(module, "_num_sms", module._num_sms)
+        patch.setattr(module.launch, "num_sms", module.launch.num_sms)
         patch.setattr(module, "settings", module.settings)
         yield module
 
@@ -75,7 +75,7 @@ def uncovered(planned: Plan, launcher: ModuleType) -> Iterator[GemmProblem]:
     specs, devices = set(planned.specs), range(len(gemm_table.devices()))
     given = replace(package_settings(), batch_invariant=options.batch_invariant)
     launcher.settings = lambda: given  # type: ignore[attr-defined]
-    launcher._num_sms = lambda device: options.num_sms  # type: ignore[attr-defined]
+    launcher.launch.num_sms = lambda device: options.num_sms  # type: ignore[attr-defined]
     make = launcher._gemm_problem
     parallelism = Parallelism(options.tp, options.ep)
     for shape in gemm_shapes(planned.model, parallelism, pad_intermediate=options.pad_intermediate):
