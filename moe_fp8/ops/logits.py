@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.ops import checks, schemas
+from moe_fp8.ops import checks, checks_logits, schemas
 
 
 def mqa_logits_fp8(
@@ -49,7 +49,9 @@ def mqa_logits_fp8(
         if columns < 0:
             raise ArgumentError("mqa_logits_fp8", "max_seqlen_k", "at least 0", max_seqlen_k)
         out = torch.empty(
-            (q.shape[0], columns), dtype=checks.logits_dtype("mqa_logits_fp8", out_dtype), device=q.device
+            (q.shape[0], columns),
+            dtype=checks_logits.logits_dtype("mqa_logits_fp8", out_dtype),
+            device=q.device,
         )
     elif max_seqlen_k is not None and (out.dim() == 0 or out.shape[-1] != max_seqlen_k):
         raise ArgumentError(
@@ -105,7 +107,7 @@ def paged_mqa_logits_fp8(
     weights: fp32 `[B * next_n, H]`, contiguous. context_lens: int32 `[B]` (token t sees the first
     context_lens[b] - (next_n - 1 - t) positions) or `[B, next_n]` (each token's own length); zero is allowed.
     block_table: int32 `[B, any]`, contiguous rows: pages of each request; entries past a context's last page
-    are not read. metadata: from `paged_mqa_logits_metadata` with the same context_lens and next_n, for any
+    may be anything. metadata: from `paged_mqa_logits_metadata` with the same context_lens and next_n, for any
     num_sms. max_context_len: columns of out. out: fp32 or bf16 `[B * next_n, max_context_len]`, contiguous
     rows of any stride, or None. out_dtype: of the allocated out, fp32 unless given.
 
@@ -118,7 +120,7 @@ def paged_mqa_logits_fp8(
             checks.rank("paged_mqa_logits_fp8", "q", q, "[B, next_n, H, D]", 4)
         if max_context_len < 0:
             raise ArgumentError("paged_mqa_logits_fp8", "max_context_len", "at least 0", max_context_len)
-        dtype = checks.logits_dtype("paged_mqa_logits_fp8", out_dtype)
+        dtype = checks_logits.logits_dtype("paged_mqa_logits_fp8", out_dtype)
         out = torch.empty((q.shape[0] * q.shape[1], max_context_len), dtype=dtype, device=q.device)
     elif out.dim() == 0 or out.shape[-1] != max_context_len:
         raise ArgumentError(

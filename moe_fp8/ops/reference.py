@@ -267,7 +267,9 @@ def paged_mqa_logits(
     """out[b*next_n+t, j] for j below token t's length; the rest is left as it is."""
     batch, next_n = q.shape[:2]
     block = kv_cache.shape[1]
-    lengths = token_lengths(context_lens, next_n).tolist()
+    # Up to here whatever the lengths say, as the kernel.
+    most = min(out.shape[1], block_table.shape[1] * block)
+    lengths = token_lengths(context_lens, next_n).clamp_max(most).tolist()
     for b in range(batch):
         longest = max(lengths[b])
         if longest == 0:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_fp8.ops import checks, checks_cache, checks_topk, contracts, keys, reference, scales
+from moe_fp8.ops import checks, checks_cache, checks_logits, checks_topk, contracts, keys, reference, scales
 
 _DEFINITIONS = (
     "quantize_fp8(Tensor x, Tensor(a!) q, Tensor(b!) scale, bool power_of_two) -> ()",
@@ -208,7 +208,7 @@ def _mqa_logits_fp8(
         key = keys.mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed, fill)
         if _cuda().repeat(key):
             return
-    checks.mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed)
+    checks_logits.mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed)
     if contracts.enabled(q):
         contracts.query_ranges(ks, ke, k.shape[0], out.shape[1])
     if out.numel() == 0:
@@ -228,7 +228,7 @@ def _paged_mqa_logits_metadata(context_lens: Tensor, block_size: int, next_n: in
         key = keys.paged_mqa_logits_metadata(context_lens, block_size, next_n, out)
         if _cuda().repeat(key):
             return
-    checks.paged_mqa_logits_metadata(context_lens, block_size, next_n, out)
+    checks_logits.paged_mqa_logits_metadata(context_lens, block_size, next_n, out)
     if context_lens.shape[0] == 0:
         out.zero_()
     elif context_lens.is_cuda:
@@ -251,7 +251,7 @@ def _paged_mqa_logits_fp8(
         key = keys.paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, metadata, out)
         if _cuda().repeat(key):
             return
-    checks.paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, metadata, out)
+    checks_logits.paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, metadata, out)
     if contracts.enabled(q):
         contracts.paged_contexts(
             context_lens, q.shape[1], block_table, kv_cache.shape[1], kv_cache.shape[0], out.shape[1]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.ops import checks, checks_topk, schemas
+from moe_fp8.ops import checks_logits, checks_topk, contracts, schemas
 from moe_fp8.ops.logits import mqa_logits_fp8
 from moe_fp8.ops.topk import indexer_topk
 
@@ -93,6 +93,8 @@ def selection_plan(
         return SelectionPlan(at_once, whole, 0, workers)
     columns = min(whole, -(-_LEAST_CHUNK * topk // _KEYS) * _KEYS)
     carried = -(-topk // 4) * 4  # rows stay aligned to 16 bytes
+    if at_once > 0 and whole <= columns + 4 * carried:
+        return SelectionPlan(at_once, whole, 0, workers)  # carrying would take more than it saves
     at_once = min(enough, most_rows(columns, carried))
     if at_once == 0:
         least = min(needed(row_step, columns, carried), needed(row_step, whole, 0))
@@ -154,7 +156,7 @@ def _select(
         for begin in range((keys - 1) // plan.columns * plan.columns, -1, -plan.columns):
             stop = min(begin + plan.columns, keys)
             chunk_low = None
-            # What later chunks left: at most topk of the keys behind this chunk.
+            # What later chunks left: at most topk of the keys behind this chunk, whatever a row's end says.
             if low is None:
                 torch.sub(high, stop, out=end)
             else:
@@ -162,7 +164,7 @@ def _select(
                 torch.clamp(low, min=stop, out=chunk_low)
                 torch.sub(high, chunk_low, out=end)
                 torch.sub(low, begin, out=chunk_low).clamp_(0, stop - begin)
-            end.clamp_(0, topk)
+            end.clamp_(0, min(topk, keys - stop))
             torch.sub(high, begin, out=chunk_end).clamp_(0, stop - begin)
             end.add_(chunk_end)
             score(rows, begin, stop, chunk_low, chunk_end, table[:, : stop - begin])
@@ -217,9 +219,10 @@ def indexer_select(
     out nothing is allocated. No host synchronisation; safe to capture. Raises what both ops raise, and
     ArgumentError for a workspace that is too small.
     """
-    checks.rank("indexer_select", "q", q, "[M, H, D]", 3)
-    checks.rank("indexer_select", "k", k, "[N, D]", 2)
+    checks_logits.mqa_inputs("indexer_select", q, k, k_scale, weights, ks, ke)
     num_rows, keys = q.shape[0], k.shape[0]
+    if contracts.enabled(q):
+        contracts.query_ranges(ks, ke, keys, keys)
     out = checks_topk.selection_out("indexer_select", num_rows, topk, q, out)
     if num_rows == 0:
         return out
@@ -257,8 +260,15 @@ def paged_indexer_select(
 
     Returns out: int32 `[B * next_n, topk]`, positions in the context, -1 behind the last.
     """
-    checks.rank("paged_indexer_select", "q", q, "[B, next_n, H, D]", 4)
+    checks_logits.paged_inputs("paged_indexer_select", q, kv_cache, weights, context_lens, block_table)
     batch, next_n = q.shape[:2]
+    for name, least, got in (("max_context_len", 0, max_context_len), ("num_sms", 1, num_sms)):
+        if got < least:
+            raise ArgumentError("paged_indexer_select", name, f"at least {least}", got)
+    if contracts.enabled(q):
+        contracts.paged_contexts(
+            context_lens, next_n, block_table, kv_cache.shape[1], kv_cache.shape[0], max_context_len
+        )
     out = checks_topk.selection_out("paged_indexer_select", batch * next_n, topk, q, out)
     if batch == 0:
         return out

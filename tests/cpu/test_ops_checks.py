@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 import moe_fp8
 from moe_fp8 import ArgumentError, UnsupportedError
-from moe_fp8.ops import checks, checks_cache, schemas
+from moe_fp8.ops import checks, checks_cache, checks_logits, schemas
 from tests import cache_cases, cases
 
 I32 = torch.int32
@@ -203,8 +203,11 @@ def test_a_bad_argument_is_named(op: str, argument: str, change: Change) -> None
 DEVICES = [
     *[(checks.gemm, _dense, name) for name in ("a_scale", "b", "b_scale", "out")],
     *[(checks.gemm_masked, _masked, name) for name in ("a_scale", "b", "masked_m", "out")],
-    *[(checks.paged_mqa_logits, _paged, name) for name in ("kv_cache", "weights", "block_table", "metadata")],
-    *[(checks.mqa_logits, _mqa, name) for name in ("k", "k_scale", "weights", "ks", "ke", "out")],
+    *[
+        (checks_logits.paged_mqa_logits, _paged, name)
+        for name in ("kv_cache", "weights", "block_table", "metadata")
+    ],
+    *[(checks_logits.mqa_logits, _mqa, name) for name in ("k", "k_scale", "weights", "ks", "ke", "out")],
     *[(checks_cache.indexer_quantize_and_cache, _cache, name) for name in ("kv_cache", "slot_mapping")],
 ]
 
@@ -213,7 +216,7 @@ DEVICES = [
 def test_devices_must_agree(check: Callable[..., Any], make: Callable[[], Any], argument: str) -> None:
     arguments = make()
     arguments.pop("max_context_len", None)
-    if check is checks.mqa_logits:
+    if check is checks_logits.mqa_logits:
         arguments["compressed"] = False
     check(**arguments)
     value = arguments[argument]

@@ -95,6 +95,7 @@ def test_plans_fit_their_budget_and_repeat(rows: int, keys: int, topk: int) -> N
         plan = selection_plan(rows, keys, topk, budget)
         if budget is not None:
             assert plan.num_bytes <= budget
+            assert plan.carried == 0 or plan.columns < keys
             assert selection_plan(rows, keys, topk, plan.num_bytes) == plan
         assert indexer_workspace_bytes(rows, keys, topk, max_bytes=budget) == plan.num_bytes
 
@@ -108,6 +109,45 @@ def test_no_queries_and_no_keys() -> None:
     assert indexer_select(q[:0], k, k_scale, weights[:0], ks[:0], ke[:0], 3).shape == (0, 3)
     zero = torch.zeros_like(ks)
     assert (indexer_select(q, k[:0], k_scale[:0], weights, zero, zero, 3) == -1).all()
+
+
+def test_no_keys_in_any_workspace() -> None:
+    case = exact_cases.mqa(600, 5, 8, "empty")
+    q, k, k_scale, weights, ks, _ = case.arguments()
+    zero = torch.zeros_like(ks)
+    for budget in _budgets(600, 0, 64):
+        out = torch.full((600, 64), 123, dtype=torch.int32)
+        indexer_select(q, k[:0], k_scale[:0], weights, zero, zero, 64, workspace=_workspace(budget), out=out)
+        assert (out == -1).all()
+
+
+def test_lengths_beyond_the_table_find_no_leftovers() -> None:
+    case = exact_cases.paged([900, 700, 5], 1, 8, 64)
+    expected = None
+    for budget in _budgets(3, 700, 16, num_sms=7):
+        chosen = paged_indexer_select(
+            case.q,
+            case.kv_cache,
+            case.weights,
+            case.context_lens,
+            case.block_table[:, :11],
+            16,
+            700,
+            num_sms=7,
+            workspace=_workspace(budget),
+        )
+        assert (chosen < 700).all()
+        expected = chosen if expected is None else expected
+        assert torch.equal(chosen, expected)
+
+
+@pytest.mark.parametrize("name", ["k_scale", "weights", "ks", "ke"])
+def test_arguments_that_are_too_long_are_refused(name: str) -> None:
+    case = exact_cases.mqa(4, 500, 8, "causal")
+    arguments = dict(zip(("q", "k", "k_scale", "weights", "ks", "ke"), case.arguments(), strict=True))
+    arguments[name] = torch.cat([arguments[name], arguments[name]])
+    with pytest.raises(ArgumentError, match=name):
+        indexer_select(**arguments, topk=TOPK)
 
 
 def test_bad_workspaces_are_named() -> None:

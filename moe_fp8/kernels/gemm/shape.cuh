@@ -38,6 +38,7 @@ constexpr bool kAlternate = kBlockN == 64;
 // A warpgroup tells a stage's laps by parity, so it must see them all: stages whose laps went to one and the other could be
 // taken for full a lap early, when copies land out of order.
 static_assert(!kAlternate || kStages % kMathWarpgroups == 0, "see heuristics/tiles.py");
+static_assert(!kAlternate || (kLayout == sched::Layout::kDense && !kPaired), "a tile without rows would be passed by both");
 // Parts in which a tile's sum comes about, and the columns of a fragment in groups of eight, which are dealt to them.
 constexpr int kParts = kClusterK * (kAlternate ? kMathWarpgroups : 1);
 constexpr int kColumnGroups = Fragments::kColumns / 8;
