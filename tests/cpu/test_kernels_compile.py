@@ -121,6 +121,13 @@ def test_each_fits_one_multiprocessor(report: BuildReport) -> None:
     assert not too_large, "\n".join(too_large)
 
 
+def test_register_files_are_handed_round_whole(report: BuildReport) -> None:
+    # One warpgroup gives registers back and the others wait for them: that never ends if the block did not get all.
+    rows = [row for row in report.rows if row.spec.name in ("mqa_logits_fp8", "paged_mqa_logits_fp8")]
+    assert rows
+    assert {row.registers * row.spec.num_threads for row in rows} == {REGISTER_FILE}
+
+
 def _kernels() -> Path:
     import moe_fp8.kernels
 
