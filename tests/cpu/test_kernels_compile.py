@@ -122,7 +122,7 @@ def test_each_fits_one_multiprocessor(report: BuildReport) -> None:
 
 
 def test_register_files_are_handed_round_whole(report: BuildReport) -> None:
-    # One warpgroup gives registers back and the others wait for them: that never ends if the block did not get all.
+    # One warpgroup gives registers back and others wait for them: in vain if the block did not get them all.
     rows = [row for row in report.rows if row.spec.name in ("mqa_logits_fp8", "paged_mqa_logits_fp8")]
     assert rows
     assert {row.registers * row.spec.num_threads for row in rows} == {REGISTER_FILE}
