@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         ToolchainError,
         UnsupportedError,
     )
-    from moe_fp8.jit.runtime import JitCounters, counters, freeze, is_frozen, unfreeze
+    from moe_fp8.jit.runtime import JitCounters, counters, counters_by_op, freeze, is_frozen, unfreeze
     from moe_fp8.ops import (
         gemm_fp8,
         grouped_gemm_fp8_contiguous,
@@ -55,6 +55,7 @@ __all__ = [
     "ToolchainError",
     "UnsupportedError",
     "counters",
+    "counters_by_op",
     "freeze",
     "gemm_fp8",
     "grouped_gemm_fp8_contiguous",
@@ -75,7 +76,7 @@ __all__ = [
     "unfreeze",
 ]
 
-_RUNTIME_NAMES = ("JitCounters", "counters", "freeze", "is_frozen", "unfreeze")
+_RUNTIME_NAMES = ("JitCounters", "counters", "counters_by_op", "freeze", "is_frozen", "unfreeze")
 
 
 def __getattr__(name: str) -> object:

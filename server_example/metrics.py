@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 import moe_fp8
 
@@ -12,6 +15,19 @@ if TYPE_CHECKING:
     from server_example.engine import Engine
 
 _STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+
+class _Kernels(Collector):
+    """What became of the kernels of every op; all of it belongs before the first request."""
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "moe_fp8_jit_events", "Compiles, loads, misses by op", labels=["op", "event"]
+        )
+        for op, counters in sorted(moe_fp8.counters_by_op().items()):
+            for event, count in vars(counters).items():
+                family.add_metric([op, event], count)
+        yield family
 
 
 class Metrics:
@@ -37,6 +53,7 @@ class Metrics:
             ("moe_fp8_jit_misses", "Kernels missed while frozen", lambda: moe_fp8.counters().misses),
         ):
             Gauge(name, text, registry=registry).set_function(value)
+        registry.register(_Kernels())
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

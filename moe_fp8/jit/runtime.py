@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
 from moe_fp8.errors import ConfigError, JitMissError, ToolchainError
@@ -30,10 +30,10 @@ _MAX_ALIASES = 65536
 class JitCounters:
     """Events since the process started. `misses` counts kernels asked for while frozen and not loaded."""
 
-    compiles: int
-    store_hits: int
-    loads: int
-    misses: int
+    compiles: int = 0
+    store_hits: int = 0
+    loads: int = 0
+    misses: int = 0
 
 
 class KernelRuntime:
@@ -52,7 +52,7 @@ class KernelRuntime:
         self._loading: dict[KernelSpec, threading.Lock] = {}
         self._lock = threading.Lock()
         self._mode: FreezeMode | None = None
-        self._compiles = self._store_hits = self._loads = self._misses = 0
+        self._counts: dict[str, JitCounters] = {}
 
     def get_kernel(self, spec: KernelSpec) -> LoadedKernel:
         """The loaded kernel of `spec`; compiles and loads it first if need be and allowed.
@@ -87,16 +87,21 @@ class KernelRuntime:
             kernel = self._loader(artifact, spec.smem_bytes, spec.num_threads)
             with self._lock:
                 found = hit and not just_built
-                self._compiles += not found
-                self._store_hits += found
-                self._loads += 1
+                self._count(spec, compiles=not found, store_hits=found, loads=True)
                 self._by_spec[spec] = kernel
                 self._loading.pop(spec, None)
             return kernel
 
+    def _count(self, spec: KernelSpec, **events: bool) -> None:
+        """Under the lock."""
+        so_far = self._counts.get(spec.name, JitCounters())
+        self._counts[spec.name] = replace(
+            so_far, **{event: getattr(so_far, event) + happened for event, happened in events.items()}
+        )
+
     def _miss(self, spec: KernelSpec, mode: FreezeMode) -> None:
         with self._lock:
-            self._misses += 1
+            self._count(spec, misses=True)
         if mode == "strict":
             try:
                 key = self.store.key(spec)
@@ -158,8 +163,13 @@ class KernelRuntime:
 
     def counters(self) -> JitCounters:
         """A consistent snapshot."""
+        rows = [astuple(counts) for counts in self.counters_by_op().values()]
+        return JitCounters(*map(sum, zip(*rows, strict=True)))
+
+    def counters_by_op(self) -> dict[str, JitCounters]:
+        """The same for each kernel that was asked for, by its name: "gemm_fp8", "indexer_topk"..."""
         with self._lock:
-            return JitCounters(self._compiles, self._store_hits, self._loads, self._misses)
+            return dict(self._counts)
 
 
 _RUNTIME = KernelRuntime()
@@ -171,3 +181,4 @@ unfreeze = _RUNTIME.unfreeze
 is_frozen = _RUNTIME.is_frozen
 is_loaded = _RUNTIME.is_loaded
 counters = _RUNTIME.counters
+counters_by_op = _RUNTIME.counters_by_op

@@ -146,3 +146,5 @@ def test_a_failed_load_can_be_tried_again(store: KernelStore, loader: Loader) ->
         runtime.get_kernel(spec())
     runtime.get_kernel(spec())
     assert runtime.counters().loads == 1
+    assert runtime.counters_by_op() == {spec().name: runtime.counters()}
+    assert KernelRuntime(store).counters() == JitCounters()
