@@ -142,8 +142,10 @@ _ENGINES_LAUNCHES = "vLLM 0.33.0 relax 2,498, full 66,014; SGLang 0.5.23 131,072
 
 
 def run_warmup(session: Session, peer: DeepGemm | None, step: int) -> None:
-    """The startup script for DeepSeek-V3.2, TP8 EP8, in fresh processes: an empty store, with two compilers and
-    with one a core; a full store; a bundle and no store."""
+    """The startup script for DeepSeek-V3.2, TP8 EP8, in fresh processes.
+
+    An empty store, with two compilers and with one a core; a full store; a bundle and no store.
+    """
     cores = len(os.sched_getaffinity(0))
     model = ["--model", str(_MODEL), "--tp", str(_TP), "--ep", str(_EP)]
     with tempfile.TemporaryDirectory() as folder:
