@@ -10,6 +10,7 @@
 
 #include "common/logit.cuh"
 #include "common/types.cuh"
+#include "mqa/block.cuh"
 #include "mqa/score_keys.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
@@ -173,24 +174,7 @@ DEVICE void consume(const MqaLogitsParams& p, Shared& shared, int math_warp) {
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     mqa_logits_fp8(const __grid_constant__ MqaLogitsParams p) {
     using namespace moe_fp8;
-    extern __shared__ uint8_t dynamic[];
-    Shared& shared = *reinterpret_cast<Shared*>(dynamic + (1024 - ptx::shared_address(dynamic) % 1024) % 1024);
-    const int warp = warp_index();
-    if (warp == 0 && ptx::elect_one()) {
-        ptx::prefetch_tensor_map(&p.q);
-        ptx::prefetch_tensor_map(&p.k);
-        ptx::prefetch_tensor_map(&p.k_scale);
-        ptx::prefetch_tensor_map(&p.weights);
-        shared.init();
-    }
-    ptx::grid_dependency_wait();
-    ptx::launch_dependents();
-    __syncthreads();
-    if (warp < 4) {
-        ptx::registers_release<32>();
-        if (warp == 0) produce(p, shared);
-    } else {
-        ptx::registers_acquire<160>();
-        consume(p, shared, warp - 4);
-    }
+    run_block<Shared>(
+        p, [&](Shared& shared) { produce(p, shared); },
+        [&](Shared& shared, int math_warp) { consume(p, shared, math_warp); });
 }
