@@ -173,7 +173,8 @@ def modelled_rows(problem: GemmProblem) -> int:
 def ranked(problem: GemmProblem) -> tuple[tuple[GemmConfig, Prediction], ...]:
     """Every config that the model considers, the one with the least cost first; a function of the problem."""
     return _ranked(
-        problem.layout,
+        # Grouped layouts have the same configs at the same costs.
+        "dense" if problem.layout == "dense" else "masked",
         modelled_rows(problem),
         problem.n,
         problem.k,
