@@ -26,7 +26,8 @@ def indexer_topk(
     range is not read and may be anything. k: 1 to 4096, larger than a range or not.
     starts, ends: int32 `[M]`, contiguous, 0 <= starts <= ends <= N; None: 0 and N. Others are clamped.
     sorted: by descending value, equal values by ascending column; otherwise by ascending column.
-    out: int32 `[M, k]`, contiguous, or None. values: of logits' dtype, `[M, k]`, contiguous, or None.
+    out: int32 `[M, k]`, contiguous, or None. values: of logits' dtype, `[M, k]`, contiguous, or None. Neither
+    may overlap another argument.
 
     first_column, carried: what columns are called in out, where logits are a part of wider rows: column j
     first_column + j, but the last W what carried, int32 `[M, W]`, contiguous, says. Order and ties go by
