@@ -69,6 +69,7 @@ TARGETS = [
     Target("paged mqa logits", "paged_mqa_logits", _any, 1.20, 1.05),
     Target("paged metadata", "paged_metadata", _any),
     Target("top-k, beside torch.topk", "topk", _any, each=1.00, figure=_ratio_to_any),
+    Target("selection, from queries to indices", "indexer_select", _any, each=1.50),
 ]
 
 #: Absolute figures; they do not take a shape away from the lines above.
