@@ -38,6 +38,10 @@ def refuse_layout(op: str, name: str, tensor: Tensor) -> NoReturn:
         raise ArgumentError(
             op, name, "a contiguous tensor", f"stride {tensor.stride()}", "call .contiguous() on it"
         )
+    refuse_address(op, name, tensor)
+
+
+def refuse_address(op: str, name: str, tensor: Tensor) -> NoReturn:
     raise ArgumentError(
         op, name, "a 16-byte aligned address", hex(tensor.data_ptr()), "do not slice inside a row; clone it"
     )

@@ -22,7 +22,6 @@ from moe_fp8.ops.checks import (
 )
 
 HEADS = (8, 16, 32, 64)
-HEAD_DIMS = (32, 64, 128)
 MAX_NEXT_N = 8
 
 
@@ -32,10 +31,10 @@ def logits_dtype(op: str, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _heads(op: str, q: Tensor) -> None:
-    if q.shape[-2] not in HEADS or q.shape[-1] not in HEAD_DIMS:
+    if q.shape[-2] not in HEADS or q.shape[-1] not in checks_cache.HEAD_DIMS:
         raise UnsupportedError(
-            f"{op}: q: expected heads in {HEADS} of dimension {HEAD_DIMS}, got shape {list(q.shape)}; "
-            "pad heads with zero weights"
+            f"{op}: q: expected heads in {HEADS} of dimension {checks_cache.HEAD_DIMS}, "
+            f"got shape {list(q.shape)}; pad heads with zero weights"
         )
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moe_fp8 import heuristics
 from moe_fp8.errors import ArgumentError
+from moe_fp8.ops.checks import refuse_device, refuse_dtype, refuse_shape
 
 OP = "indexer_topk"
 
@@ -22,9 +23,9 @@ def width(k: int) -> None:
 
 def _contiguous(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, remedy: str) -> None:
     if tensor.shape != shape:
-        raise ArgumentError(OP, name, f"shape {list(shape)}", list(tensor.shape))
+        refuse_shape(OP, name, tensor, f"{list(shape)}")
     if tensor.dtype is not dtype:
-        raise ArgumentError(OP, name, f"dtype {dtype}", tensor.dtype, remedy)
+        refuse_dtype(OP, name, tensor, f"{dtype}", remedy)
     if not tensor.is_contiguous():
         raise ArgumentError(OP, name, "a contiguous tensor", f"stride {tensor.stride()}", "clone it")
 
@@ -41,12 +42,10 @@ def indexer_topk(
 ) -> None:
     """logits fp32/bf16 [M,N]; starts, ends int32 [M]; out, carried int32 [M,k], [M,W]; values [M,k]."""
     if logits.dim() != 2:
-        raise ArgumentError(
-            OP, "logits", "shape [M, N]", list(logits.shape), "flatten the leading dimensions"
-        )
+        refuse_shape(OP, "logits", logits, "[M, N]", "flatten the leading dimensions")
     rows, columns = logits.shape
     if logits.dtype not in _DTYPES:
-        raise ArgumentError(OP, "logits", "dtype float32 or bfloat16", logits.dtype)
+        refuse_dtype(OP, "logits", logits, "float32 or bfloat16")
     if columns > _INT32_MAX:
         raise ArgumentError(OP, "logits", f"at most {_INT32_MAX} columns", columns, "take parts of the row")
     row_stride, column_stride = logits.stride()
@@ -64,14 +63,14 @@ def indexer_topk(
         _contiguous("values", values, (rows, k), logits.dtype, "allocate it with the dtype of logits")
     if carried is not None:
         if carried.dim() != 2 or carried.shape[1] > columns:
-            raise ArgumentError(OP, "carried", f"shape [{rows}, at most {columns}]", list(carried.shape))
+            refuse_shape(OP, "carried", carried, f"[{rows}, at most {columns}]")
         _contiguous("carried", carried, (rows, carried.shape[1]), torch.int32, ints)
     if not 0 <= first_column <= _INT32_MAX - columns:
         raise ArgumentError(OP, "first_column", f"0 to {_INT32_MAX - columns}", first_column)
     others = {"starts": starts, "ends": ends, "out": out, "values": values, "carried": carried}
     for name, tensor in others.items():
         if tensor is not None and tensor.get_device() != logits.get_device():
-            raise ArgumentError(OP, name, f"device {logits.device}", tensor.device, "move it there")
+            refuse_device(OP, logits, **{name: tensor})
 
 
 def selection_out(op: str, rows: int, topk: int, like: Tensor, out: Tensor | None) -> Tensor:
@@ -93,4 +92,4 @@ def workspace(op: str, tensor: Tensor, like: Tensor) -> None:
     if tensor.data_ptr() & 15:
         raise ArgumentError(op, "workspace", "a 16-byte aligned address", hex(tensor.data_ptr()), "clone it")
     if tensor.device != like.device:
-        raise ArgumentError(op, "workspace", f"device {like.device}", tensor.device, "move it there")
+        refuse_device(op, like, workspace=tensor)

@@ -26,7 +26,7 @@ from moe_fp8.ops.cuda_indexer import (
 )
 from moe_fp8.ops.keys import Key
 from moe_fp8.ops.launch import repeat
-from moe_fp8.problems import GemmLayout, GemmProblem, InDtype, QuantizeProblem
+from moe_fp8.problems import GemmLayout, GemmProblem, QuantizeProblem
 from moe_fp8.settings import settings
 from moe_fp8.specs import KernelSpec, kernel_spec
 
@@ -153,12 +153,6 @@ def gemm(
     launch.launch(plan.spec, plan.grid, device, block, key)
 
 
-_IN_DTYPES: dict[torch.dtype, InDtype] = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-}
-
 #: Rows that one block of the quantiser takes at once, and blocks that share an SM.
 _QUANTIZE_ROWS, _QUANTIZE_BLOCKS_PER_SM = 16, 8
 
@@ -168,7 +162,7 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool, key: Key |
     device = x.get_device()
     num_sms = launch.num_sms(device)
     m, k = x.shape
-    spec = kernel_spec(QuantizeProblem(m, k, _IN_DTYPES[x.dtype], power_of_two, num_sms))
+    spec = kernel_spec(QuantizeProblem(m, k, launch.IN_DTYPES[x.dtype], power_of_two, num_sms))
     block = launch.new_block(_QUANTIZE)
     _QUANTIZE.pack_into(block.buffer, 0, x.data_ptr(), q.data_ptr(), scale.data_ptr(), k, (m + 3) & -4, m, k)
     tiles = -(-m // _QUANTIZE_ROWS) * (k >> 7)

@@ -14,7 +14,6 @@ from moe_fp8.ops.keys import Key
 from moe_fp8.problems import (
     IndexerCacheProblem,
     IndexerTopkProblem,
-    InDtype,
     MqaLogitsProblem,
     OutDtype,
     PagedMqaLogitsProblem,
@@ -147,13 +146,6 @@ def paged_mqa_logits(
     launch.launch(spec, metadata.shape[0] - 1, device, block, key)
 
 
-_IN_DTYPES: dict[torch.dtype, InDtype] = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-}
-
-
 def indexer_quantize_and_cache(
     k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool, key: Key | None = None
 ) -> None:
@@ -162,7 +154,7 @@ def indexer_quantize_and_cache(
     rows, dim = k.shape
     pages, page_size = kv_cache.shape[0], kv_cache.shape[1]
     spec = kernel_spec(
-        IndexerCacheProblem(rows, dim, _IN_DTYPES[k.dtype], power_of_two, launch.num_sms(device))
+        IndexerCacheProblem(rows, dim, launch.IN_DTYPES[k.dtype], power_of_two, launch.num_sms(device))
     )
     block = launch.new_block(_INDEXER_CACHE)
     _INDEXER_CACHE.pack_into(

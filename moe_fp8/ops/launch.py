@@ -17,7 +17,15 @@ from moe_fp8.heuristics import gemm_table
 from moe_fp8.jit.driver import LoadedKernel, ParamBlock, device_info
 from moe_fp8.jit.runtime import get_kernel
 from moe_fp8.ops.keys import Key
+from moe_fp8.problems import InDtype
 from moe_fp8.specs import KernelSpec
+
+#: What a kernel may read, as problems name it.
+IN_DTYPES: dict[torch.dtype, InDtype] = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+}
 
 _raw_stream = torch._C._cuda_getCurrentRawStream
 _current_device = torch._C._cuda_getDevice

@@ -99,8 +99,9 @@ def selection_plan(
     if at_once == 0:
         least = min(needed(row_step, columns, carried), needed(row_step, whole, 0))
         raise ArgumentError("indexer_select", "workspace", f"at least {least} bytes", max_bytes)
-    while columns + _KEYS < whole and needed(at_once, columns + _KEYS, carried) <= max_bytes:
-        columns += _KEYS
+    # _KEYS more columns are a multiple of the alignment; a chunk more than one is left.
+    room = (max_bytes - needed(at_once, columns, carried)) // (4 * at_once * _KEYS)
+    columns = min(columns + room * _KEYS, whole - _KEYS)
     return SelectionPlan(at_once, columns, carried, workers)
 
 

@@ -11,12 +11,13 @@ namespace moe_fp8::mma {
 template <int kTokens>
 constexpr int kTokensPerThread = kTokens > 1 ? kTokens / 2 : 1;
 
-// The token, within the tile, of a thread's i-th score (every second one from its first), and the key row within the
-// warpgroup's 64.
+// The token, within the tile, of a thread's first score and how far its next one is, and the key row within the warpgroup's 64.
 template <int kTokens>
-DEVICE int score_token(int i) {
-    return kTokens > 1 ? 2 * i + (lane_index() / 2) % 2 : 0;
+DEVICE int score_token() {
+    return kTokens > 1 ? (lane_index() / 2) % 2 : 0;
 }
+template <int kTokens>
+constexpr int kScoreStep = kTokens > 1 ? 2 : 1;
 DEVICE int score_key() {
     return static_cast<int>(threadIdx.x) % kWarpgroup / kWarp * 16 + lane_index() / 4 + lane_index() % 2 * 8;
 }

@@ -45,8 +45,8 @@ class QueryTile {
     using Shared = sched::MqaShared<kColumns, kHeadDim, kStages>;
 
     // Token within the tile of this thread's i-th score of kScores, and whether it is this thread that stores it.
-    static constexpr int kTokenStep = kPartTokens > 1 ? 2 : 1;
-    static DEVICE int token(int i) { return mma::score_token<kPartTokens>(0) + i * kTokenStep; }
+    static constexpr int kTokenStep = mma::kScoreStep<kPartTokens>;
+    static DEVICE int token(int i) { return mma::score_token<kPartTokens>() + i * kTokenStep; }
     static DEVICE bool owner() { return mma::score_owner<kPartTokens>(); }
 
     DEVICE QueryTile(Shared& shared, int slot) : shared_(shared), queries_(shared.queries[slot]) {
