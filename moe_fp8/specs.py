@@ -79,6 +79,7 @@ def _mqa_spec(
         HEAD_DIM=head_dim,
         BLOCK_Q=config.block_q,
         NUM_STAGES=config.num_stages,
+        TERMS=int(config.terms),
         COMPRESSED=int(compressed),
         FILL=int(fill),
         OUT_BF16=int(out_dtype == "bfloat16"),

@@ -11,13 +11,14 @@ from functools import cache
 from moe_fp8.heuristics import gemm_costs, gemm_table
 from moe_fp8.heuristics.mqa import (
     MQA_BLOCK_KV,
+    MQA_CHUNK,
     MQA_THREADS,
     PAGED_CHUNK,
     MqaConfig,
-    mqa_chunk,
     mqa_config,
     mqa_smem_bytes,
     paged_mqa_config,
+    query_box_rows,
 )
 from moe_fp8.heuristics.tiles import (
     GEMM_THREADS,
@@ -41,6 +42,7 @@ from moe_fp8.problems import GemmProblem
 __all__ = [
     "GEMM_THREADS",
     "MQA_BLOCK_KV",
+    "MQA_CHUNK",
     "MQA_THREADS",
     "PAGED_CHUNK",
     "SMEM_CAPACITY",
@@ -54,11 +56,11 @@ __all__ = [
     "gemm_configs",
     "gemm_grid",
     "gemm_smem_bytes",
-    "mqa_chunk",
     "mqa_config",
     "mqa_smem_bytes",
     "paged_mqa_config",
     "parse_gemm_config",
+    "query_box_rows",
     "topk_config",
     "topk_smem_bytes",
 ]

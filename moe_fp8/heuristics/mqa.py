@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from moe_fp8.heuristics.tiles import BARRIER_BYTES, WARPGROUP
 from moe_fp8.problems import MqaLogitsProblem, PagedMqaLogitsProblem
@@ -13,6 +12,12 @@ PAGED_CHUNK = 256
 
 #: Columns (query token x head) of one MQA-logits tile: wgmma's largest N, so that K is read least often.
 MQA_COLUMNS = 256
+
+#: Keys that all query tiles see before any goes on, a multiple of `MQA_BLOCK_KV`: 17 MB that stay in L2.
+MQA_CHUNK = 1 << 17
+
+#: Columns that are multiplied at a time, and copied.
+MQA_PART_COLUMNS = 128
 
 #: Query tokens of one tile: each costs registers for its key range.
 MQA_MAX_QUERIES = 8
@@ -28,48 +33,41 @@ MQA_THREADS = 4 * WARPGROUP
 class MqaConfig:
     """Tile of the MQA-logits kernels: `block_q` query tokens x heads against `MQA_BLOCK_KV` keys a stage.
 
-    The three math warpgroups take turns with `num_stages`, a multiple of three.
+    The three math warpgroups take turns with `num_stages`, a multiple of three. With `terms` the tensor core
+    multiplies the linear part of ReLU: fewer instructions a score, more work a query tile.
     """
 
     block_q: int
     num_stages: int
+    terms: bool = False
+
+
+def query_box_rows(config: MqaConfig, num_heads: int) -> int:
+    """(token, head) rows of one copy of queries."""
+    return min(config.block_q * num_heads, MQA_PART_COLUMNS)
 
 
 def mqa_smem_bytes(config: MqaConfig, num_heads: int, head_dim: int) -> int:
     """Dynamic shared memory of the prefill and paged logits kernels, in bytes."""
     columns = config.block_q * num_heads
-    queries = columns * head_dim + -(-columns * 4 // 128) * 128  # FP8 rows and their fp32 weights
+    parts = -(-columns // MQA_PART_COLUMNS)
+    terms = parts * 8 * -(-config.block_q // parts // 2) if config.terms else 0  # four of each of two tokens
+    queries = (columns + terms) * head_dim + -(-columns * 4 // 128) * 128  # FP8 rows and their fp32 weights
     keys = MQA_BLOCK_KV * head_dim + MQA_BLOCK_KV * 4
     return BARRIER_BYTES + 2 * queries + config.num_stages * keys + 1024
 
 
+#: Pairs of a query and a key for each SM from which terms are worth their work (H200: even at 3313 x 4149).
+_TERMS_FROM = 1 << 16
+
+
 def mqa_config(problem: MqaLogitsProblem) -> MqaConfig:
     """Tile of the prefill indexer."""
-    return MqaConfig(block_q=min(MQA_COLUMNS // problem.num_heads, MQA_MAX_QUERIES), num_stages=12)
-
-
-#: What a prefill work item costs beside its keys, in keys: queries to load, a pipeline to fill and to drain.
-_ITEM_KEYS = 128
-
-#: Rounds of work items over the SMs that are looked at.
-_MOST_ROUNDS = 24
-
-
-@lru_cache(maxsize=4096)
-def mqa_chunk(query_blocks: int, columns: int, num_sms: int) -> int:
-    """Keys of one work item of the prefill indexer, a multiple of 128.
-
-    Items are dealt out round robin, each a query block and a chunk of the columns: of the numbers of chunks
-    that fill a number of rounds, the one whose rounds take least.
-    """
-    fewest = {1, *(rounds * num_sms // query_blocks for rounds in range(1, _MOST_ROUNDS + 1))}
-    chunks = {-(-columns // (128 * max(count, 1))) * 128 for count in fewest}
-
-    def takes(chunk: int) -> int:
-        items = query_blocks * -(-columns // chunk)
-        return -(-items // num_sms) * (min(chunk, columns) + _ITEM_KEYS)
-
-    return min(chunks, key=lambda chunk: (takes(chunk), -chunk))
+    return MqaConfig(
+        block_q=min(MQA_COLUMNS // problem.num_heads, MQA_MAX_QUERIES),
+        num_stages=12,
+        terms=problem.num_queries * problem.num_keys >= _TERMS_FROM * problem.num_sms,
+    )
 
 
 def paged_mqa_config(problem: PagedMqaLogitsProblem) -> MqaConfig:
@@ -77,4 +75,5 @@ def paged_mqa_config(problem: PagedMqaLogitsProblem) -> MqaConfig:
     block_q = 1
     while block_q < min(problem.next_n, MQA_MAX_QUERIES) and 2 * block_q * problem.num_heads <= MQA_COLUMNS:
         block_q *= 2
-    return MqaConfig(block_q=block_q, num_stages=12)
+    # Nine stages: with twelve or six the copies are 1 to 5% slower (H200).
+    return MqaConfig(block_q=block_q, num_stages=9)

@@ -1,21 +1,22 @@
 // Prefill indexer: logits[i,j] = k_scale[j] * sum_h relu(q[i,h] . k[j]) * weights[i,h] for ks[i] <= j < ke[i].
 //
-// Work items are (chunk of keys, BLOCK_Q query tokens), chunks slowest, dealt round robin to a persistent grid. For
-// each item one producer thread loads the query tile once and streams keys; math warpgroups take turns with the stages, so that
-// some multiply while others apply ReLU and weights.
+// Work items are (chunk of keys, BLOCK_Q query tokens), chunks slowest. Each CTA finds out how many stages of keys all of them
+// have and takes as many as the others, from wherever in an item its run begins to wherever it ends. One warp streams the keys,
+// three prepare the next query tile; math warpgroups take turns with the stages, so that some multiply while others reduce.
 //
-// Specialised by: NUM_HEADS, HEAD_DIM, BLOCK_Q, NUM_STAGES, COMPRESSED (row i of the output starts at ks[i]), FILL
-// (write -inf outside a row's range), OUT_BF16.
+// Specialised by: NUM_HEADS, HEAD_DIM, BLOCK_Q, NUM_STAGES, TERMS (the linear part of ReLU is multiplied, `mma/score.cuh`),
+// COMPRESSED (row i of the output starts at ks[i]), FILL (write -inf outside a row's range), OUT_BF16.
 #pragma once
 
 #include "common/logit.cuh"
 #include "common/types.cuh"
 #include "mqa/block.cuh"
-#include "mqa/score_keys.cuh"
+#include "mqa/queries.cuh"
+#include "mqa/tile.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
-#include "sched/key_ring.cuh"
+#include "sched/even_share.cuh"
 
 namespace moe_fp8 {
 
@@ -23,10 +24,12 @@ constexpr int kHeads = NUM_HEADS;
 constexpr int kHeadDim = HEAD_DIM;
 constexpr int kBlockQ = BLOCK_Q;
 constexpr int kStages = NUM_STAGES;
-constexpr int kColumns = kBlockQ * kHeads;
-constexpr int kBlockKv = sched::kBlockKv;
-using Tile = QueryTile<kBlockQ, kHeads, kHeadDim, kStages>;
-using Shared = Tile::Shared;
+using Tile = QueryTile<kBlockQ, kHeads, kHeadDim, kStages, TERMS>;
+
+struct Shared : Tile::Shared {
+    sched::Share share;
+    uint32_t warp_sums[NUM_THREADS / kWarp];
+};
 static_assert(sizeof(Shared) <= SMEM_BYTES - 1024 && SMEM_BYTES <= sizeof(Shared) + 3072, "see heuristics/mqa.py");
 
 }  // namespace moe_fp8
@@ -43,129 +46,113 @@ struct MqaLogitsParams {
     int num_queries;
     int num_keys;
     int width;     // columns of the output: num_keys, or max_seqlen_k if compressed
-    int chunk_kv;  // keys of a work item, a multiple of 128
+    int chunk_kv;  // keys of a work item, a multiple of kBlockKv
+    int query_blocks;
+    int num_items;  // query blocks x chunks of keys
 };
 
 namespace moe_fp8 {
 
-// One work item as every warp sees it: lane t < kBlockQ holds the key range of query t.
-struct Item {
-    int first_query;
-    int chunk_begin;
-    int lane_begin, lane_end;
-    int key_begin, key_end;  // of the whole tile; a multiple of 8 keys before the first one
+// Keys [begin, end) of a query.
+struct Range {
+    int begin, end;
+
+    DEVICE Range(const MqaLogitsParams& p, int query) : begin(0), end(0) {
+        if (query >= p.num_queries) return;
+        begin = max(p.ks[query], 0);
+        end = min(p.ke[query], p.num_keys);
+        if (COMPRESSED) end = min(end, begin + p.width);
+    }
+    DEVICE bool empty() const { return begin >= end; }
 };
 
-struct Walk {
-    const MqaLogitsParams& p;
-    int query_blocks, num_items, index;
+// Of the tile of one work item, whose queries have keys from `begin` up to `end`: it starts at a multiple of 8, as TMA wants it.
+struct TileKeys {
+    int begin, end;
 
-    DEVICE explicit Walk(const MqaLogitsParams& params)
-        : p(params),
-          query_blocks(ceil_div(params.num_queries, kBlockQ)),
-          num_items(query_blocks * ceil_div(COMPRESSED ? max(params.num_keys, params.width) : params.num_keys, params.chunk_kv)),
-          index(static_cast<int>(blockIdx.x)) {}
-
-    DEVICE bool next(Item& item) {
-        if (index >= num_items) return false;
-        const int chunk = index / query_blocks;
-        item.first_query = (index - chunk * query_blocks) * kBlockQ;
-        item.chunk_begin = chunk * p.chunk_kv;
-        index += static_cast<int>(gridDim.x);
-
-        const int query = item.first_query + lane_index();
-        item.lane_begin = item.lane_end = 0;
-        if (lane_index() < kBlockQ && query < p.num_queries) {
-            item.lane_begin = max(p.ks[query], 0);
-            item.lane_end = min(p.ke[query], p.num_keys);
-            if (COMPRESSED) item.lane_end = min(item.lane_end, item.lane_begin + p.width);
-        }
-        const bool empty = item.lane_begin >= item.lane_end;
-        int begin = __reduce_min_sync(0xffffffffu, empty ? 0x7fffffff : item.lane_begin);
-        int end = __reduce_max_sync(0xffffffffu, empty ? 0 : item.lane_end);
-        item.key_begin = max(begin / 8 * 8, item.chunk_begin);
-        item.key_end = min(end, item.chunk_begin + p.chunk_kv);
-        return true;
-    }
+    DEVICE TileKeys(const MqaLogitsParams& p, int chunk, int begin, int end)
+        : begin(max(begin / 8 * 8, chunk * p.chunk_kv)), end(min(end, (chunk + 1) * p.chunk_kv)) {}
+    DEVICE int count() const { return max(end - begin, 0); }
 };
 
-DEVICE void produce(const MqaLogitsParams& p, Shared& shared) {
-    sched::RingCursor<kStages> keys;
-    sched::RingCursor<2> queries;
-    Walk walk(p);
-    Item item;
-    while (walk.next(item)) {
-        if (item.key_begin >= item.key_end) continue;
-        if (ptx::elect_one()) {
-            ptx::Barrier* full = &shared.query_full[queries.slot];
-            ptx::barrier_wait(&shared.query_empty[queries.slot], queries.phase ^ 1);
-            ptx::barrier_arrive_expect(full, kColumns * (kHeadDim + sizeof(float)));
-            ptx::tma_load_2d(&p.q, full, shared.queries[queries.slot], 0, item.first_query * kHeads,
-                             ptx::CacheHint::kNormal);
-            ptx::tma_load_2d(&p.weights, full, shared.weights[queries.slot], 0, item.first_query,
-                             ptx::CacheHint::kNormal);
-        }
-        queries.step();
-#pragma unroll 1
-        for (int key = item.key_begin; key < item.key_end; key += kBlockKv) {
-            if (ptx::elect_one()) {
-                ptx::Barrier* full = &shared.key_full[keys.slot];
-                ptx::barrier_wait(&shared.key_empty[keys.slot], keys.phase ^ 1);
-                ptx::barrier_arrive_expect(full, kBlockKv * (kHeadDim + sizeof(float)));
-                ptx::tma_load_2d(&p.k, full, shared.keys[keys.slot], 0, key, ptx::CacheHint::kEvictLast);
-                ptx::tma_load_2d(&p.k_scale, full, shared.key_scales[keys.slot], key, 0, ptx::CacheHint::kEvictLast);
-            }
-            keys.step();
-        }
-        __syncwarp();
-    }
-}
+// What an item costs beside its stages, in stages (H200: from one to the next 2,600 cycles with terms, 1,300 without; a stage
+// takes 670 and 770).
+constexpr int kItemCost = TERMS ? 4 : 1;
 
-// -inf in the columns of this item's chunk that lie outside a row's range; one warp a row at a time.
-DEVICE void fill_outside(const MqaLogitsParams& p, const Item& item, int math_warp) {
-    const int chunk_end = min(item.chunk_begin + p.chunk_kv, p.width);
-    for (int token = math_warp; token < kBlockQ; token += sched::kMathWarps) {
-        const int begin = __shfl_sync(0xffffffffu, item.lane_begin, token);
-        const int end = max(__shfl_sync(0xffffffffu, item.lane_end, token), begin);
-        const int first = COMPRESSED ? 0 : begin, last = COMPRESSED ? end - begin : end;
-        if (item.first_query + token >= p.num_queries) return;
-        Logit* row = p.logits + (item.first_query + token) * p.logits_stride;
-        for (int column = item.chunk_begin + lane_index(); column < chunk_end; column += kWarp) {
-            if (column < first || column >= last) row[column] = negative_infinity();
-        }
-    }
-}
-
-DEVICE void consume(const MqaLogitsParams& p, Shared& shared, int math_warp) {
-    MyStages<kStages> keys(math_warp / 4);
-    sched::RingCursor<2> queries;
-    Walk walk(p);
-    Item item;
-    while (walk.next(item)) {
-        if (FILL) fill_outside(p, item, math_warp);
-        if (item.key_begin >= item.key_end) continue;
-
-        // This thread's rows of the output, addressed by key, and the keys it may store there.
-        Logit* rows[Tile::kScores];
-        int begin[Tile::kScores], end[Tile::kScores];
+DEVICE int item_units(const MqaLogitsParams& p, int index) {
+    const int chunk = index / p.query_blocks, first_query = (index - chunk * p.query_blocks) * kBlockQ;
+    int begin = 0x7fffffff, end = 0;
 #pragma unroll
-        for (int i = 0; i < Tile::kScores; ++i) {
-            const int token = Tile::token(i);
-            begin[i] = __shfl_sync(0xffffffffu, item.lane_begin, token);
-            end[i] = __shfl_sync(0xffffffffu, item.lane_end, token);
-            rows[i] = p.logits + (item.first_query + token) * p.logits_stride - (COMPRESSED ? begin[i] : 0);
-            begin[i] = max(begin[i], item.key_begin);
-            end[i] = Tile::owner() ? min(end[i], item.key_end) : 0;
-        }
+    for (int i = 0; i < kBlockQ; ++i) {
+        const Range range(p, first_query + i);
+        if (range.empty()) continue;
+        begin = min(begin, range.begin), end = max(end, range.end);
+    }
+    const int stages = ceil_div(TileKeys(p, chunk, begin, end).count(), kBlockKv);
+    return stages > 0 ? stages + kItemCost : 0;
+}
 
-        ptx::barrier_wait(&shared.query_full[queries.slot], queries.phase);
-        Tile tile(shared, queries.slot);
-        tile.run(ceil_div(item.key_end - item.key_begin, kBlockKv), keys, [&](int i, int key, float score) {
-            key += item.key_begin;
-            if (begin[i] <= key && key < end[i]) rows[i][key] = to_logit(score);
+// Calls `each(first query, range of this lane's query, first key, end of the keys)` for this CTA's part of every item that it has
+// a part in; lanes from kBlockQ on have no query. All lanes of a warp call it.
+template <typename Each>
+DEVICE void visit_items(const MqaLogitsParams& p, const sched::Share& share, Each each) {
+    const int first = ptx::uniform(share.item), last = ptx::uniform(share.end_item);
+    const int first_stage = ptx::uniform(share.unit) - kItemCost, end_stage = ptx::uniform(share.end_unit) - kItemCost;
+#pragma unroll 1
+    for (int index = first; index < last || (index == last && end_stage > 0); ++index) {
+        const int chunk = index / p.query_blocks, first_query = (index - chunk * p.query_blocks) * kBlockQ;
+        const Range lane(p, lane_index() < kBlockQ ? first_query + lane_index() : p.num_queries);
+        const TileKeys keys(p, chunk, __reduce_min_sync(0xffffffffu, lane.empty() ? 0x7fffffff : lane.begin),
+                            __reduce_max_sync(0xffffffffu, lane.empty() ? 0 : lane.end));
+        const int begin = keys.begin + (index == first ? max(first_stage, 0) * kBlockKv : 0);
+        const int end = index == last ? min(keys.end, keys.begin + end_stage * kBlockKv) : keys.end;
+        if (begin < end) each(first_query, lane, begin, end);
+    }
+}
+
+DEVICE void copy_keys(const MqaLogitsParams& p, Shared& shared, int warp) {
+    Stages<kStages, Tile::kKeyWarps> stages(warp);
+    visit_items(p, shared.share, [&](int, const Range&, int begin, int end) {
+        stages.visit(ceil_div(end - begin, kBlockKv), [&](const sched::RingCursor<kStages>& ring, int number) {
+            if (ptx::elect_one()) {
+                const int key = begin + number * kBlockKv;
+                ptx::Barrier* full = &shared.key_full[ring.slot];
+                ptx::barrier_wait(&shared.key_empty[ring.slot], ring.phase ^ 1);
+                ptx::barrier_arrive_expect(full, kBlockKv * (kHeadDim + sizeof(float)));
+                ptx::tma_load_2d(&p.k, full, shared.keys[ring.slot], 0, key, ptx::CacheHint::kEvictLast);
+                ptx::tma_load_2d(&p.k_scale, full, shared.key_scales[ring.slot], key, 0, ptx::CacheHint::kEvictLast);
+            }
+            __syncwarp();
         });
-        sched::release(&shared.query_empty[queries.slot]);
-        queries.step();
+    });
+}
+
+DEVICE void prepare_queries(const MqaLogitsParams& p, Shared& shared, int warp) {
+    if (warp > 0) return help_with_terms<Tile>(shared, warp);
+    Tasks<Tile, MqaLogitsParams> tasks(p, shared, ptx::CacheHint::kNormal);
+    visit_items(p, shared.share, [&](int first_query, const Range& lane, int begin, int end) {
+        tasks.copy(first_query);
+        tasks.post(first_query, begin, end, lane.begin, lane.end);
+    });
+    tasks.end();
+}
+
+// -inf in the columns that lie outside a row's range; one warp a row at a time. The CTAs take turns with pieces of rows.
+DEVICE void fill_outside(const MqaLogitsParams& p, int math_warp) {
+    constexpr int kPiece = 4096;
+    const int num_pieces = p.query_blocks * ceil_div(p.width, kPiece);
+    for (int index = static_cast<int>(blockIdx.x); index < num_pieces; index += static_cast<int>(gridDim.x)) {
+        const int piece = index / p.query_blocks, first_query = (index - piece * p.query_blocks) * kBlockQ;
+        const int piece_end = min((piece + 1) * kPiece, p.width);
+        for (int i = math_warp; i < kBlockQ && first_query + i < p.num_queries; i += kMathWarps) {
+            const Range range(p, first_query + i);
+            const int end = max(range.end, range.begin);
+            const int first = COMPRESSED ? 0 : range.begin, last = COMPRESSED ? end - range.begin : end;
+            Logit* row = p.logits + (first_query + i) * p.logits_stride;
+            for (int column = piece * kPiece + lane_index(); column < piece_end; column += kWarp) {
+                if (column < first || column >= last) row[column] = negative_infinity();
+            }
+        }
     }
 }
 
@@ -174,7 +161,14 @@ DEVICE void consume(const MqaLogitsParams& p, Shared& shared, int math_warp) {
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     mqa_logits_fp8(const __grid_constant__ MqaLogitsParams p) {
     using namespace moe_fp8;
-    run_block<Shared>(
-        p, [&](Shared& shared) { produce(p, shared); },
-        [&](Shared& shared, int math_warp) { consume(p, shared, math_warp); });
+    run_block<Tile, COMPRESSED, Shared>(
+        p,
+        [&](Shared& shared) {
+            sched::find_share<NUM_THREADS>(shared.share, shared.warp_sums, p.num_items, [&](int index) { return item_units(p, index); });
+        },
+        [&](Shared& shared, int warp) { copy_keys(p, shared, warp); },
+        [&](Shared& shared, int warp) { prepare_queries(p, shared, warp); },
+        [&](int math_warp) {
+            if (FILL) fill_outside(p, math_warp);
+        });
 }

@@ -11,12 +11,12 @@
 #include "common/logit.cuh"
 #include "common/types.cuh"
 #include "mqa/block.cuh"
-#include "mqa/score_keys.cuh"
+#include "mqa/queries.cuh"
+#include "mqa/tile.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 #include "sched/context_lens.cuh"
-#include "sched/key_ring.cuh"
 
 namespace moe_fp8 {
 
@@ -25,11 +25,9 @@ constexpr int kHeadDim = HEAD_DIM;
 constexpr int kPageSize = PAGE_SIZE;
 constexpr int kBlockQ = BLOCK_Q;
 constexpr int kStages = NUM_STAGES;
-constexpr int kColumns = kBlockQ * kHeads;
-constexpr int kBlockKv = sched::kBlockKv;
 constexpr int kBoxKeys = kPageSize < kBlockKv ? kPageSize : kBlockKv;  // copied at once
 constexpr int kBoxes = kBlockKv / kBoxKeys;                           // of a stage
-using Tile = QueryTile<kBlockQ, kHeads, kHeadDim, kStages>;
+using Tile = QueryTile<kBlockQ, kHeads, kHeadDim, kStages, false>;
 using Shared = Tile::Shared;
 static_assert(sizeof(Shared) <= SMEM_BYTES - 1024 && SMEM_BYTES <= sizeof(Shared) + 3072, "see heuristics/mqa.py");
 static_assert(CHUNK_KV % kBlockKv == 0 && CHUNK_KV % kPageSize == 0, "chunks are whole stages and pages");
@@ -95,86 +93,63 @@ DEVICE int lane_page(const PagedMqaLogitsParams& p, int request, int page) {
     return request < p.batch && page < ceil_div(p.width, kPageSize) ? p.block_table[request * p.block_table_stride + page] : 0;
 }
 
-DEVICE void produce(const PagedMqaLogitsParams& p, Shared& shared) {
-    sched::RingCursor<kStages> keys;
-    sched::RingCursor<2> queries;
+DEVICE void copy_keys(const PagedMqaLogitsParams& p, Shared& shared, int warp) {
+    Stages<kStages, Tile::kKeyWarps> stages(warp);
     Walk walk(p);
-    // On their way while the walk waits for the first length.
+    // Page numbers are read a warp at a time, and a warp ahead; the first ones while the walk waits for the first length.
     const int request = walk.request;
-    int pages = lane_page(p, request, walk.chunk * (CHUNK_KV / kPageSize));
-    bool ahead = true;
+    int window = walk.chunk * (CHUNK_KV / kPageSize);
+    int pages = lane_page(p, request, window), further = lane_page(p, request, window + kWarp);
+    bool first = true;
     Item item;
     while (walk.next(item)) {
-        const int first_row = item.request * p.context_lens.next_n + item.first_token;
-        if (ptx::elect_one()) {
-            ptx::Barrier* full = &shared.query_full[queries.slot];
-            ptx::barrier_wait(&shared.query_empty[queries.slot], queries.phase ^ 1);
-            ptx::barrier_arrive_expect(full, kColumns * (kHeadDim + sizeof(float)));
-            ptx::tma_load_2d(&p.q, full, shared.queries[queries.slot], 0, first_row * kHeads,
-                             ptx::CacheHint::kEvictFirst);
-            ptx::tma_load_2d(&p.weights, full, shared.weights[queries.slot], 0, first_row,
-                             ptx::CacheHint::kEvictFirst);
+        if (!first || item.request != request) {
+            window = item.key_begin / kPageSize;
+            pages = lane_page(p, item.request, window), further = lane_page(p, item.request, window + kWarp);
         }
-        __syncwarp();
-        queries.step();
-
-        // Page numbers are read a warp at a time; no page past the last one in use is touched.
-        const int first_page = item.key_begin / kPageSize;
-        ahead = ahead && item.request == request;
-#pragma unroll 1
-        for (int key = item.key_begin; key < item.key_end; key += kBlockKv) {
-            const int page = key / kPageSize, held = (page - first_page) % kWarp;
-            if (held == 0 && key % kPageSize == 0 && !ahead) pages = lane_page(p, item.request, page);
-            ahead = false;
-            const int count = min(kBoxes, ceil_div(item.key_end - key, kBoxKeys));
+        first = false;
+        stages.visit(ceil_div(item.key_end - item.key_begin, kBlockKv), [&](const sched::RingCursor<kStages>& ring, int number) {
+            const int key = item.key_begin + number * kBlockKv, page = key / kPageSize;
+            if (page - window >= kWarp) {
+                window += kWarp;
+                pages = further, further = lane_page(p, item.request, window + kWarp);
+            }
             int numbers[kBoxes];
 #pragma unroll
-            for (int i = 0; i < kBoxes; ++i) numbers[i] = __shfl_sync(0xffffffffu, pages, held + i);
+            for (int i = 0; i < kBoxes; ++i) numbers[i] = __shfl_sync(0xffffffffu, pages, page - window + i);
+            // No page past the last one in use is touched.
+            const int count = min(kBoxes, ceil_div(item.key_end - key, kBoxKeys));
             if (ptx::elect_one()) {
-                ptx::Barrier* full = &shared.key_full[keys.slot];
-                ptx::barrier_wait(&shared.key_empty[keys.slot], keys.phase ^ 1);
+                ptx::Barrier* full = &shared.key_full[ring.slot];
+                ptx::barrier_wait(&shared.key_empty[ring.slot], ring.phase ^ 1);
                 ptx::barrier_arrive_expect(full, count * kBoxKeys * (kHeadDim + sizeof(float)));
 #pragma unroll
                 for (int i = 0; i < kBoxes; ++i) {
                     if (i < count) {
-                        ptx::tma_load_3d(&p.k, full, &shared.keys[keys.slot][i * kBoxKeys * kHeadDim], 0, key % kPageSize,
+                        ptx::tma_load_3d(&p.k, full, &shared.keys[ring.slot][i * kBoxKeys * kHeadDim], 0, key % kPageSize,
                                          numbers[i], ptx::CacheHint::kEvictFirst);
-                        ptx::tma_load_2d(&p.k_scale, full, &shared.key_scales[keys.slot][i * kBoxKeys], key % kPageSize,
+                        ptx::tma_load_2d(&p.k_scale, full, &shared.key_scales[ring.slot][i * kBoxKeys], key % kPageSize,
                                          numbers[i], ptx::CacheHint::kEvictFirst);
                     }
                 }
             }
             __syncwarp();
-            keys.step();
-        }
+        });
     }
 }
 
-DEVICE void consume(const PagedMqaLogitsParams& p, Shared& shared, int math_warp) {
-    MyStages<kStages> keys(math_warp / 4);
-    sched::RingCursor<2> queries;
+DEVICE void prepare_queries(const PagedMqaLogitsParams& p, Shared& shared, int warp) {
+    if (warp > 0) return help_with_terms<Tile>(shared, warp);
+    Tasks<Tile, PagedMqaLogitsParams> tasks(p, shared, ptx::CacheHint::kEvictFirst);
     Walk walk(p);
     Item item;
     while (walk.next(item)) {
-        int end[Tile::kScores];
-#pragma unroll
-        for (int i = 0; i < Tile::kScores; ++i) {
-            const int token = item.first_token + Tile::token(i);
-            const bool mine = token < p.context_lens.next_n && Tile::owner();
-            end[i] = mine ? min(p.context_lens.of(item.request, token), item.key_end) : 0;
-        }
-        const int first_row = item.request * p.context_lens.next_n + item.first_token + Tile::token(0);
-        Logit* row = p.logits + first_row * p.logits_stride;
-
-        ptx::barrier_wait(&shared.query_full[queries.slot], queries.phase);
-        Tile tile(shared, queries.slot);
-        tile.run(ceil_div(item.key_end - item.key_begin, kBlockKv), keys, [&](int i, int key, float score) {
-            key += item.key_begin;
-            if (key < end[i]) row[i * (Tile::kTokenStep * p.logits_stride) + key] = to_logit(score);
-        });
-        sched::release(&shared.query_empty[queries.slot]);
-        queries.step();
+        const int row = item.request * p.context_lens.next_n + item.first_token, token = item.first_token + lane_index();
+        tasks.copy(row);
+        const int end = lane_index() < kBlockQ && token < p.context_lens.next_n ? p.context_lens.of(item.request, token) : 0;
+        tasks.post(row, item.key_begin, item.key_end, 0, end);
     }
+    tasks.end();
 }
 
 }  // namespace moe_fp8
@@ -182,7 +157,7 @@ DEVICE void consume(const PagedMqaLogitsParams& p, Shared& shared, int math_warp
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     paged_mqa_logits_fp8(const __grid_constant__ PagedMqaLogitsParams p) {
     using namespace moe_fp8;
-    run_block<Shared>(
-        p, [&](Shared& shared) { produce(p, shared); },
-        [&](Shared& shared, int math_warp) { consume(p, shared, math_warp); });
+    run_block<Tile, false, Shared>(
+        p, [](Shared&) {}, [&](Shared& shared, int warp) { copy_keys(p, shared, warp); },
+        [&](Shared& shared, int warp) { prepare_queries(p, shared, warp); }, [](int) {});
 }

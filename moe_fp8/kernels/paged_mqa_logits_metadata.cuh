@@ -3,6 +3,7 @@
 // `workers` is (batch, 0). One CTA.
 #pragma once
 
+#include "common/scan.cuh"
 #include "common/types.cuh"
 #include "ptx/sync.cuh"
 #include "sched/context_lens.cuh"
@@ -19,52 +20,33 @@ namespace moe_fp8 {
 static_assert(NUM_THREADS % kWarp == 0 && NUM_THREADS <= 1024 && CLUSTER_SIZE == 1 && SMEM_BYTES == 0, "see specs.py");
 constexpr int kWarps = NUM_THREADS / kWarp;
 
-// Inclusive prefix sum over the CTA; `total` is the sum over all threads.
-DEVICE int block_scan(int value, int (&warp_sums)[kWarps], int& total) {
-#pragma unroll
-    for (int distance = 1; distance < kWarp; distance *= 2) {
-        const int below = __shfl_up_sync(0xffffffffu, value, distance);
-        if (lane_index() >= distance) value += below;
-    }
-    __syncthreads();
-    if (lane_index() == kWarp - 1) warp_sums[threadIdx.x / kWarp] = value;
-    __syncthreads();
-    int before = 0;
-    total = 0;
-#pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) {
-        if (warp < static_cast<int>(threadIdx.x) / kWarp) before += warp_sums[warp];
-        total += warp_sums[warp];
-    }
-    return value + before;
-}
-
 }  // namespace moe_fp8
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     paged_mqa_logits_metadata(const __grid_constant__ PagedMqaLogitsMetadataParams p) {
     using namespace moe_fp8;
-    __shared__ int warp_sums[kWarps];
+    __shared__ uint32_t warp_sums[kWarps];
     ptx::grid_dependency_wait();
     ptx::launch_dependents();
     auto chunks = [&](int request) {
         return request < p.batch ? ceil_div(max(p.context_lens.longest(request), 0), CHUNK_KV) : 0;
     };
 
-    int mine = 0, total = 0;
+    uint32_t mine = 0, total;
     for (int request = threadIdx.x; request < p.batch; request += NUM_THREADS) mine += chunks(request);
-    block_scan(mine, warp_sums, total);
+    sum_before<kWarps>(mine, warp_sums, total);
+    __syncthreads();
 
     __shared__ int ends[NUM_THREADS];  // of this round's requests, in flattened chunks
     int before = 0;
     for (int base = 0; base < p.batch; base += NUM_THREADS) {
-        int sum;
-        const int end = before + block_scan(chunks(base + static_cast<int>(threadIdx.x)), warp_sums, sum);
-        ends[threadIdx.x] = end;
+        uint32_t sum;
+        const int count = chunks(base + static_cast<int>(threadIdx.x));
+        ends[threadIdx.x] = before + static_cast<int>(sum_before<kWarps>(count, warp_sums, sum)) + count;
         __syncthreads();
         for (int s = threadIdx.x; s < p.workers; s += NUM_THREADS) {
             const int target = static_cast<int>(static_cast<int64_t>(s) * total / p.workers);
-            if (target < before || target >= before + sum) continue;
+            if (target < before || target >= before + static_cast<int>(sum)) continue;
             int low = 0, high = NUM_THREADS - 1;  // the first request that ends after the target
             while (low < high) {
                 const int middle = (low + high) / 2;

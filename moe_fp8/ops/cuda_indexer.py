@@ -21,7 +21,7 @@ from moe_fp8.problems import (
 )
 from moe_fp8.specs import kernel_spec
 
-_MQA = struct.Struct("128s128s128s128sQQQqiiii")
+_MQA = struct.Struct("128s128s128s128sQQQqiiiiii")
 _PAGED = struct.Struct("128s128s128s128sQQQQiiqqii")
 _METADATA = struct.Struct("QiiQii")
 _INDEXER_CACHE = struct.Struct("QQQqqqiii")
@@ -40,25 +40,29 @@ def mqa_logits(
     out: Tensor,
     compressed: bool,
     fill: bool,
+    whole: tuple[int, int],
     key: Key | None = None,
 ) -> None:
-    """Prefill indexer logits; q [M,H,D], k [N,D], weights [M,H], out [M, N or max_seqlen_k]."""
+    """Prefill indexer logits; q [M,H,D], k [N,D], weights [M,H], out [M, N or max_seqlen_k].
+
+    The kernel is that of `whole`, M and N of the whole that this is a part of.
+    """
     device = q.get_device()
     num_sms = launch.num_sms(device)
     m, heads, dim = q.shape
     n = k.shape[0]
     width = out.shape[1]
-    problem = MqaLogitsProblem(m, n, heads, dim, compressed, fill, num_sms, _OUT_DTYPES[out.dtype])
+    problem = MqaLogitsProblem(*whole, heads, dim, compressed, fill, num_sms, _OUT_DTYPES[out.dtype])
     spec = kernel_spec(problem)
-    block_q = heuristics.mqa_config(problem).block_q
+    config = heuristics.mqa_config(problem)
+    block_q, box_q = config.block_q, heuristics.query_box_rows(config, heads)
     query_blocks = -(-m // block_q)
-    columns = max(n, width) if compressed else n
-    chunk = heuristics.mqa_chunk(query_blocks, columns, num_sms)
+    stages = query_blocks * -(-n // heuristics.MQA_BLOCK_KV)
     block = launch.new_block(_MQA)
     _MQA.pack_into(
         block.buffer,
         0,
-        encode_2d(q.data_ptr(), "uint8", (dim, m * heads), dim, (dim, block_q * heads), dim),
+        encode_2d(q.data_ptr(), "uint8", (dim, m * heads), dim, (dim, box_q), dim),
         encode_2d(k.data_ptr(), "uint8", (dim, n), dim, (dim, heuristics.MQA_BLOCK_KV), dim),
         encode_2d(k_scale.data_ptr(), "float32", (n, 1), (n + 3 & -4) * 4, (heuristics.MQA_BLOCK_KV, 1), 0),
         encode_2d(weights.data_ptr(), "float32", (heads, m), heads * 4, (heads, block_q), 0),
@@ -69,9 +73,11 @@ def mqa_logits(
         m,
         n,
         width,
-        chunk,
+        heuristics.MQA_CHUNK,
+        query_blocks,
+        query_blocks * -(-n // heuristics.MQA_CHUNK),
     )
-    launch.launch(spec, min(num_sms, query_blocks * -(-columns // chunk)), device, block, key)
+    launch.launch(spec, min(num_sms, stages), device, block, key)
 
 
 def paged_mqa_logits_metadata(
@@ -119,7 +125,8 @@ def paged_mqa_logits(
         batch, next_n, heads, dim, page_size, launch.num_sms(device), _OUT_DTYPES[out.dtype]
     )
     spec = kernel_spec(problem)
-    block_q = heuristics.paged_mqa_config(problem).block_q
+    config = heuristics.paged_mqa_config(problem)
+    block_q, box_q = config.block_q, heuristics.query_box_rows(config, heads)
     rows = batch * next_n
     box = min(page_size, heuristics.MQA_BLOCK_KV)
     cache = kv_cache.data_ptr()
@@ -127,7 +134,7 @@ def paged_mqa_logits(
     _PAGED.pack_into(
         block.buffer,
         0,
-        encode_2d(q.data_ptr(), "uint8", (dim, rows * heads), dim, (dim, block_q * heads), dim),
+        encode_2d(q.data_ptr(), "uint8", (dim, rows * heads), dim, (dim, box_q), dim),
         encode_tiled(cache, "uint8", (dim, page_size, pages), (dim, page_stride), (dim, box, 1), dim, 128),
         encode_2d(cache + page_size * dim, "float32", (page_size, pages), page_stride, (box, 1), 0),
         encode_2d(weights.data_ptr(), "float32", (heads, rows), heads * 4, (heads, block_q), 0),

@@ -101,10 +101,12 @@ def mqa_logits(
     out: Tensor,
     compressed: bool,
     fill: bool,
+    whole_queries: int,
+    whole_keys: int,
 ) -> Key:
     """The key of `mqa_logits_fp8`."""
     return (
-        "mqa_logits", compressed, fill,
+        "mqa_logits", compressed, fill, whole_queries, whole_keys,
         q.shape, k.shape, k_scale.shape, weights.shape, ks.shape, ke.shape, out.shape,
         q.is_contiguous(), k.is_contiguous(), k_scale.is_contiguous(), weights.is_contiguous(),
         ks.is_contiguous(), ke.is_contiguous(), out.stride(),

@@ -27,7 +27,7 @@ _DEFINITIONS = (
     "grouped_gemm_fp8_masked(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor masked_m, "
     "SymInt? expected_m, Tensor(a!) out, str? config=None) -> ()",
     "mqa_logits_fp8(Tensor q, Tensor k, Tensor k_scale, Tensor weights, Tensor ks, Tensor ke, "
-    "bool compressed, bool fill, Tensor(a!) out) -> ()",
+    "bool compressed, bool fill, Tensor(a!) out, SymInt whole_queries=0, SymInt whole_keys=0) -> ()",
     "paged_mqa_logits_metadata(Tensor context_lens, SymInt block_size, SymInt next_n, Tensor(a!) out) -> ()",
     "paged_mqa_logits_fp8(Tensor q, Tensor kv_cache, Tensor weights, Tensor context_lens, "
     "Tensor block_table, Tensor metadata, Tensor(a!) out) -> ()",
@@ -202,10 +202,14 @@ def _mqa_logits_fp8(
     compressed: bool,
     fill: bool,
     out: Tensor,
+    whole_queries: int = 0,
+    whole_keys: int = 0,
 ) -> None:
+    """whole_queries, whole_keys: of the selection that this is a chunk of, whose bits it gets; 0 for none."""
     key = None
     if q.is_cuda and not contracts.enabled(q):
-        key = keys.mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed, fill)
+        whole = (whole_queries, whole_keys)
+        key = keys.mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed, fill, *whole)
         if _cuda().repeat(key):
             return
     checks_logits.mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed)
@@ -217,7 +221,8 @@ def _mqa_logits_fp8(
         if fill:
             out.fill_(float("-inf"))
     elif q.is_cuda:
-        _cuda().mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed, fill, key)
+        whole = (whole_queries or q.shape[0], whole_keys or k.shape[0])
+        _cuda().mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed, fill, whole, key)
     else:
         reference.mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed, fill)
 

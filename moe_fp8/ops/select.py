@@ -2,8 +2,8 @@
 
 Logits are made a chunk of queries and of keys at a time. Chunks of keys are taken from the last to the first,
 and what the later ones left is carried along behind a chunk's columns: both are in the order of positions
-then, so that one top-k over the row merges them, ties included. A logit does not depend on its chunk; the
-result is that of one piece, bit for bit.
+then, so that one top-k over the row merges them, ties included. All chunks are scored by the kernel of the
+whole, and so a logit does not depend on its chunk; the result is that of one piece, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
 from moe_fp8.ops import checks_logits, checks_topk, contracts, schemas
-from moe_fp8.ops.logits import mqa_logits_fp8
 from moe_fp8.ops.topk import indexer_topk
 
 #: Chunks of keys are whole chunks of the paged schedule, and so whole pages and whole tiles.
@@ -233,7 +232,9 @@ def indexer_select(
     def score(rows: slice, begin: int, end: int, low: Tensor | None, high: Tensor, logits: Tensor) -> None:
         assert low is not None
         chunk = slice(begin, end)
-        mqa_logits_fp8(q[rows], k[chunk], k_scale[chunk], weights[rows], low, high, out=logits)
+        schemas.mqa_logits_fp8(
+            q[rows], k[chunk], k_scale[chunk], weights[rows], low, high, False, False, logits, num_rows, keys
+        )
 
     _select(plan, workspace, keys, lambda rows, _: (ks[rows], ke[rows]), score, sorted, out)
     return out

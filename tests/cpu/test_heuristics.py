@@ -78,14 +78,3 @@ def test_few_tiles_split_k_and_many_rows_take_the_widest_tile() -> None:
     assert heuristics.gemm_config(GemmProblem("dense", 1, 4096, 7168)).parts > 1
     widest = heuristics.gemm_config(GemmProblem("dense", 4096, 4096, 7168))
     assert (widest.block_m, widest.block_n, widest.cluster) == (128, 256, 2)
-
-
-def test_prefill_items_fill_the_device() -> None:
-    for queries in (1, 44, 132, 133, 500, 1024, 5000):
-        for columns in (1, 128, 700, 8192, 65_536, 1 << 20):
-            chunk = heuristics.mqa_chunk(queries, columns, 132)
-            items = queries * -(-columns // chunk)
-            longest = -(-items // 132) * min(chunk, columns)
-            assert chunk % 128 == 0 and chunk > 0
-            # An even share, and what items of whole blocks and their own cost leave of it.
-            assert longest <= 1.25 * queries * columns / 132 + 1024

@@ -55,7 +55,8 @@ def _gemm() -> dict[str, Any]:
 def _mqa() -> dict[str, Any]:
     names = ("q", "k", "k_scale", "weights", "ks", "ke")
     arguments = dict(zip(names, cases.mqa_case(4, 9, 8).arguments(), strict=True))
-    return {**arguments, "out": torch.zeros(4, 9), "compressed": False, "fill": True}
+    flags = {"compressed": False, "fill": True, "whole_queries": 0, "whole_keys": 0}
+    return {**arguments, "out": torch.zeros(4, 9), **flags}
 
 
 def _metadata() -> dict[str, Any]:

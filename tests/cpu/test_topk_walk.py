@@ -22,6 +22,7 @@ def _sources(folder: Path) -> None:
     types = (KERNELS / "common" / "types.cuh").read_text()
     types = re.sub(r"^(using u?int\d+_t = .*|#define DEVICE .*)$", "", types, flags=re.M)
     (folder / "common" / "types.cuh").write_text(types)
+    shutil.copy(KERNELS / "common" / "scan.cuh", folder / "common")
     (folder / "ptx").mkdir()
     for name in ("sync", "shared"):
         (folder / "ptx" / f"{name}.cuh").write_text("#pragma once\n")

@@ -7,16 +7,17 @@ namespace moe_fp8 {
 
 #if OUT_BF16
 using Logit = uint16_t;
-DEVICE Logit to_logit(float value) {
-    uint16_t rounded;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(rounded) : "f"(value));
-    return rounded;
-}
 DEVICE Logit negative_infinity() { return 0xff80; }
+DEVICE void store_logit(Logit* pointer, float value) {
+    asm volatile("{\n.reg .b16 rounded;\ncvt.rn.bf16.f32 rounded, %1;\nst.global.b16 [%0], rounded;\n}" ::"l"(pointer), "f"(value)
+                 : "memory");
+}
 #else
 using Logit = float;
-DEVICE Logit to_logit(float value) { return value; }
 DEVICE Logit negative_infinity() { return __int_as_float(0xff800000); }
+DEVICE void store_logit(Logit* pointer, float value) {
+    asm volatile("st.global.f32 [%0], %1;" ::"l"(pointer), "f"(value) : "memory");
+}
 #endif
 
 }  // namespace moe_fp8

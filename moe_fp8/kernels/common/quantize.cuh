@@ -56,6 +56,16 @@ DEVICE uint32_t pack_fp8(float a, float b, float c, float d) {
     return packed;
 }
 
+DEVICE void unpack_fp8(float (&v)[4], uint32_t packed) {
+    asm("{\n.reg .b16 low, high, a, b, c, d;\n.reg .b32 x, y;\n"
+        "mov.b32 {low, high}, %4;\n"
+        "cvt.rn.f16x2.e4m3x2 x, low;\ncvt.rn.f16x2.e4m3x2 y, high;\n"
+        "mov.b32 {a, b}, x;\nmov.b32 {c, d}, y;\n"
+        "cvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\ncvt.f32.f16 %2, c;\ncvt.f32.f16 %3, d;\n}"
+        : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+        : "r"(packed));
+}
+
 // Returns the scale of the group that kThreads neighbouring lanes hold, rounded up to a power of two if kPowerOfTwo, and the
 // FP8 bytes of this thread's values in `q`. Every thread of the warp calls it.
 template <int kThreads, bool kPowerOfTwo>

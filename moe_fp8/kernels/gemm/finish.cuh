@@ -63,7 +63,7 @@ DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const 
 DEVICE void store_staged(const GemmParams& p, const uint8_t* staging, int row, int column,
                          const Fragments::Region& region) {
     constexpr int kGroups = Fragments::kStagedTokens / kStoredTokens;
-    const int warp = mma::warpgroup_thread() / kWarp, lane = mma::fresh_lane();
+    const int warp = mma::warpgroup_thread() / kWarp, lane = ptx::fresh_lane();
     const int first = warp * kStoredTokens, from = max(region.begin, first), to = min(region.end, first + kStoredTokens);
     if (warp >= kGroups) return;
     constexpr int kBoxRows = Fragments::kBoxRows, kBoxBytes = Fragments::kBoxBytes, kChunks = kBoxBytes / 16;

@@ -31,13 +31,6 @@ DEVICE int staged_chunk(int token, int chunk) {
     return (chunk ^ (kBytes == 128 ? token % 8 : token / 2 % 4)) * 16;
 }
 
-// Read anew at each call: the addresses that an epilogue derives from it are not kept in registers over the main loop.
-DEVICE int fresh_lane() {
-    int lane;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-    return lane;
-}
-
 DEVICE int warpgroup_thread() { return static_cast<int>(threadIdx.x) % kWarpgroup; }
 
 // What a warpgroup owns of a tile: from this token and this weight row on, so many fragments.
@@ -101,7 +94,7 @@ struct WeightsOnM {
 
     template <int>
     static DEVICE void stage(const Sum& d, uint8_t* staging) {
-        const int lane = fresh_lane(), warp = warpgroup_thread() / kWarp;
+        const int lane = ptx::fresh_lane(), warp = warpgroup_thread() / kWarp;
         // Matrix lane/8 of an x4 store: tokens of group j + lane/16, weight rows from 8 * (lane/8 % 2).
         const uint32_t address = ptx::shared_address(staging) + (lane / 16 * 8 + lane % 8) * kBoxBytes +
                                  staged_chunk<kBoxBytes>(lane, warp * 2 + lane / 8 % 2);
@@ -197,7 +190,7 @@ struct TokensOnM {
 
     template <int kWave>
     static DEVICE void stage(const Sum& d, uint8_t* staging) {
-        const int lane = fresh_lane();
+        const int lane = ptx::fresh_lane();
         // Matrix lane/8 of an x4 store: tokens from 8 * (lane/8 % 2), weight rows of group j + lane/16.
         const uint32_t row = ptx::shared_address(staging) + (warpgroup_thread() / kWarp * 16 + lane % 16) * kBoxBytes;
         const uint32_t chunk = staged_chunk<kBoxBytes>(lane, lane / 16);
@@ -212,7 +205,7 @@ struct TokensOnM {
     }
 
     static DEVICE void store(const Sum& d, float* out, int64_t stride, const Region& region, int columns) {
-        const int lane = fresh_lane(), upper = warpgroup_thread() / kWarp * 16 + lane / 4, lower = upper + 8;
+        const int lane = ptx::fresh_lane(), upper = warpgroup_thread() / kWarp * 16 + lane / 4, lower = upper + 8;
         float* pairs = out + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {

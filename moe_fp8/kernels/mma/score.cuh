@@ -1,11 +1,26 @@
 // MQA logits of one tile: score[key, token] = k_scale[key] * sum_h relu(k[key] . q[token, h]) * weight[token, h].
 // Keys take the M side of wgmma and (token, head) pairs its N side.
+//
+// Since 2 relu(x) = x + |x|, the sum over heads of w relu(q . k) is half of sum_h w |q . k|, one FFMA a score, and of
+// (sum_h w q) . k, one more query a token. FP8 holds that query as a sum of kTerms, each of what the ones before leave over:
+// scale * sum_t 16^-t term[t], exact to 2^-16 of each of its elements. The terms are columns behind those of the heads.
 #pragma once
 
 #include "common/types.cuh"
+#include "ptx/sync.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace moe_fp8::mma {
+
+constexpr int kTerms = 4;
+
+// Columns of the terms, if there are any: of each group of eight, 2t is term t of one token and 2t + 1 of the next, so that every
+// thread of four holds one term of both.
+template <int kTokens, bool kWithTerms>
+constexpr int kTermColumns = !kWithTerms ? 0 : kTokens > 1 ? kTokens / 2 * 8 : 8;
+
+// Column of a token's term behind the heads'.
+DEVICE int term_column(int token, int term) { return token / 2 * 8 + term * 2 + token % 2; }
 
 // Query tokens whose scores one thread holds after the reduction.
 template <int kTokens>
@@ -14,12 +29,13 @@ constexpr int kTokensPerThread = kTokens > 1 ? kTokens / 2 : 1;
 // The token, within the tile, of a thread's first score and how far its next one is, and the key row within the warpgroup's 64.
 template <int kTokens>
 DEVICE int score_token() {
-    return kTokens > 1 ? (lane_index() / 2) % 2 : 0;
+    return kTokens > 1 ? ptx::fresh_lane() / 2 % 2 : 0;
 }
 template <int kTokens>
 constexpr int kScoreStep = kTokens > 1 ? 2 : 1;
-DEVICE int score_key() {
-    return static_cast<int>(threadIdx.x) % kWarpgroup / kWarp * 16 + lane_index() / 4 + lane_index() % 2 * 8;
+DEVICE int score_key(int warp) {
+    const uint32_t lane = ptx::fresh_lane();
+    return static_cast<int>(warp % 4 * 16 + lane / 4 + lane % 2 * 8);
 }
 // With a single token two threads hold each score; one of them stores it.
 template <int kTokens>
@@ -52,35 +68,49 @@ DEVICE void score_mma(float (&d)[kColumns / 2], const void* keys, const void* qu
     ptx::wgmma_pin(d);
 }
 
-// ReLU, weights and the sum over heads, of columns from `w` on. The four threads that share a row halve their values at each
-// exchange, so that the stores spread over all of them. (2 relu(x) = x + |x|: an FADD, where fmaxf issues at half its rate.)
-template <int kTokens, int kHeads>
-DEVICE void score_reduce(float (&score)[kTokensPerThread<kTokens>], const float (&d)[kTokens * kHeads / 2], const float* w,
-                         float k_scale) {
+// ReLU, weights and the sum over half of the heads, of columns from `w` on; `term_scales` are those of this thread's terms. Of the
+// four threads that share two rows of the product, 8 keys apart, neighbours exchange, so that each has one row's sums.
+template <int kTokens, int kHeads, bool kWithTerms>
+DEVICE void score_sum(float (&sums)[kTokens], const float (&d)[(kTokens * kHeads + kTermColumns<kTokens, kWithTerms>) / 2],
+                      const float* w, const float* term_scales, float k_scale) {
     constexpr int kGroups = kHeads / 8;
-    const bool low_row = lane_index() % 2, odd_token = lane_index() / 2 % 2;
+    const bool low_row = lane_index() % 2;
     const float half_scale = 0.5f * k_scale;
-    float row[kTokens];
+    // Twice the ReLU, or as much of it as the terms leave: an FADD, where fmaxf issues at half its rate, or nothing.
+    const auto ramp = [](float x) { return kWithTerms ? fabsf(x) : x + fabsf(x); };
 #pragma unroll
     for (int token = 0; token < kTokens; ++token) {
         float upper = 0.0f, lower = 0.0f;
 #pragma unroll
         for (int j = token * kGroups; j < (token + 1) * kGroups; ++j) {
-            upper += (d[4 * j] + fabsf(d[4 * j])) * w[2 * j];
-            lower += (d[4 * j + 2] + fabsf(d[4 * j + 2])) * w[2 * j];
-            upper += (d[4 * j + 1] + fabsf(d[4 * j + 1])) * w[2 * j + 1];
-            lower += (d[4 * j + 3] + fabsf(d[4 * j + 3])) * w[2 * j + 1];
+            upper += ramp(d[4 * j]) * w[2 * j];
+            lower += ramp(d[4 * j + 2]) * w[2 * j];
+            upper += ramp(d[4 * j + 1]) * w[2 * j + 1];
+            lower += ramp(d[4 * j + 3]) * w[2 * j + 1];
         }
-        row[token] = (low_row ? lower : upper) + __shfl_xor_sync(0xffffffffu, low_row ? upper : lower, 1);
+        if constexpr (kWithTerms) {
+            const float* terms = &d[kTokens * kHeads / 2 + token / 2 * 4 + token % 2];
+            const float term_scale = term_scales[token * kTerms];
+            upper += terms[0] * term_scale;
+            lower += terms[2] * term_scale;
+        }
+        const float sum = (low_row ? lower : upper) + __shfl_xor_sync(0xffffffffu, low_row ? upper : lower, 1);
+        sums[token] = sum * half_scale;
     }
+}
+
+// The sum over all heads. The two threads that share a row share its tokens too, so that the stores spread over all.
+template <int kTokens>
+DEVICE void score_exchange(float (&score)[kTokensPerThread<kTokens>], const float (&sums)[kTokens]) {
+    const bool odd_token = ptx::fresh_lane() / 2 % 2;
     if constexpr (kTokens == 1) {
-        score[0] = (row[0] + __shfl_xor_sync(0xffffffffu, row[0], 2)) * half_scale;
+        score[0] = sums[0] + __shfl_xor_sync(0xffffffffu, sums[0], 2);
     } else {
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i) {
-            const float keep = odd_token ? row[2 * i + 1] : row[2 * i];
-            const float give = odd_token ? row[2 * i] : row[2 * i + 1];
-            score[i] = (keep + __shfl_xor_sync(0xffffffffu, give, 2)) * half_scale;
+            const float keep = odd_token ? sums[2 * i + 1] : sums[2 * i];
+            const float give = odd_token ? sums[2 * i] : sums[2 * i + 1];
+            score[i] = keep + __shfl_xor_sync(0xffffffffu, give, 2);
         }
     }
 }

@@ -1,16 +1,18 @@
-// What a block of the MQA-logits kernels does around its loops.
+// Who does what in a block of the MQA-logits kernels.
 #pragma once
 
+#include "mqa/scores.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
-#include "sched/key_ring.cuh"
 
 namespace moe_fp8 {
 
-// `produce(shared)` runs in the first warp, `consume(shared, math_warp)` in the math warpgroups.
-template <typename Shared, typename Params, typename Produce, typename Consume>
-DEVICE void run_block(const Params& p, Produce produce, Consume consume) {
+// `plan(shared)` runs in all warps once the kernel before has ended. Then `copy_keys(shared, warp)` and
+// `prepare_queries(shared, warp)` run in the warps of the first warpgroup, the math warps score, after `begin_math(math_warp)`.
+template <typename Tile, bool kCompressed, typename Shared, typename Params, typename Plan, typename CopyKeys,
+          typename PrepareQueries, typename BeginMath>
+DEVICE void run_block(const Params& p, Plan plan, CopyKeys copy_keys, PrepareQueries prepare_queries, BeginMath begin_math) {
     extern __shared__ uint8_t dynamic[];
     Shared& shared = *reinterpret_cast<Shared*>(dynamic + (1024 - ptx::shared_address(dynamic) % 1024) % 1024);
     const int warp = warp_index();
@@ -23,13 +25,19 @@ DEVICE void run_block(const Params& p, Produce produce, Consume consume) {
     }
     ptx::grid_dependency_wait();
     ptx::launch_dependents();
+    plan(shared);
     __syncthreads();
     if (warp < 4) {
-        ptx::registers_release<32>();
-        if (warp == 0) produce(shared);
+        ptx::registers_release<56>();
+        if (warp < Tile::kKeyWarps) {
+            copy_keys(shared, warp);
+        } else {
+            prepare_queries(shared, warp - Tile::kKeyWarps);
+        }
     } else {
-        ptx::registers_acquire<160>();
-        consume(shared, warp - 4);
+        ptx::registers_acquire<152>();
+        begin_math(warp - 4);
+        score_tasks<Tile, kCompressed>(shared, p.logits, p.logits_stride, warp - 4);
     }
 }
 

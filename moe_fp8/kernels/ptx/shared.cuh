@@ -26,6 +26,12 @@ DEVICE float2 load_here(const float2* pointer) {
     return value;
 }
 
+DEVICE uint32_t load_shared(uint32_t address) {
+    uint32_t value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+
 // From the same offset in CTA `rank` of the cluster. Ordered by cluster_sync only; no CTA may end before it was read.
 DEVICE uint32_t load_cluster(const uint32_t* pointer, uint32_t rank) {
     uint32_t value;

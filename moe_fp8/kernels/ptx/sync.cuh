@@ -48,6 +48,16 @@ DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// Read anew at each call: what is derived from it is not kept in registers from call to call.
+DEVICE uint32_t fresh_lane() {
+    uint32_t lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
+// A value that all lanes have, as one in a uniform register. Every lane calls it.
+DEVICE int uniform(int value) { return static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<uint32_t>(value))); }
+
 // One lane of a converged warp. Copies that it issues get their operands from uniform registers. Not for what a lane keeps from
 // call to call, since the compiler may repeat the election where fewer lanes are left.
 DEVICE bool elect_one() {

@@ -78,6 +78,12 @@ struct Wgmma;
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define REGISTERS_64 REGISTERS_48 \
     ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGISTERS_68 REGISTERS_64 \
+    ", %64, %65, %66, %67"
+#define REGISTERS_72 REGISTERS_68 \
+    ", %68, %69, %70, %71"
+#define REGISTERS_80 REGISTERS_72 \
+    ", %72, %73, %74, %75, %76, %77, %78, %79"
 #define REGISTERS_128 REGISTERS_64 \
     ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
     ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
@@ -90,6 +96,9 @@ DEFINE_WGMMA(32, 16, REGISTERS_16, "%16", "%17", "%18", D16(0));
 DEFINE_WGMMA(64, 32, REGISTERS_32, "%32", "%33", "%34", D32(0));
 DEFINE_WGMMA(96, 48, REGISTERS_48, "%48", "%49", "%50", D16(0), D32(16));
 DEFINE_WGMMA(128, 64, REGISTERS_64, "%64", "%65", "%66", D64(0));
+DEFINE_WGMMA(136, 68, REGISTERS_68, "%68", "%69", "%70", D64(0), D4(64));
+DEFINE_WGMMA(144, 72, REGISTERS_72, "%72", "%73", "%74", D64(0), D4(64), D4(68));
+DEFINE_WGMMA(160, 80, REGISTERS_80, "%80", "%81", "%82", D64(0), D16(64));
 DEFINE_WGMMA(256, 128, REGISTERS_128, "%128", "%129", "%130", D64(0), D64(64));
 
 #undef D1
@@ -104,6 +113,9 @@ DEFINE_WGMMA(256, 128, REGISTERS_128, "%128", "%129", "%130", D64(0), D64(64));
 #undef REGISTERS_32
 #undef REGISTERS_48
 #undef REGISTERS_64
+#undef REGISTERS_68
+#undef REGISTERS_72
+#undef REGISTERS_80
 #undef REGISTERS_128
 
 }  // namespace moe_fp8::ptx

@@ -12,6 +12,11 @@ struct RingCursor {
     DEVICE void step() {
         if (++slot == kDepth) slot = 0, phase ^= 1;
     }
+    template <int kSlots>
+    DEVICE void skip() {
+        slot += kSlots;
+        if (slot >= kDepth) slot -= kDepth, phase ^= 1;
+    }
 };
 
 }  // namespace moe_fp8::sched

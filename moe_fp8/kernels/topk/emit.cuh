@@ -102,7 +102,7 @@ DEVICE void emit(const State& state, const Share& share, const Threshold& thresh
         uint32_t sum = 0;
         for (int i = first; i < last; ++i) sum += __popc(at[i]) + (__popc(above[i]) << kEqualBits);
         uint32_t total;
-        const uint32_t before = sum_before(sum, state.warp_sums, total);
+        const uint32_t before = sum_before<kWarps>(sum, state.warp_sums, total);
         uint32_t greater_before = greater + (before >> kEqualBits);
         uint32_t equal_before = equal + before % (1u << kEqualBits);
         for (int i = first; i < last; ++i) {

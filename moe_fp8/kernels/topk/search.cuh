@@ -64,7 +64,7 @@ DEVICE Bin narrow(const State& state, int level, const Interval& in, int rank, c
     for (int i = threadIdx.x; i < kBins; i += kThreads) others[i] = 0;
 
     uint32_t total;
-    uint32_t above = sum_before(sum, state.warp_sums, total);
+    uint32_t above = sum_before<kWarps>(sum, state.warp_sums, total);
     const uint32_t wanted = static_cast<uint32_t>(rank);
     if (threadIdx.x == 0) {
         bool overflow = false;

@@ -1,6 +1,7 @@
 // What the threads of a CTA share, and the barriers and sums among them.
 #pragma once
 
+#include "common/scan.cuh"
 #include "ptx/sync.cuh"
 #include "topk/share.cuh"
 
@@ -33,22 +34,6 @@ struct State {
     uint32_t* warp_sums;  // [kWarps]
     Bin* bin;
 };
-
-// Sum over the threads before this one; `total` is that over all. A CTA barrier stands between two calls.
-DEVICE uint32_t sum_before(uint32_t value, uint32_t* warp_sums, uint32_t& total) {
-    const int lane = lane_index(), warp = static_cast<int>(threadIdx.x) / kWarp;
-    uint32_t inclusive = value;
-#pragma unroll
-    for (int distance = 1; distance < kWarp; distance *= 2) {
-        const uint32_t below = __shfl_up_sync(0xffffffffu, inclusive, distance);
-        if (lane >= distance) inclusive += below;
-    }
-    if (lane == kWarp - 1) warp_sums[warp] = inclusive;
-    __syncthreads();
-    const uint32_t other = lane < kWarps ? warp_sums[lane] : 0;
-    total = __reduce_add_sync(0xffffffffu, other);
-    return __reduce_add_sync(0xffffffffu, lane < warp ? other : 0) + inclusive - value;
-}
 
 // Barrier of all threads that work on the row; orders their accesses of shared and global memory.
 DEVICE void row_sync() {

@@ -1,0 +1,110 @@
+// Shape and shared memory of the MQA-logits kernels: a ring of key stages and two query tiles, each with what is to be done.
+#pragma once
+
+#include "common/types.cuh"
+#include "mma/score.cuh"
+#include "ptx/mbarrier.cuh"
+#include "sched/ring.cuh"
+
+namespace moe_fp8 {
+
+constexpr int kBlockKv = 64;  // keys of a stage, which is for one math warpgroup: they take turns
+constexpr int kMathWarpgroups = 3;
+constexpr int kMathWarps = kMathWarpgroups * 4;
+constexpr int kQueryArrivals = 2;  // at a full query tile: of whoever copies, and of whoever writes the task
+static_assert(NUM_THREADS == (1 + kMathWarpgroups) * kWarpgroup && CLUSTER_SIZE == 1, "see heuristics/mqa.py");
+
+// A query tile of kTokens x kHeads columns. A wide one is multiplied in two parts of half of the tokens each, for want of
+// registers; behind the columns of a part's heads are those of its terms (`mma/score.cuh`), if kWithTerms.
+template <int kTokens_, int kHeads_, int kHeadDim_, int kStages_, bool kWithTerms_>
+struct QueryTile {
+    static constexpr int kTokens = kTokens_, kHeads = kHeads_, kHeadDim = kHeadDim_, kStages = kStages_;
+    static constexpr bool kWithTerms = kWithTerms_;
+    static constexpr int kColumns = kTokens * kHeads;
+    static constexpr int kParts = kColumns > 128 ? 2 : 1;
+    static constexpr int kPartTokens = kTokens / kParts;
+    static constexpr int kHeadColumns = kPartTokens * kHeads;
+    static constexpr int kPartColumns = kHeadColumns + mma::kTermColumns<kPartTokens, kWithTerms>;
+    static constexpr int kPartBytes = kPartColumns * kHeadDim;
+
+    // Warps of the first warpgroup: those that copy keys, and those that prepare queries, where the terms are the work.
+    static constexpr int kKeyWarps = kWithTerms ? 1 : 3;
+    static constexpr int kQueryWarps = 4 - kKeyWarps;
+
+    // Scores of a part and a key that a thread gets, and the token of each.
+    static constexpr int kPartScores = mma::kTokensPerThread<kPartTokens>;
+    static constexpr int kScores = kParts * kPartScores;
+    static DEVICE int token(int i) { return mma::score_token<kPartTokens>() + i * mma::kScoreStep<kPartTokens>; }
+
+    // A run of keys for the tokens of one tile.
+    struct Task {
+        int row;         // of its first token
+        int first_key;   // of the row
+        int num_stages;  // 0: there are no more tasks
+        alignas(8) int2 all;               // the keys that all tokens take, counted, as below, from the first one
+        int begin[kTokens], end[kTokens];  // that each token takes; none, if there is no such token
+    };
+
+    struct Shared {
+        // A warpgroup tells a stage's laps by parity, so all of them must be its own: else it could take one for full a lap
+        // early, when copies land out of order.
+        static_assert(kStages % kMathWarpgroups == 0, "see heuristics/mqa.py");
+        uint8_t queries[2][kParts * kPartBytes];
+        uint8_t keys[kStages][kBlockKv * kHeadDim];
+        alignas(128) float weights[2][align_up(kColumns, 32)];  // TMA writes at multiples of 128 bytes
+        alignas(128) float key_scales[kStages][kBlockKv];
+        float term_scales[2][kTokens][mma::kTerms];
+        Task tasks[2];
+        ptx::Barrier query_full[2];
+        ptx::Barrier terms_full[2];
+        ptx::Barrier query_empty[2];
+        ptx::Barrier key_full[kStages];
+        ptx::Barrier key_empty[kStages];
+
+        // One thread; follow with a CTA barrier.
+        DEVICE void init() {
+            for (int i = 0; i < 2; ++i) {
+                ptx::barrier_init(&query_full[i], kQueryArrivals);
+                ptx::barrier_init(&terms_full[i], kQueryWarps);
+                ptx::barrier_init(&query_empty[i], kMathWarps);
+            }
+            for (int i = 0; i < kStages; ++i) {
+                ptx::barrier_init(&key_full[i], 1);
+                ptx::barrier_init(&key_empty[i], 4);
+            }
+            ptx::fence_barrier_init();
+        }
+    };
+};
+
+// The whole warp has read what the barrier guards, or written it.
+DEVICE void release(ptx::Barrier* barrier) {
+    __syncwarp();
+    if (lane_index() == 0) ptx::barrier_arrive(barrier);
+}
+
+// Every kTakers-th of the stages, counted over all tasks, from the `taker`-th on.
+template <int kStages, int kTakers>
+class Stages {
+   public:
+    static_assert(kStages % kTakers == 0, "each slot is always the same taker's");
+    DEVICE explicit Stages(int taker) : offset_(taker) {
+        ring_.slot = static_cast<uint32_t>(taker);
+    }
+    // Calls `each(cursor, number within the task)` for those of a task of so many.
+    template <typename Each>
+    DEVICE void visit(int num_stages, Each each) {
+#pragma unroll 1
+        for (; offset_ < num_stages; offset_ += kTakers) {
+            each(ring_, offset_);
+            ring_.template skip<kTakers>();
+        }
+        offset_ -= num_stages;
+    }
+
+   private:
+    sched::RingCursor<kStages> ring_;
+    int offset_;
+};
+
+}  // namespace moe_fp8
