@@ -13,9 +13,6 @@ PAGED_CHUNK = 256
 #: Columns (query token x head) of one MQA-logits tile: wgmma's largest N, so that K is read least often.
 MQA_COLUMNS = 256
 
-#: Keys that all query tiles see before any goes on, a multiple of `MQA_BLOCK_KV`: 17 MB that stay in L2.
-MQA_CHUNK = 1 << 17
-
 #: Columns that are multiplied at a time, and copied.
 MQA_PART_COLUMNS = 128
 
@@ -68,6 +65,37 @@ def mqa_config(problem: MqaLogitsProblem) -> MqaConfig:
         num_stages=12,
         terms=problem.num_queries * problem.num_keys >= _TERMS_FROM * problem.num_sms,
     )
+
+
+#: Keys that all query tiles see before any goes on, a multiple of `MQA_BLOCK_KV`: 17 MB that stay in L2.
+_MOST_CHUNK = 1 << 17
+
+#: Math warpgroups of a block, which take turns with its stages.
+_TURNS = 3
+
+
+@dataclass(frozen=True)
+class MqaDivision:
+    """How prefill logits are divided into work items of a query tile and `chunk_kv` keys.
+
+    `even`: blocks find out how many stages of keys the items have and take as many as the others, parts of
+    items too; else there is a block for each item.
+    """
+
+    chunk_kv: int
+    even: bool
+
+
+def mqa_division(query_blocks: int, num_keys: int, num_sms: int) -> MqaDivision:
+    """A block for each item where that makes none much longer: finding even shares takes as long as a stage."""
+    chunks = num_sms // query_blocks
+    if chunks > 0:
+        stages = -(-num_keys // MQA_BLOCK_KV)
+        longest, even = -(-stages // chunks), -(-query_blocks * stages // num_sms)
+        chunk = longest * MQA_BLOCK_KV
+        if chunk <= _MOST_CHUNK and -(-longest // _TURNS) <= -(-even // _TURNS) + 1:
+            return MqaDivision(chunk, False)
+    return MqaDivision(_MOST_CHUNK, True)
 
 
 def paged_mqa_config(problem: PagedMqaLogitsProblem) -> MqaConfig:

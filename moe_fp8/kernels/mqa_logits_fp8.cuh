@@ -1,8 +1,9 @@
 // Prefill indexer: logits[i,j] = k_scale[j] * sum_h relu(q[i,h] . k[j]) * weights[i,h] for ks[i] <= j < ke[i].
 //
-// Work items are (chunk of keys, BLOCK_Q query tokens), chunks slowest. Each CTA finds out how many stages of keys all of them
-// have and takes as many as the others, from wherever in an item its run begins to wherever it ends. One warp streams the keys,
-// three prepare the next query tile; math warpgroups take turns with the stages, so that some multiply while others reduce.
+// Work items are (chunk of keys, BLOCK_Q query tokens), chunks slowest. Where there are not few, each CTA finds out how many
+// stages of keys all of them have and takes as many as the others, from wherever in an item its run begins to wherever it ends.
+// Of the first warpgroup, some warps stream the keys and some prepare the next query tile; math warpgroups take turns with the
+// stages, so that some multiply while others reduce.
 //
 // Specialised by: NUM_HEADS, HEAD_DIM, BLOCK_Q, NUM_STAGES, TERMS (the linear part of ReLU is multiplied, `mma/score.cuh`),
 // COMPRESSED (row i of the output starts at ks[i]), FILL (write -inf outside a row's range), OUT_BF16.
@@ -49,6 +50,7 @@ struct MqaLogitsParams {
     int chunk_kv;  // keys of a work item, a multiple of kBlockKv
     int query_blocks;
     int num_items;  // query blocks x chunks of keys
+    int even;       // shares of the items' stages, whatever the items; else there is a CTA for each item
 };
 
 namespace moe_fp8 {
@@ -164,7 +166,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     run_block<Tile, COMPRESSED, Shared>(
         p,
         [&](Shared& shared) {
-            sched::find_share<NUM_THREADS>(shared.share, shared.warp_sums, p.num_items, [&](int index) { return item_units(p, index); });
+            if (p.even) {
+                sched::find_share<NUM_THREADS>(shared.share, shared.warp_sums, p.num_items,
+                                               [&](int index) { return item_units(p, index); });
+            } else if (threadIdx.x == 0) {
+                const int item = static_cast<int>(blockIdx.x);
+                shared.share = {item, 0, item + 1, 0};
+            }
         },
         [&](Shared& shared, int warp) { copy_keys(p, shared, warp); },
         [&](Shared& shared, int warp) { prepare_queries(p, shared, warp); },

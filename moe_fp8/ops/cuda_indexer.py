@@ -21,7 +21,7 @@ from moe_fp8.problems import (
 )
 from moe_fp8.specs import kernel_spec
 
-_MQA = struct.Struct("128s128s128s128sQQQqiiiiii")
+_MQA = struct.Struct("128s128s128s128sQQQqiiiiiii")
 _PAGED = struct.Struct("128s128s128s128sQQQQiiqqii")
 _METADATA = struct.Struct("QiiQii")
 _INDEXER_CACHE = struct.Struct("QQQqqqiii")
@@ -57,7 +57,8 @@ def mqa_logits(
     config = heuristics.mqa_config(problem)
     block_q, box_q = config.block_q, heuristics.query_box_rows(config, heads)
     query_blocks = -(-m // block_q)
-    stages = query_blocks * -(-n // heuristics.MQA_BLOCK_KV)
+    division = heuristics.mqa_division(query_blocks, n, num_sms)
+    items = query_blocks * -(-n // division.chunk_kv)
     block = launch.new_block(_MQA)
     _MQA.pack_into(
         block.buffer,
@@ -73,11 +74,12 @@ def mqa_logits(
         m,
         n,
         width,
-        heuristics.MQA_CHUNK,
+        division.chunk_kv,
         query_blocks,
-        query_blocks * -(-n // heuristics.MQA_CHUNK),
+        items,
+        division.even,
     )
-    launch.launch(spec, min(num_sms, stages), device, block, key)
+    launch.launch(spec, num_sms if division.even else items, device, block, key)
 
 
 def paged_mqa_logits_metadata(

@@ -78,3 +78,18 @@ def test_few_tiles_split_k_and_many_rows_take_the_widest_tile() -> None:
     assert heuristics.gemm_config(GemmProblem("dense", 1, 4096, 7168)).parts > 1
     widest = heuristics.gemm_config(GemmProblem("dense", 4096, 4096, 7168))
     assert (widest.block_m, widest.block_n, widest.cluster) == (128, 256, 2)
+
+
+def test_prefill_items_are_whole_where_blocks_are_few() -> None:
+    for queries in (1, 20, 44, 45, 66, 132, 133, 500, 5000):
+        for keys in (1, 64, 700, 1251, 8192, 65_536, 1 << 20):
+            division = heuristics.mqa_division(queries, keys, 132)
+            assert division.chunk_kv % heuristics.MQA_BLOCK_KV == 0 and division.chunk_kv > 0
+            items = queries * -(-keys // division.chunk_kv)
+            if not division.even:
+                assert items <= 132, (queries, keys)
+                # Turns of the three warpgroups, beside those of an even share.
+                stages, even = division.chunk_kv / 64, queries * -(-keys // 64) / 132
+                assert -(-stages // 3) <= -(-even // 3) + 2
+    assert not heuristics.mqa_division(45, 715, 132).even
+    assert heuristics.mqa_division(829, 4149, 132).even
