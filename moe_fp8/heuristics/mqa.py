@@ -87,7 +87,7 @@ class MqaDivision:
 
 
 def mqa_division(query_blocks: int, num_keys: int, num_sms: int) -> MqaDivision:
-    """A block for each item where that makes none much longer: to find even shares takes as long as a stage."""
+    """A block for each item where none gets much longer so: finding even shares takes as long as a stage."""
     chunks = num_sms // query_blocks
     if chunks > 0:
         stages = -(-num_keys // MQA_BLOCK_KV)

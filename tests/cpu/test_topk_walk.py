@@ -43,7 +43,7 @@ def _sources(folder: Path) -> None:
     )
     assert count == 3
     (folder / "indexer_topk.cuh").write_text(entry)
-    shutil.copy(HERE / "topk_host.h", folder / "host.h")
+    shutil.copy(HERE / "cta_host.h", folder / "host.h")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiles device code for the host with g++")

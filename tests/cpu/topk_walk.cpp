@@ -1,17 +1,12 @@
-// The top-k kernel on the host: every thread of a cluster is a fiber, and the fibers run in random order from one barrier
-// to the next, so that a missing barrier shows. For random rows it compares `out` and `values` with a stable sort.
+// The top-k kernel on the host (cta_host.h). For random rows it compares `out` and `values` with a stable sort.
 // Prints what is wrong; the exit code is 1 then.
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <limits>
-#include <memory>
 #include <random>
 #include <vector>
 
@@ -21,100 +16,8 @@
 
 namespace {
 
-std::mt19937 random_bits(7);
-
-struct Fiber {
-    ucontext_t context;
-    std::vector<char> stack;
-    int thread, cta;
-    bool done = false;
-    Gate* waits = nullptr;
-    unsigned generation = 0;
-};
-
-ucontext_t scheduler;
-Fiber* current;
-
-}  // namespace
-
-Index threadIdx, blockIdx;
-char (*host::dynamic_memory)[SMEM_BYTES];
-char (*host::static_memory)[host::kStaticBytes];
-int host::cta;
-
-void Gate::meet(int members) {
-    if (++arrived == members) {
-        arrived = 0;
-        ++generation;
-        return;
-    }
-    current->waits = this;
-    current->generation = generation;
-    swapcontext(&current->context, &scheduler);
-}
-
-Gate& host::warp_gate() { return gates[current->cta].warps[current->thread / 32]; }
-Exchange& host::warp_exchange() { return exchanges[current->cta][current->thread / 32]; }
-Gate& host::cta_gate() { return gates[current->cta].all; }
-
-namespace {
-
-void run_thread() {
-    indexer_topk(*host::params);
-    current->done = true;
-    swapcontext(&current->context, &scheduler);
-}
-
-// One cluster.
-void run(const IndexerTopkParams& params, int row, std::vector<Fiber>& fibers) {
-    host::params = &params;
-    for (auto& gates : host::gates) gates = {};
-    host::cluster_gate = {};
-    std::memset(host::dynamic_memory, 0xa5, sizeof(*host::dynamic_memory) * CLUSTER_SIZE);
-    std::vector<Fiber*> ready;
-    for (size_t i = 0; i < fibers.size(); ++i) {
-        Fiber& fiber = fibers[i];
-        fiber.done = false;
-        fiber.waits = nullptr;
-        fiber.thread = static_cast<int>(i) % NUM_THREADS;
-        fiber.cta = static_cast<int>(i) / NUM_THREADS;
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
-        makecontext(&fiber.context, run_thread, 0);
-    }
-    size_t left = fibers.size();
-    std::vector<int> order(fibers.size());
-    for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
-    std::shuffle(order.begin(), order.end(), random_bits);
-    while (left > 0) {
-        bool moved = false;
-        // Now and then another order, and every other time half of the warps fall behind.
-        if (random_bits() % 64 == 0) std::shuffle(order.begin(), order.end(), random_bits);
-        const unsigned late = random_bits() % 2 ? random_bits() : 0;
-        for (int i : order) {
-            Fiber& fiber = fibers[i];
-            if (late >> i / 32 % 32 & 1) {
-                moved = true;
-                continue;
-            }
-            if (fiber.done || (fiber.waits != nullptr && fiber.waits->generation == fiber.generation)) continue;
-            fiber.waits = nullptr;
-            moved = true;
-            current = &fiber;
-            threadIdx.x = fiber.thread;
-            blockIdx.x = row * CLUSTER_SIZE + fiber.cta;
-            host::cta = fiber.cta;
-            swapcontext(&scheduler, &fiber.context);
-            left -= fiber.done;
-        }
-        if (!moved) {  // with nobody late
-            std::puts("a barrier that not all threads reach");
-            std::exit(1);
-        }
-    }
-}
-
+using host::Fiber;
+using host::random_bits;
 using Bits = moe_fp8::topk::Bits;
 
 float value_of(Bits bits) {
@@ -177,7 +80,7 @@ bool holds(int kind, int columns, int begin, int end, int k, bool sorted, int mi
     for (int& name : carried) name = static_cast<int>(random_bits() >> 1);
     const IndexerTopkParams params{row,     &begin, &end,   out.data(),   values.data(), carried.data(), columns,
                                    columns, k,      sorted, first_column, num_carried};
-    run(params, 0, fibers);
+    host::run(0, fibers, [&] { indexer_topk(params); });
     for (int i = 0; i < k; ++i) {
         Bits value = bits_of(-INFINITY);
         if (static_cast<size_t>(i) < chosen) {
@@ -197,11 +100,7 @@ bool holds(int kind, int columns, int begin, int end, int k, bool sorted, int mi
 }  // namespace
 
 int main() {
-    host::dynamic_memory = static_cast<char(*)[SMEM_BYTES]>(std::aligned_alloc(16, SMEM_BYTES * CLUSTER_SIZE));
-    host::static_memory =
-        static_cast<char(*)[host::kStaticBytes]>(std::aligned_alloc(16, host::kStaticBytes * CLUSTER_SIZE));
-    std::vector<Fiber> fibers(NUM_THREADS * CLUSTER_SIZE);
-    for (auto& fiber : fibers) fiber.stack.resize(64 << 10);
+    std::vector<Fiber> fibers = host::fibers();
     for (int round = 0; round < CASES; ++round) {
         const int kind = round % 9;
         const int columns = round % 4 == 0 ? 1 + random_bits() % 300 : 1 + random_bits() % 6000;

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_fp8 import mqa_logits_fp8, paged_mqa_logits_fp8, paged_mqa_logits_metadata
-from moe_fp8.ops import reference
+from moe_fp8.ops import reference, schemas
 from tests import cases
 
 HEADS = (8, 16, 32, 64)
@@ -31,6 +31,16 @@ def _mqa(case: cases.MqaCase, columns: int | None = None, stride: int | None = N
     return out
 
 
+def _mqa_with_terms(
+    case: cases.MqaCase, columns: int | None = None, fill: bool = False, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """As a chunk of a call that is large enough for the kernel with terms."""
+    width = case.k.shape[0] if columns is None else columns
+    out = _sentinel(case.q.shape[0], width).to(dtype)
+    schemas.mqa_logits_fp8(*case.arguments(), columns is not None, fill, out, 1 << 20, 1 << 20)
+    return out
+
+
 MQA_SHAPES = [(1, 1), (1, 700), (5, 64), (33, 130), (130, 1000), (300, 4100)]
 
 
@@ -47,6 +57,45 @@ def test_mqa(m: int, n: int, heads: int, kind: str) -> None:
 def test_mqa_head_dim(heads: int, dim: int) -> None:
     case = cases.mqa_case(130, 1000, heads, "random", "cuda", dim=dim)
     cases.check_logits(_mqa(case), cases.mqa_expected(case))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("m, n", MQA_SHAPES)
+@pytest.mark.parametrize("kind", ["causal", "random"])
+def test_mqa_with_terms(m: int, n: int, heads: int, kind: str) -> None:
+    case = cases.mqa_case(m, n, heads, kind, "cuda", seed=m + n)
+    cases.check_logits(_mqa_with_terms(case), cases.mqa_expected(case))
+
+
+@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("heads", HEADS)
+def test_mqa_head_dim_with_terms(heads: int, dim: int) -> None:
+    case = cases.mqa_case(130, 1000, heads, "random", "cuda", dim=dim)
+    cases.check_logits(_mqa_with_terms(case), cases.mqa_expected(case))
+
+
+@pytest.mark.parametrize("columns", [None, 1077])
+@pytest.mark.parametrize("fill", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mqa_outputs_with_terms(columns: int | None, fill: bool, dtype: torch.dtype) -> None:
+    case = cases.mqa_case(130, 1000, 32, "random", "cuda")
+    rest = -math.inf if fill else cases.SENTINEL
+    out = _mqa_with_terms(case, columns, fill, dtype)
+    cases.check_logits(out, cases.mqa_expected(case, columns, rest), rest)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e25])
+def test_mqa_terms_of_weights_of_any_size(size: float) -> None:
+    case = cases.mqa_case(130, 1000, 64, "causal", "cuda")
+    case.weights.mul_(size)
+    cases.check_logits(_mqa_with_terms(case), cases.mqa_expected(case))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("heads", [32, 64])
+def test_mqa_small_with_terms(heads: int) -> None:
+    case = cases.mqa_case(9, 200, heads, "random", "cuda")
+    cases.check_logits(_mqa_with_terms(case), cases.mqa_expected(case))
 
 
 @pytest.mark.parametrize("heads", HEADS)

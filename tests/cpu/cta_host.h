@@ -1,10 +1,19 @@
-// What the top-k kernel takes from CUDA, for fibers of one host thread; see topk_walk.cpp.
+// What device code takes from CUDA, on the host: every thread of a cluster is a fiber of one host thread, and the fibers run in
+// random order from one barrier to the next, so that a missing barrier shows. Included once, with NUM_THREADS, CLUSTER_SIZE and
+// SMEM_BYTES defined.
 #pragma once
+
+#include <ucontext.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <random>
+#include <vector>
 
 using std::max;
 using std::min;
@@ -21,7 +30,7 @@ using std::sqrt;
 struct Index {
     unsigned x;
 };
-extern Index threadIdx, blockIdx;
+inline Index threadIdx, blockIdx, gridDim;
 
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
@@ -41,8 +50,6 @@ struct Exchange {
     unsigned values[32];
 };
 
-struct IndexerTopkParams;
-
 namespace host {
 
 constexpr int kWarpsOfCta = NUM_THREADS / 32;
@@ -54,14 +61,27 @@ struct Gates {
 inline Gates gates[CLUSTER_SIZE];
 inline Gate cluster_gate;
 inline Exchange exchanges[CLUSTER_SIZE][kWarpsOfCta];
-inline const IndexerTopkParams* params;
-extern char (*dynamic_memory)[SMEM_BYTES];
-extern char (*static_memory)[kStaticBytes];
-extern int cta;
+inline char (*dynamic_memory)[SMEM_BYTES];
+inline char (*static_memory)[kStaticBytes];
+inline int cta;
 
-Gate& warp_gate();
-Gate& cta_gate();
-Exchange& warp_exchange();
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    int thread, cta;
+    bool done = false;
+    Gate* waits = nullptr;
+    unsigned generation = 0;
+};
+
+inline std::mt19937 random_bits(7);
+inline ucontext_t scheduler;
+inline Fiber* current;
+inline std::function<void()> body;
+
+inline Gate& warp_gate() { return gates[current->cta].warps[current->thread / 32]; }
+inline Gate& cta_gate() { return gates[current->cta].all; }
+inline Exchange& warp_exchange() { return exchanges[current->cta][current->thread / 32]; }
 
 // The same place in the memory of another CTA.
 template <typename T>
@@ -97,6 +117,85 @@ inline void meet(Gate& gate, int members) {
 }
 
 }  // namespace host
+
+namespace host {
+
+// Of one cluster, and its shared memory.
+inline std::vector<Fiber> fibers() {
+    dynamic_memory = static_cast<char(*)[SMEM_BYTES]>(std::aligned_alloc(16, SMEM_BYTES * CLUSTER_SIZE));
+    static_memory = static_cast<char(*)[kStaticBytes]>(std::aligned_alloc(16, kStaticBytes * CLUSTER_SIZE));
+    std::vector<Fiber> fibers(NUM_THREADS * CLUSTER_SIZE);
+    for (auto& fiber : fibers) fiber.stack.resize(64 << 10);
+    return fibers;
+}
+
+inline void run_thread() {
+    body();
+    current->done = true;
+    swapcontext(&current->context, &scheduler);
+}
+
+// `work` in every thread of cluster `index`.
+inline void run(int index, std::vector<Fiber>& fibers, std::function<void()> work) {
+    body = work;
+    for (auto& gates : gates) gates = {};
+    cluster_gate = {};
+    std::memset(dynamic_memory, 0xa5, sizeof(*dynamic_memory) * CLUSTER_SIZE);
+    for (size_t i = 0; i < fibers.size(); ++i) {
+        Fiber& fiber = fibers[i];
+        fiber.done = false;
+        fiber.waits = nullptr;
+        fiber.thread = static_cast<int>(i) % NUM_THREADS;
+        fiber.cta = static_cast<int>(i) / NUM_THREADS;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = fiber.stack.size();
+        makecontext(&fiber.context, run_thread, 0);
+    }
+    size_t left = fibers.size();
+    std::vector<int> order(fibers.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
+    std::shuffle(order.begin(), order.end(), random_bits);
+    while (left > 0) {
+        bool moved = false;
+        // Now and then another order, and every other time half of the warps fall behind.
+        if (random_bits() % 64 == 0) std::shuffle(order.begin(), order.end(), random_bits);
+        const unsigned late = random_bits() % 2 ? random_bits() : 0;
+        for (int i : order) {
+            Fiber& fiber = fibers[i];
+            if (late >> i / 32 % 32 & 1) {
+                moved = true;
+                continue;
+            }
+            if (fiber.done || (fiber.waits != nullptr && fiber.waits->generation == fiber.generation)) continue;
+            fiber.waits = nullptr;
+            moved = true;
+            current = &fiber;
+            threadIdx.x = fiber.thread;
+            blockIdx.x = index * CLUSTER_SIZE + fiber.cta;
+            cta = fiber.cta;
+            swapcontext(&scheduler, &fiber.context);
+            left -= fiber.done;
+        }
+        if (!moved) {  // with nobody late
+            std::puts("a barrier that not all threads reach");
+            std::exit(1);
+        }
+    }
+}
+
+}  // namespace host
+
+inline void Gate::meet(int members) {
+    if (++arrived == members) {
+        arrived = 0;
+        ++generation;
+        return;
+    }
+    host::current->waits = this;
+    host::current->generation = generation;
+    swapcontext(&host::current->context, &host::scheduler);
+}
 
 inline void __syncthreads() { host::meet(host::cta_gate(), NUM_THREADS); }
 inline void __syncwarp() { host::meet(host::warp_gate(), 32); }

@@ -1,0 +1,140 @@
+"""Frozen strictly after a plan is loaded, the ops find a kernel for whatever a model's server may ask."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import moe_fp8
+from moe_fp8.warmup import Plan, PlanOptions, load_model, load_plan, plan
+from tests import cache_cases, cases
+
+CONFIG = Path(__file__).parents[1] / "configs" / "deepseek_v32.json"
+OPTIONS = {"tp": 8, "ep": 8, "max_tokens": 1024, "max_batch": 64, "next_n": 2}
+DRAWS = 4
+
+
+@pytest.fixture(scope="module")
+def frozen() -> Iterator[Plan]:
+    planned = plan(
+        load_model(CONFIG),
+        PlanOptions(**OPTIONS, num_sms=torch.cuda.get_device_properties(0).multi_processor_count),
+    )
+    load_plan(planned)
+    moe_fp8.freeze("strict")
+    yield planned
+    moe_fp8.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_or_loaded(frozen: Plan) -> Iterator[None]:
+    before = moe_fp8.counters()
+    yield
+    after = moe_fp8.counters()
+    assert (after.compiles, after.loads) == (before.compiles, before.loads)
+
+
+def gemm_shapes(planned: Plan, layout: str) -> list[tuple[int, int, int, int]]:
+    """(n, k, experts, most rows) of each of the layout's products."""
+    most: dict[tuple[int, int, int], int] = {}
+    for row in planned.rows:
+        if row.layout == layout and row.n is not None and row.k is not None:
+            shape = (row.n, row.k, row.num_experts or 1)
+            most[shape] = max(most.get(shape, 0), row.rows[-1][1])
+    return [(*shape, rows) for shape, rows in most.items()]
+
+
+def run_dense(planned: Plan, device: str, rng: random.Random) -> None:
+    for n, k, _, most in gemm_shapes(planned, "dense"):
+        case = cases.dense_case(most, n, k, device)
+        for m in (1, *(rng.randint(1, most) for _ in range(DRAWS)), most):
+            q, scale = moe_fp8.quantize_fp8(torch.randn(m, k, device=device, dtype=torch.bfloat16))
+            moe_fp8.gemm_fp8(q, scale, case.b, case.b_scale)
+
+
+def run_contiguous(planned: Plan, layout: str, device: str, rng: random.Random) -> None:
+    for n, k, experts, most in gemm_shapes(planned, layout):
+        rows = [rng.randint(0, 2 * min(most, 256) // experts + 1) for _ in range(experts)]
+        case = cases.contiguous_case(layout, rows, n, k, device)
+        for hint in (None, 1, *(rng.randint(1, most) for _ in range(DRAWS)), 1 << 20):
+            moe_fp8.grouped_gemm_fp8_contiguous(
+                case.a, case.a_scale, case.b, case.b_scale, **{layout: case.index}, expected_m=hint
+            )
+
+
+def run_masked(planned: Plan, device: str, rng: random.Random) -> None:
+    for n, k, experts, most in gemm_shapes(planned, "masked"):
+        case = cases.masked_case([rng.randint(0, most) for _ in range(experts)], most, n, k, device)
+        for hint in (None, 1, *(rng.randint(1, most) for _ in range(DRAWS))):
+            moe_fp8.grouped_gemm_fp8_masked(
+                case.a, case.a_scale, case.b, case.b_scale, case.index, expected_m=hint
+            )
+
+
+def run_prefill(planned: Plan, device: str, rng: random.Random) -> None:
+    indexer, options = planned.model.indexer, planned.options
+    assert indexer is not None
+    for _ in range(DRAWS):
+        m, keys = rng.randint(1, options.max_tokens), rng.randint(1, 20_000)
+        case = cases.mqa_case(m, m + keys, indexer.num_heads, "causal", device, dim=indexer.head_dim)
+        logits = moe_fp8.mqa_logits_fp8(*case.arguments(), out_dtype=rng.choice((None, torch.bfloat16)))
+        moe_fp8.indexer_topk(logits, 2048, starts=case.ks, ends=case.ke)
+        workspace = moe_fp8.indexer_workspace_bytes(m, m + keys, 2048, max_bytes=64 << 20)
+        memory = torch.empty(workspace, dtype=torch.uint8, device=device)
+        moe_fp8.indexer_select(
+            case.q, case.k, case.k_scale, case.weights, case.ks, case.ke, 2048, workspace=memory
+        )
+        rows = cache_cases.cache_case(m, indexer.head_dim, options.block_size).to(device)
+        moe_fp8.indexer_quantize_and_cache(rows.k, rows.kv_cache, rows.slot_mapping)
+
+
+def run_decode(planned: Plan, device: str, rng: random.Random) -> None:
+    indexer, options = planned.model.indexer, planned.options
+    assert indexer is not None
+    for next_n in range(1, options.next_n + 1):
+        for batch in (1, rng.randint(2, options.max_batch), options.max_batch):
+            lengths = [rng.randint(next_n, 3000) for _ in range(batch)]
+            case = cases.paged_case(
+                lengths, next_n, indexer.num_heads, options.block_size, device, dim=indexer.head_dim
+            )
+            moe_fp8.paged_indexer_select(
+                case.q,
+                case.kv_cache,
+                case.weights,
+                case.context_lens,
+                case.block_table,
+                2048,
+                4096,
+                num_sms=options.num_sms,
+            )
+
+
+def test_dense_and_quantise(frozen: Plan) -> None:
+    run_dense(frozen, "cuda", random.Random(1))
+
+
+@pytest.mark.parametrize("layout", ["m_indices", "psum", "offsets"])
+def test_contiguous(frozen: Plan, layout: str) -> None:
+    run_contiguous(frozen, layout, "cuda", random.Random(2))
+
+
+def test_masked(frozen: Plan) -> None:
+    run_masked(frozen, "cuda", random.Random(3))
+
+
+def test_prefill_indexer(frozen: Plan) -> None:
+    run_prefill(frozen, "cuda", random.Random(4))
+
+
+def test_decode_indexer(frozen: Plan) -> None:
+    run_decode(frozen, "cuda", random.Random(5))
+
+
+def test_what_no_plan_has_raises(frozen: Plan) -> None:
+    case = cases.mqa_case(4, 9, 8, "causal", "cuda", dim=32)
+    with pytest.raises(moe_fp8.JitMissError):
+        moe_fp8.mqa_logits_fp8(*case.arguments())
