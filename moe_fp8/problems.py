@@ -76,7 +76,10 @@ class GemmProblem:
 
 @dataclass(frozen=True)
 class MqaLogitsProblem:
-    """Prefill indexer logits of `num_queries` rows against `num_keys` keys, each as `selection_extent`."""
+    """Prefill indexer logits of `num_queries` rows against `num_keys` keys, each as `selection_extent`.
+
+    `batch_invariant`: a row's bits do not depend on either.
+    """
 
     num_queries: int
     num_keys: int
@@ -86,6 +89,7 @@ class MqaLogitsProblem:
     fill: bool = False
     num_sms: int = DEFAULT_NUM_SMS
     out_dtype: OutDtype = "float32"
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_queries", selection_extent(self.num_queries))

@@ -25,10 +25,10 @@ class Settings:
 
     `cache_dir` (MOE_FP8_CACHE_DIR): where compiled kernels are kept; None, kept in memory only, where
     there is no home directory. `checked` (MOE_FP8_CHECKED): ops also look at the contents of index
-    tensors. `batch_invariant` (MOE_FP8_BATCH_INVARIANT): a row's bits in a GEMM depend on neither the other
-    rows nor their number. `jobs` (MOE_FP8_JOBS): compiler processes of a build. `miss` (MOE_FP8_JIT_MISS):
-    what a frozen process does about a kernel that is not loaded. `bundle` (MOE_FP8_BUNDLE): a kernel
-    bundle, which is looked at before `cache_dir`; None for none.
+    tensors. `batch_invariant` (MOE_FP8_BATCH_INVARIANT): a row's bits in a GEMM or in prefill logits depend
+    on neither the other rows nor their number. `jobs` (MOE_FP8_JOBS): compiler processes of a build.
+    `miss` (MOE_FP8_JIT_MISS): what a frozen process does about a kernel that is not loaded. `bundle`
+    (MOE_FP8_BUNDLE): a kernel bundle, which is looked at before `cache_dir`; None for none.
     """
 
     cache_dir: Path | None

@@ -60,10 +60,11 @@ _TERMS_FROM = 1 << 16
 
 def mqa_config(problem: MqaLogitsProblem) -> MqaConfig:
     """Tile of the prefill indexer."""
+    large = problem.num_queries * problem.num_keys >= _TERMS_FROM * problem.num_sms
     return MqaConfig(
         block_q=min(MQA_COLUMNS // problem.num_heads, MQA_MAX_QUERIES),
         num_stages=12,
-        terms=problem.num_queries * problem.num_keys >= _TERMS_FROM * problem.num_sms,
+        terms=large and not problem.batch_invariant,
     )
 
 

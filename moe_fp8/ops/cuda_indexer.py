@@ -19,6 +19,7 @@ from moe_fp8.problems import (
     PagedMqaLogitsProblem,
     PagedMqaMetadataProblem,
 )
+from moe_fp8.settings import settings
 from moe_fp8.specs import kernel_spec
 
 _MQA = struct.Struct("128s128s128s128sQQQqiiiiiii")
@@ -52,7 +53,10 @@ def mqa_logits(
     m, heads, dim = q.shape
     n = k.shape[0]
     width = out.shape[1]
-    problem = MqaLogitsProblem(*whole, heads, dim, compressed, fill, num_sms, _OUT_DTYPES[out.dtype])
+    invariant = settings().batch_invariant
+    problem = MqaLogitsProblem(
+        *whole, heads, dim, compressed, fill, num_sms, _OUT_DTYPES[out.dtype], invariant
+    )
     spec = kernel_spec(problem)
     config = heuristics.mqa_config(problem)
     block_q, box_q = config.block_q, heuristics.query_box_rows(config, heads)

@@ -327,7 +327,9 @@ def _indexer_rows(model: ModelDescription, options: PlanOptions) -> Iterator[Pla
             queries: int, compressed: bool = compressed, fill: bool = fill, dtype: OutDtype = dtype
         ) -> Iterator[MqaLogitsProblem]:
             for keys, _ in _runs(model.max_positions, selection_extent):
-                yield MqaLogitsProblem(queries, keys, heads, dim, compressed, fill, sms, dtype)
+                yield MqaLogitsProblem(
+                    queries, keys, heads, dim, compressed, fill, sms, dtype, options.batch_invariant
+                )
 
         for spec, ranges in _sweep(_runs(most_queries, selection_extent), prefill):
             yield PlanRow("mqa_logits_fp8", what, None, None, None, None, ranges, spec)

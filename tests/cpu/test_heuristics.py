@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from moe_fp8 import heuristics
 from moe_fp8.errors import ConfigError
-from moe_fp8.problems import GemmLayout, GemmProblem
+from moe_fp8.problems import GemmLayout, GemmProblem, MqaLogitsProblem
 
 LAYOUTS: tuple[GemmLayout, ...] = ("dense", "m_indices", "psum", "offsets", "masked")
 ROWS = (1, 7, 8, 9, 20, 64, 65, 100, 128, 129, 300, 1000, 1024, 5000, 16384)
@@ -78,6 +80,13 @@ def test_few_tiles_split_k_and_many_rows_take_the_widest_tile() -> None:
     assert heuristics.gemm_config(GemmProblem("dense", 1, 4096, 7168)).parts > 1
     widest = heuristics.gemm_config(GemmProblem("dense", 4096, 4096, 7168))
     assert (widest.block_m, widest.block_n, widest.cluster) == (128, 256, 2)
+
+
+def test_terms_where_calls_are_large_unless_bits_may_not_depend_on_that() -> None:
+    small, large = MqaLogitsProblem(178, 715, 64, 128), MqaLogitsProblem(4096, 16384, 64, 128)
+    assert not heuristics.mqa_config(small).terms
+    assert heuristics.mqa_config(large).terms
+    assert not heuristics.mqa_config(replace(large, batch_invariant=True)).terms
 
 
 def test_prefill_items_are_whole_where_blocks_are_few() -> None:

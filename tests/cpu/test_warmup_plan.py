@@ -171,8 +171,9 @@ def any_calls(planned: Plan, draw: st.DrawFn) -> Iterator[Problem]:
     yield IndexerCacheProblem(cached, dim, model.dtype, draw(st.booleans()), sms)
     queries = draw(st.integers(1, options.max_tokens))
     keys = draw(st.integers(1, model.max_positions))
-    yield MqaLogitsProblem(queries, keys, heads, dim, draw(st.booleans()), draw(st.booleans()), sms)
     dtype = draw(st.sampled_from(("float32", "bfloat16")))
+    compressed, fill, invariant = draw(st.booleans()), draw(st.booleans()), options.batch_invariant
+    yield MqaLogitsProblem(queries, keys, heads, dim, compressed, fill, sms, dtype, invariant)
     yield IndexerTopkProblem(cached, draw(st.integers(1, 2 * model.max_positions)), dtype, sms)
     batch = draw(st.integers(1, options.max_batch))
     next_n = draw(st.integers(1, options.next_n))
