@@ -68,7 +68,7 @@ def mqa_config(problem: MqaLogitsProblem) -> MqaConfig:
     )
 
 
-#: Keys that all query tiles see before any goes on, a multiple of `MQA_BLOCK_KV`: 17 MB that stay in L2.
+#: Keys of one work item at most, a multiple of `MQA_BLOCK_KV`: 17 MB, which stay in L2.
 _MOST_CHUNK = 1 << 17
 
 #: Math warpgroups of a block, which take turns with its stages.

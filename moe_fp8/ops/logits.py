@@ -38,7 +38,7 @@ def mqa_logits_fp8(
     out_dtype: of the allocated out, fp32 unless given; sums are fp32 and rounded once.
 
     Returns out. The same call gives the same bits; M and N choose between two kernels (not in batch-invariant
-    mode), whose logits differ by about 1e-4 of k_scale[j] * sum_h |weights[i,h] * q[i,h].k[j]|. No host
+    mode), whose logits differ, usually by 1e-4 of k_scale[j] * sum_h |weights[i,h] * q[i,h].k[j]|. No host
     synchronisation; safe to capture: a replay reads ks and ke anew. M = 0 returns at once. Raises
     ArgumentError, UnsupportedError (another H or head dimension); in checked mode ContractError naming the
     row.

@@ -326,7 +326,8 @@ def _indexer_rows(model: ModelDescription, options: PlanOptions) -> Iterator[Pla
         def prefill(
             queries: int, compressed: bool = compressed, fill: bool = fill, dtype: OutDtype = dtype
         ) -> Iterator[MqaLogitsProblem]:
-            for keys, _ in _runs(model.max_positions, selection_extent):
+            # The keys of several requests may stand in one call.
+            for keys, _ in _runs(options.max_batch * model.max_positions, selection_extent):
                 yield MqaLogitsProblem(
                     queries, keys, heads, dim, compressed, fill, sms, dtype, options.batch_invariant
                 )

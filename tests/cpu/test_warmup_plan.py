@@ -170,7 +170,7 @@ def any_calls(planned: Plan, draw: st.DrawFn) -> Iterator[Problem]:
     cached = draw(st.integers(1, max(options.max_tokens, options.max_batch * options.next_n)))
     yield IndexerCacheProblem(cached, dim, model.dtype, draw(st.booleans()), sms)
     queries = draw(st.integers(1, options.max_tokens))
-    keys = draw(st.integers(1, model.max_positions))
+    keys = draw(st.integers(1, options.max_batch * model.max_positions))
     dtype = draw(st.sampled_from(("float32", "bfloat16")))
     compressed, fill, invariant = draw(st.booleans()), draw(st.booleans()), options.batch_invariant
     yield MqaLogitsProblem(queries, keys, heads, dim, compressed, fill, sms, dtype, invariant)
