@@ -52,6 +52,12 @@ def test_mqa(m: int, n: int, heads: int, kind: str) -> None:
     cases.check_logits(_mqa(case), cases.mqa_expected(case))
 
 
+@pytest.mark.parametrize("m, n, heads", [(2100, 300, 64), (1100, 135_000, 8)])
+def test_mqa_of_many_items_and_of_more_than_a_chunk_of_keys(m: int, n: int, heads: int) -> None:
+    case = cases.mqa_case(m, n, heads, "random", "cuda")
+    cases.check_logits(_mqa(case), cases.mqa_expected(case))
+
+
 @pytest.mark.parametrize("dim", [32, 64])
 @pytest.mark.parametrize("heads", HEADS)
 def test_mqa_head_dim(heads: int, dim: int) -> None:
