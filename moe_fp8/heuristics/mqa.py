@@ -22,8 +22,11 @@ MQA_MAX_QUERIES = 8
 #: Keys of one pipeline stage; math warpgroups take turns with them.
 MQA_BLOCK_KV = 64
 
-#: One producer and three math warpgroups: ReLU and weights take longer than the product, and beside it.
-MQA_THREADS = 4 * WARPGROUP
+#: Math warpgroups, which take turns with stages: ReLU and weights take longer than the product.
+_MATH_WARPGROUPS = 3
+
+#: Beside them one that copies.
+MQA_THREADS = (1 + _MATH_WARPGROUPS) * WARPGROUP
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,6 @@ def mqa_config(problem: MqaLogitsProblem) -> MqaConfig:
 #: Keys of one work item at most, a multiple of `MQA_BLOCK_KV`: 17 MB, which stay in L2.
 _MOST_CHUNK = 1 << 17
 
-#: Math warpgroups of a block, which take turns with its stages.
-_TURNS = 3
-
 
 @dataclass(frozen=True)
 class MqaDivision:
@@ -94,7 +94,7 @@ def mqa_division(query_blocks: int, num_keys: int, num_sms: int) -> MqaDivision:
         stages = -(-num_keys // MQA_BLOCK_KV)
         longest, even = -(-stages // chunks), -(-query_blocks * stages // num_sms)
         chunk = longest * MQA_BLOCK_KV
-        if chunk <= _MOST_CHUNK and -(-longest // _TURNS) <= -(-even // _TURNS) + 1:
+        if chunk <= _MOST_CHUNK and -(-longest // _MATH_WARPGROUPS) <= -(-even // _MATH_WARPGROUPS) + 1:
             return MqaDivision(chunk, False)
     return MqaDivision(_MOST_CHUNK, True)
 

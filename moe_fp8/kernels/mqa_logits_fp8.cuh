@@ -36,7 +36,7 @@ static_assert(sizeof(Shared) <= SMEM_BYTES - 1024 && SMEM_BYTES <= sizeof(Shared
 }  // namespace moe_fp8
 
 struct MqaLogitsParams {
-    moe_fp8::TensorMap q;        // [queries * heads, head_dim] fp8, box columns x head_dim
+    moe_fp8::TensorMap q;        // [queries * heads, head_dim] fp8, box part of a tile x head_dim
     moe_fp8::TensorMap k;        // [keys, head_dim] fp8, box kBlockKv x head_dim
     moe_fp8::TensorMap k_scale;  // [1, keys] fp32, box 1 x kBlockKv
     moe_fp8::TensorMap weights;  // [queries, heads] fp32, box BLOCK_Q x heads

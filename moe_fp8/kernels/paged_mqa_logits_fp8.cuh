@@ -35,7 +35,7 @@ static_assert(CHUNK_KV % kBlockKv == 0 && CHUNK_KV % kPageSize == 0, "chunks are
 }  // namespace moe_fp8
 
 struct PagedMqaLogitsParams {
-    moe_fp8::TensorMap q;        // [batch * next_n * heads, head_dim] fp8, box columns x head_dim
+    moe_fp8::TensorMap q;        // [batch * next_n * heads, head_dim] fp8, box part of a tile x head_dim
     moe_fp8::TensorMap k;        // [pages, page_size, head_dim] fp8, box 1 x kBoxKeys x head_dim
     moe_fp8::TensorMap k_scale;  // [pages, page_size] fp32, box 1 x kBoxKeys
     moe_fp8::TensorMap weights;  // [batch * next_n, heads] fp32, box BLOCK_Q x heads

@@ -22,10 +22,10 @@ bool holds(const std::vector<int>& units, int grid, std::vector<host::Fiber>& fi
         host::run(cta, fibers, [&] {
             moe_fp8::sched::find_share<NUM_THREADS>(share, warp_sums, static_cast<int>(units.size()), [&](int item) { return units[item]; });
         });
-        // What a CTA does: from its first item's unit on, item by item, while it begins them.
+        // What a CTA does: from its first item's unit on, item by item.
         long taken = 0;
         const long begin = before[share.item] + share.unit;
-        for (int item = share.item; share.begins(item); ++item) {
+        for (int item = share.item; item < share.end_item || (item == share.end_item && share.end_unit > 0); ++item) {
             const int from = item == share.item ? share.unit : 0, to = item == share.end_item ? share.end_unit : units[item];
             taken += std::max(to - from, 0);
         }

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,29 +19,12 @@ from moe_fp8.jit.driver import DeviceInfo
 from moe_fp8.warmup import PlanOptions, build_plan, load_model, load_plan, plan
 from moe_fp8.warmup import __main__ as startup
 from moe_fp8.warmup.arguments import exit_code
+from tests.cpu.cli_runs import SMALL, SMALL_OPTIONS, Json, no_gpu, run_json
+
+__all__ = ["no_gpu", "run_json"]
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 H200 = DeviceInfo("NVIDIA H200", (9, 0), 132, (13, 0))
-
-#: A plan that is quick to build: the least that a server can ask of the smallest config.
-SMALL = [
-    "--model",
-    str(CONFIGS / "qwen3_30b.json"),
-    "--max-tokens",
-    "1",
-    "--max-batch",
-    "1",
-    "--num-sms",
-    "132",
-]
-SMALL_OPTIONS = PlanOptions(max_tokens=1, max_batch=1)
-
-Json = Callable[[list[str]], tuple[int, dict[str, Any]]]
-
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "device_count", lambda: 0)
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +33,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("store")
     assert cli.main(["build", *SMALL, "--cache-dir", str(folder), "--quiet"]) == 0
     return folder
-
-
-@pytest.fixture
-def run_json(capsys: pytest.CaptureFixture[str]) -> Json:
-    def run(argv: list[str]) -> tuple[int, dict[str, Any]]:
-        capsys.readouterr()
-        code = cli.main([*argv, "--json"])
-        return code, json.loads(capsys.readouterr().out)
-
-    return run
 
 
 def test_plan_prints_every_distinct_kernel(capsys: pytest.CaptureFixture[str]) -> None:

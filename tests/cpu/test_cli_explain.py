@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from moe_fp8 import cli
 from moe_fp8.heuristics import gemm_table
-from moe_fp8.jit import driver
 from moe_fp8.jit.key import kernel_key
 from moe_fp8.problems import GemmProblem
 from moe_fp8.specs import kernel_spec
+from tests.cpu.cli_runs import QWEN, Json, no_gpu, run_json
 
-QWEN = Path(__file__).parent.parent / "configs" / "qwen3_30b.json"
-
-Json = Callable[[list[str]], tuple[int, dict[str, Any]]]
-
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "device_count", lambda: 0)
-
-
-@pytest.fixture
-def run_json(capsys: pytest.CaptureFixture[str]) -> Json:
-    def run(argv: list[str]) -> tuple[int, dict[str, Any]]:
-        capsys.readouterr()
-        code = cli.main([*argv, "--json"])
-        return code, json.loads(capsys.readouterr().out)
-
-    return run
+__all__ = ["no_gpu", "run_json"]
 
 
 @pytest.mark.parametrize(

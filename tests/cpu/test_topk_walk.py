@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-KERNELS = HERE.parents[1] / "moe_fp8" / "kernels"
+from tests.cpu import host_program
+from tests.cpu.host_program import HERE, KERNELS
 
 CAPACITY = 512
 
@@ -18,10 +17,7 @@ CAPACITY = 512
 def _sources(folder: Path) -> None:
     """The kernel's files, with the host's integers, shared memory and PTX instead of the device's."""
     shutil.copytree(KERNELS / "topk", folder / "topk")
-    (folder / "common").mkdir()
-    types = (KERNELS / "common" / "types.cuh").read_text()
-    types = re.sub(r"^(using u?int\d+_t = .*|#define DEVICE .*)$", "", types, flags=re.M)
-    (folder / "common" / "types.cuh").write_text(types)
+    host_program.copy_types(folder)
     shutil.copy(KERNELS / "common" / "scan.cuh", folder / "common")
     (folder / "ptx").mkdir()
     for name in ("sync", "shared"):
@@ -46,7 +42,7 @@ def _sources(folder: Path) -> None:
     shutil.copy(HERE / "cta_host.h", folder / "host.h")
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles device code for the host with g++")
+@host_program.needs_compiler
 @pytest.mark.parametrize("cluster", [1, 2, 8])
 @pytest.mark.parametrize("in_dtype", [0, 2])
 def test_the_kernel_chooses_what_a_sort_chooses(tmp_path: Path, in_dtype: int, cluster: int) -> None:
@@ -62,8 +58,4 @@ def test_the_kernel_chooses_what_a_sort_chooses(tmp_path: Path, in_dtype: int, c
         "CASES": 120 // cluster + 30,
         "COLUMNS_OF_A_CTA": 70_000 if cluster < 8 else 20_000,
     }
-    program = tmp_path / "topk_walk"
-    command = ["g++", "-std=c++20", "-O1", "-w", f"-I{tmp_path}", *(f"-D{k}={v}" for k, v in defines.items())]
-    subprocess.run([*command, str(HERE / "topk_walk.cpp"), "-o", str(program)], check=True)
-    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    host_program.run("topk_walk", tmp_path, defines=defines)

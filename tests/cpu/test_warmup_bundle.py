@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,22 +18,15 @@ from moe_fp8 import settings as settings_module
 from moe_fp8.errors import BundleError, ToolchainError
 from moe_fp8.heuristics import gemm_table
 from moe_fp8.jit import bundle as bundle_module
-from moe_fp8.jit import driver
 from moe_fp8.jit.bundle import Bundle
 from moe_fp8.warmup import PlanOptions, load_model, plan
 from moe_fp8.warmup import __main__ as startup
+from tests.cpu.cli_runs import QWEN, SMALL, SMALL_OPTIONS, Json, no_gpu, run_json
+
+__all__ = ["no_gpu", "run_json"]
 
 ROOT = Path(__file__).parents[2]
-QWEN = ROOT / "tests" / "configs" / "qwen3_30b.json"
-SMALL = ["--model", str(QWEN), "--max-tokens", "1", "--max-batch", "1", "--num-sms", "132"]
-PLANNED = plan(load_model(QWEN), PlanOptions(max_tokens=1, max_batch=1))
-
-Json = Callable[[list[str]], tuple[int, dict[str, Any]]]
-
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "device_count", lambda: 0)
+PLANNED = plan(load_model(QWEN), SMALL_OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +45,6 @@ def bundle(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copied(bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(bundle, tmp_path / "copied"))
-
-
-@pytest.fixture
-def run_json(capsys: pytest.CaptureFixture[str]) -> Json:
-    def run(argv: list[str]) -> tuple[int, dict[str, Any]]:
-        capsys.readouterr()
-        code = cli.main([*argv, "--json"])
-        return code, json.loads(capsys.readouterr().out)
-
-    return run
 
 
 @pytest.fixture

@@ -10,8 +10,6 @@ namespace moe_fp8::sched {
 struct Share {
     int item, unit;
     int end_item, end_unit;
-
-    DEVICE bool begins(int index) const { return index < end_item || (index == end_item && end_unit > 0); }
 };
 
 // Of the units of all items in order, `units(item)` of each, CTA s of g takes those from s * total / g to (s + 1) * total / g.

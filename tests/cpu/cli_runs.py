@@ -1,0 +1,39 @@
+"""What the tests of the command line share: no GPU, a plan quick to build, and what a command prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_fp8 import cli
+from moe_fp8.jit import driver
+from moe_fp8.warmup import PlanOptions
+
+QWEN = Path(__file__).parent.parent / "configs" / "qwen3_30b.json"
+
+#: A plan that is quick to build: the least that a server can ask of the smallest config.
+SMALL = ["--model", str(QWEN), "--max-tokens", "1", "--max-batch", "1", "--num-sms", "132"]
+SMALL_OPTIONS = PlanOptions(max_tokens=1, max_batch=1)
+
+Json = Callable[[list[str]], tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "device_count", lambda: 0)
+
+
+@pytest.fixture
+def run_json(capsys: pytest.CaptureFixture[str]) -> Json:
+    """The exit code of a command with --json, and what it printed."""
+
+    def run(argv: list[str]) -> tuple[int, dict[str, Any]]:
+        capsys.readouterr()
+        code = cli.main([*argv, "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return run

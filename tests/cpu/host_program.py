@@ -1,0 +1,36 @@
+"""Device code compiled for the host with g++, and run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+KERNELS = HERE.parents[1] / "moe_fp8" / "kernels"
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="compiles device code for the host with g++"
+)
+
+
+def copy_types(folder: Path) -> None:
+    """`common/types.cuh` without what the host has its own of: names of integers, and DEVICE."""
+    types = (KERNELS / "common" / "types.cuh").read_text()
+    types = re.sub(r"^(using u?int\d+_t = .*|#define DEVICE .*)$", "", types, flags=re.M)
+    (folder / "common").mkdir()
+    (folder / "common" / "types.cuh").write_text(types)
+
+
+def run(name: str, folder: Path, *options: str, defines: Mapping[str, int] | None = None) -> None:
+    """`name`.cpp beside this file, which finds fault by its exit code, with the headers in `folder`."""
+    program = folder / name
+    given = [f"-D{key}={value}" for key, value in (defines or {}).items()]
+    command = ["g++", "-std=c++20", "-O1", "-w", f"-I{folder}", *options, *given]
+    subprocess.run([*command, str(HERE / f"{name}.cpp"), "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
