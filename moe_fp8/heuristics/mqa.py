@@ -8,7 +8,7 @@ from moe_fp8.heuristics.tiles import BARRIER_BYTES, WARPGROUP
 from moe_fp8.problems import MqaLogitsProblem, PagedMqaLogitsProblem
 
 #: Keys per chunk of the paged kernel's schedule; `paged_mqa_logits_metadata` counts in these.
-PAGED_CHUNK = 256
+PAGED_CHUNK = 64
 
 #: Columns (query token x head) of one MQA-logits tile: wgmma's largest N, so that K is read least often.
 MQA_COLUMNS = 256

@@ -30,6 +30,12 @@ using Tile = QueryTile<kBlockQ, kHeads, kHeadDim, kStages, TERMS>;
 struct Shared : Tile::Shared {
     sched::Share share;
     uint32_t warp_sums[NUM_THREADS / kWarp];
+    ptx::Barrier early[Tile::kKeyWarps];  // each key warp's first stage has come, if it was copied before the ranges were known
+
+    DEVICE void init(int warp, int num_warps) {
+        if (warp < Tile::kKeyWarps) ptx::barrier_init(&early[warp], 1);
+        Tile::Shared::init(warp, num_warps);
+    }
 };
 static_assert(sizeof(Shared) <= SMEM_BYTES - 1024 && SMEM_BYTES <= sizeof(Shared) + 3072, "see heuristics/mqa.py");
 
@@ -112,26 +118,43 @@ DEVICE void visit_items(const MqaLogitsParams& p, const sched::Share& share, Eac
     }
 }
 
+// A CTA that has one item copies its first stages, and its queries, before it knows their ranges, as if these began with the
+// chunk; where they do not, these stages are copied again.
 DEVICE void copy_keys(const MqaLogitsParams& p, Shared& shared, int warp) {
+    const auto copy = [&](ptx::Barrier* full, int slot, int key) {
+        ptx::barrier_arrive_expect(full, kBlockKv * (kHeadDim + sizeof(float)));
+        ptx::tma_load_2d(&p.k, full, shared.keys[slot], 0, key, ptx::CacheHint::kEvictLast);
+        ptx::tma_load_2d(&p.k_scale, full, shared.key_scales[slot], key, 0, ptx::CacheHint::kEvictLast);
+    };
+    const int chunk_begin = shared.share.item / p.query_blocks * p.chunk_kv;
+    bool early = !p.even;
+    if (early && ptx::elect_one()) copy(&shared.early[warp], warp, chunk_begin + warp * kBlockKv);
+
     Stages<kStages, Tile::kKeyWarps> stages(warp);
     visit_items(p, shared.share, [&](int, const Range&, int begin, int end) {
         stages.visit(ceil_div(end - begin, kBlockKv), [&](const sched::RingCursor<kStages>& ring, int number) {
+            if (early) ptx::barrier_wait(&shared.early[warp], 0);
+            const bool there = early && begin == chunk_begin;
+            early = false;
             if (ptx::elect_one()) {
-                const int key = begin + number * kBlockKv;
                 ptx::Barrier* full = &shared.key_full[ring.slot];
                 ptx::barrier_wait(&shared.key_empty[ring.slot], ring.phase ^ 1);
-                ptx::barrier_arrive_expect(full, kBlockKv * (kHeadDim + sizeof(float)));
-                ptx::tma_load_2d(&p.k, full, shared.keys[ring.slot], 0, key, ptx::CacheHint::kEvictLast);
-                ptx::tma_load_2d(&p.k_scale, full, shared.key_scales[ring.slot], key, 0, ptx::CacheHint::kEvictLast);
+                if (there) {
+                    ptx::barrier_arrive(full);
+                } else {
+                    copy(full, ring.slot, begin + number * kBlockKv);
+                }
             }
             __syncwarp();
         });
     });
+    if (early) ptx::barrier_wait(&shared.early[warp], 0);  // no copy outlives its CTA
 }
 
 DEVICE void prepare_queries(const MqaLogitsParams& p, Shared& shared, int warp) {
     if (warp > 0) return help_with_terms<Tile>(shared, warp);
     Tasks<Tile, MqaLogitsParams> tasks(p, shared, ptx::CacheHint::kNormal);
+    if (!p.even) tasks.copy(shared.share.item % p.query_blocks * kBlockQ);
     visit_items(p, shared.share, [&](int first_query, const Range& lane, int begin, int end) {
         tasks.copy(first_query);
         tasks.post(first_query, begin, end, lane.begin, lane.end);

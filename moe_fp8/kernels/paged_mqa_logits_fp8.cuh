@@ -30,7 +30,7 @@ constexpr int kBoxes = kBlockKv / kBoxKeys;                           // of a st
 using Tile = QueryTile<kBlockQ, kHeads, kHeadDim, kStages, false>;
 using Shared = Tile::Shared;
 static_assert(sizeof(Shared) <= SMEM_BYTES - 1024 && SMEM_BYTES <= sizeof(Shared) + 3072, "see heuristics/mqa.py");
-static_assert(CHUNK_KV % kBlockKv == 0 && CHUNK_KV % kPageSize == 0, "chunks are whole stages and pages");
+static_assert(CHUNK_KV % kBlockKv == 0, "chunks are whole stages");
 
 }  // namespace moe_fp8
 
@@ -98,7 +98,7 @@ DEVICE void copy_keys(const PagedMqaLogitsParams& p, Shared& shared, int warp) {
     Walk walk(p);
     // Page numbers are read a warp at a time, and a warp ahead; the first ones while the walk waits for the first length.
     const int request = walk.request;
-    int window = walk.chunk * (CHUNK_KV / kPageSize);
+    int window = walk.chunk * CHUNK_KV / kPageSize;
     int pages = lane_page(p, request, window), further = lane_page(p, request, window + kWarp);
     bool first = true;
     Item item;

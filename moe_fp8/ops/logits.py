@@ -74,7 +74,7 @@ def paged_mqa_logits_metadata(
     64 or 128). num_sms: workers, at least 1. next_n: tokens of a request, taken from the shape if 2-D.
 
     Returns int32 `[num_sms + 1, 2]`: worker s does what lies from row s to row s + 1, each (request, chunk of
-    256 tokens). Requests have ceil(longest token's length / 256) chunks; worker s starts at flattened chunk
+    64 tokens). Requests have ceil(longest token's length / 64) chunks; worker s starts at flattened chunk
     floor(s * total / num_sms); the last row is (B, 0), and for B = 0 all are (0, 0).
 
     No host synchronisation; safe to capture: rebuilt from context_lens at each replay.

@@ -22,7 +22,7 @@ FP8_MAX = 448.0
 MIN_AMAX = 1e-10
 
 #: Tokens of KV in one unit of the paged schedule.
-SCHEDULE_CHUNK = 256
+SCHEDULE_CHUNK = 64
 
 #: Scores of this many (query, head, key) triples are held at once.
 _SCORES_AT_ONCE = 1 << 24
@@ -234,7 +234,7 @@ def token_lengths(context_lens: Tensor, next_n: int) -> Tensor:
 def paged_mqa_logits_metadata(context_lens: Tensor, num_sms: int, next_n: int, out: Tensor) -> None:
     """out int32 [num_sms+1,2]: (request, chunk) where each worker starts; the last row is (B, 0).
 
-    A request has ceil(longest token length / 256) chunks; worker s starts at flattened chunk
+    A request has ceil(longest token length / 64) chunks; worker s starts at flattened chunk
     floor(s * total / num_sms).
     """
     chunks = (token_lengths(context_lens, next_n).amax(1) + SCHEDULE_CHUNK - 1) // SCHEDULE_CHUNK

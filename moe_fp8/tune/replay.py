@@ -10,9 +10,9 @@ import torch
 
 Call = Callable[[], object]
 
-#: Cycles of a spinning kernel in front of every timed replay (about 100 us), so that the device is
+#: Cycles of a spinning kernel in front of every timed replay (about 500 us), so that the device is
 #: still busy while the host enqueues the graph and launch latency stays outside the events.
-_SPIN_CYCLES = 200_000
+_SPIN_CYCLES = 1_000_000
 
 
 class Replay:

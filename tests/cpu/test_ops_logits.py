@@ -127,7 +127,7 @@ def test_paged_without_requests() -> None:
 
 
 def _metadata_by_definition(lengths: list[int], num_sms: int) -> list[list[int]]:
-    work = [(b, chunk) for b, length in enumerate(lengths) for chunk in range(math.ceil(length / 256))]
+    work = [(b, chunk) for b, length in enumerate(lengths) for chunk in range(math.ceil(length / 64))]
     work.append((len(lengths), 0))
     return [list(work[s * (len(work) - 1) // num_sms]) for s in range(num_sms + 1)]
 
@@ -141,7 +141,7 @@ def test_metadata_follows_the_definition(lengths: list[int], num_sms: int) -> No
     assert metadata.tolist() == _metadata_by_definition(lengths, num_sms)
     # Every worker has its share, to within one chunk.
     starts = [
-        sum(math.ceil(length / 256) for length in lengths[:b]) + chunk for b, chunk in metadata.tolist()
+        sum(math.ceil(length / 64) for length in lengths[:b]) + chunk for b, chunk in metadata.tolist()
     ]
     shares = [end - start for start, end in itertools.pairwise(starts)]
     assert max(shares) - min(shares) <= 1
@@ -150,7 +150,7 @@ def test_metadata_follows_the_definition(lengths: list[int], num_sms: int) -> No
 def test_metadata_counts_the_longest_token() -> None:
     per_token = torch.tensor([[1, 257], [0, 0], [600, 3]], dtype=torch.int32)
     metadata = paged_mqa_logits_metadata(per_token, 64, 5)
-    assert metadata.tolist() == [[0, 0], [0, 1], [2, 0], [2, 1], [2, 2], [3, 0]]
+    assert metadata.tolist() == [[0, 0], [0, 3], [2, 1], [2, 4], [2, 7], [3, 0]]
 
 
 def test_the_reference_and_the_kernels_count_the_same_chunks() -> None:

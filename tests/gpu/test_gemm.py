@@ -63,7 +63,6 @@ def test_small(m: int) -> None:
     cases.check_gemm(case, _run(case))
 
 
-# Without the sanitizer mark: racecheck reports the ring's second lap (benchmarks/NOTES.md says why).
 @pytest.mark.parametrize("m", [1, 12, 30, 64])
 @pytest.mark.parametrize("k", [2048, 3200, 4096])
 def test_split_along_k(m: int, k: int) -> None:

@@ -162,6 +162,13 @@ def test_small(layout: str, config: str) -> None:
     cases.check_gemm(case, _grouped(case, config))
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("config", ["8x128", "64x64/2k", "128x96/2k", "128x128/3k", "128x192", "128x256/2p"])
+def test_small_of_more_blocks_than_stages(config: str) -> None:
+    case = cases.dense_case(70, 320, 4096, "cuda")
+    cases.check_gemm(case, _dense(case, config))
+
+
 def test_a_graph_keeps_its_config() -> None:
     case = cases.dense_case(40, 576, 2048, "cuda")
     expected = _dense(case, "64x64/2k")

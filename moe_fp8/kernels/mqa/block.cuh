@@ -16,12 +16,15 @@ DEVICE void run_block(const Params& p, Plan plan, CopyKeys copy_keys, PrepareQue
     extern __shared__ uint8_t dynamic[];
     Shared& shared = *reinterpret_cast<Shared*>(dynamic + (1024 - ptx::shared_address(dynamic) % 1024) % 1024);
     const int warp = warp_index();
-    if (warp == 0 && ptx::elect_one()) {
-        ptx::prefetch_tensor_map(&p.q);
-        ptx::prefetch_tensor_map(&p.k);
-        ptx::prefetch_tensor_map(&p.k_scale);
-        ptx::prefetch_tensor_map(&p.weights);
-        shared.init();
+    if (ptx::elect_one()) {
+        if (warp == 0) {
+            ptx::prefetch_tensor_map(&p.k);
+            ptx::prefetch_tensor_map(&p.q);
+            ptx::prefetch_tensor_map(&p.k_scale);
+            ptx::prefetch_tensor_map(&p.weights);
+        } else {
+            shared.init(warp - 1, NUM_THREADS / kWarp - 1);
+        }
     }
     ptx::grid_dependency_wait();
     ptx::launch_dependents();

@@ -87,8 +87,10 @@ class Tasks {
 
     DEVICE Tasks(const Params& p, Shared& shared, ptx::CacheHint hint) : p_(p), shared_(shared), hint_(hint) {}
 
-    // Copies queries and weights of the tokens from `row` on; `post` follows.
+    // Copies queries and weights of the tokens from `row` on, unless it just did; `post` follows, or `end`.
     DEVICE void copy(int row) {
+        if (copied_) return;
+        copied_ = true;
         ptx::Barrier* full = &shared_.query_full[ring_.slot];
         ptx::barrier_wait(&shared_.query_empty[ring_.slot], ring_.phase ^ 1);
         if (ptx::elect_one()) {
@@ -108,7 +110,7 @@ class Tasks {
     DEVICE void post(int row, int key_begin, int key_end, int lane_begin, int lane_end) {
         typename Tile::Task& task = shared_.tasks[ring_.slot];
         const bool token = lane_index() < Tile::kTokens;
-        const int begin = lane_begin - key_begin, end = min(lane_end, key_end) - key_begin;
+        const int begin = lane_begin - key_begin, end = max(min(lane_end, key_end), key_begin) - key_begin;
         const int all_begin = __reduce_max_sync(0xffffffffu, token ? begin : -0x7fffffff);
         const int all_end = __reduce_min_sync(0xffffffffu, token ? end : 0x7fffffff);
         if (token) task.begin[lane_index()] = begin, task.end[lane_index()] = end;
@@ -116,12 +118,13 @@ class Tasks {
             task.row = row, task.first_key = key_begin, task.num_stages = ceil_div(key_end - key_begin, kBlockKv);
             task.all = make_int2(all_begin, all_end);
         }
-        release(&shared_.query_full[ring_.slot]);
+        ptx::barrier_arrive(&shared_.query_full[ring_.slot]);
         if constexpr (Tile::kWithTerms) {
             ptx::barrier_wait(&shared_.query_full[ring_.slot], ring_.phase);
             write_terms<Tile>(shared_, ring_.slot, 0);
-            release(&shared_.terms_full[ring_.slot]);
+            ptx::barrier_arrive(&shared_.terms_full[ring_.slot]);
         }
+        copied_ = false;
         ring_.step();
     }
 
@@ -129,14 +132,16 @@ class Tasks {
         ptx::barrier_wait(&shared_.query_empty[ring_.slot], ring_.phase ^ 1);
         if (lane_index() == 0) {
             shared_.tasks[ring_.slot].num_stages = 0;
-            for (int i = 0; i < kQueryArrivals; ++i) ptx::barrier_arrive(&shared_.query_full[ring_.slot]);
+            if (!copied_) ptx::barrier_arrive(&shared_.query_full[ring_.slot]);  // in place of who copies
         }
+        ptx::barrier_arrive(&shared_.query_full[ring_.slot]);
     }
 
    private:
     const Params& p_;
     Shared& shared_;
     ptx::CacheHint hint_;
+    bool copied_ = false;
     sched::RingCursor<2> ring_;
 };
 
@@ -149,7 +154,7 @@ DEVICE void help_with_terms(typename Tile::Shared& shared, int warp) {
         ptx::barrier_wait(&shared.query_full[ring.slot], ring.phase);
         if (shared.tasks[ring.slot].num_stages == 0) return;
         write_terms<Tile>(shared, ring.slot, warp);
-        release(&shared.terms_full[ring.slot]);
+        ptx::barrier_arrive(&shared.terms_full[ring.slot]);
         ring.step();
     }
 }

@@ -71,7 +71,7 @@ DEVICE void score_tasks(typename Tile::Shared& shared, Logit* logits, int64_t st
             last = number;
         });
         if (last >= 0) finish(Tile::kParts - 1, last);
-        release(&shared.query_empty[queries.slot]);
+        ptx::barrier_arrive(&shared.query_empty[queries.slot]);
         queries.step();
     }
 }

@@ -11,7 +11,8 @@ namespace moe_fp8 {
 constexpr int kBlockKv = 64;  // keys of a stage, which is for one math warpgroup: they take turns
 constexpr int kMathWarpgroups = 3;
 constexpr int kMathWarps = kMathWarpgroups * 4;
-constexpr int kQueryArrivals = 2;  // at a full query tile: of whoever copies, and of whoever writes the task
+// At a query tile's barriers every lane arrives that has written or read: so racecheck sees the order too.
+constexpr int kQueryArrivals = 1 + kWarp;  // of whoever copies, and of the warp that writes the task
 static_assert(NUM_THREADS == (1 + kMathWarpgroups) * kWarpgroup && CLUSTER_SIZE == 1, "see heuristics/mqa.py");
 
 // A query tile of kTokens x kHeads columns. A wide one is multiplied in two parts of half of the tokens each, for want of
@@ -61,16 +62,16 @@ struct QueryTile {
         ptx::Barrier key_full[kStages];
         ptx::Barrier key_empty[kStages];
 
-        // One thread; follow with a CTA barrier.
-        DEVICE void init() {
-            for (int i = 0; i < 2; ++i) {
-                ptx::barrier_init(&query_full[i], kQueryArrivals);
-                ptx::barrier_init(&terms_full[i], kQueryWarps);
-                ptx::barrier_init(&query_empty[i], kMathWarps);
-            }
-            for (int i = 0; i < kStages; ++i) {
+        // One thread of each of so many warps makes some of the barriers. Follow with a CTA barrier.
+        DEVICE void init(int warp, int num_warps) {
+            for (int i = warp; i < kStages; i += num_warps) {
                 ptx::barrier_init(&key_full[i], 1);
                 ptx::barrier_init(&key_empty[i], 4);
+            }
+            for (int i = num_warps - 1 - warp; i < 2; i += num_warps) {
+                ptx::barrier_init(&query_full[i], kQueryArrivals);
+                ptx::barrier_init(&terms_full[i], kQueryWarps * kWarp);
+                ptx::barrier_init(&query_empty[i], kMathWarps * kWarp);
             }
             ptx::fence_barrier_init();
         }
