@@ -146,6 +146,14 @@ def test_divided_tiles_of_which_a_warpgroup_owns_nothing(m: int, config: str) ->
     cases.check_gemm(case, _dense(case, config))
 
 
+@pytest.mark.parametrize("config", ["128x128", "128x256", "8x64", "8x64/2k", "64x64/4k"])
+@pytest.mark.parametrize("k", [6912, 7168, 16512])
+def test_many_blocks_of_which_a_warpgroup_has_fewer(k: int, config: str) -> None:
+    # 54, 56 and 129 blocks of K, several times round the stages; one of the warpgroups may own nothing of a tile.
+    case = cases.dense_case(180 if config.startswith("128") else 20, 1088, k, "cuda")
+    cases.check_gemm(case, _dense(case, config))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_divided_tiles_with_nothing_to_share(dtype: torch.dtype) -> None:
     # One group of columns and up to eight parts: most get none to add. Many tiles for each CTA.
@@ -163,9 +171,19 @@ def test_small(layout: str, config: str) -> None:
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("config", ["8x128", "64x64/2k", "128x96/2k", "128x128/3k", "128x192", "128x256/2p"])
-def test_small_of_more_blocks_than_stages(config: str) -> None:
-    case = cases.dense_case(70, 320, 4096, "cuda")
+@pytest.mark.parametrize(
+    "config, n, k",
+    [
+        ("8x64", 64, 2944),
+        ("64x64", 64, 2816),
+        ("8x128", 320, 2560),
+        ("128x96/2k", 64, 1792),
+        ("128x192", 320, 1024),
+        ("128x256/2p", 320, 2560),
+    ],
+)
+def test_small_of_more_blocks_than_stages(config: str, n: int, k: int) -> None:
+    case = cases.dense_case(20, n, k, "cuda")
     cases.check_gemm(case, _dense(case, config))
 
 

@@ -27,7 +27,7 @@ DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const 
     const int thread = mma::warpgroup_thread();
     ptx::Barrier* free = parts_free(shared, warpgroup);
     ptx::barrier_wait(free, phase ^ 1);
-    if (thread == 0) {
+    if (kCluster > 1 && ptx::elect_one() && thread < kWarp) {
         ptx::barrier_arrive_expect(&shared.parts_full[warpgroup],
                                    (kParts - 1) * (share.end - share.first) * kWarpgroup * sizeof(float4));
     }
@@ -35,11 +35,16 @@ DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const 
     for (int j = 0; j < kColumnGroups; ++j) {
         const int to = j * kParts / kColumnGroups, slot = j - ceil_div(to * kColumnGroups, kParts);
         const int target = kAlternate ? to % kMathWarpgroups : warpgroup, from = share.part - (share.part > to);
-        ptx::store_cluster_async(to != share.part,
-                                 &shared.parts[target][(from * kMostShare + slot) * kWarpgroup + thread],
-                                 make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]),
-                                 &shared.parts_full[target], kAlternate ? to / kMathWarpgroups : to);
+        float4* there = &shared.parts[target][(from * kMostShare + slot) * kWarpgroup + thread];
+        const float4 value = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
+        if constexpr (kCluster > 1) {
+            ptx::store_cluster_async(to != share.part, there, value, &shared.parts_full[target],
+                                     kAlternate ? to / kMathWarpgroups : to);
+        } else {
+            ptx::store_if(to != share.part, there, value);
+        }
     }
+    if constexpr (kCluster == 1) ptx::barrier_arrive(&shared.parts_full[1 - warpgroup]);
     ptx::barrier_wait(&shared.parts_full[warpgroup], phase);
 #pragma unroll
     for (int j = 0; j < kColumnGroups; ++j) {
@@ -54,8 +59,12 @@ DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const 
         }
         sum[4 * j] = total.x, sum[4 * j + 1] = total.y, sum[4 * j + 2] = total.z, sum[4 * j + 3] = total.w;
     }
-    __syncwarp();
-    if (lane_index() < kCluster) ptx::barrier_arrive_cluster(free, lane_index());
+    if constexpr (kCluster > 1) {
+        __syncwarp();
+        if (lane_index() < kCluster) ptx::barrier_arrive_cluster(free, lane_index());
+    } else {
+        ptx::barrier_arrive(free);
+    }
 }
 
 // Takes this warp's group of staged tokens to memory: by TMA if all of it is to be stored, else row by row. `row` and

@@ -120,40 +120,52 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
     }
 }
 
-// A second warp brings the weights' scales, a few floats a stage that TMA is too coarse for: it reads them a warp's worth at a
-// time and a warp's worth ahead, and fills each stage's as the first warp does.
+// A second warp brings the weights' scales, a few floats a stage that TMA is too coarse for: each lane those of one stage, once
+// round, and reads ahead what it puts there the next time. Pairs send them asynchronously, which spares `Scales::share`.
 DEVICE void produce_scales(const GemmParams& p, Shared& shared) {
+    static_assert(kStages <= kWarp, "a lane for each stage");
     TileReader reader(shared.tiles);
     const KRange range(p, cluster_rank());
     const int num_k_blocks = p.k / kBlockK, scale_rows = ceil_div(p.n, kBlockK);
     Ring ring;
     while (const sched::Tile* tile = reader.next()) {
         const float* rows[kWeightScales];
-        float held[kWeightScales], ahead[kWeightScales];
-        auto load = [&](float (&values)[kWeightScales], int block) {
-#pragma unroll
-            for (int i = 0; i < kWeightScales; ++i) values[i] = __ldg(rows[i] + min(block + lane_index(), range.end - 1));
-        };
+        float scales[kWeightScales];
 #pragma unroll
         for (int i = 0; i < kWeightScales; ++i) {
             const int row = tile->expert * scale_rows + min((tile->n + i * kScaleRows) / kBlockK, scale_rows - 1);
             rows[i] = p.b_scale + static_cast<int64_t>(row) * num_k_blocks;
         }
         reader.release();
-        load(ahead, range.begin);
-        for (int block = range.begin; block < range.end; ++block, ring.step()) {
-            const int lane = (block - range.begin) % kWarp;
-            if (lane == 0) {
+        auto load = [&](int block) {
 #pragma unroll
-                for (int i = 0; i < kWeightScales; ++i) held[i] = ahead[i];
-                load(ahead, block + kWarp);
-            }
-            ptx::barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
-            if (lane_index() == lane) {
+            for (int i = 0; i < kWeightScales; ++i) scales[i] = __ldg(rows[i] + min(block + lane_index(), range.end - 1));
+        };
+        load(range.begin);
+        for (int block = range.begin; block < range.end; block += kStages) {
+            float held[kWeightScales];
 #pragma unroll
-                for (int i = 0; i < kWeightScales; ++i) shared.weight_scales[ring.slot][i] = held[i];
-                ptx::barrier_arrive(&shared.full[ring.slot]);
+            for (int i = 0; i < kWeightScales; ++i) held[i] = scales[i];
+            load(block + kStages);
+            const int count = min(kStages, range.end - block);
+            const Ring mine = ring.ahead(min(lane_index(), kStages - 1));
+            ptx::Barrier* full = &shared.full[mine.slot];
+            bool done = lane_index() >= count;
+            while (!__all_sync(0xffffffffu, done)) {
+                if (done || !ptx::barrier_passed(&shared.empty[mine.slot], mine.phase ^ 1)) continue;
+                done = true;
+                float(&there)[kWeightScales] = shared.weight_scales[mine.slot];
+                if constexpr (kPaired) {
+                    ptx::barrier_arrive_expect(full, sizeof(there));
+#pragma unroll
+                    for (int i = 0; i < kWeightScales; ++i) ptx::store_async(&there[i], held[i], full);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < kWeightScales; ++i) there[i] = held[i];
+                    ptx::barrier_arrive(full);
+                }
             }
+            ring = ring.ahead(count);
         }
     }
 }

@@ -91,8 +91,10 @@ struct Shared {
         if (warp == num_warps - 1) tiles.init();
         if (warp == num_warps - 2) {
             for (int warpgroup = 0; warpgroup < kMathWarpgroups; ++warpgroup) {
-                ptx::barrier_init(&parts_full[warpgroup], 1);
-                ptx::barrier_init(&parts_free[warpgroup], (kAlternate ? kMathWarpgroups : 1) * 4 * kCluster);
+                // Within a CTA every thread arrives; in a cluster parts are sent asynchronously, and a lane arrives for its warp.
+                ptx::barrier_init(&parts_full[warpgroup], kCluster > 1 ? 1 : kWarpgroup);
+                const int readers = kAlternate ? kMathWarpgroups : 1;
+                ptx::barrier_init(&parts_free[warpgroup], readers * (kCluster > 1 ? 4 * kCluster : kWarpgroup));
             }
         }
     }

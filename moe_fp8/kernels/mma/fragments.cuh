@@ -70,12 +70,14 @@ struct WeightsOnM {
         float2 tokens[kColumns / 8];
         float weight;
 
-        DEVICE void load(const float* token_scales, const float* weight_scales, Part) {
+        // The weights' scales in the lanes that are told to; `share` hands on those of the first.
+        DEVICE void load(const float* token_scales, const float* weight_scales, Part, bool read_weights) {
             const float2* source = reinterpret_cast<const float2*>(token_scales) + lane_index() % 4;
 #pragma unroll
             for (int j = 0; j < kColumns / 8; ++j) tokens[j] = ptx::load_here(&source[j * 4]);
-            weight = ptx::load_here(weight_scales);
+            if (read_weights) weight = ptx::load_here(weight_scales);
         }
+        DEVICE void share() { weight = __shfl_sync(0xffffffffu, weight, 0); }
     };
 
     template <int>
@@ -163,13 +165,18 @@ struct TokensOnM {
     struct Scales {
         float upper, lower, weights[kScales];
 
-        DEVICE void load(const float* token_scales, const float* weight_scales, Part part) {
+        // As above.
+        DEVICE void load(const float* token_scales, const float* weight_scales, Part part, bool read_weights) {
             const float* source = token_scales + part.token + upper_token();
             upper = ptx::load_here(source), lower = ptx::load_here(source + 8);
 #pragma unroll
             for (int i = 0; i < kScales; ++i) {
-                weights[i] = ptx::load_here(&weight_scales[i == 0 ? part.weight / kScaleColumns : i]);
+                if (read_weights) weights[i] = ptx::load_here(&weight_scales[i == 0 ? part.weight / kScaleColumns : i]);
             }
+        }
+        DEVICE void share() {
+#pragma unroll
+            for (int i = 0; i < kScales; ++i) weights[i] = __shfl_sync(0xffffffffu, weights[i], 0);
         }
     };
 

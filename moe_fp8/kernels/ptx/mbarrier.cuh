@@ -58,4 +58,18 @@ DEVICE void barrier_wait(Barrier* barrier, uint32_t parity) {
         : "memory");
 }
 
+// Whether that phase has completed, after waiting for a while; if so as above.
+DEVICE bool barrier_passed(Barrier* barrier, uint32_t parity) {
+    uint32_t passed;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}" : "=r"(passed)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return passed != 0;
+}
+
 }  // namespace moe_fp8::ptx

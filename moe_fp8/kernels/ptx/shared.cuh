@@ -59,6 +59,18 @@ DEVICE uint2 load_cluster(const uint2* pointer, uint32_t rank) {
     return value;
 }
 
+// If `on`, sixteen bytes.
+DEVICE void store_if(bool on, float4* pointer, const float4& value) {
+    asm volatile(
+        "{\n"
+        ".reg .pred on;\n"
+        "setp.ne.b32 on, %5, 0;\n"
+        "@on st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n"
+        "}" ::"r"(shared_address(pointer)),
+        "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(int(on))
+        : "memory");
+}
+
 // If `on`, sixteen bytes to the same offset in CTA `rank` of the cluster (or this one), and as many transaction bytes to the
 // same barrier there. Whoever waits for that barrier's phase sees them.
 DEVICE void store_cluster_async(bool on, const float4* pointer, const float4& value, const uint64_t* barrier,
@@ -74,6 +86,14 @@ DEVICE void store_cluster_async(bool on, const float4* pointer, const float4& va
         "}" ::"r"(shared_address(pointer)),
         "r"(shared_address(barrier)), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(rank), "r"(int(on))
         : "memory");
+}
+
+// Four bytes to shared memory of this CTA, which is one of a cluster, and as many transaction bytes to a barrier there.
+DEVICE void store_async(float* pointer, float value, uint64_t* barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+                     shared_address(pointer)),
+                 "f"(value), "r"(shared_address(barrier))
+                 : "memory");
 }
 
 // Four 8x8 matrices of 16-bit elements; lane 8*i+r gives the address of row r of matrix i. Visible to other threads after

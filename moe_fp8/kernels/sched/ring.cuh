@@ -12,10 +12,10 @@ struct RingCursor {
     DEVICE void step() {
         if (++slot == kDepth) slot = 0, phase ^= 1;
     }
-    template <int kSlots>
-    DEVICE void skip() {
-        slot += kSlots;
-        if (slot >= kDepth) slot -= kDepth, phase ^= 1;
+    // So many steps on, at most once round.
+    DEVICE RingCursor ahead(int steps) const {
+        const uint32_t on = slot + steps;
+        return on < kDepth ? RingCursor{on, phase} : RingCursor{on - kDepth, phase ^ 1};
     }
 };
 
