@@ -140,9 +140,7 @@ def test_metadata_follows_the_definition(lengths: list[int], num_sms: int) -> No
     assert metadata.dtype is torch.int32
     assert metadata.tolist() == _metadata_by_definition(lengths, num_sms)
     # Every worker has its share, to within one chunk.
-    starts = [
-        sum(math.ceil(length / 64) for length in lengths[:b]) + chunk for b, chunk in metadata.tolist()
-    ]
+    starts = [sum(math.ceil(length / 64) for length in lengths[:b]) + chunk for b, chunk in metadata.tolist()]
     shares = [end - start for start, end in itertools.pairwise(starts)]
     assert max(shares) - min(shares) <= 1
 

@@ -177,12 +177,13 @@ def test_small(layout: str, config: str) -> None:
         ("8x64", 64, 2944),
         ("64x64", 64, 2816),
         ("8x128", 320, 2560),
-        ("128x96/2k", 64, 1792),
+        ("128x96", 320, 1280),
         ("128x192", 320, 1024),
         ("128x256/2p", 320, 2560),
     ],
 )
 def test_small_of_more_blocks_than_stages(config: str, n: int, k: int) -> None:
+    # None of a K split over a cluster: racecheck does not come to an end there (benchmarks/NOTES.md).
     case = cases.dense_case(20, n, k, "cuda")
     cases.check_gemm(case, _dense(case, config))
 

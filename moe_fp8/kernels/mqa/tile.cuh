@@ -98,7 +98,7 @@ class Stages {
 #pragma unroll 1
         for (; offset_ < num_stages; offset_ += kTakers) {
             each(ring_, offset_);
-            ring_ = ring_.ahead(kTakers);
+            ring_.skip(kTakers);
         }
         offset_ -= num_stages;
     }
