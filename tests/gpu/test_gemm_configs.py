@@ -149,7 +149,7 @@ def test_divided_tiles_of_which_a_warpgroup_owns_nothing(m: int, config: str) ->
 @pytest.mark.parametrize("config", ["128x128", "128x256", "8x64", "8x64/2k", "64x64/4k"])
 @pytest.mark.parametrize("k", [6912, 7168, 16512])
 def test_many_blocks_of_which_a_warpgroup_has_fewer(k: int, config: str) -> None:
-    # 54, 56 and 129 blocks of K, several times round the stages; one of the warpgroups may own nothing of a tile.
+    # 54, 56 and 129 blocks of K, several times round the stages; a warpgroup may own nothing of a tile.
     case = cases.dense_case(180 if config.startswith("128") else 20, 1088, k, "cuda")
     cases.check_gemm(case, _dense(case, config))
 
