@@ -127,15 +127,15 @@ DEVICE void copy_keys(const MqaLogitsParams& p, Shared& shared, int warp) {
         ptx::tma_load_2d(&p.k_scale, full, shared.key_scales[slot], key, 0, ptx::CacheHint::kEvictLast);
     };
     const int chunk_begin = shared.share.item / p.query_blocks * p.chunk_kv;
-    bool early = !p.even;
-    if (early && ptx::elect_one()) copy(&shared.early[warp], warp, chunk_begin + warp * kBlockKv);
+    bool pending = !p.even;  // this warp's early copy has not been waited for
+    if (pending && ptx::elect_one()) copy(&shared.early[warp], warp, chunk_begin + warp * kBlockKv);
 
     Stages<kStages, Tile::kKeyWarps> stages(warp);
     visit_items(p, shared.share, [&](int, const Range&, int begin, int end) {
         stages.visit(ceil_div(end - begin, kBlockKv), [&](const sched::RingCursor<kStages>& ring, int number) {
-            if (early) ptx::barrier_wait(&shared.early[warp], 0);
-            const bool there = early && begin == chunk_begin;
-            early = false;
+            if (pending) ptx::barrier_wait(&shared.early[warp], 0);
+            const bool there = pending && begin == chunk_begin;
+            pending = false;
             if (ptx::elect_one()) {
                 ptx::Barrier* full = &shared.key_full[ring.slot];
                 ptx::barrier_wait(&shared.key_empty[ring.slot], ring.phase ^ 1);
@@ -148,7 +148,7 @@ DEVICE void copy_keys(const MqaLogitsParams& p, Shared& shared, int warp) {
             __syncwarp();
         });
     });
-    if (early) ptx::barrier_wait(&shared.early[warp], 0);  // no copy outlives its CTA
+    if (pending) ptx::barrier_wait(&shared.early[warp], 0);  // no copy outlives its CTA
 }
 
 DEVICE void prepare_queries(const MqaLogitsParams& p, Shared& shared, int warp) {

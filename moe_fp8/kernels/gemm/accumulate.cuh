@@ -71,13 +71,13 @@ class Accumulator {
         Scales scales[2];
         wait(ring_, scales[0]);
         multiply<0>(partial[0], ring_);
-        share(scales[0]);
+        broadcast(scales[0]);
         auto step = [&](int done, int next) {
             Ring ahead = ring_;
             step_ring(ahead);
             wait(ahead, scales[next]);
             multiply<0>(partial[next], ahead);
-            share(scales[next]);
+            broadcast(scales[next]);
             collect<1>(partial[done]);
             finish_block(sum, partial[done], scales[done]);
         };
@@ -102,7 +102,7 @@ class Accumulator {
         Scales scales;
         wait(ring_, scales);
         while (true) {
-            share(scales);
+            broadcast(scales);
             multiply<0>(partial, ring_);
             collect<0>(partial);
             release_stage(shared_, ring_.slot);
@@ -131,7 +131,7 @@ class Accumulator {
         Scales scales;
         wait(ring_, scales);
         for (;;) {
-            share(scales);
+            broadcast(scales);
             multiply<0>(first, ring_);
             multiply<kLast>(last, ring_);
             collect<1, 0>(first);
@@ -153,7 +153,7 @@ class Accumulator {
         Scales scales;
         wait(ring_, scales);
         for (int left = num_blocks;;) {
-            share(scales);
+            broadcast(scales);
             multiply<0>(partial, ring_);
             collect<0, 0>(partial);
             Fragments::promote<0>(sum[0], partial, scales);
@@ -177,11 +177,11 @@ class Accumulator {
         ptx::barrier_wait(&shared_.full[ring.slot], ring.phase);
         scales.load(shared_.token_scales[ring.slot], shared_.weight_scales[ring.slot], part_, kPaired || lane_index() == 0);
     }
-    // A warp's first lane hands its stages back, and so it alone reads what others store there again; the rest get it from it. (The
-    // order would be no other if all read: `__syncwarp` comes between. But of a warp that is known to be converged machine code has
-    // no trace of that, and racecheck reports it.)
-    DEVICE static void share(Scales& scales) {
-        if constexpr (!kPaired) scales.share();
+    // A warp's first lane hands its stages back, and so it alone reads the weights' scales that a lane of the producers stored. (All
+    // could: `__syncwarp` comes between. But where a warp is known to be converged that leaves no machine code, and racecheck reports a
+    // race. Asynchronous stores, as of pairs, it takes to be ordered by their barrier.)
+    DEVICE static void broadcast(Scales& scales) {
+        if constexpr (!kPaired) scales.broadcast();
     }
 
     // The registers of a sum that fragment kWave has.

@@ -121,7 +121,7 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
 }
 
 // A second warp brings the weights' scales, a few floats a stage that TMA is too coarse for: each lane those of one stage, once
-// round, and reads ahead what it puts there the next time. Pairs send them asynchronously, which spares `Scales::share`.
+// round, and reads ahead what it puts there the next time. Pairs store asynchronously (accumulate.cuh, `broadcast`, says why).
 DEVICE void produce_scales(const GemmParams& p, Shared& shared) {
     static_assert(kStages <= kWarp, "a lane for each stage");
     TileReader reader(shared.tiles);
@@ -130,7 +130,7 @@ DEVICE void produce_scales(const GemmParams& p, Shared& shared) {
     Ring ring;
     while (const sched::Tile* tile = reader.next()) {
         const float* rows[kWeightScales];
-        float scales[kWeightScales];
+        float next[kWeightScales];
 #pragma unroll
         for (int i = 0; i < kWeightScales; ++i) {
             const int row = tile->expert * scale_rows + min((tile->n + i * kScaleRows) / kBlockK, scale_rows - 1);
@@ -139,13 +139,13 @@ DEVICE void produce_scales(const GemmParams& p, Shared& shared) {
         reader.release();
         auto load = [&](int block) {
 #pragma unroll
-            for (int i = 0; i < kWeightScales; ++i) scales[i] = __ldg(rows[i] + min(block + lane_index(), range.end - 1));
+            for (int i = 0; i < kWeightScales; ++i) next[i] = __ldg(rows[i] + min(block + lane_index(), range.end - 1));
         };
         load(range.begin);
         for (int block = range.begin; block < range.end; block += kStages) {
-            float held[kWeightScales];
+            float scales[kWeightScales];
 #pragma unroll
-            for (int i = 0; i < kWeightScales; ++i) held[i] = scales[i];
+            for (int i = 0; i < kWeightScales; ++i) scales[i] = next[i];
             load(block + kStages);
             const int count = min(kStages, range.end - block);
             const Ring mine = ring.ahead(min(lane_index(), kStages - 1));
@@ -158,10 +158,10 @@ DEVICE void produce_scales(const GemmParams& p, Shared& shared) {
                 if constexpr (kPaired) {
                     ptx::barrier_arrive_expect(full, sizeof(there));
 #pragma unroll
-                    for (int i = 0; i < kWeightScales; ++i) ptx::store_async(&there[i], held[i], full);
+                    for (int i = 0; i < kWeightScales; ++i) ptx::store_async(&there[i], scales[i], full);
                 } else {
 #pragma unroll
-                    for (int i = 0; i < kWeightScales; ++i) there[i] = held[i];
+                    for (int i = 0; i < kWeightScales; ++i) there[i] = scales[i];
                     ptx::barrier_arrive(full);
                 }
             }

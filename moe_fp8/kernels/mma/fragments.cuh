@@ -70,14 +70,14 @@ struct WeightsOnM {
         float2 tokens[kColumns / 8];
         float weight;
 
-        // The weights' scales in the lanes that are told to; `share` hands on those of the first.
+        // The weights' scales only in lanes that `read_weights`; `broadcast` gives those of the first lane to all.
         DEVICE void load(const float* token_scales, const float* weight_scales, Part, bool read_weights) {
             const float2* source = reinterpret_cast<const float2*>(token_scales) + lane_index() % 4;
 #pragma unroll
             for (int j = 0; j < kColumns / 8; ++j) tokens[j] = ptx::load_here(&source[j * 4]);
             if (read_weights) weight = ptx::load_here(weight_scales);
         }
-        DEVICE void share() { weight = __shfl_sync(0xffffffffu, weight, 0); }
+        DEVICE void broadcast() { weight = __shfl_sync(0xffffffffu, weight, 0); }
     };
 
     template <int>
@@ -165,7 +165,7 @@ struct TokensOnM {
     struct Scales {
         float upper, lower, weights[kScales];
 
-        // As above.
+        // As for the other shape.
         DEVICE void load(const float* token_scales, const float* weight_scales, Part part, bool read_weights) {
             const float* source = token_scales + part.token + upper_token();
             upper = ptx::load_here(source), lower = ptx::load_here(source + 8);
@@ -174,7 +174,7 @@ struct TokensOnM {
                 if (read_weights) weights[i] = ptx::load_here(&weight_scales[i == 0 ? part.weight / kScaleColumns : i]);
             }
         }
-        DEVICE void share() {
+        DEVICE void broadcast() {
 #pragma unroll
             for (int i = 0; i < kScales; ++i) weights[i] = __shfl_sync(0xffffffffu, weights[i], 0);
         }

@@ -87,7 +87,8 @@ class Tasks {
 
     DEVICE Tasks(const Params& p, Shared& shared, ptx::CacheHint hint) : p_(p), shared_(shared), hint_(hint) {}
 
-    // Copies queries and weights of the tokens from `row` on, unless it just did; `post` follows, or `end`.
+    // Copies queries and weights of the tokens from `row` on; `post` follows, or `end`. Once more before that, of the same row, it
+    // does nothing.
     DEVICE void copy(int row) {
         if (copied_) return;
         copied_ = true;

@@ -78,7 +78,7 @@ struct QueryTile {
     };
 };
 
-// The whole warp has read what the barrier guards, or written it.
+// The whole warp has read what the barrier guards.
 DEVICE void release(ptx::Barrier* barrier) {
     __syncwarp();
     if (lane_index() == 0) ptx::barrier_arrive(barrier);

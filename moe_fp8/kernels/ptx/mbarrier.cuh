@@ -58,7 +58,7 @@ DEVICE void barrier_wait(Barrier* barrier, uint32_t parity) {
         : "memory");
 }
 
-// Whether that phase has completed, after waiting for a while; if so as above.
+// Waits for a limited time; true if the phase has completed, and then it acquires as barrier_wait does.
 DEVICE bool barrier_passed(Barrier* barrier, uint32_t parity) {
     uint32_t passed;
     asm volatile(

@@ -12,12 +12,12 @@ struct RingCursor {
     DEVICE void step() {
         if (++slot == kDepth) slot = 0, phase ^= 1;
     }
-    // So many steps at once, at most once round.
+    // 0 <= steps <= kDepth.
     DEVICE void skip(int steps) {
         slot += steps;
         if (slot >= kDepth) slot -= kDepth, phase ^= 1;
     }
-    // Where that would lead.
+    // The cursor after so many.
     DEVICE RingCursor ahead(int steps) const {
         const uint32_t on = slot + steps;
         return on < kDepth ? RingCursor{on, phase} : RingCursor{on - kDepth, phase ^ 1};
