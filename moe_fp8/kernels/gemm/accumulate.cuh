@@ -177,9 +177,9 @@ class Accumulator {
         ptx::barrier_wait(&shared_.full[ring.slot], ring.phase);
         scales.load(shared_.token_scales[ring.slot], shared_.weight_scales[ring.slot], part_, kPaired || lane_index() == 0);
     }
-    // A warp's first lane hands its stages back, and so it alone reads the weights' scales that a lane of the producers stored. (All
-    // could: `__syncwarp` comes between. But where a warp is known to be converged that leaves no machine code, and racecheck reports a
-    // race. Asynchronous stores, as of pairs, it takes to be ordered by their barrier.)
+    // A warp's first lane hands its stages back, and so it alone reads the weights' scales that a lane of the producers
+    // stored. (All could: `__syncwarp` comes between. But where a warp is known to be converged that leaves no machine code,
+    // and racecheck reports a race. Asynchronous stores, as of pairs, it takes to be ordered by their barrier.)
     DEVICE static void broadcast(Scales& scales) {
         if constexpr (!kPaired) scales.broadcast();
     }
