@@ -138,8 +138,8 @@ DEVICE void copy_keys(const PagedMqaLogitsParams& p, Shared& shared, int warp) {
     }
 }
 
-DEVICE void prepare_queries(const PagedMqaLogitsParams& p, Shared& shared, int warp) {
-    if (warp > 0) return help_with_terms<Tile>(shared, warp);
+DEVICE void prepare_queries(const PagedMqaLogitsParams& p, Shared& shared) {
+    static_assert(Tile::kQueryWarps == 1, "no terms to help with");
     Tasks<Tile, PagedMqaLogitsParams> tasks(p, shared, ptx::CacheHint::kEvictFirst);
     Walk walk(p);
     Item item;
@@ -159,5 +159,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     using namespace moe_fp8;
     run_block<Tile, false, Shared>(
         p, [](Shared&) {}, [&](Shared& shared, int warp) { copy_keys(p, shared, warp); },
-        [&](Shared& shared, int warp) { prepare_queries(p, shared, warp); }, [](int) {});
+        [&](Shared& shared, int) { prepare_queries(p, shared); }, [](int) {});
 }

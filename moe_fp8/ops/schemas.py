@@ -208,8 +208,9 @@ def _mqa_logits_fp8(
     """whole_queries, whole_keys: of the selection that this is a chunk of, whose bits it gets; 0 for none."""
     key = None
     if q.is_cuda and not contracts.enabled(q):
-        whole = (whole_queries, whole_keys)
-        key = keys.mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed, fill, *whole)
+        key = keys.mqa_logits(
+            q, k, k_scale, weights, ks, ke, out, compressed, fill, whole_queries, whole_keys
+        )
         if _cuda().repeat(key):
             return
     checks_logits.mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -41,15 +42,22 @@ def _mqa_with_terms(
     return out
 
 
+Score = Callable[[cases.MqaCase], torch.Tensor]
+
 MQA_SHAPES = [(1, 1), (1, 700), (5, 64), (33, 130), (130, 1000), (300, 4100)]
 
 
+#: Both prefill kernels.
+SCORE = pytest.mark.parametrize("score", [_mqa, _mqa_with_terms])
+
+
+@SCORE
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("m, n", MQA_SHAPES)
 @pytest.mark.parametrize("kind", ["causal", "random"])
-def test_mqa(m: int, n: int, heads: int, kind: str) -> None:
+def test_mqa(score: Score, m: int, n: int, heads: int, kind: str) -> None:
     case = cases.mqa_case(m, n, heads, kind, "cuda", seed=m + n)
-    cases.check_logits(_mqa(case), cases.mqa_expected(case))
+    cases.check_logits(score(case), cases.mqa_expected(case))
 
 
 @pytest.mark.parametrize("m, n, heads", [(2100, 300, 64), (1100, 135_000, 8)])
@@ -58,26 +66,12 @@ def test_mqa_of_many_items_and_of_more_than_a_chunk_of_keys(m: int, n: int, head
     cases.check_logits(_mqa(case), cases.mqa_expected(case))
 
 
+@SCORE
 @pytest.mark.parametrize("dim", [32, 64])
 @pytest.mark.parametrize("heads", HEADS)
-def test_mqa_head_dim(heads: int, dim: int) -> None:
+def test_mqa_head_dim(score: Score, heads: int, dim: int) -> None:
     case = cases.mqa_case(130, 1000, heads, "random", "cuda", dim=dim)
-    cases.check_logits(_mqa(case), cases.mqa_expected(case))
-
-
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("m, n", MQA_SHAPES)
-@pytest.mark.parametrize("kind", ["causal", "random"])
-def test_mqa_with_terms(m: int, n: int, heads: int, kind: str) -> None:
-    case = cases.mqa_case(m, n, heads, kind, "cuda", seed=m + n)
-    cases.check_logits(_mqa_with_terms(case), cases.mqa_expected(case))
-
-
-@pytest.mark.parametrize("dim", [32, 64])
-@pytest.mark.parametrize("heads", HEADS)
-def test_mqa_head_dim_with_terms(heads: int, dim: int) -> None:
-    case = cases.mqa_case(130, 1000, heads, "random", "cuda", dim=dim)
-    cases.check_logits(_mqa_with_terms(case), cases.mqa_expected(case))
+    cases.check_logits(score(case), cases.mqa_expected(case))
 
 
 @pytest.mark.parametrize("columns", [None, 1077])
@@ -94,13 +88,6 @@ def test_mqa_outputs_with_terms(columns: int | None, fill: bool, dtype: torch.dt
 def test_mqa_terms_of_weights_of_any_size(size: float) -> None:
     case = cases.mqa_case(130, 1000, 64, "causal", "cuda")
     case.weights.mul_(size)
-    cases.check_logits(_mqa_with_terms(case), cases.mqa_expected(case))
-
-
-@pytest.mark.sanitizer
-@pytest.mark.parametrize("heads", [32, 64])
-def test_mqa_small_with_terms(heads: int) -> None:
-    case = cases.mqa_case(9, 200, heads, "random", "cuda")
     cases.check_logits(_mqa_with_terms(case), cases.mqa_expected(case))
 
 
@@ -159,10 +146,11 @@ def test_mqa_row_stride(m: int, n: int, stride: int, fill: bool) -> None:
 
 
 @pytest.mark.sanitizer
+@SCORE
 @pytest.mark.parametrize("heads", [32, 64])
-def test_mqa_small(heads: int) -> None:
+def test_mqa_small(score: Score, heads: int) -> None:
     case = cases.mqa_case(9, 200, heads, "random", "cuda")
-    cases.check_logits(_mqa(case), cases.mqa_expected(case))
+    cases.check_logits(score(case), cases.mqa_expected(case))
 
 
 def test_mqa_repeats_bit_for_bit() -> None:
