@@ -55,7 +55,7 @@ def _spec(name: str, num_threads: int, smem_bytes: int, cluster_size: int = 1, *
 def _gemm_spec(layout: str, config: heuristics.GemmConfig, out_dtype: str) -> KernelSpec:
     return _spec(
         "gemm_fp8",
-        heuristics.GEMM_THREADS,
+        config.threads,
         heuristics.gemm_smem_bytes(config),
         config.cluster,
         LAYOUT=GEMM_LAYOUTS[layout],

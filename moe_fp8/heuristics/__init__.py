@@ -22,7 +22,6 @@ from moe_fp8.heuristics.mqa import (
     query_box_rows,
 )
 from moe_fp8.heuristics.tiles import (
-    GEMM_THREADS,
     SMEM_CAPACITY,
     TOKEN_TILES,
     GemmConfig,
@@ -41,7 +40,6 @@ from moe_fp8.heuristics.topk import (
 from moe_fp8.problems import GemmProblem
 
 __all__ = [
-    "GEMM_THREADS",
     "MQA_BLOCK_KV",
     "MQA_THREADS",
     "PAGED_CHUNK",

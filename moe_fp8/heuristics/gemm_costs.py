@@ -6,7 +6,9 @@ microseconds.
 
 from __future__ import annotations
 
+import math
 from functools import cache
+from statistics import fmean
 from typing import NamedTuple
 
 from moe_fp8.heuristics.tiles import TOKEN_TILES, GemmConfig, gemm_configs
@@ -14,58 +16,62 @@ from moe_fp8.problems import GemmLayout, GemmProblem
 
 #: For each 128 of K that a CTA multiplies, by tokens and weight rows of its tile; and once for every tile.
 _BLOCK = {
-    (8, 64): 0.11,
-    (16, 64): 0.116,
-    (32, 64): 0.146,
-    (64, 64): 0.198,
-    (8, 128): 0.173,
-    (16, 128): 0.228,
-    (32, 128): 0.289,
-    (64, 128): 0.324,
-    (128, 96): 0.401,
-    (128, 128): 0.443,
-    (128, 192): 0.679,
-    (128, 256): 0.808,
+    (8, 64): 0.0772,
+    (16, 64): 0.087,
+    (32, 64): 0.101,
+    (64, 64): 0.127,
+    (8, 128): 0.138,
+    (16, 128): 0.157,
+    (32, 128): 0.25,
+    (64, 128): 0.318,
+    (128, 64): 0.25,
+    (128, 96): 0.299,
+    (128, 128): 0.377,
+    (128, 192): 0.573,
+    (128, 256): 0.771,
+    (192, 96): 0.439,
+    (192, 128): 0.536,
 }
-_TILE = {8: 0.11, 16: 0.127, 32: 0.147, 64: 0.541, 128: 0.947}
+_TILE = {8: 0.058, 16: 0.153, 32: 0.256, 64: 0.787, 128: 0.655, 192: 0.772}
 
-#: Of a full tile: one of at most 64 tokens, and one that a pair of CTAs copies together.
-_NARROW, _PAIR = 0.722, 0.973
+#: Of a full tile: one of fewer tokens, by its height and how many 64 of them there are, begun ones too; and
+#: one that a pair of CTAs copies together.
+_PARTLY = {(128, 1): 0.951, (192, 1): 0.711, (192, 2): 0.845}
+_PAIR = 0.843
 
 #: Of a round of tiles: the last one where it is taken in halves.
-_HALF = 0.829
+_HALF = 0.842
 
 #: Once a kernel: launch, first copies, last stores; what adding a tile's parts takes beside, by their
 #: number and for each element that one sends; and what a further round of clusters that do so takes, since it
 #: starts cold.
-_KERNEL = 1.34
-_PARTS = {1: 0.0, 2: 0.411, 3: 0.471, 4: 0.51, 6: 1.29, 8: 0.878}
-_PART_ELEMENT = 2.0e-05
-_NEXT_ROUND = 1.77
+_KERNEL = 0.984
+_PARTS = {1: 0.0, 2: 0.749, 3: 0.809, 4: 1.06, 6: 1.51, 8: 1.57}
+_PART_ELEMENT = 0.00018
+_NEXT_ROUND = 0.695
 
 #: Clusters of a size that 132 SMs hold at once, as measured: a GPC has 16 or 18 SMs, some fewer.
 _CLUSTERS_OF_132 = {1: 132, 2: 66, 3: 36, 4: 28}
 
 #: Bytes a microsecond: of copies into one SM, of weights from memory, of copies into all SMs.
-_SM_RATE, _MEMORY_RATE, _L2_RATE = 100.7e3, 3.96e6, 14.2e6
+_SM_RATE, _MEMORY_RATE, _L2_RATE = 131.1e3, 6e6, 10.2e6
 
 #: Weights that another token tile has read: what reading them again costs beside the first time.
-_REREAD = 0.227
-
-#: Rounds that the last tiles of a grouped GEMM cost beside an even share of all; the same of tiles that come
-#: in halves.
-_TAIL, _HALVED_TAIL = 0.49, 0.706
-
-#: Rounds of tiles, counted for a mean of rows, up to which there is sure to be but one.
-_ONE_ROUND = 0.497
+_REREAD = 0.268
 
 #: How much of the lesser of computing and reading shows beside the greater.
-_OVERLAP = 0.0651
+_OVERLAP = 0.524
 
 #: Experts' rows as multiples of their mean, where only the mean is known, and which part of all has so many:
-#: an even spread, and as skewed as 1, 1/2, 1/3...
+#: an even spread; one with a quarter of the experts idle; and, below, as skewed as 1, 1/2, 1/3...
 _Shares = tuple[tuple[float, float], ...]
 _SPREAD: _Shares = tuple((share / 10, 1 / 7) for share in range(7, 14))
+_IDLE: _Shares = ((0.0, 1 / 4), *((share * 4 / 3, part * 3 / 4) for share, part in _SPREAD))
+
+#: By how much an expert's rows may be off that, as a part of them; and how much of what this makes of the
+#: number of tiles does not cancel out. Rounds are counted for the mean and some quantiles of it.
+_OFF, _LUCK = 0.07, 0.443
+_QUANTILES = (-1.28, -0.52, 0.0, 0.52, 1.28)
 
 
 @cache
@@ -95,10 +101,12 @@ def predict(
 ) -> Prediction:
     """For `rows` rows of each of `experts` experts."""
     if layout == "dense":
-        return _predict(config, None, rows, n, k, 1, sms)
-    even = _predict(config, _SPREAD, rows, n, k, experts, sms)
-    skewed = _predict(config, _zipf(experts), rows, n, k, experts, sms)
-    return Prediction(*((one + other) / 2 for one, other in zip(even, skewed, strict=True)))
+        return _predict(config, ((1.0, 1.0),), 0.0, rows, n, k, 1, sms)
+    found = [
+        _predict(config, shares, _OFF, rows, n, k, experts, sms)
+        for shares in (_SPREAD, _zipf(experts), _IDLE)
+    ]
+    return Prediction(*(fmean(values) for values in zip(*found, strict=True)))
 
 
 def cost(config: GemmConfig, layout: GemmLayout, rows: int, n: int, k: int, experts: int, sms: int) -> float:
@@ -106,32 +114,49 @@ def cost(config: GemmConfig, layout: GemmLayout, rows: int, n: int, k: int, expe
     return predict(config, layout, rows, n, k, experts, sms).microseconds
 
 
+def _units(config: GemmConfig, rows: float, columns: int) -> int:
+    """Tiles of an expert's rows, or pairs of them."""
+    tiles = -(-round(rows) // config.block_m)
+    return tiles // 2 * columns + tiles % 2 * -(-columns // 2) if config.pair > 1 else tiles * columns
+
+
+def _rounds(config: GemmConfig, units: float, clusters: int) -> float:
+    whole, left = divmod(units, clusters)
+    if left:
+        whole += _HALF if config.halved and 2 * left <= clusters else 1
+    return max(1.0, whole)
+
+
 def _predict(
-    config: GemmConfig, shares: _Shares | None, rows: int, n: int, k: int, experts: int, sms: int
+    config: GemmConfig, shares: _Shares, off: float, rows: int, n: int, k: int, experts: int, sms: int
 ) -> Prediction:
-    """As `predict`, for experts' rows of given shares; None: dense."""
-    tiles_m = narrow = busy_experts = 0.0
-    for share, part in shares or ((1.0, 1.0),):
+    """As `predict`, for experts' rows of given shares, which may be `off` by such a part of them."""
+    columns = -(-n // config.block_n)
+    tiles_m = busy_experts = units = variance = weight = heaviest = 0.0
+    for share, part in shares:
         count = round(rows * share)
         whole, rest = divmod(count, config.block_m)
         tiles_m += part * (whole + (rest > 0))
-        narrow += part * (config.block_m == 128 and 0 < rest <= 64)
         busy_experts += part * (count > 0)
-    columns = -(-n // config.block_n)
+        units += part * _units(config, rows * share, columns)
+        more, less = (
+            _units(config, rows * share * (1 + off), columns),
+            _units(config, rows * share * (1 - off), columns),
+        )
+        variance += part * ((more - less) / 2) ** 2
+        last = _PARTLY.get((config.block_m, -(-rest // 64)), 1.0) if rest else 0.0
+        weight += part * (whole + last)
+        heaviest = max(heaviest, last, float(whole > 0))
     tiles = max(1.0, experts * tiles_m) * columns
     at_once = max(1, _CLUSTERS_OF_132[config.split] * sms // 132)
-    if shares is None:
-        units, clusters = tiles, at_once
-        if config.pair > 1:
-            units, clusters = tiles_m // 2 * columns + tiles_m % 2 * -(-columns // 2), max(1, at_once // 2)
-        rounds, left = divmod(units, clusters)
-        if left:
-            rounds += _HALF if config.halved and 2 * left <= clusters else 1
-    else:
-        rounds = (tiles - (1 - _NARROW) * experts * narrow * columns) / at_once
-        # One round is just that; with more, experts' tiles end when they may.
-        tail = _HALVED_TAIL if config.halved else _TAIL
-        rounds = max(1.0, rounds + tail * min(1.0, max(0.0, (rounds - _ONE_ROUND) / 0.3)))
+    clusters = max(1, at_once // config.pair)
+    deviation = _LUCK * math.sqrt(experts * variance)
+    quantiles = _QUANTILES if deviation else (0.0,)
+    rounds = fmean(
+        _rounds(config, max(1.0, experts * units + quantile * deviation), clusters) for quantile in quantiles
+    )
+    # A round takes as long as its heaviest tile; with more of them each CTA gets some of all.
+    rounds = heaviest + (rounds - 1) * weight / tiles_m if tiles_m else 1.0
     block = _BLOCK[config.block_m, config.block_n]
     if config.pair > 1:
         block *= _PAIR
@@ -173,8 +198,8 @@ def modelled_rows(problem: GemmProblem) -> int:
 def ranked(problem: GemmProblem) -> tuple[tuple[GemmConfig, Prediction], ...]:
     """Every config that the model considers, the one with the least cost first; a function of the problem."""
     return _ranked(
-        # Grouped layouts have the same configs at the same costs.
-        "dense" if problem.layout == "dense" else "masked",
+        # All grouped layouts have the same costs, and all but m_indices the same configs.
+        problem.layout if problem.layout in ("dense", "m_indices") else "masked",
         modelled_rows(problem),
         problem.n,
         problem.k,

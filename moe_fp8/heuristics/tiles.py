@@ -15,9 +15,7 @@ from moe_fp8.problems import GemmLayout, GemmProblem
 #: Dynamic shared memory that one block may use on sm_90.
 SMEM_CAPACITY = 232_448
 
-#: One producer warpgroup and two math warpgroups.
 WARPGROUP = 128
-GEMM_THREADS = 3 * WARPGROUP
 
 #: Room for the barriers and what else a kernel keeps beside its stages.
 BARRIER_BYTES = 1024
@@ -27,18 +25,19 @@ _BLOCK_K = 128
 #: What the CTAs of a cluster share: operands that two tiles have in common, or one tile along K.
 Shares = Literal["operands", "k"]
 
-#: Token tiles, smallest first. wgmma's N is a multiple of 8; a tile never crosses a 128-row segment start.
-TOKEN_TILES = (8, 16, 32, 64, 128)
+#: Token tiles, smallest first. wgmma's N is a multiple of 8; a tile of `m_indices` must not cross the start
+#: of a segment, which may be at any 128th row.
+TOKEN_TILES = (8, 16, 32, 64, 128, 192)
 
 
 @dataclass(frozen=True)
 class GemmConfig:
     """Tile of one GEMM kernel.
 
-    Up to 64 tokens weights lie on the M side of wgmma and tokens on its N side, so that few tokens cost
+    Up to 32 tokens weights lie on the M side of wgmma and tokens on its N side, so that few tokens cost
     few columns. A tile is `block_m` tokens by `block_n` weight rows. A `cluster` of two CTAs takes a pair of
     tiles that have weights or tokens in common ("operands"); one of two to four divides a tile along K
-    ("k"). Tiles of 64 weight rows divide K between the two warpgroups of a CTA.
+    ("k"). Tiles of 64 weight rows and up to 32 tokens divide K between the two warpgroups of a CTA.
 
     As text: `"64x128"`, `"128x256/2p"`, `"64x64/3k"`: tokens x weight rows / cluster, p for pair or k.
     """
@@ -64,9 +63,33 @@ class GemmConfig:
         return self.cluster if self.shares == "k" else 1
 
     @property
+    def alternate(self) -> bool:
+        """Whether the math warpgroups take alternate blocks of K (kAlternate)."""
+        return self.block_n == 64 and self.block_m <= 32
+
+    @property
+    def columns(self) -> int:
+        """What a math warpgroup has of the operand on wgmma's N (kColumns)."""
+        if self.block_m < 64:
+            return self.block_m
+        return 64 if self.block_m == 64 else min(self.block_n, 128)
+
+    @property
     def parts(self) -> int:
         """In how many parts, rounded on their own, the sum along K comes about."""
-        return self.split * (2 if self.block_n == 64 else 1)
+        return self.split * (2 if self.alternate else 1)
+
+    @property
+    def math_warpgroups(self) -> int:
+        """Warpgroups that multiply (kMathWarpgroups)."""
+        if self.block_m == 64:
+            return self.block_n // 64
+        return 3 if self.block_m == 192 else 2
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA: those and one warpgroup of producers."""
+        return (1 + self.math_warpgroups) * WARPGROUP
 
     @property
     def halved(self) -> bool:
@@ -95,15 +118,15 @@ def gemm_stage_bytes(block_m: int, block_n: int) -> int:
     return (block_n + block_m) * _BLOCK_K + scale_bytes
 
 
-def gemm_staging_bytes(block_m: int, block_n: int) -> int:
-    """Both math warpgroups' fragments as bf16: 64 rows of all tokens, or 64 tokens of up to 192 rows."""
-    return 2 * (block_m * 128 if block_m <= 64 else 64 * 2 * (128 if block_n == 256 else block_n))
+def gemm_staging_bytes(config: GemmConfig) -> int:
+    """The math warpgroups' fragments as bf16, of 64 rows each; of tiles of 192 weight rows both (kStagedTogether)."""
+    columns = config.block_n if config.block_n == 192 else config.columns
+    return config.math_warpgroups * 64 * columns * 2
 
 
 def gemm_parts_bytes(config: GemmConfig) -> int:
-    """What a tile's parts send one another, two warpgroups' shares of 8 columns x 128 threads in fp32."""
-    columns = config.block_n if config.block_m == 128 else config.block_m
-    return 2 * (config.parts - 1) * -(-columns // 8 // config.parts) * 2048
+    """What a tile's parts send one another, the warpgroups' shares of 8 columns x 128 threads in fp32."""
+    return config.math_warpgroups * (config.parts - 1) * -(-config.columns // 8 // config.parts) * 2048
 
 
 def gemm_smem_bytes(config: GemmConfig) -> int:
@@ -111,7 +134,7 @@ def gemm_smem_bytes(config: GemmConfig) -> int:
     return (
         BARRIER_BYTES
         + config.num_stages * gemm_stage_bytes(config.block_m, config.block_n)
-        + gemm_staging_bytes(config.block_m, config.block_n)
+        + gemm_staging_bytes(config)
         + gemm_parts_bytes(config)
     )
 
@@ -133,7 +156,7 @@ def _deepest(block_m: int, block_n: int, cluster: int = 1, shares: Shares = "ope
     Where warpgroups alternate an even number, so that each always has the same stages.
     """
     config = GemmConfig(block_m, block_n, 24 * 64 // block_n, cluster, shares)
-    while gemm_smem_bytes(config) > SMEM_CAPACITY or (block_n == 64 and config.num_stages % 2):
+    while gemm_smem_bytes(config) > SMEM_CAPACITY or (config.alternate and config.num_stages % 2):
         config = replace(config, num_stages=config.num_stages - 1)
     return config
 
@@ -146,16 +169,18 @@ def gemm_configs(layout: GemmLayout, k: int, batch_invariant: bool = False) -> t
     are the same for any `expected_m`, and batch-invariant ones for any number of rows. Neither do parts of K
     under 512 pay for adding them.
     """
-    configs = [_deepest(block_m, 128) for block_m in TOKEN_TILES]
+    upto_128 = TOKEN_TILES[:-1]
+    configs = [_deepest(block_m, 128) for block_m in upto_128] + [_deepest(64, 64)]
+    configs += [_deepest(128, block_n) for block_n in (64, 96, 192, 256)] + [_deepest(128, 256, 2)]
+    if layout != "m_indices":
+        configs += [_deepest(192, 96), _deepest(192, 128)]
     if layout == "dense" and not batch_invariant:
-        configs += [_deepest(block_m, 64) for block_m in TOKEN_TILES[:-1] if k >= 1024]
-        configs += [_deepest(128, 96, 2, "k")] if k >= 1024 else []
+        divided = [_deepest(block_m, 64) for block_m in (8, 16, 32)] + [_deepest(128, 96, 2, "k")]
         for split in (2, 3, 4):
-            configs += [_deepest(block_m, 128, split, "k") for block_m in TOKEN_TILES if k >= 512 * split]
-            configs += [
-                _deepest(block_m, 64, split, "k") for block_m in TOKEN_TILES[:-1] if k >= 1024 * split
-            ]
-    return (*configs, _deepest(128, 96), _deepest(128, 192), _deepest(128, 256), _deepest(128, 256, 2))
+            divided += [_deepest(block_m, 64, split, "k") for block_m in upto_128]
+            divided += [_deepest(block_m, 128, split, "k") for block_m in upto_128]
+        configs += [config for config in divided if k >= 512 * config.parts]
+    return tuple(configs)
 
 
 def parse_gemm_config(text: str, problem: GemmProblem) -> GemmConfig:

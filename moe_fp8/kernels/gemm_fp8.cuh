@@ -2,7 +2,7 @@
 // each 128 x 128 of B.
 //
 // The grid is persistent. In each CTA one warp walks its tiles, one feeds a ring of stages by TMA, one adds the weights'
-// scales, and two math warpgroups share every tile (mma/fragments.cuh says how).
+// scales, and two or three math warpgroups share every tile (mma/fragments.cuh says how).
 //
 // A cluster is either a pair of tiles with weights or tokens in common, which the CTAs take turns to load for both; or it
 // shares one tile along K: each CTA sums a part of K, and the parts are added in the order of rank, so that results repeat
@@ -71,20 +71,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
         }
     }
     __syncthreads();
-    // Before a CTA copies into the other's stages both must have their barriers. Parts of a sum come much later: there the
-    // producers go ahead, and wait at their end.
+    // Before a CTA copies into the other's stages both must have their barriers. Parts of a sum come much later: `meet_parts`.
     if constexpr (kCluster > 1) ptx::cluster_arrive();
     if constexpr (kPaired) ptx::cluster_wait();
 
     if (warp < 4) {
-        ptx::registers_release<40>();
+        ptx::registers_release<kMathWarpgroups <= 2 ? 40 : 32>();
         if (warp == 0) produce(p, shared);
         if (warp == 1) produce_scales(p, shared);
         if (warp == 2) walk_tiles(p, shared);
-        if constexpr (kSplitK) __syncwarp(), ptx::cluster_wait();
+        if (warp == 3) meet_parts();
     } else {
-        ptx::registers_acquire<232>();
-        if constexpr (kSplitK) ptx::cluster_wait();
+        ptx::registers_acquire<kMathWarpgroups <= 2 ? 232 : 160>();
+        meet_parts();
         consume(p, shared, warp / 4 - 1);
     }
 

@@ -38,7 +38,7 @@ class Accumulator {
             next_ ^= num_blocks & 1;
             if (mine > 0) run_block_by_block(mine, sum[0]);
         } else if (part.fragments == 1) {
-            if constexpr (kWaves == 1) {
+            if constexpr (kWaves == 1 && kMathWarpgroups <= 2) {
                 run_block_by_block(num_blocks, sum[0]);
             } else {
                 run_one_by_one(num_blocks, sum[0]);
@@ -96,7 +96,8 @@ class Accumulator {
         }
     }
 
-    // One fragment of a tile that could have two: its stages are few, so that each is handed back before the next is begun.
+    // One fragment of a tile that could have two: its stages are few, so that each is handed back before the next is begun. Or one
+    // of three warpgroups, which promote while the others multiply and have no registers for a second partial sum.
     DEVICE void run_one_by_one(int num_blocks, Sum& sum) {
         Sum partial;
         Scales scales;

@@ -8,7 +8,7 @@ namespace moe_fp8 {
 
 // Rows of a tile's tokens and weights that are copied.
 DEVICE int copied_tokens(const sched::Tile& tile) {
-    return kBlockM > kTokenBox && tile.end_row <= kTokenBox ? kTokenBox : kBlockM;
+    return kBlockM > kTokenBox ? max(align_up(tile.end_row, kTokenBox), kTokenBox) : kBlockM;
 }
 DEVICE int copied_weights(const sched::Tile& tile) { return kHalved ? tile.width : kBlockN; }
 
@@ -63,12 +63,23 @@ DEVICE void load_tokens(const GemmParams& p, Shared& shared, const sched::Tile& 
     load(common, p.a_scale, full, shared.token_scales[stage], tile.scale_row, scale_row, kHint);
 }
 
+// Where a cluster shares tiles along K its CTAs must meet before they send parts. The producers go ahead with what comes first.
+DEVICE void meet_parts() {
+    if constexpr (kSplitK) __syncwarp(), ptx::cluster_wait();
+}
+
 DEVICE void walk_tiles(const GemmParams& p, Shared& shared) {
     if constexpr (kLayout != sched::Layout::kDense) ptx::grid_dependency_wait();
     Walk walk(p.index, p.num_experts, p.m, p.n, cluster_rank());
     TileWriter writer(shared.tiles);
     sched::Tile tile;
-    while (walk.next(tile)) writer.push(tile);
+    bool met = false;
+    while (walk.next(tile)) {
+        writer.push(tile);
+        if (!met) meet_parts();
+        met = true;
+    }
+    if (!met) meet_parts();
     writer.finish();
 }
 
@@ -102,6 +113,7 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
                 if (ptx::elect_one()) load_tokens(p, shared, tile, rank, ring.slot, block);
             }
             waited = true;
+            meet_parts();
         }
 #pragma unroll 1
         for (; block < range.end; ++block, ring.step()) {
@@ -113,7 +125,7 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
             }
         }
     }
-    if (!waited) ptx::grid_dependency_wait(), ptx::launch_dependents();
+    if (!waited) ptx::grid_dependency_wait(), ptx::launch_dependents(), meet_parts();
     // Until the other CTA of a pair has released all stages here: its arrivals must find this CTA's barriers.
     for (int i = 0; kPaired && i < kStages; ++i, ring.step()) {
         ptx::barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
@@ -128,6 +140,7 @@ DEVICE void produce_scales(const GemmParams& p, Shared& shared) {
     const KRange range(p, cluster_rank());
     const int num_k_blocks = p.k / kBlockK, scale_rows = ceil_div(p.n, kBlockK);
     Ring ring;
+    meet_parts();
     while (const sched::Tile* tile = reader.next()) {
         const float* rows[kWeightScales];
         float next[kWeightScales];

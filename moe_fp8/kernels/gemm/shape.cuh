@@ -23,7 +23,7 @@ constexpr int kClusterK = kSplitK ? kCluster : 1;
 static_assert(!kPaired || kCluster == 2, "a pair");
 constexpr uint16_t kEveryone = (1 << kCluster) - 1;
 
-#if BLOCK_M == 128
+#if BLOCK_M >= 64
 using Fragments = mma::TokensOnM<kBlockM, kBlockN>;
 #else
 using Fragments = mma::WeightsOnM<kBlockM, kBlockN>;
@@ -32,9 +32,9 @@ constexpr int kWaves = Fragments::kWaves;
 constexpr int kScaleRows = mma::kScaleRows<kBlockN>;
 constexpr int kWeightScales = kBlockN / kScaleRows;  // of a tile
 
-constexpr int kMathWarpgroups = 2;
-// Tiles of 64 weight rows are one fragment: the warpgroups take alternate blocks of K.
-constexpr bool kAlternate = kBlockN == 64;
+constexpr int kMathWarpgroups = kBlockM == 64 ? kBlockN / 64 : kBlockM == 192 ? 3 : 2;
+// Tiles of 64 weight rows and few tokens are one fragment: the warpgroups take alternate blocks of K.
+constexpr bool kAlternate = kBlockN == 64 && kBlockM <= 32;
 // A warpgroup tells a stage's laps by parity, so it must see them all: stages whose laps went to one and the other could be
 // taken for full a lap early, when copies land out of order.
 static_assert(!kAlternate || kStages % kMathWarpgroups == 0, "see heuristics/tiles.py");

@@ -4,7 +4,7 @@
 //   WeightsOnM  few tokens: they are the columns, so that 8 tokens cost 8 columns and not 64 padded rows.
 //   TokensOnM   many tokens: a thread's rows are two tokens, so promotion needs two token scales and not one a column.
 //
-// Each of two warpgroups owns a part of the tile in kWaves fragments: 64 x kColumns, the last perhaps of fewer (kColumnsOf).
+// Each math warpgroup owns a part of the tile in kWaves fragments: 64 x kColumns, the last perhaps of fewer (kColumnsOf).
 // (Beside a promotion one of 192 takes the tensor core as long as one of 256.) `promote` is the second level of accumulation:
 // the tensor core's sum over 128 of K enters the fp32 sum times both scales.
 //
@@ -51,7 +51,7 @@ struct WeightsOnM {
     static constexpr int kColumnsOf = kColumns;
     static constexpr int kStagedTokens = kBlockM;
     static constexpr int kBoxRows = 64, kBoxBytes = 128, kBoxes = 1;
-    static_assert(kBlockM <= 64 && (kBlockN == 128 || kBlockN == 64), "64 weight rows for each warpgroup, or for both");
+    static_assert(kBlockM <= 32 && (kBlockN == 128 || kBlockN == 64), "64 weight rows for each warpgroup, or for both");
     using Sum = float[kColumns / 2];
 
     // Of the column groups [first, end).
@@ -126,19 +126,20 @@ struct WeightsOnM {
     }
 };
 
-// Where there are no more than 64 tokens, the warpgroups take the same ones and each its own half of 256 weight rows; of fewer
-// rows one of them rests.
+// In tiles of 64 tokens each warpgroup has 64 weight rows. Where the widest tiles have no more tokens, the warpgroups take the same
+// ones and each its own half of the weight rows; of half as many rows one of them rests.
 template <int kBlockM, int kBlockN>
 struct TokensOnM {
-    static constexpr int kColumns = kBlockN < 128 ? kBlockN : 128;
-    static constexpr int kWaves = ceil_div(kBlockN, kColumns);
+    static constexpr int kColumns = kBlockM == 64 ? 64 : kBlockN < 128 ? kBlockN : 128;
+    static constexpr int kWaves = kBlockM == 64 ? 1 : ceil_div(kBlockN, kColumns);
     template <int kWave>
     static constexpr int kColumnsOf = kBlockN - kWave * kColumns < kColumns ? kBlockN - kWave * kColumns : kColumns;
     static constexpr int kScaleColumns = kScaleRows<kBlockN>;
     static constexpr int kScales = kBlockN / kScaleColumns;
     static constexpr int kStagedTokens = 64;
     static constexpr int kBoxRows = kBlockN % 64 == 0 ? 64 : 32, kBoxBytes = kBoxRows * 2, kBoxes = kColumns / kBoxRows;
-    static_assert(kBlockM == 128 && kBlockN % 32 == 0 && kBlockN <= 256, "64 tokens for each warpgroup");
+    static_assert(kBlockM % 64 == 0 && kBlockN % 32 == 0 && kBlockN <= 256, "64 tokens for each warpgroup");
+    static_assert(kBlockM > 64 || kBlockN == 64 || kBlockN == 128, "or 64 weight rows");
     using Sum = float[kColumns / 2];
 
     // Of the column groups [first, end).
@@ -149,6 +150,7 @@ struct TokensOnM {
 
     // Of a tile of so many tokens and weight rows.
     static DEVICE Part part(int warpgroup, int tokens, int width) {
+        if (kBlockM == 64) return {0, warpgroup * 64, 1};
         if (kBlockN == 256 && width == kColumns) return {warpgroup * 64, 0, 1};
         return kBlockN == 256 && tokens <= 64 ? Part{0, warpgroup * kColumns, 1} : Part{warpgroup * 64, 0, kWaves};
     }

@@ -204,7 +204,7 @@ class TileWalk {
     static constexpr bool kGrouped = kLayout != Layout::kDense && kLayout != Layout::kMIndices;
     static constexpr int kGroupN = 8;
     static constexpr int kCtas = kPaired ? 2 : kClusterK;
-    static_assert(kSegmentAlignment % kBlockM == 0, "a tile must not cross a segment start");
+    static_assert(kLayout != Layout::kMIndices || kSegmentAlignment % kBlockM == 0, "a tile must not cross a segment start");
     using Division = sched::Division<kBlockM, kPaired>;
 
     // Of the rows [row, row + kBlockM): a tile lies within one 128-row block, that is within one segment, but padding may stand
