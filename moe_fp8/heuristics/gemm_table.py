@@ -1,8 +1,8 @@
 """Measured corrections to the choice of a GEMM tile: one JSON file a device, as `moe-fp8 tune` writes it.
 
 A row is one problem for which a config was faster than the cost model's choice. It serves every number of
-rows from its own down to the next that was measured ("above"). Everything else is left to the model: what
-has no row was not measured, or the model chose well.
+rows from its own down to the next that was measured or needs a smaller tile or fewer ("above"). Everything
+else is left to the model: what has no row was not measured, or the model chose well.
 """
 
 from __future__ import annotations

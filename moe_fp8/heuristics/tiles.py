@@ -82,9 +82,9 @@ class GemmConfig:
     @property
     def math_warpgroups(self) -> int:
         """Warpgroups that multiply (kMathWarpgroups)."""
-        if self.block_m == 64:
-            return self.block_n // 64
-        return 3 if self.block_m == 192 else 2
+        if self.block_m > 64:
+            return self.block_m // 64
+        return self.block_n // 64 if self.block_m == 64 else 2
 
     @property
     def threads(self) -> int:
@@ -119,7 +119,7 @@ def gemm_stage_bytes(block_m: int, block_n: int) -> int:
 
 
 def gemm_staging_bytes(config: GemmConfig) -> int:
-    """The math warpgroups' fragments as bf16, of 64 rows each; of tiles of 192 weight rows both (kStagedTogether)."""
+    """The math warpgroups' fragments as bf16, of 64 rows each; both of 192 weight rows (kStagedTogether)."""
     columns = config.block_n if config.block_n == 192 else config.columns
     return config.math_warpgroups * 64 * columns * 2
 

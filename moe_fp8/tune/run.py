@@ -18,7 +18,7 @@ from moe_fp8.jit.toolchain import nvrtc_version
 from moe_fp8.problems import selection_rows
 from moe_fp8.settings import settings
 from moe_fp8.specs import kernel_spec
-from moe_fp8.tune.table import Timing, check_writable, merge, read_rows, write_table
+from moe_fp8.tune.table import Timing, check_writable, merge, read_rows, rows_below, write_table
 from moe_fp8.tune.targets import Target, candidates
 from moe_fp8.tune.timing import fastest
 from moe_fp8.warmup.run import hopper_device
@@ -87,8 +87,7 @@ def _timings(
         for count in wanted:
             names = [str(config) for config in configs[count]]
             best, us, model_us = fastest(target, count, names)
-            # Fewer rows than half of the fewest that were timed are another matter.
-            yield Timing(target, count, last or count // 2, best, us, names[0], model_us)
+            yield Timing(target, count, max(last, rows_below(count)), best, us, names[0], model_us)
             last = count
 
 

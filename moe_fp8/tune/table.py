@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.heuristics import gemm_table
+from moe_fp8.heuristics import TOKEN_TILES, gemm_table
 from moe_fp8.tune.targets import Target
 
 #: A row is written where the best config takes less than the model's choice by more than this.
 LEAST_GAIN = 0.02
+
+
+def rows_below(rows: int) -> int:
+    """The most rows that need a smaller tile than `rows`, or fewer of 64: theirs is another matter."""
+    fewer = [tile for tile in TOKEN_TILES if tile < min(rows, 65)]
+    return (rows - 1) // 64 * 64 if rows > 64 else max(fewer, default=0)
 
 
 @dataclass(frozen=True)

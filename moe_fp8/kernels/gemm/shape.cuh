@@ -32,7 +32,8 @@ constexpr int kWaves = Fragments::kWaves;
 constexpr int kScaleRows = mma::kScaleRows<kBlockN>;
 constexpr int kWeightScales = kBlockN / kScaleRows;  // of a tile
 
-constexpr int kMathWarpgroups = kBlockM == 64 ? kBlockN / 64 : kBlockM == 192 ? 3 : 2;
+// One for each 64 tokens or, of 64, for each 64 weight rows; two for fewer tokens.
+constexpr int kMathWarpgroups = kBlockM > 64 ? kBlockM / 64 : kBlockM == 64 ? kBlockN / 64 : 2;
 // Tiles of 64 weight rows and few tokens are one fragment: the warpgroups take alternate blocks of K.
 constexpr bool kAlternate = kBlockN == 64 && kBlockM <= 32;
 // A warpgroup tells a stage's laps by parity, so it must see them all: stages whose laps went to one and the other could be
