@@ -114,14 +114,44 @@ def cost(config: GemmConfig, layout: GemmLayout, rows: int, n: int, k: int, expe
     return predict(config, layout, rows, n, k, experts, sms).microseconds
 
 
-def _units(config: GemmConfig, rows: float, columns: int) -> int:
-    """Tiles of an expert's rows, or pairs of them."""
-    tiles = -(-round(rows) // config.block_m)
-    return tiles // 2 * columns + tiles % 2 * -(-columns // 2) if config.pair > 1 else tiles * columns
+class _Tiling(NamedTuple):
+    """How experts' rows divide into tiles of one height: means of all experts, for one column of tiles.
+
+    A unit is a tile or a pair of them; `weight` is what the tiles take as parts of full ones, `heaviest` what
+    the greatest takes, and `busy` the part of the experts that have any.
+    """
+
+    tiles: float
+    busy: float
+    weight: float
+    heaviest: float
+    units: float
+    variance: float
+
+
+@cache
+def _tiling(block_m: int, single: float, rows: int, shares: _Shares, off: float) -> _Tiling:
+    """`single`: units of a tile that is left over from pairs; 0 where there are none."""
+
+    def units(rows: float) -> float:
+        tiles = -(-round(rows) // block_m)
+        return tiles // 2 + tiles % 2 * single if single else tiles
+
+    tiles = busy = weight = heaviest = mean = variance = 0.0
+    for share, part in shares:
+        whole, rest = divmod(round(rows * share), block_m)
+        last = _PARTLY.get((block_m, -(-rest // 64)), 1.0) if rest else 0.0
+        tiles += part * (whole + (rest > 0))
+        busy += part * (whole + rest > 0)
+        weight += part * (whole + last)
+        heaviest = max(heaviest, last, float(whole > 0))
+        mean += part * units(rows * share)
+        variance += part * ((units(rows * share * (1 + off)) - units(rows * share * (1 - off))) / 2) ** 2
+    return _Tiling(tiles, busy, weight, heaviest, mean, variance)
 
 
 def _rounds(config: GemmConfig, units: float, clusters: int) -> float:
-    whole, left = divmod(units, clusters)
+    whole, left = divmod(round(max(1.0, units), 6), clusters)  # a sum of shares is off by rounding
     if left:
         whole += _HALF if config.halved and 2 * left <= clusters else 1
     return max(1.0, whole)
@@ -132,41 +162,29 @@ def _predict(
 ) -> Prediction:
     """As `predict`, for experts' rows of given shares, which may be `off` by such a part of them."""
     columns = -(-n // config.block_n)
-    tiles_m = busy_experts = units = variance = weight = heaviest = 0.0
-    for share, part in shares:
-        count = round(rows * share)
-        whole, rest = divmod(count, config.block_m)
-        tiles_m += part * (whole + (rest > 0))
-        busy_experts += part * (count > 0)
-        units += part * _units(config, rows * share, columns)
-        more, less = (
-            _units(config, rows * share * (1 + off), columns),
-            _units(config, rows * share * (1 - off), columns),
-        )
-        variance += part * ((more - less) / 2) ** 2
-        last = _PARTLY.get((config.block_m, -(-rest // 64)), 1.0) if rest else 0.0
-        weight += part * (whole + last)
-        heaviest = max(heaviest, last, float(whole > 0))
-    tiles = max(1.0, experts * tiles_m) * columns
+    single = -(-columns // 2) / columns if config.pair > 1 else 0.0
+    tiling = _tiling(config.block_m, single, rows, shares, off)
+    tiles = max(1.0, experts * tiling.tiles) * columns
     at_once = max(1, _CLUSTERS_OF_132[config.split] * sms // 132)
     clusters = max(1, at_once // config.pair)
-    deviation = _LUCK * math.sqrt(experts * variance)
-    quantiles = _QUANTILES if deviation else (0.0,)
-    rounds = fmean(
-        _rounds(config, max(1.0, experts * units + quantile * deviation), clusters) for quantile in quantiles
+    units, deviation = (
+        experts * tiling.units * columns,
+        _LUCK * math.sqrt(experts * tiling.variance) * columns,
     )
+    quantiles = _QUANTILES if deviation else (0.0,)
+    rounds = sum(_rounds(config, units + one * deviation, clusters) for one in quantiles) / len(quantiles)
     # A round takes as long as its heaviest tile; with more of them each CTA gets some of all.
-    rounds = heaviest + (rounds - 1) * weight / tiles_m if tiles_m else 1.0
+    rounds = tiling.heaviest + (rounds - 1) * tiling.weight / tiling.tiles if tiling.tiles else 1.0
     block = _BLOCK[config.block_m, config.block_n]
     if config.pair > 1:
         block *= _PAIR
     stage = 128 * (config.block_m + config.block_n)
     block = max(block, stage / _SM_RATE)
-    read = experts * busy_experts * n * k / _MEMORY_RATE
+    read = experts * tiling.busy * n * k / _MEMORY_RATE
     if config.block_m < 128:
         block = max(block, stage * min(tiles, at_once) * config.split / _L2_RATE)
-        if busy_experts:
-            read *= 1 + _REREAD * (tiles_m / busy_experts - 1)
+        if tiling.busy:
+            read *= 1 + _REREAD * (tiling.tiles / tiling.busy - 1)
     busy = rounds * (-(-k // (128 * config.split)) * block + _TILE[config.block_m])
     extra = _PARTS[config.parts] + _PART_ELEMENT * config.block_m * config.block_n * (1 - 1 / config.parts)
     extra += _NEXT_ROUND * (rounds - 1) if config.split > 1 else 0.0
