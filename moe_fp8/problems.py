@@ -29,8 +29,8 @@ _EXACT_ROWS = 1024
 
 
 def selection_rows(rows: int) -> int:
-    """Rows as the choice of a GEMM kernel sees them: exact up to 1024, above in whole tiles of 128."""
-    return rows if rows <= _EXACT_ROWS else -(-rows // 128) * 128
+    """Rows as the choice of a GEMM kernel sees them: exact up to 1024, above in whole 64."""
+    return rows if rows <= _EXACT_ROWS else -(-rows // 64) * 64
 
 
 def selection_extent(size: int) -> int:

@@ -1,7 +1,7 @@
 """What a GEMM costs with each config, as far as a model can tell; only good for comparing configs.
 
-The constants were fitted to timings of about 200 shapes on one H200 (benchmarks/NOTES.md); times are in
-microseconds.
+The constants were fitted together to timings of about 1,400 shapes on H200s (benchmarks/NOTES.md), so that
+none of them by itself is a measured bandwidth or latency; times are in microseconds.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _predict(
     quantiles = _QUANTILES if deviation else (0.0,)
     rounds = sum(_rounds(config, units + one * deviation, clusters) for one in quantiles) / len(quantiles)
     # A round takes as long as its heaviest tile; with more of them each CTA gets some of all.
-    rounds = tiling.heaviest + (rounds - 1) * tiling.weight / tiling.tiles if tiling.tiles else 1.0
+    spent = tiling.heaviest + (rounds - 1) * tiling.weight / tiling.tiles if tiling.tiles else 1.0
     block = _BLOCK[config.block_m, config.block_n]
     if config.pair > 1:
         block *= _PAIR
@@ -185,7 +185,7 @@ def _predict(
         block = max(block, stage * min(tiles, at_once) * config.split / _L2_RATE)
         if tiling.busy:
             read *= 1 + _REREAD * (tiling.tiles / tiling.busy - 1)
-    busy = rounds * (-(-k // (128 * config.split)) * block + _TILE[config.block_m])
+    busy = spent * (-(-k // (128 * config.split)) * block + _TILE[config.block_m])
     extra = _PARTS[config.parts] + _PART_ELEMENT * config.block_m * config.block_n * (1 - 1 / config.parts)
     extra += _NEXT_ROUND * (rounds - 1) if config.split > 1 else 0.0
     return Prediction(_KERNEL + max(busy, read) + _OVERLAP * min(busy, read) + extra, tiles, rounds)

@@ -2,7 +2,7 @@
 // each 128 x 128 of B.
 //
 // The grid is persistent. In each CTA one warp walks its tiles, one feeds a ring of stages by TMA, one adds the weights'
-// scales, and two or three math warpgroups share every tile (mma/fragments.cuh says how).
+// scales, and one to three math warpgroups share every tile (mma/fragments.cuh says how).
 //
 // A cluster is either a pair of tiles with weights or tokens in common, which the CTAs take turns to load for both; or it
 // shares one tile along K: each CTA sums a part of K, and the parts are added in the order of rank, so that results repeat

@@ -67,6 +67,13 @@ def test_candidates_begin_with_the_models_choice(target: Target) -> None:
     assert all(len(set(tried)) == len(tried) for tried in (one, some, all_))
 
 
+@pytest.mark.parametrize(
+    "rows, below", [(1, 0), (8, 0), (9, 8), (33, 32), (64, 32), (65, 64), (128, 64), (129, 128), (192, 128)]
+)
+def test_a_row_does_not_reach_below_its_tile(rows: int, below: int) -> None:
+    assert table.rows_below(rows) == below
+
+
 def test_rows_that_gain_too_little_are_dropped() -> None:
     rows = table.merge([], [timing(DENSE, 1, 9.79), timing(DENSE, 8, 9.81, 1), timing(DENSE, 16, 10.0, 8)])
     assert [(row["rows"], row["us"], row["above"]) for row in rows] == [(1, 9.79, 0)]
@@ -130,13 +137,13 @@ def test_tune_writes_what_gains(
     gpu: list[tuple[Target, int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "table.json"
-    arguments = ["tune", "--shape", "dense:4096:7168", "--rows", "64,16,8", "--out", str(out), "--json"]
+    arguments = ["tune", "--shape", "dense:4096:7168", "--rows", "64,40,16,8", "--out", str(out), "--json"]
     assert cli.main(arguments) == 0
     told = json.loads(capsys.readouterr().out)
-    assert gpu == [(DENSE, 8), (DENSE, 16), (DENSE, 64)]
+    assert gpu == [(DENSE, 8), (DENSE, 16), (DENSE, 40), (DENSE, 64)]
     written = json.loads(out.read_text())
-    assert told == {"table": str(out), "timed": 3, "rows": written["rows"]}
-    assert [(row["rows"], row["above"]) for row in written["rows"]] == [(8, 0), (64, 32)]
+    assert told == {"table": str(out), "timed": 4, "rows": written["rows"]}
+    assert [(row["rows"], row["above"]) for row in written["rows"]] == [(8, 0), (40, 32), (64, 40)]
     assert set(written) == {"device", "driver", "cuda", "torch", "date", "rows"}
     assert written["device"] == "NVIDIA H200"
 

@@ -43,8 +43,8 @@ def _case(layout: str, rows: Sequence[int], n: int, k: int) -> cases.GemmCase:
 
 
 def _needs(layout: str, config: str) -> None:
-    if config not in map(str, gemm_configs(layout, 4096)):
-        pytest.skip(f"{layout} has no {config}")
+    if layout == "m_indices" and config.startswith("192x"):
+        pytest.skip("segments of m_indices start at any 128th row")
 
 
 def _valid(case: cases.GemmCase, out: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ def test_repeats_twenty_times(layout: str, config: str) -> None:
         assert torch.equal(_valid(case, _grouped(case, config)), first)
 
 
-@pytest.mark.parametrize("config", ["8x64/2k", "64x64", "64x64/3k", "128x64/3k", "128x128/3k", "64x128/2k"])
+@pytest.mark.parametrize("config", ["8x64/2k", "32x64", "64x64/3k", "128x64/3k", "128x128/3k", "64x128/2k"])
 def test_divided_sums_repeat_twenty_times(config: str) -> None:
     case = cases.dense_case(int(config.split("x")[0]) - 3, 2112, 7168, "cuda")
     first = _dense(case, config)
@@ -146,7 +146,7 @@ def test_last_rounds_of_many_experts(layout: str) -> None:
 
 
 @pytest.mark.parametrize("m", [50, 180])
-@pytest.mark.parametrize("config", ["128x128/2k", "128x128/3k", "128x128/4k", "128x64/2k", "64x64/2k"])
+@pytest.mark.parametrize("config", ["128x128/2k", "128x128/3k", "128x128/4k", "128x64/2k"])
 def test_divided_tiles_of_which_a_warpgroup_owns_nothing(m: int, config: str) -> None:
     # The last tile of each column has at most 64 rows; every cluster takes several tiles.
     case = cases.dense_case(m, 8192, 2048, "cuda")
@@ -185,8 +185,9 @@ def test_small(layout: str, config: str) -> None:
     "config, n, k",
     [
         ("8x64", 64, 3200),
-        ("64x64", 8960, 1408),
-        ("64x64/2k", 64, 2944),
+        ("32x64", 8960, 1920),
+        ("64x64", 64, 1792),
+        ("64x64/2k", 64, 3328),
         ("128x64/2k", 64, 2944),
         ("8x128", 320, 2560),
         ("128x96", 320, 1280),
@@ -196,7 +197,7 @@ def test_small(layout: str, config: str) -> None:
     ],
 )
 def test_small_of_more_blocks_than_stages(config: str, n: int, k: int) -> None:
-    # With 64x64 some CTAs take two tiles.
+    # With 32x64 some CTAs take two tiles.
     case = cases.dense_case(20, n, k, "cuda")
     cases.check_gemm(case, _dense(case, config))
 

@@ -63,8 +63,8 @@ DEVICE void load_tokens(const GemmParams& p, Shared& shared, const sched::Tile& 
     load(common, p.a_scale, full, shared.token_scales[stage], tile.scale_row, scale_row, kHint);
 }
 
-// Where a cluster shares tiles along K, its CTAs must meet before they send parts: every warp comes here once. Producers do so when
-// their first work is done, not at their end, which math warps may be needed for.
+// Where a cluster shares tiles along K, its CTAs must meet before they send parts: every warp comes here once. The walk does when its
+// first tile is on its way, the copies when their first stages are: not at their end, which math warps may be needed for.
 DEVICE void meet_parts() {
     if constexpr (kSplitK) __syncwarp(), ptx::cluster_wait();
 }

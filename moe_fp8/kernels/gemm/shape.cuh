@@ -46,6 +46,7 @@ constexpr int kColumnGroups = Fragments::kColumns / 8;
 constexpr int kMostShare = ceil_div(kColumnGroups, kParts);
 static_assert(kParts == 1 || kWaves == 1, "one fragment");
 static_assert(NUM_THREADS == kWarpgroup * (1 + kMathWarpgroups), "one producer warpgroup");
+static_assert(kMathWarpgroups <= 2 || (kMathWarpgroups == 3 && kWaves == 1), "registers: see gemm_fp8.cuh");
 
 // The widest tiles come in halves, too.
 constexpr bool kHalved = kBlockN == 256;
@@ -76,7 +77,7 @@ struct Shared {
     float weight_scales[kStages][kWeightScales];
     Tiles tiles;
     ptx::Barrier parts_full[kMathWarpgroups];  // the others' parts have come
-    // All who get parts from this warpgroup have read them: the same one of every CTA (the other may have no tokens, and so no
+    // All who get parts from this warpgroup have read them: the same one of every CTA (another may have no tokens, and so no
     // parts) or, if they alternate, both, which share the first.
     ptx::Barrier parts_free[kMathWarpgroups];
     ptx::Barrier full[kStages];
