@@ -29,7 +29,7 @@ _EXACT_ROWS = 1024
 
 
 def selection_rows(rows: int) -> int:
-    """Rows as the choice of a GEMM kernel sees them: exact up to 1024, above in whole 64."""
+    """Rows as the choice of a GEMM kernel sees them: exact up to 1024, then rounded up to multiples of 64."""
     return rows if rows <= _EXACT_ROWS else -(-rows // 64) * 64
 
 

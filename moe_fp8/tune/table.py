@@ -20,8 +20,9 @@ LEAST_GAIN = 0.02
 
 def rows_below(rows: int) -> int:
     """The most rows that need a smaller tile than `rows`, or fewer of 64: theirs is another matter."""
-    fewer = [tile for tile in TOKEN_TILES if tile < min(rows, 65)]
-    return (rows - 1) // 64 * 64 if rows > 64 else max(fewer, default=0)
+    if rows > 64:
+        return (rows - 1) // 64 * 64
+    return max((tile for tile in TOKEN_TILES if tile < rows), default=0)
 
 
 @dataclass(frozen=True)
