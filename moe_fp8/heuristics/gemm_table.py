@@ -1,8 +1,9 @@
 """Measured corrections to the choice of a GEMM tile: one JSON file a device, as `moe-fp8 tune` writes it.
 
 A row is one problem for which a config was faster than the cost model's choice. It serves every number of
-rows from its own down to the next that was measured or needs a smaller tile or fewer ("above"). Everything
-else is left to the model: what has no row was not measured, or the model chose well.
+rows from its own down to the next that was measured or needs a smaller tile or fewer ("above"), and of a
+grouped problem every layout, since they all cost the same. Everything else is left to the model: what has no
+row was not measured, or the model chose well.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ DEVICES = {"h100": "H100", "h200": "H200"}
 
 _FOLDER = Path(__file__).parent / "tuned"
 
-#: Layout, N, K and experts.
-Key = tuple[str, int, int, int]
+#: Whether it is grouped, N, K and experts.
+Key = tuple[bool, int, int, int]
 
 #: (rows, above, config), ascending.
 _Rows = tuple[tuple[int, int, str], ...]
@@ -46,8 +47,12 @@ def devices() -> tuple[str, ...]:
 
 
 def row_key(row: dict[str, Any]) -> Key:
-    """The problem of a table's row, less its number of rows."""
-    return row["layout"], row["n"], row["k"], row["num_experts"]
+    """What a table's row is found by, beside its number of rows."""
+    return _key(row["layout"], row["n"], row["k"], row["num_experts"])
+
+
+def _key(layout: str, n: int, k: int, num_experts: int) -> Key:
+    return layout != "dense", n, k, num_experts
 
 
 @cache
@@ -70,7 +75,7 @@ def find_row(problem: GemmProblem) -> tuple[int, int, GemmConfig] | None:
     """(rows, above, config) of the table's row that `lookup` takes its answer from."""
     if problem.batch_invariant or problem.expected_m is None:
         return None
-    found = _table(problem.device).get((problem.layout, problem.n, problem.k, problem.num_experts))
+    found = _table(problem.device).get(_key(problem.layout, problem.n, problem.k, problem.num_experts))
     if found is None:
         return None
     at = bisect_left(found, (problem.expected_m,))
@@ -80,4 +85,4 @@ def find_row(problem: GemmProblem) -> tuple[int, int, GemmConfig] | None:
     try:
         return rows, above, parse_gemm_config(text, problem)
     except ConfigError:
-        return None  # measured on all SMs, and the problem has fewer than its cluster
+        return None  # measured on more SMs, or in a layout with more tiles

@@ -24,7 +24,7 @@ from moe_fp8.ops.cuda_indexer import (
     paged_mqa_logits,
     paged_mqa_logits_metadata,
 )
-from moe_fp8.ops.keys import Key
+from moe_fp8.ops.keys import Call
 from moe_fp8.ops.launch import repeat
 from moe_fp8.problems import GemmLayout, GemmProblem, QuantizeProblem
 from moe_fp8.settings import settings
@@ -117,7 +117,7 @@ def gemm(
     index: Tensor | None,
     expected_m: int | None,
     config: str | None = None,
-    key: Key | None = None,
+    call: Call | None = None,
 ) -> None:
     """Dense and grouped GEMM; a [M,K] or [E,Mmax,K], b [N,K] or [E,N,K], out [..., N]."""
     device = a.get_device()
@@ -150,14 +150,14 @@ def gemm(
         k,
         num_experts,
     )
-    launch.launch(plan.spec, plan.grid, device, block, key)
+    launch.launch(plan.spec, plan.grid, device, block, call)
 
 
 #: Rows that one block of the quantiser takes at once, and blocks that share an SM.
 _QUANTIZE_ROWS, _QUANTIZE_BLOCKS_PER_SM = 16, 8
 
 
-def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool, key: Key | None = None) -> None:
+def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool, call: Call | None = None) -> None:
     """x [M,K] -> q [M,K] fp8 and scale [M,K/128] MN-major."""
     device = x.get_device()
     num_sms = launch.num_sms(device)
@@ -166,4 +166,4 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool, key: Key |
     block = launch.new_block(_QUANTIZE)
     _QUANTIZE.pack_into(block.buffer, 0, x.data_ptr(), q.data_ptr(), scale.data_ptr(), k, (m + 3) & -4, m, k)
     tiles = -(-m // _QUANTIZE_ROWS) * (k >> 7)
-    launch.launch(spec, min(tiles, num_sms * _QUANTIZE_BLOCKS_PER_SM), device, block, key)
+    launch.launch(spec, min(tiles, num_sms * _QUANTIZE_BLOCKS_PER_SM), device, block, call)

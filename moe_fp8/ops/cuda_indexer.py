@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_fp8 import heuristics
 from moe_fp8.jit.tensor_map import encode_2d, encode_tiled
 from moe_fp8.ops import launch
-from moe_fp8.ops.keys import Key
+from moe_fp8.ops.keys import Call
 from moe_fp8.problems import (
     IndexerCacheProblem,
     IndexerTopkProblem,
@@ -42,7 +42,7 @@ def mqa_logits(
     compressed: bool,
     fill: bool,
     whole: tuple[int, int],
-    key: Key | None = None,
+    call: Call | None = None,
 ) -> None:
     """Prefill indexer logits; q [M,H,D], k [N,D], weights [M,H], out [M, N or max_seqlen_k].
 
@@ -83,7 +83,7 @@ def mqa_logits(
         items,
         division.even,
     )
-    launch.launch(spec, num_sms if division.even else items, device, block, key)
+    launch.launch(spec, num_sms if division.even else items, device, block, call)
 
 
 def paged_mqa_logits_metadata(
@@ -92,7 +92,7 @@ def paged_mqa_logits_metadata(
     num_workers: int,
     next_n: int,
     out: Tensor,
-    key: Key | None = None,
+    call: Call | None = None,
 ) -> None:
     """Schedule of the paged logits; context_lens [B] or [B,next_n], out [num_workers + 1, 2]."""
     device = context_lens.get_device()
@@ -109,7 +109,7 @@ def paged_mqa_logits_metadata(
         batch,
         num_workers,
     )
-    launch.launch(spec, 1, device, block, key)
+    launch.launch(spec, 1, device, block, call)
 
 
 def paged_mqa_logits(
@@ -120,7 +120,7 @@ def paged_mqa_logits(
     block_table: Tensor,
     metadata: Tensor,
     out: Tensor,
-    key: Key | None = None,
+    call: Call | None = None,
 ) -> None:
     """Decode indexer logits; q [B,next_n,H,D], kv_cache [pages,block,1,D+4], out [B*next_n, width]."""
     device = q.get_device()
@@ -156,11 +156,11 @@ def paged_mqa_logits(
         # The kernel works up to here whatever the lengths say, and so reads no page past the table.
         min(out.shape[1], block_table.shape[1] * page_size),
     )
-    launch.launch(spec, metadata.shape[0] - 1, device, block, key)
+    launch.launch(spec, metadata.shape[0] - 1, device, block, call)
 
 
 def indexer_quantize_and_cache(
-    k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool, key: Key | None = None
+    k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool, call: Call | None = None
 ) -> None:
     """k [T,D] -> slots slot_mapping [T] of kv_cache [pages,block,1,D+4]."""
     device = k.get_device()
@@ -184,7 +184,7 @@ def indexer_quantize_and_cache(
         slot_mapping.dtype is torch.int64,
     )
     # Eight values of a row are one thread's.
-    launch.launch(spec, -(-rows * dim // (spec.num_threads * 8)), device, block, key)
+    launch.launch(spec, -(-rows * dim // (spec.num_threads * 8)), device, block, call)
 
 
 def indexer_topk(
@@ -197,7 +197,7 @@ def indexer_topk(
     values: Tensor | None,
     first_column: int,
     carried: Tensor | None,
-    key: Key | None = None,
+    call: Call | None = None,
 ) -> None:
     """logits [M,N] -> out [M,k], values [M,k] or None; starts and ends [M], carried [M,W] or None."""
     device = logits.get_device()
@@ -220,4 +220,4 @@ def indexer_topk(
         first_column,
         0 if carried is None else carried.shape[1],
     )
-    launch.launch(spec, rows * spec.cluster_size, device, block, key)
+    launch.launch(spec, rows * spec.cluster_size, device, block, call)

@@ -1,155 +1,54 @@
-"""Keys of calls: every attribute of its arguments that a call's checks and its launch look at.
+"""Calls as the launches that are remembered tell them apart.
 
-Calls of equal keys pass the same checks and launch the same kernel with the same parameters, so that only
-the first need be checked and prepared. Contents of tensors are no part of a key: neither checks nor launches
-read them. Reading each attribute once (40 to 90 ns) and looking the key up (0.3 us) is the least that a
-call costs without trusting the identity of tensors, whose attributes can change in place.
+Two calls of the same op with the same scalars, addresses and tensor attributes pass the same checks and
+launch the same kernel with the same parameters, so that only the first need be checked and prepared.
+Contents of tensors are no part of this: neither checks nor launches read them. Nor is the identity of
+tensors, whose attributes can change in place.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-#: The first item is the op or, of a GEMM, the layout.
+try:
+    # One call in C++ for all attributes of all tensors; reading them one by one takes four times as long.
+    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
+except ImportError:  # it is torch.compile's own, and may go
+    _TensorGuards = None  # type: ignore[assignment, misc]
+
+#: A call's terms, the first tensor's shape, every tensor's address.
 Key: TypeAlias = tuple[object, ...]
 
 
-def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Key:
-    """The key of `quantize_fp8`."""
-    return (
-        "quantize", power_of_two,
-        x.shape, q.shape, scale.shape,
-        x.is_contiguous(), q.is_contiguous(), scale.stride(),
-        x.dtype, q.dtype, scale.dtype,
-        x.get_device(), q.get_device(), scale.get_device(),
-        x.data_ptr(), q.data_ptr(), scale.data_ptr(),
-    )  # fmt: skip
+class Call(NamedTuple):
+    """One call of an op: its terms, and every tensor that is given.
+
+    Terms are the op or, of a GEMM, the layout; its scalars; and shapes that change from call to call where
+    addresses do not, as of a cache that grows, other than those of the first tensor. Which tensors are given
+    must follow from the terms or from how many there are.
+    """
+
+    terms: tuple[object, ...]
+    tensors: tuple[Tensor, ...]
+
+    def key(self) -> Key:
+        """What a launch is looked up by, before `attributes_like` has the last word."""
+        return (*self.terms, self.tensors[0].shape, *map(Tensor.data_ptr, self.tensors))
 
 
-def indexer_quantize_and_cache(k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool) -> Key:
-    """The key of `indexer_quantize_and_cache`."""
-    return (
-        "indexer_quantize_and_cache", power_of_two,
-        k.shape, kv_cache.shape, slot_mapping.shape,
-        k.stride(), kv_cache.stride(), slot_mapping.is_contiguous(),
-        k.dtype, kv_cache.dtype, slot_mapping.dtype,
-        k.get_device(), kv_cache.get_device(), slot_mapping.get_device(),
-        k.data_ptr(), kv_cache.data_ptr(), slot_mapping.data_ptr(),
-    )  # fmt: skip
+def attributes_like(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
+    """A function of as many tensors: whether type, dtype, device, shape and strides are those of `tensors`.
+
+    It may say no where they are, for example outside of the inference mode that it was made in.
+    """
+    if _TensorGuards is None:
+        expected = [_attributes(tensor) for tensor in tensors]
+        return lambda *others: expected == [_attributes(tensor) for tensor in others]
+    return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
-def indexer_topk(
-    logits: Tensor,
-    k: int,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    by_value: bool,
-    out: Tensor,
-    values: Tensor | None,
-    first_column: int,
-    carried: Tensor | None,
-) -> Key:
-    """The key of `indexer_topk`."""
-    return (
-        "indexer_topk", k, by_value, first_column, _of(starts), _of(ends), _of(values), _of(carried),
-        logits.shape, out.shape,
-        logits.stride(), out.is_contiguous(),
-        logits.dtype, out.dtype,
-        logits.get_device(), out.get_device(),
-        logits.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
-
-
-def _of(tensor: Tensor | None) -> Key:
-    """A contiguous argument that may be left away."""
-    if tensor is None:
-        return ()
-    return (tensor.shape, tensor.is_contiguous(), tensor.dtype, tensor.get_device(), tensor.data_ptr())
-
-
-def gemm(
-    layout: str,
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    out: Tensor,
-    index: Tensor | None,
-    expected_m: int | None,
-    config: str | None,
-) -> Key:
-    """The key of a GEMM of any layout."""
-    return (
-        layout, expected_m, config, _of(index),
-        a.shape, a_scale.shape, b.shape, b_scale.shape, out.shape,
-        a.is_contiguous(), a_scale.stride(), b.is_contiguous(), b_scale.is_contiguous(), out.is_contiguous(),
-        a.dtype, a_scale.dtype, b.dtype, b_scale.dtype, out.dtype,
-        a.get_device(), a_scale.get_device(), b.get_device(), b_scale.get_device(), out.get_device(),
-        a.data_ptr(), a_scale.data_ptr(), b.data_ptr(), b_scale.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
-
-
-def mqa_logits(
-    q: Tensor,
-    k: Tensor,
-    k_scale: Tensor,
-    weights: Tensor,
-    ks: Tensor,
-    ke: Tensor,
-    out: Tensor,
-    compressed: bool,
-    fill: bool,
-    whole_queries: int,
-    whole_keys: int,
-) -> Key:
-    """The key of `mqa_logits_fp8`."""
-    return (
-        "mqa_logits", compressed, fill, whole_queries, whole_keys,
-        q.shape, k.shape, k_scale.shape, weights.shape, ks.shape, ke.shape, out.shape,
-        q.is_contiguous(), k.is_contiguous(), k_scale.is_contiguous(), weights.is_contiguous(),
-        ks.is_contiguous(), ke.is_contiguous(), out.stride(),
-        q.dtype, k.dtype, k_scale.dtype, weights.dtype, ks.dtype, ke.dtype, out.dtype,
-        q.get_device(), k.get_device(), k_scale.get_device(), weights.get_device(),
-        ks.get_device(), ke.get_device(), out.get_device(),
-        q.data_ptr(), k.data_ptr(), k_scale.data_ptr(), weights.data_ptr(),
-        ks.data_ptr(), ke.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
-
-
-def paged_mqa_logits_metadata(context_lens: Tensor, block_size: int, next_n: int, out: Tensor) -> Key:
-    """The key of `paged_mqa_logits_metadata`."""
-    return (
-        "paged_mqa_logits_metadata", block_size, next_n,
-        context_lens.shape, out.shape,
-        context_lens.is_contiguous(), out.is_contiguous(),
-        context_lens.dtype, out.dtype,
-        context_lens.get_device(), out.get_device(),
-        context_lens.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
-
-
-def paged_mqa_logits(
-    q: Tensor,
-    kv_cache: Tensor,
-    weights: Tensor,
-    context_lens: Tensor,
-    block_table: Tensor,
-    metadata: Tensor,
-    out: Tensor,
-) -> Key:
-    """The key of `paged_mqa_logits_fp8`."""
-    return (
-        "paged_mqa_logits",
-        q.shape, kv_cache.shape, weights.shape, context_lens.shape,
-        block_table.shape, metadata.shape, out.shape,
-        q.is_contiguous(), kv_cache.stride(), weights.is_contiguous(), context_lens.is_contiguous(),
-        block_table.stride(), metadata.is_contiguous(), out.stride(),
-        q.dtype, kv_cache.dtype, weights.dtype, context_lens.dtype,
-        block_table.dtype, metadata.dtype, out.dtype,
-        q.get_device(), kv_cache.get_device(), weights.get_device(), context_lens.get_device(),
-        block_table.get_device(), metadata.get_device(), out.get_device(),
-        q.data_ptr(), kv_cache.data_ptr(), weights.data_ptr(), context_lens.data_ptr(),
-        block_table.data_ptr(), metadata.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
+def _attributes(tensor: Tensor) -> tuple[object, ...]:
+    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()

@@ -1,12 +1,13 @@
-"""Launches: a loaded kernel on the current stream, remembered by the call's key.
+"""Launches: a loaded kernel on the current stream, remembered for the call.
 
-Nothing here waits for the device, reads device data or allocates. Given the call's key a launch is
-remembered, and `repeat` makes it again without checks or preparation.
+Nothing here waits for the device, reads device data or allocates. Given the call a launch is remembered, and
+`repeat` makes it again without checks or preparation.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from moe_fp8.errors import UnsupportedError
 from moe_fp8.heuristics import gemm_table
 from moe_fp8.jit.driver import LoadedKernel, ParamBlock, device_info
 from moe_fp8.jit.runtime import get_kernel
-from moe_fp8.ops.keys import Key
+from moe_fp8.ops.keys import Call, Key, attributes_like
 from moe_fp8.problems import InDtype
 from moe_fp8.specs import KernelSpec
 
@@ -32,8 +33,12 @@ _current_device = torch._C._cuda_getDevice
 
 
 class _Launch(NamedTuple):
-    """A launch in full but for the stream; read-only, so that threads may share it."""
+    """A launch in full but for the stream; read-only, so that threads may share it.
 
+    `same` tells whether tensors have the attributes of those that it was made for.
+    """
+
+    same: Callable[..., bool]
     kernel: LoadedKernel
     grid: int
     device: int
@@ -64,15 +69,17 @@ def table(device: int) -> str:
     return gemm_table.device_of(device_info(device).name)
 
 
-def repeat(key: Key) -> bool:
-    """Launch what was launched for a call of this key; False if there was none.
+def repeat(call: Call) -> bool:
+    """Launch what was launched for such a call before; False if nothing was.
 
     Such a call has passed the checks: ask before them.
     """
-    launch = _launches.get(key)
+    launch = _launches.get(call.key())
     if launch is None:
         return False
-    kernel, grid, device, block = launch
+    same, kernel, grid, device, block = launch
+    if not same(*call.tensors):
+        return False
     if device == _current_device():
         kernel.launch(grid, _raw_stream(device), block)
     else:
@@ -81,17 +88,17 @@ def repeat(key: Key) -> bool:
     return True
 
 
-def launch(spec: KernelSpec, grid: int, device: int, block: ParamBlock, key: Key | None) -> None:
-    """Launch the kernel of `spec`, loading it if need be; remember it under `key`."""
+def launch(spec: KernelSpec, grid: int, device: int, block: ParamBlock, call: Call | None) -> None:
+    """Launch the kernel of `spec`, loading it if need be; remember it for `call`."""
     if device != _current_device():
         with torch.cuda.device(device):
-            return launch(spec, grid, device, block, key)
+            return launch(spec, grid, device, block, call)
     kernel = get_kernel(spec)
     kernel.launch(grid, _raw_stream(device), block)
-    if key is not None:
+    if call is not None:
         if len(_launches) >= _MAX_LAUNCHES:
             _launches.clear()
-        _launches[key] = _Launch(kernel, grid, device, block)
+        _launches[call.key()] = _Launch(attributes_like(call.tensors), kernel, grid, device, block)
 
 
 def new_block(layout: struct.Struct) -> ParamBlock:

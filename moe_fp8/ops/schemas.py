@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_fp8.ops import checks, checks_cache, checks_logits, checks_topk, contracts, keys, reference, scales
+from moe_fp8.ops import checks, checks_cache, checks_logits, checks_topk, contracts, reference, scales
+from moe_fp8.ops.keys import Call
 
 _DEFINITIONS = (
     "quantize_fp8(Tensor x, Tensor(a!) q, Tensor(b!) scale, bool power_of_two) -> ()",
@@ -52,16 +53,18 @@ def _cuda() -> ModuleType:
 
 
 def _quantize_fp8(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
-    key = keys.quantize(x, q, scale, power_of_two) if x.is_cuda else None
-    if key is not None and _cuda().repeat(key):
-        return
+    call = None
+    if x.is_cuda:
+        call = Call(("quantize", power_of_two), (x, q, scale))
+        if _cuda().repeat(call):
+            return
     checks.quantize(x, q, scale)
     if x.shape[0] == 0:
         return
     if not x.is_cuda:
         reference.quantize(x, q, scale, power_of_two)
     elif scales.is_mn_major(scale):
-        _cuda().quantize(x, q, scale, power_of_two, key)
+        _cuda().quantize(x, q, scale, power_of_two, call)
     else:
         # torch's functionalisation may replace an output by a clone, which drops the padding of its stride.
         padded = scales.empty_mn_major(scale.shape[0], scale.shape[1], scale)
@@ -72,10 +75,10 @@ def _quantize_fp8(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> No
 def _indexer_quantize_and_cache(
     k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool
 ) -> None:
-    key = None
+    call = None
     if k.is_cuda and not contracts.enabled(k):
-        key = keys.indexer_quantize_and_cache(k, kv_cache, slot_mapping, power_of_two)
-        if _cuda().repeat(key):
+        call = Call(("indexer_quantize_and_cache", power_of_two), (k, kv_cache, slot_mapping))
+        if _cuda().repeat(call):
             return
     checks_cache.indexer_quantize_and_cache(k, kv_cache, slot_mapping)
     if contracts.enabled(k):
@@ -83,7 +86,7 @@ def _indexer_quantize_and_cache(
     if k.shape[0] == 0 or kv_cache.shape[0] == 0:
         return
     if k.is_cuda:
-        _cuda().indexer_quantize_and_cache(k, kv_cache, slot_mapping, power_of_two, key)
+        _cuda().indexer_quantize_and_cache(k, kv_cache, slot_mapping, power_of_two, call)
     else:
         reference.indexer_quantize_and_cache(k, kv_cache, slot_mapping, power_of_two)
 
@@ -99,10 +102,13 @@ def _indexer_topk(
     first_column: int = 0,
     carried: Tensor | None = None,
 ) -> None:
-    key = None
+    call = None
     if logits.is_cuda and not contracts.enabled(logits):
-        key = keys.indexer_topk(logits, k, starts, ends, by_value, out, values, first_column, carried)
-        if _cuda().repeat(key):
+        optional = starts, ends, values, carried
+        given = [tensor is not None for tensor in optional]
+        terms = "indexer_topk", k, by_value, first_column, *given
+        call = Call(terms, (logits, out, *(tensor for tensor in optional if tensor is not None)))
+        if _cuda().repeat(call):
             return
     checks_topk.indexer_topk(logits, k, starts, ends, out, values, first_column, carried)
     if contracts.enabled(logits):
@@ -110,7 +116,7 @@ def _indexer_topk(
     if logits.shape[0] == 0:
         return
     if logits.is_cuda:
-        _cuda().indexer_topk(logits, k, starts, ends, by_value, out, values, first_column, carried, key)
+        _cuda().indexer_topk(logits, k, starts, ends, by_value, out, values, first_column, carried, call)
     else:
         reference.indexer_topk(logits, k, starts, ends, by_value, out, values, first_column, carried)
 
@@ -118,17 +124,19 @@ def _indexer_topk(
 def _gemm_fp8(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, config: str | None = None
 ) -> None:
-    key = keys.gemm("dense", a, a_scale, b, b_scale, out, None, None, config) if a.is_cuda else None
-    if key is not None and _cuda().repeat(key):
-        return
+    call = None
+    if a.is_cuda:
+        call = Call(("dense", config), (a, a_scale, b, b_scale, out))
+        if _cuda().repeat(call):
+            return
     mn_major = checks.gemm(a, a_scale, b, b_scale, out)
     if config is not None:
         checks.gemm_config("dense", a, b, config)
     if out.numel() == 0:
         return
     if a.is_cuda:
-        key = key if mn_major is a_scale else None
-        _cuda().gemm("dense", a, mn_major, b, b_scale, out, None, None, config, key)
+        call = call if mn_major is a_scale else None
+        _cuda().gemm("dense", a, mn_major, b, b_scale, out, None, None, config, call)
     else:
         reference.gemm(a, mn_major, b, b_scale, out)
 
@@ -144,10 +152,10 @@ def _grouped_gemm_fp8_contiguous(
     out: Tensor,
     config: str | None = None,
 ) -> None:
-    key = None
+    call = None
     if a.is_cuda and not contracts.enabled(a):
-        key = keys.gemm(layout, a, a_scale, b, b_scale, out, index, expected_m, config)
-        if _cuda().repeat(key):
+        call = Call((layout, expected_m, config), (a, a_scale, b, b_scale, out, index))
+        if _cuda().repeat(call):
             return
     mn_major = checks.gemm_contiguous(layout, a, a_scale, b, b_scale, index, out)
     if config is not None:
@@ -157,8 +165,8 @@ def _grouped_gemm_fp8_contiguous(
     if out.numel() == 0 or b.shape[0] == 0:
         return
     if a.is_cuda:
-        key = key if mn_major is a_scale else None
-        _cuda().gemm(layout, a, mn_major, b, b_scale, out, index, expected_m, config, key)
+        call = call if mn_major is a_scale else None
+        _cuda().gemm(layout, a, mn_major, b, b_scale, out, index, expected_m, config, call)
     else:
         reference.gemm_contiguous(layout, a, mn_major, b, b_scale, index, out)
 
@@ -173,10 +181,10 @@ def _grouped_gemm_fp8_masked(
     out: Tensor,
     config: str | None = None,
 ) -> None:
-    key = None
+    call = None
     if a.is_cuda and not contracts.enabled(a):
-        key = keys.gemm("masked", a, a_scale, b, b_scale, out, masked_m, expected_m, config)
-        if _cuda().repeat(key):
+        call = Call(("masked", expected_m, config), (a, a_scale, b, b_scale, out, masked_m))
+        if _cuda().repeat(call):
             return
     mn_major = checks.gemm_masked(a, a_scale, b, b_scale, masked_m, out)
     if config is not None:
@@ -186,8 +194,8 @@ def _grouped_gemm_fp8_masked(
     if out.numel() == 0:
         return
     if a.is_cuda:
-        key = key if mn_major is a_scale else None
-        _cuda().gemm("masked", a, mn_major, b, b_scale, out, masked_m, expected_m, config, key)
+        call = call if mn_major is a_scale else None
+        _cuda().gemm("masked", a, mn_major, b, b_scale, out, masked_m, expected_m, config, call)
     else:
         reference.gemm_masked(a, mn_major, b, b_scale, masked_m, out)
 
@@ -206,12 +214,11 @@ def _mqa_logits_fp8(
     whole_keys: int = 0,
 ) -> None:
     """whole_queries, whole_keys: of the selection that this is a chunk of, whose bits it gets; 0 for none."""
-    key = None
+    call = None
     if q.is_cuda and not contracts.enabled(q):
-        key = keys.mqa_logits(
-            q, k, k_scale, weights, ks, ke, out, compressed, fill, whole_queries, whole_keys
-        )
-        if _cuda().repeat(key):
+        terms = "mqa_logits", k.shape, compressed, fill, whole_queries, whole_keys
+        call = Call(terms, (q, k, k_scale, weights, ks, ke, out))
+        if _cuda().repeat(call):
             return
     checks_logits.mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed)
     if contracts.enabled(q):
@@ -223,22 +230,22 @@ def _mqa_logits_fp8(
             out.fill_(float("-inf"))
     elif q.is_cuda:
         whole = (whole_queries or q.shape[0], whole_keys or k.shape[0])
-        _cuda().mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed, fill, whole, key)
+        _cuda().mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed, fill, whole, call)
     else:
         reference.mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed, fill)
 
 
 def _paged_mqa_logits_metadata(context_lens: Tensor, block_size: int, next_n: int, out: Tensor) -> None:
-    key = None
+    call = None
     if context_lens.is_cuda:
-        key = keys.paged_mqa_logits_metadata(context_lens, block_size, next_n, out)
-        if _cuda().repeat(key):
+        call = Call(("paged_mqa_logits_metadata", block_size, next_n), (context_lens, out))
+        if _cuda().repeat(call):
             return
     checks_logits.paged_mqa_logits_metadata(context_lens, block_size, next_n, out)
     if context_lens.shape[0] == 0:
         out.zero_()
     elif context_lens.is_cuda:
-        _cuda().paged_mqa_logits_metadata(context_lens, block_size, out.shape[0] - 1, next_n, out, key)
+        _cuda().paged_mqa_logits_metadata(context_lens, block_size, out.shape[0] - 1, next_n, out, call)
     else:
         reference.paged_mqa_logits_metadata(context_lens, out.shape[0] - 1, next_n, out)
 
@@ -252,10 +259,11 @@ def _paged_mqa_logits_fp8(
     metadata: Tensor,
     out: Tensor,
 ) -> None:
-    key = None
+    call = None
     if q.is_cuda and not contracts.enabled(q):
-        key = keys.paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, metadata, out)
-        if _cuda().repeat(key):
+        tensors = q, kv_cache, weights, context_lens, block_table, metadata, out
+        call = Call(("paged_mqa_logits", out.shape), tensors)
+        if _cuda().repeat(call):
             return
     checks_logits.paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, metadata, out)
     if contracts.enabled(q):
@@ -265,7 +273,7 @@ def _paged_mqa_logits_fp8(
     if out.numel() == 0 or kv_cache.shape[0] == 0 or block_table.shape[1] == 0:
         return
     if q.is_cuda:
-        _cuda().paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, metadata, out, key)
+        _cuda().paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, metadata, out, call)
     else:
         reference.paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, out)
 

@@ -10,11 +10,9 @@ from moe_fp8.heuristics import GemmConfig, gemm_configs, gemm_costs
 from moe_fp8.problems import DEFAULT_NUM_SMS, GemmLayout, GemmProblem
 from moe_fp8.warmup import Parallelism, gemm_shapes, load_model
 
-_GROUPED: tuple[GemmLayout, ...] = ("m_indices", "psum", "offsets", "masked")
-
 
 class Target(NamedTuple):
-    """A GEMM to tune but for its rows; as `gemm_table.Key`."""
+    """A GEMM to tune but for its rows."""
 
     layout: GemmLayout
     n: int
@@ -50,12 +48,12 @@ def parse_target(text: str) -> Target:
 def model_targets(
     path: str | Path, parallelism: Parallelism, *, pad_intermediate: bool = False
 ) -> list[Target]:
-    """The GEMMs of one rank of a model, experts' in every layout; raises ConfigError."""
-    targets = []
-    for shape in gemm_shapes(load_model(path), parallelism, pad_intermediate=pad_intermediate):
-        layouts: tuple[GemmLayout, ...] = ("dense",) if shape.num_experts is None else _GROUPED
-        targets += [Target(layout, shape.n, shape.k, shape.num_experts or 1) for layout in layouts]
-    return targets
+    """The GEMMs of one rank of a model, experts' in one layout that stands for all; raises ConfigError."""
+    shapes = gemm_shapes(load_model(path), parallelism, pad_intermediate=pad_intermediate)
+    return [
+        Target("dense" if shape.num_experts is None else "psum", shape.n, shape.k, shape.num_experts or 1)
+        for shape in shapes
+    ]
 
 
 def candidates(problem: GemmProblem, factor: float) -> list[GemmConfig]:

@@ -58,8 +58,23 @@ def test_grouped_rows_are_those_of_an_expert(put_table: PutTable) -> None:
     put_table([row(8, "64x128", layout="psum", num_experts=4)])
     problem = GemmProblem("psum", 4096, N, K, 4, 8, device="h200")
     assert str(heuristics.gemm_config(problem)) == "64x128"
-    assert gemm_table.lookup(replace(problem, layout="offsets")) is None
     assert gemm_table.lookup(GemmProblem("psum", 4096, N, K, 4, 9, device="h200")) is None
+    assert gemm_table.lookup(GemmProblem("dense", 8, N, K, device="h200")) is None
+
+
+@pytest.mark.parametrize("layout", ["m_indices", "psum", "offsets", "masked"])
+def test_grouped_rows_serve_every_layout_that_has_the_tile(put_table: PutTable, layout: GemmLayout) -> None:
+    def found(rows: int) -> str:
+        return str(gemm_table.lookup(GemmProblem(layout, 4096, N, K, 4, rows, device="h200")))
+
+    put_table(
+        [
+            row(8, "64x128", layout="psum", num_experts=4),
+            row(100, "192x128", layout="masked", num_experts=4),
+        ]
+    )
+    assert found(8) == "64x128"
+    assert found(100) == ("None" if layout == "m_indices" else "192x128")
 
 
 def test_devices_are_those_with_a_table(put_table: PutTable) -> None:

@@ -1,4 +1,4 @@
-"""A call's key tells apart whatever the checks tell apart; a launch of an equal key is made again."""
+"""A call is told apart from all that the checks tell apart; the launch of an equal one is made again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.ops import keys
+from moe_fp8.ops import keys, schemas
+from moe_fp8.ops.keys import Call
 from moe_fp8.settings import settings
 from tests import cache_cases, cases
 
@@ -43,13 +44,25 @@ def _gemm() -> dict[str, Any]:
     case = cases.masked_case((3, 2), 4, 64, 256)
     arguments = {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale}
     return {
-        "layout": "masked",
         **arguments,
-        "out": case.poisoned(),
-        "index": case.index,
+        "masked_m": case.index,
         "expected_m": None,
+        "out": case.poisoned(),
         "config": None,
     }
+
+
+def _dense() -> dict[str, Any]:
+    case = cases.dense_case(3, 64, 256)
+    arguments = {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale}
+    return {**arguments, "out": case.poisoned(), "config": None}
+
+
+def _contiguous() -> dict[str, Any]:
+    case = cases.contiguous_case("psum", (3, 2), 64, 256)
+    arguments = {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale}
+    hint = {"index": case.index, "layout": "psum", "expected_m": None}
+    return {**arguments, **hint, "out": case.poisoned(), "config": None}
 
 
 def _mqa() -> dict[str, Any]:
@@ -77,50 +90,95 @@ def _paged() -> dict[str, Any]:
     }
 
 
-KEYS: list[tuple[Callable[..., keys.Key], Callable[[], dict[str, Any]]]] = [
-    (keys.quantize, _quantize),
-    (keys.indexer_quantize_and_cache, _cache),
-    (keys.indexer_topk, _topk),
-    (keys.gemm, _gemm),
-    (keys.mqa_logits, _mqa),
-    (keys.paged_mqa_logits_metadata, _metadata),
-    (keys.paged_mqa_logits, _paged),
+OPS: list[tuple[Callable[..., None], Callable[[], dict[str, Any]]]] = [
+    (schemas._quantize_fp8, _quantize),
+    (schemas._indexer_quantize_and_cache, _cache),
+    (schemas._indexer_topk, _topk),
+    (schemas._gemm_fp8, _dense),
+    (schemas._grouped_gemm_fp8_contiguous, _contiguous),
+    (schemas._grouped_gemm_fp8_masked, _gemm),
+    (schemas._mqa_logits_fp8, _mqa),
+    (schemas._paged_mqa_logits_metadata, _metadata),
+    (schemas._paged_mqa_logits_fp8, _paged),
 ]
 
 
-class _Elsewhere(torch.Tensor):
-    """The same memory, said to be on a GPU."""
+class _OnGpu(torch.Tensor):
+    """Said to be on a GPU."""
 
-    def get_device(self) -> int:
-        return 1
+    is_cuda = True  # type: ignore[assignment]
+
+
+class _Recorder:
+    """In place of `moe_fp8.ops.cuda`: says of every call that it was launched again."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def repeat(self, call: Call) -> bool:
+        self.calls.append(call)
+        return True
+
+
+@pytest.fixture(params=[True, False], ids=["guards", "python"])
+def either_comparison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's guards and, as where torch has none, without."""
+    if not request.param:
+        monkeypatch.setattr(keys, "_TensorGuards", None)
 
 
 def _variants(value: Any) -> dict[str, Any]:
     """`value` changed in one attribute each."""
     if not isinstance(value, torch.Tensor):
-        return {"value": {False: True, True: False, None: 3, "masked": "psum"}.get(value, 32)}
+        return {"value": {False: True, True: False, None: 3, "psum": "offsets"}.get(value, 32)}
     other = {1: torch.int8, 2: torch.float16, 4: torch.uint32}
     return {
         "shape": value[:-1],
         "rank": value[None],
         "stride": value.as_strided(value.shape, (*value.stride()[:-1], 0)),
         "dtype": value.view(other[value.element_size()]),
-        "device": value.as_subclass(_Elsewhere),
+        "type": value.as_subclass(torch.nn.Buffer),
         "address": torch.empty_strided(value.shape, value.stride(), dtype=value.dtype),
     }
 
 
-@pytest.mark.parametrize("key, make", KEYS, ids=[key.__name__ for key, _ in KEYS])
-def test_every_attribute_of_every_argument_is_in_the_key(
-    key: Callable[..., keys.Key], make: Callable[[], dict[str, Any]]
+@pytest.mark.parametrize("op, make", OPS, ids=[op.__name__[1:] for op, _ in OPS])
+@pytest.mark.usefixtures("either_comparison")
+def test_every_attribute_of_every_argument_is_told_apart(
+    op: Callable[..., None], make: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = make()
-    known = {key(**arguments): "unchanged"}
-    assert known.get(key(**arguments)), "keys go by value"
+    recorder = _Recorder()
+    monkeypatch.setattr(schemas, "_cuda", lambda: recorder)
+
+    def called(arguments: dict[str, Any]) -> Call:
+        op(**arguments)
+        return recorder.calls.pop()
+
+    first = next(iter(arguments := make()))
+    arguments[first] = arguments[first].as_subclass(_OnGpu)
+    known, again = called(arguments), called(arguments)
+    same = keys.attributes_like(known.tensors)
+    assert again.key() == known.key() and same(*again.tensors), "calls go by value"
     for name, value in arguments.items():
         for attribute, variant in _variants(value).items():
-            changed = key(**{**arguments, name: variant})
-            assert changed not in known, f"{name}: {attribute}"
+            if name == first:
+                if attribute == "type":
+                    continue
+                variant = variant.as_subclass(_OnGpu)
+            changed = called({**arguments, name: variant})
+            assert changed.key() != known.key() or not same(*changed.tensors), f"{name}: {attribute}"
+
+
+@pytest.mark.parametrize("name", ["starts", "ends", "values", "carried"])
+def test_which_tensors_are_given_is_told_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = _Recorder()
+    monkeypatch.setattr(schemas, "_cuda", lambda: recorder)
+    tensor = torch.zeros(3, dtype=I32)
+    none = dict.fromkeys(("starts", "ends", "values", "carried"))
+    arguments = {**_topk(), **none, "logits": torch.zeros(3, 9).as_subclass(_OnGpu)}
+    for given in none:
+        schemas._indexer_topk(**{**arguments, given: tensor})
+    assert len({call.key() for call in recorder.calls}) == len(none)
 
 
 class _Kernel:
@@ -151,16 +209,41 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module._gemm_plan.cache_clear()
 
 
+def _call(arguments: dict[str, Any]) -> Call:
+    return Call(("quantize", False), (arguments["x"], arguments["q"], arguments["scale"]))
+
+
+@pytest.mark.usefixtures("either_comparison")
 def test_a_known_call_is_launched_again(cuda: Any) -> None:
     arguments = _quantize()
-    assert not cuda.repeat(keys.quantize(**arguments))
-    cuda.quantize(**arguments, key=keys.quantize(**arguments))
-    assert cuda.repeat(keys.quantize(**arguments))
+    call = _call(arguments)
+    assert not cuda.repeat(call)
+    cuda.quantize(**arguments, call=call)
+    assert cuda.repeat(_call(arguments))
     first, second = cuda.kernel.launches
     assert first == second
     assert first[2].startswith(arguments["x"].data_ptr().to_bytes(8, "little"))
-    assert not cuda.repeat(keys.quantize(**{**arguments, "x": arguments["x"].clone()}))
+    assert not cuda.repeat(_call({**arguments, "x": arguments["x"].clone()}))
+    assert not cuda.repeat(_call({**arguments, "q": arguments["q"][:4]})), "the same address, another shape"
     assert len(cuda.kernel.launches) == 2
+
+
+def test_batches_that_share_buffers_are_all_remembered(cuda: Any) -> None:
+    arguments = _quantize()
+    fewer = {**arguments, "x": arguments["x"][:4], "q": arguments["q"][:4]}
+    for given in (arguments, fewer):
+        cuda.quantize(**given, call=_call(given))
+    assert cuda.repeat(_call(arguments)) and cuda.repeat(_call(fewer))
+
+
+def test_a_launch_is_replaced_where_attributes_changed(cuda: Any) -> None:
+    arguments = _quantize()
+    other = {**arguments, "q": arguments["q"].view(torch.int8)}
+    for given in (arguments, other):
+        cuda.quantize(**given, call=_call(given))
+        assert cuda.repeat(_call(given))
+    assert not cuda.repeat(_call(arguments))
+    assert len(cuda.launch._launches) == 1
 
 
 @pytest.mark.parametrize("slot_dtype", [torch.int64, I32])
@@ -194,7 +277,7 @@ def test_a_failed_launch_is_not_remembered(cuda: Any, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(cuda.launch, "get_kernel", missing)
     with pytest.raises(KeyError):
-        cuda.quantize(**_quantize(), key=("call",))
+        cuda.quantize(**(arguments := _quantize()), call=_call(arguments))
     assert not cuda.launch._launches
 
 
@@ -202,8 +285,8 @@ def test_remembered_launches_are_bounded(cuda: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cuda.launch, "_MAX_LAUNCHES", 3)
     kept = [_quantize() for _ in range(5)]
     for arguments in kept:
-        cuda.quantize(**arguments, key=keys.quantize(**arguments))
-        assert cuda.repeat(keys.quantize(**arguments))
+        cuda.quantize(**arguments, call=_call(arguments))
+        assert cuda.repeat(_call(arguments))
         assert len(cuda.launch._launches) <= 3
 
 

@@ -49,11 +49,14 @@ def test_bad_shapes_are_errors(text: str) -> None:
         tune.parse_target(text)
 
 
-def test_targets_of_a_model_are_its_gemms_in_every_layout() -> None:
-    targets = tune.model_targets(MODEL, Parallelism())
-    experts = {target.layout for target in targets if target.num_experts > 1}
-    assert experts == {"m_indices", "psum", "offsets", "masked"}
-    assert any(target.layout == "dense" for target in targets)
+def test_targets_of_a_model_are_its_gemms() -> None:
+    targets = tune.model_targets(MODEL, Parallelism(ep=8))
+    assert {(t.n, t.k) for t in targets if t.layout == "psum" and t.num_experts == 16} == {
+        (1536, 2048),
+        (2048, 768),
+    }
+    assert all(target.num_experts == 1 for target in targets if target.layout == "dense")
+    assert {target.layout for target in targets} == {"dense", "psum"}
 
 
 @pytest.mark.parametrize("target", [DENSE, MASKED])
@@ -88,6 +91,14 @@ def test_merging_keeps_other_problems_and_replaces_what_was_timed_again() -> Non
         ("dense", 128, 64, 5.0),
         ("masked", 8, 0, 5.0),
     ]
+
+
+def test_timings_of_one_grouped_problem_in_two_layouts_make_one_row() -> None:
+    psum = MASKED._replace(layout="psum")
+    for timings in ([timing(MASKED, 8, 5.0), timing(psum, 8, 6.0)], [timing(MASKED, 8, 6.0)]):
+        rows = table.merge([old_row(psum, 8), old_row(psum, 4)], timings)
+        assert [(row["rows"], row["us"]) for row in rows] == [(4, 5.0), (8, 6.0)]
+    assert [row["us"] for row in table.merge([old_row(psum, 8)], [timing(MASKED, 8, 10.0)])] == []
 
 
 def test_a_written_table_reads_the_same_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
@@ -224,15 +235,18 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_layout_is_called_as_its_op_wants(layout: GemmLayout, checked_mode: None) -> None:
     target = Target(layout, 64, 256, 1 if layout == "dense" else 3)
     best = timing_module.fastest(target, 5, ["64x128", "8x128", "32x128"])
-    assert best == ("32x128", 8.0, 10.0)
-    assert _Clock.made == ["64x128", "8x128", "32x128"]
+    assert best[0] == "32x128"
+    # The next graphs are faster: grouped GEMMs are timed twice, and the mean is a geometric one.
+    made = ["64x128", "8x128", "32x128"]
+    assert _Clock.made == (made if layout == "dense" else 2 * made)
+    assert best[1:] == pytest.approx((8.0, 10.0) if layout == "dense" else (40**0.5, 70**0.5))
     sets = timing_module._weights(64, 256, target.num_experts)
     assert sum(values.numel() for values, _ in sets) > 4 * 2 * 64 * 256
     assert sets is timing_module._weights(64, 256, target.num_experts)
-    calls = timing_module._Calls.of(target, 5)
-    # Shares of 1, 0.7 and 1.3 of the mean.
-    assert calls.valid.numel() == (5 if layout == "dense" else 5 + 4 + 6)
-    assert calls.output("64x128", sets[0]).isfinite().all()
+    calls = timing_module._Calls.each(target, 5)
+    # Shares of 1, 0.7 and 1.3 of the mean, then of 1, 1/2 and 1/3.
+    assert [one.valid.numel() for one in calls] == ([5] if layout == "dense" else [5 + 4 + 6, 8 + 4 + 3])
+    assert all(one.output("64x128", sets[0]).isfinite().all() for one in calls)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), 1.0])

@@ -61,13 +61,14 @@ struct Share {
                 const int i = base + u * kThreads + lane;
                 loaded[u] = i < last ? __ldg(vectors + i) : make_uint4(0, 0, 0, 0);
             }
-#pragma unroll
-            for (int u = 0; u < kUnroll; ++u) {
-                const int i = base + u * kThreads + lane;
-                if (i - lane >= last) break;
+            // `visit` is inlined once: what was loaded moves up by one.
+#pragma unroll 1
+            for (int i = base + lane, end = min(last, i - lane + kThreads * kUnroll); i - lane < end; i += kThreads) {
                 float values[kVector];
-                unpack(loaded[u], values);
+                unpack(loaded[0], values);
                 visit(i < last, static_cast<uint32_t>(i + 1) * kVector, values);
+#pragma unroll
+                for (int u = 1; u < kUnroll; ++u) loaded[u - 1] = loaded[u];
             }
         }
     }
