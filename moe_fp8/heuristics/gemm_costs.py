@@ -1,6 +1,6 @@
 """What a GEMM costs with each config, as far as a model can tell; only good for comparing configs.
 
-The constants were fitted together to timings of about 1,400 shapes on H200s (benchmarks/NOTES.md), so that
+The constants were fitted together to timings of about 2,400 shapes on H200s (benchmarks/NOTES.md), so that
 none of them by itself is a measured bandwidth or latency; times are in microseconds.
 """
 
@@ -16,51 +16,54 @@ from moe_fp8.problems import GemmLayout, GemmProblem
 
 #: For each 128 of K that a CTA multiplies, by tokens and weight rows of its tile; and once for every tile.
 _BLOCK = {
-    (8, 64): 0.0654,
-    (16, 64): 0.0766,
-    (32, 64): 0.0876,
-    (64, 64): 0.116,
-    (8, 128): 0.117,
-    (16, 128): 0.136,
-    (32, 128): 0.188,
-    (64, 128): 0.174,
-    (128, 64): 0.223,
-    (128, 96): 0.292,
-    (128, 128): 0.354,
-    (128, 192): 0.562,
-    (128, 256): 0.952,
-    (192, 96): 0.427,
-    (192, 128): 0.525,
+    (8, 64): 0.0667,
+    (16, 64): 0.0774,
+    (32, 64): 0.0847,
+    (64, 64): 0.117,
+    (8, 128): 0.119,
+    (16, 128): 0.135,
+    (32, 128): 0.163,
+    (64, 128): 0.175,
+    (128, 64): 0.221,
+    (128, 96): 0.297,
+    (128, 128): 0.358,
+    (128, 192): 0.576,
+    (128, 256): 0.887,
+    (192, 96): 0.462,
+    (192, 128): 0.548,
 }
-_TILE = {8: 0.0529, 16: 0.161, 32: 0.244, 64: 0.699, 128: 0.778, 192: 0.811}
+_TILE = {8: 0.0485, 16: 0.163, 32: 0.229, 64: 0.564, 128: 0.771, 192: 0.72}
+
+#: Of grouped tiles, which are rarely stored whole, beside that for each element.
+_TILE_ELEMENT = 1.34e-05
 
 #: Of a full tile: one of fewer tokens, by its height and how many 64 of them there are, begun ones too; and
 #: one that a pair of CTAs copies together.
-_PARTLY = {(128, 1): 0.952, (192, 1): 0.685, (192, 2): 0.808}
-_PAIR = 0.675
+_PARTLY = {(128, 1): 1.02, (192, 1): 0.638, (192, 2): 0.781}
+_PAIR = 0.712
 
 #: Of a round of tiles: the last one where it is taken in halves.
-_HALF = 0.693
+_HALF = 0.866
 
 #: Once a kernel: launch, first copies, last stores; what adding a tile's parts takes beside, by their
 #: number and for each element that one sends; and what a further round of clusters that do so takes, since it
 #: starts cold.
-_KERNEL = 1.14
-_PARTS = {1: 0.0, 2: 0.575, 3: 0.697, 4: 0.839, 6: 1.4, 8: 1.25}
-_PART_ELEMENT = 0.00016
-_NEXT_ROUND = 0.706
+_KERNEL = 1.13
+_PARTS = {1: 0.0, 2: 0.531, 3: 0.649, 4: 0.788, 6: 1.38, 8: 1.2}
+_PART_ELEMENT = 0.00018
+_NEXT_ROUND = 0.728
 
 #: Clusters of a size that 132 SMs hold at once, as measured: a GPC has 16 or 18 SMs, some fewer.
 _CLUSTERS_OF_132 = {1: 132, 2: 66, 3: 36, 4: 28}
 
 #: Bytes a microsecond: of copies into one SM, of weights from memory, of copies into all SMs.
-_SM_RATE, _MEMORY_RATE, _L2_RATE = 148.9e3, 6.18e6, 11.9e6
+_SM_RATE, _MEMORY_RATE, _L2_RATE = 148.4e3, 6.29e6, 11.6e6
 
 #: Weights that another token tile has read: what reading them again costs beside the first time.
-_REREAD = 0.288
+_REREAD = 0.323
 
 #: How much of the lesser of computing and reading shows beside the greater.
-_OVERLAP = 0.586
+_OVERLAP = 0.59
 
 #: Experts' rows as multiples of their mean, where only the mean is known, and which part of all has so many:
 #: an even spread; one with a quarter of the experts idle; and, below, as skewed as 1, 1/2, 1/3...
@@ -70,7 +73,7 @@ _IDLE: _Shares = ((0.0, 1 / 4), *((share * 4 / 3, part * 3 / 4) for share, part 
 
 #: By how much an expert's rows may be off that, as a part of them; and how much of what this makes of the
 #: number of tiles does not cancel out. Rounds are counted for the mean and some quantiles of it.
-_OFF, _LUCK = 0.07, 0.482
+_OFF, _LUCK = 0.07, 0.362
 _QUANTILES = (-1.28, -0.52, 0.0, 0.52, 1.28)
 
 
@@ -160,7 +163,7 @@ def _rounds(config: GemmConfig, units: float, clusters: int) -> float:
 def _predict(
     config: GemmConfig, shares: _Shares, off: float, rows: int, n: int, k: int, experts: int, sms: int
 ) -> Prediction:
-    """As `predict`, for experts' rows of given shares, which may be `off` by such a part of them."""
+    """As `predict`, for experts' rows of given shares, which may be `off` by such a part; 0 if dense."""
     columns = -(-n // config.block_n)
     single = -(-columns // 2) / columns if config.pair > 1 else 0.0
     tiling = _tiling(config.block_m, single, rows, shares, off)
@@ -185,7 +188,8 @@ def _predict(
         block = max(block, stage * min(tiles, at_once) * config.split / _L2_RATE)
         if tiling.busy:
             read *= 1 + _REREAD * (tiling.tiles / tiling.busy - 1)
-    busy = spent * (-(-k // (128 * config.split)) * block + _TILE[config.block_m])
+    tile = _TILE[config.block_m] + (_TILE_ELEMENT * config.block_m * config.block_n if off else 0.0)
+    busy = spent * (-(-k // (128 * config.split)) * block + tile)
     extra = _PARTS[config.parts] + _PART_ELEMENT * config.block_m * config.block_n * (1 - 1 / config.parts)
     extra += _NEXT_ROUND * (rounds - 1) if config.split > 1 else 0.0
     return Prediction(_KERNEL + max(busy, read) + _OVERLAP * min(busy, read) + extra, tiles, rounds)

@@ -74,7 +74,7 @@ struct Append {
 // All logits of the share whose keys are at least `bound`. A CTA barrier must follow.
 DEVICE void collect(const State& state, const Share& share, uint32_t bound) {
     const Append append{state, bound, bound_of(bound)};
-    share.each_vector(0, share.num_vectors, append);
+    share.each_vector<kBf16 ? 1 : kUnroll>(0, share.num_vectors, append);
     share.each_at_the_edges(append);
 }
 
