@@ -16,74 +16,91 @@ from moe_fp8.problems import GemmLayout, GemmProblem
 
 #: For each 128 of K that a CTA multiplies, by tokens and weight rows of its tile; and once for every tile.
 _BLOCK = {
-    (8, 64): 0.0667,
-    (16, 64): 0.0774,
-    (32, 64): 0.0847,
-    (64, 64): 0.117,
-    (8, 128): 0.119,
-    (16, 128): 0.135,
-    (32, 128): 0.163,
-    (64, 128): 0.175,
-    (128, 64): 0.221,
-    (128, 96): 0.297,
-    (128, 128): 0.358,
-    (128, 192): 0.576,
-    (128, 256): 0.887,
-    (192, 96): 0.462,
-    (192, 128): 0.548,
+    (8, 64): 0.0666,
+    (16, 64): 0.0757,
+    (32, 64): 0.0878,
+    (64, 64): 0.115,
+    (8, 128): 0.118,
+    (16, 128): 0.127,
+    (32, 128): 0.153,
+    (64, 128): 0.173,
+    (128, 64): 0.226,
+    (128, 96): 0.302,
+    (128, 128): 0.362,
+    (128, 192): 0.573,
+    (128, 256): 0.843,
+    (192, 96): 0.461,
+    (192, 128): 0.539,
 }
-_TILE = {8: 0.0485, 16: 0.163, 32: 0.229, 64: 0.564, 128: 0.771, 192: 0.72}
+_TILE = {8: 0.044, 16: 0.167, 32: 0.245, 64: 0.499, 128: 0.665, 192: 0.739}
 
 #: Of grouped tiles, which are rarely stored whole, beside that for each element.
-_TILE_ELEMENT = 1.34e-05
+_TILE_ELEMENT = 1.42e-05
 
 #: Of a full tile: one of fewer tokens, by its height and how many 64 of them there are, begun ones too; and
 #: one that a pair of CTAs copies together.
-_PARTLY = {(128, 1): 1.02, (192, 1): 0.638, (192, 2): 0.781}
-_PAIR = 0.712
+_PARTLY = {(128, 1): 1.02, (192, 1): 0.613, (192, 2): 0.742}
+_PAIR = 0.743
 
 #: Of a round of tiles: the last one where it is taken in halves.
-_HALF = 0.866
+_HALF = 0.923
 
 #: Once a kernel: launch, first copies, last stores; what adding a tile's parts takes beside, by their
 #: number and for each element that one sends; and what a further round of clusters that do so takes, since it
 #: starts cold.
-_KERNEL = 1.13
-_PARTS = {1: 0.0, 2: 0.531, 3: 0.649, 4: 0.788, 6: 1.38, 8: 1.2}
+_KERNEL = 1.18
+_PARTS = {1: 0.0, 2: 0.497, 3: 0.61, 4: 0.77, 6: 1.38, 8: 1.17}
 _PART_ELEMENT = 0.00018
-_NEXT_ROUND = 0.728
+_NEXT_ROUND = 0.715
 
 #: Clusters of a size that 132 SMs hold at once, as measured: a GPC has 16 or 18 SMs, some fewer.
 _CLUSTERS_OF_132 = {1: 132, 2: 66, 3: 36, 4: 28}
 
 #: Bytes a microsecond: of copies into one SM, of weights from memory, of copies into all SMs.
-_SM_RATE, _MEMORY_RATE, _L2_RATE = 148.4e3, 6.29e6, 11.6e6
+_SM_RATE, _MEMORY_RATE, _L2_RATE = 147e3, 6.32e6, 11.7e6
 
 #: Weights that another token tile has read: what reading them again costs beside the first time.
-_REREAD = 0.323
+_REREAD = 0.371
 
 #: How much of the lesser of computing and reading shows beside the greater.
-_OVERLAP = 0.59
+_OVERLAP = 0.581
 
-#: Experts' rows as multiples of their mean, where only the mean is known, and which part of all has so many:
-#: an even spread; one with a quarter of the experts idle; and, below, as skewed as 1, 1/2, 1/3...
+#: Experts' rows as multiples of their mean, and which part of all experts has so many.
 _Shares = tuple[tuple[float, float], ...]
-_SPREAD: _Shares = tuple((share / 10, 1 / 7) for share in range(7, 14))
-_IDLE: _Shares = ((0.0, 1 / 4), *((share * 4 / 3, part * 3 / 4) for share, part in _SPREAD))
+
+#: Of more experts so many stand for all of an even spread; of a skewed one these come one by one.
+_MOST_SHARES, _MOST_RANKS = 16, 8
 
 #: By how much an expert's rows may be off that, as a part of them; and how much of what this makes of the
 #: number of tiles does not cancel out. Rounds are counted for the mean and some quantiles of it.
-_OFF, _LUCK = 0.07, 0.362
+_OFF, _LUCK = 0.07, 0.275
 _QUANTILES = (-1.28, -0.52, 0.0, 0.52, 1.28)
 
 
 @cache
+def _hypotheses(experts: int) -> tuple[_Shares, ...]:
+    """What experts' rows may be where only their mean is known.
+
+    An even spread; as skewed as 1, 1/2, 1/3...; a spread with a quarter of the experts idle.
+    """
+    busy = max(1, experts - max(1, experts // 4))
+    return _spread(experts, 1.0), _zipf(experts), _spread(busy, busy / experts)
+
+
+def _spread(experts: int, busy: float) -> _Shares:
+    """From 0.7 to 1.3 of the mean, for a part `busy` of all experts; the others have none."""
+    points = min(experts, _MOST_SHARES)
+    shares = [0.7 + 0.6 * point / (points - 1) if points > 1 else 1.0 for point in range(points)]
+    idle = ((0.0, 1 - busy),) if busy < 1 else ()
+    return *idle, *((share / busy, busy / points) for share in shares)
+
+
 def _zipf(experts: int) -> _Shares:
     harmonic = sum(1 / rank for rank in range(1, experts + 1))
     shares = []
     first = 1
     while first <= experts:
-        last = min(first if first < 4 else 2 * first - 1, experts)
+        last = min(first if first < _MOST_RANKS else 2 * first - 1, experts)
         ranks = range(first, last + 1)
         mean = sum(1 / rank for rank in ranks) / len(ranks)
         shares.append((mean * experts / harmonic, len(ranks) / experts))
@@ -105,10 +122,7 @@ def predict(
     """For `rows` rows of each of `experts` experts."""
     if layout == "dense":
         return _predict(config, ((1.0, 1.0),), 0.0, rows, n, k, 1, sms)
-    found = [
-        _predict(config, shares, _OFF, rows, n, k, experts, sms)
-        for shares in (_SPREAD, _zipf(experts), _IDLE)
-    ]
+    found = [_predict(config, shares, _OFF, rows, n, k, experts, sms) for shares in _hypotheses(experts)]
     return Prediction(*(fmean(values) for values in zip(*found, strict=True)))
 
 

@@ -17,7 +17,7 @@ from moe_fp8.errors import UnsupportedError
 from moe_fp8.heuristics import gemm_table
 from moe_fp8.jit.driver import LoadedKernel, ParamBlock, device_info
 from moe_fp8.jit.runtime import get_kernel
-from moe_fp8.ops.keys import Call, Key, attributes_like
+from moe_fp8.ops.keys import Call, Key, attributes_like, key_of
 from moe_fp8.problems import InDtype
 from moe_fp8.specs import KernelSpec
 
@@ -74,11 +74,11 @@ def repeat(call: Call) -> bool:
 
     Such a call has passed the checks: ask before them.
     """
-    launch = _launches.get(call.key())
+    launch = _launches.get(key_of(call))
     if launch is None:
         return False
     same, kernel, grid, device, block = launch
-    if not same(*call.tensors):
+    if not same(*call[1]):
         return False
     if device == _current_device():
         kernel.launch(grid, _raw_stream(device), block)
@@ -98,7 +98,7 @@ def launch(spec: KernelSpec, grid: int, device: int, block: ParamBlock, call: Ca
     if call is not None:
         if len(_launches) >= _MAX_LAUNCHES:
             _launches.clear()
-        _launches[call.key()] = _Launch(attributes_like(call.tensors), kernel, grid, device, block)
+        _launches[key_of(call)] = _Launch(attributes_like(call[1]), kernel, grid, device, block)
 
 
 def new_block(layout: struct.Struct) -> ParamBlock:

@@ -53,9 +53,9 @@ def _cuda() -> ModuleType:
 
 
 def _quantize_fp8(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
-    call = None
+    call: Call | None = None
     if x.is_cuda:
-        call = Call(("quantize", power_of_two), (x, q, scale))
+        call = ("quantize", power_of_two), (x, q, scale)
         if _cuda().repeat(call):
             return
     checks.quantize(x, q, scale)
@@ -75,9 +75,9 @@ def _quantize_fp8(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> No
 def _indexer_quantize_and_cache(
     k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool
 ) -> None:
-    call = None
+    call: Call | None = None
     if k.is_cuda and not contracts.enabled(k):
-        call = Call(("indexer_quantize_and_cache", power_of_two), (k, kv_cache, slot_mapping))
+        call = ("indexer_quantize_and_cache", power_of_two), (k, kv_cache, slot_mapping)
         if _cuda().repeat(call):
             return
     checks_cache.indexer_quantize_and_cache(k, kv_cache, slot_mapping)
@@ -102,12 +102,12 @@ def _indexer_topk(
     first_column: int = 0,
     carried: Tensor | None = None,
 ) -> None:
-    call = None
+    call: Call | None = None
     if logits.is_cuda and not contracts.enabled(logits):
         optional = starts, ends, values, carried
         given = [tensor is not None for tensor in optional]
         terms = "indexer_topk", k, by_value, first_column, *given
-        call = Call(terms, (logits, out, *(tensor for tensor in optional if tensor is not None)))
+        call = terms, (logits, out, *(tensor for tensor in optional if tensor is not None))
         if _cuda().repeat(call):
             return
     checks_topk.indexer_topk(logits, k, starts, ends, out, values, first_column, carried)
@@ -124,9 +124,9 @@ def _indexer_topk(
 def _gemm_fp8(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, config: str | None = None
 ) -> None:
-    call = None
+    call: Call | None = None
     if a.is_cuda:
-        call = Call(("dense", config), (a, a_scale, b, b_scale, out))
+        call = ("dense", config), (a, a_scale, b, b_scale, out)
         if _cuda().repeat(call):
             return
     mn_major = checks.gemm(a, a_scale, b, b_scale, out)
@@ -152,9 +152,9 @@ def _grouped_gemm_fp8_contiguous(
     out: Tensor,
     config: str | None = None,
 ) -> None:
-    call = None
+    call: Call | None = None
     if a.is_cuda and not contracts.enabled(a):
-        call = Call((layout, expected_m, config), (a, a_scale, b, b_scale, out, index))
+        call = (layout, expected_m, config), (a, a_scale, b, b_scale, out, index)
         if _cuda().repeat(call):
             return
     mn_major = checks.gemm_contiguous(layout, a, a_scale, b, b_scale, index, out)
@@ -181,9 +181,9 @@ def _grouped_gemm_fp8_masked(
     out: Tensor,
     config: str | None = None,
 ) -> None:
-    call = None
+    call: Call | None = None
     if a.is_cuda and not contracts.enabled(a):
-        call = Call(("masked", expected_m, config), (a, a_scale, b, b_scale, out, masked_m))
+        call = ("masked", expected_m, config), (a, a_scale, b, b_scale, out, masked_m)
         if _cuda().repeat(call):
             return
     mn_major = checks.gemm_masked(a, a_scale, b, b_scale, masked_m, out)
@@ -214,10 +214,10 @@ def _mqa_logits_fp8(
     whole_keys: int = 0,
 ) -> None:
     """whole_queries, whole_keys: of the selection that this is a chunk of, whose bits it gets; 0 for none."""
-    call = None
+    call: Call | None = None
     if q.is_cuda and not contracts.enabled(q):
         terms = "mqa_logits", k.shape, compressed, fill, whole_queries, whole_keys
-        call = Call(terms, (q, k, k_scale, weights, ks, ke, out))
+        call = terms, (q, k, k_scale, weights, ks, ke, out)
         if _cuda().repeat(call):
             return
     checks_logits.mqa_logits(q, k, k_scale, weights, ks, ke, out, compressed)
@@ -236,9 +236,9 @@ def _mqa_logits_fp8(
 
 
 def _paged_mqa_logits_metadata(context_lens: Tensor, block_size: int, next_n: int, out: Tensor) -> None:
-    call = None
+    call: Call | None = None
     if context_lens.is_cuda:
-        call = Call(("paged_mqa_logits_metadata", block_size, next_n), (context_lens, out))
+        call = ("paged_mqa_logits_metadata", block_size, next_n), (context_lens, out)
         if _cuda().repeat(call):
             return
     checks_logits.paged_mqa_logits_metadata(context_lens, block_size, next_n, out)
@@ -259,10 +259,10 @@ def _paged_mqa_logits_fp8(
     metadata: Tensor,
     out: Tensor,
 ) -> None:
-    call = None
+    call: Call | None = None
     if q.is_cuda and not contracts.enabled(q):
         tensors = q, kv_cache, weights, context_lens, block_table, metadata, out
-        call = Call(("paged_mqa_logits", out.shape), tensors)
+        call = ("paged_mqa_logits", out.shape), tensors
         if _cuda().repeat(call):
             return
     checks_logits.paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, metadata, out)
