@@ -1,6 +1,6 @@
 """What a GEMM costs with each config, as far as a model can tell; only good for comparing configs.
 
-The constants were fitted together to timings of about 2,400 shapes on H200s (benchmarks/NOTES.md), so that
+The constants were fitted together to timings of about 2,700 shapes on H200s (benchmarks/NOTES.md), so that
 none of them by itself is a measured bandwidth or latency; times are in microseconds.
 """
 
@@ -16,54 +16,67 @@ from moe_fp8.problems import GemmLayout, GemmProblem
 
 #: For each 128 of K that a CTA multiplies, by tokens and weight rows of its tile; and once for every tile.
 _BLOCK = {
-    (8, 64): 0.0666,
-    (16, 64): 0.0757,
-    (32, 64): 0.0878,
-    (64, 64): 0.115,
-    (8, 128): 0.118,
-    (16, 128): 0.127,
-    (32, 128): 0.153,
-    (64, 128): 0.173,
-    (128, 64): 0.226,
-    (128, 96): 0.302,
-    (128, 128): 0.362,
-    (128, 192): 0.573,
-    (128, 256): 0.843,
-    (192, 96): 0.461,
-    (192, 128): 0.539,
+    (8, 64): 0.0609,
+    (16, 64): 0.0761,
+    (32, 64): 0.0808,
+    (64, 64): 0.117,
+    (8, 128): 0.106,
+    (16, 128): 0.123,
+    (32, 128): 0.125,
+    (64, 128): 0.169,
+    (128, 64): 0.25,
+    (128, 96): 0.308,
+    (128, 128): 0.373,
+    (128, 192): 0.551,
+    (128, 256): 0.804,
+    (192, 96): 0.443,
+    (192, 128): 0.521,
 }
-_TILE = {8: 0.044, 16: 0.167, 32: 0.245, 64: 0.499, 128: 0.665, 192: 0.739}
+_TILE = {8: 0.037, 16: 0.236, 32: 0.512, 64: 0.451, 128: 0.511, 192: 0.584}
 
 #: Of grouped tiles, which are rarely stored whole, beside that for each element.
-_TILE_ELEMENT = 1.42e-05
+_TILE_ELEMENT = 1.08e-05
 
-#: Of a full tile: one of fewer tokens, by its height and how many 64 of them there are, begun ones too; and
-#: one that a pair of CTAs copies together.
-_PARTLY = {(128, 1): 1.02, (192, 1): 0.613, (192, 2): 0.742}
-_PAIR = 0.743
+#: Of a full tile: one of fewer tokens, by how many 64 of them there are, begun ones too.
+_PARTLY = {
+    (128, 64, 1): 0.832,
+    (128, 96, 1): 0.912,
+    (128, 128, 1): 0.8,
+    (128, 192, 1): 1.06,
+    (128, 256, 1): 1.03,
+    (192, 96, 1): 0.656,
+    (192, 96, 2): 0.824,
+    (192, 128, 1): 0.752,
+    (192, 128, 2): 0.788,
+}
+
+#: Of a tile: one that a pair of CTAs copies together.
+_PAIR = 0.755
 
 #: Of a round of tiles: the last one where it is taken in halves.
-_HALF = 0.923
+_HALF = 0.95
 
 #: Once a kernel: launch, first copies, last stores; what adding a tile's parts takes beside, by their
 #: number and for each element that one sends; and what a further round of clusters that do so takes, since it
 #: starts cold.
-_KERNEL = 1.18
-_PARTS = {1: 0.0, 2: 0.497, 3: 0.61, 4: 0.77, 6: 1.38, 8: 1.17}
-_PART_ELEMENT = 0.00018
-_NEXT_ROUND = 0.715
+_KERNEL = 1.04
+_PARTS = {1: 0.0, 2: 0.749, 3: 0.527, 4: 0.624, 6: 1.21, 8: 0.975}
+_PART_ELEMENT = 0.00021
+_NEXT_ROUND = 0.919
 
 #: Clusters of a size that 132 SMs hold at once, as measured: a GPC has 16 or 18 SMs, some fewer.
 _CLUSTERS_OF_132 = {1: 132, 2: 66, 3: 36, 4: 28}
 
 #: Bytes a microsecond: of copies into one SM, of weights from memory, of copies into all SMs.
-_SM_RATE, _MEMORY_RATE, _L2_RATE = 147e3, 6.32e6, 11.7e6
+_SM_RATE, _MEMORY_RATE, _L2_RATE = 163.1e3, 5.84e6, 11.7e6
 
 #: Weights that another token tile has read: what reading them again costs beside the first time.
-_REREAD = 0.371
+_REREAD = 0.568
 
-#: How much of the lesser of computing and reading shows beside the greater.
-_OVERLAP = 0.581
+#: How much of the lesser of computing and reading shows beside the greater where there is one round of tiles, and
+#: with which power of the rounds that falls.
+_OVERLAP = 0.667
+_OVERLAP_POWER = 0.0943
 
 #: Experts' rows as multiples of their mean, and which part of all experts has so many.
 _Shares = tuple[tuple[float, float], ...]
@@ -73,7 +86,7 @@ _MOST_SHARES, _MOST_RANKS = 16, 8
 
 #: By how much an expert's rows may be off that, as a part of them; and how much of what this makes of the
 #: number of tiles does not cancel out. Rounds are counted for the mean and some quantiles of it.
-_OFF, _LUCK = 0.07, 0.275
+_OFF, _LUCK = 0.07, 0.193
 _QUANTILES = (-1.28, -0.52, 0.0, 0.52, 1.28)
 
 
@@ -147,7 +160,7 @@ class _Tiling(NamedTuple):
 
 
 @cache
-def _tiling(block_m: int, single: float, rows: int, shares: _Shares, off: float) -> _Tiling:
+def _tiling(block_m: int, block_n: int, single: float, rows: int, shares: _Shares, off: float) -> _Tiling:
     """`single`: units of a tile that is left over from pairs; 0 where there are none."""
 
     def units(rows: float) -> float:
@@ -157,7 +170,7 @@ def _tiling(block_m: int, single: float, rows: int, shares: _Shares, off: float)
     tiles = busy = weight = heaviest = mean = variance = 0.0
     for share, part in shares:
         whole, rest = divmod(round(rows * share), block_m)
-        last = _PARTLY.get((block_m, -(-rest // 64)), 1.0) if rest else 0.0
+        last = _PARTLY.get((block_m, block_n, -(-rest // 64)), 1.0) if rest else 0.0
         tiles += part * (whole + (rest > 0))
         busy += part * (whole + rest > 0)
         weight += part * (whole + last)
@@ -180,7 +193,7 @@ def _predict(
     """As `predict`, for experts' rows of given shares, which may be `off` by such a part; 0 if dense."""
     columns = -(-n // config.block_n)
     single = -(-columns // 2) / columns if config.pair > 1 else 0.0
-    tiling = _tiling(config.block_m, single, rows, shares, off)
+    tiling = _tiling(config.block_m, config.block_n, single, rows, shares, off)
     tiles = max(1.0, experts * tiling.tiles) * columns
     at_once = max(1, _CLUSTERS_OF_132[config.split] * sms // 132)
     clusters = max(1, at_once // config.pair)
@@ -204,9 +217,10 @@ def _predict(
             read *= 1 + _REREAD * (tiling.tiles / tiling.busy - 1)
     tile = _TILE[config.block_m] + (_TILE_ELEMENT * config.block_m * config.block_n if off else 0.0)
     busy = spent * (-(-k // (128 * config.split)) * block + tile)
+    overlap = _OVERLAP / rounds**_OVERLAP_POWER
     extra = _PARTS[config.parts] + _PART_ELEMENT * config.block_m * config.block_n * (1 - 1 / config.parts)
     extra += _NEXT_ROUND * (rounds - 1) if config.split > 1 else 0.0
-    return Prediction(_KERNEL + max(busy, read) + _OVERLAP * min(busy, read) + extra, tiles, rounds)
+    return Prediction(_KERNEL + max(busy, read) + overlap * min(busy, read) + extra, tiles, rounds)
 
 
 @cache

@@ -124,7 +124,7 @@ def paged_mqa_logits_fp8(
             raise ArgumentError("paged_mqa_logits_fp8", "max_context_len", "at least 0", max_context_len)
         dtype = checks_logits.logits_dtype("paged_mqa_logits_fp8", out_dtype)
         out = torch.empty((q.shape[0] * q.shape[1], max_context_len), dtype=dtype, device=q.device)
-    elif out.dim() == 0 or out.shape[-1] != max_context_len:
+    elif out.dim() == 0 or out.size(-1) != max_context_len:
         raise ArgumentError(
             "paged_mqa_logits_fp8", "out", f"{max_context_len} columns (max_context_len)", list(out.shape)
         )
