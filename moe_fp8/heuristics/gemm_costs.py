@@ -60,7 +60,7 @@ _HALF = 0.95
 #: number and for each element that one sends; and what a further round of clusters that do so takes, since it
 #: starts cold.
 _KERNEL = 1.04
-_PARTS = {1: 0.0, 2: 0.749, 3: 0.527, 4: 0.624, 6: 1.21, 8: 0.975}
+_PARTS = {2: 0.749, 3: 0.527, 4: 0.624, 6: 1.21, 8: 0.975}
 _PART_ELEMENT = 0.00021
 _NEXT_ROUND = 0.919
 
@@ -73,8 +73,8 @@ _SM_RATE, _MEMORY_RATE, _L2_RATE = 163.1e3, 5.84e6, 11.7e6
 #: Weights that another token tile has read: what reading them again costs beside the first time.
 _REREAD = 0.568
 
-#: How much of the lesser of computing and reading shows beside the greater where there is one round of tiles, and
-#: with which power of the rounds that falls.
+#: How much of the lesser of computing and reading shows beside the greater where there is one round of tiles,
+#: and with which power of the rounds that falls.
 _OVERLAP = 0.667
 _OVERLAP_POWER = 0.0943
 
@@ -82,7 +82,7 @@ _OVERLAP_POWER = 0.0943
 _Shares = tuple[tuple[float, float], ...]
 
 #: Of more experts so many stand for all of an even spread; of a skewed one these come one by one.
-_MOST_SHARES, _MOST_RANKS = 16, 8
+_MOST_SHARES, _MOST_RANKS = 8, 4
 
 #: By how much an expert's rows may be off that, as a part of them; and how much of what this makes of the
 #: number of tiles does not cancel out. Rounds are counted for the mean and some quantiles of it.
@@ -215,12 +215,16 @@ def _predict(
         block = max(block, stage * min(tiles, at_once) * config.split / _L2_RATE)
         if tiling.busy:
             read *= 1 + _REREAD * (tiling.tiles / tiling.busy - 1)
-    tile = _TILE[config.block_m] + (_TILE_ELEMENT * config.block_m * config.block_n if off else 0.0)
+    elements = config.block_m * config.block_n
+    tile = _TILE[config.block_m] + (_TILE_ELEMENT * elements if off else 0.0)
     busy = spent * (-(-k // (128 * config.split)) * block + tile)
-    overlap = _OVERLAP / rounds**_OVERLAP_POWER
-    extra = _PARTS[config.parts] + _PART_ELEMENT * config.block_m * config.block_n * (1 - 1 / config.parts)
-    extra += _NEXT_ROUND * (rounds - 1) if config.split > 1 else 0.0
-    return Prediction(_KERNEL + max(busy, read) + overlap * min(busy, read) + extra, tiles, rounds)
+    spent_on_both = max(busy, read) + min(busy, read) * _OVERLAP / rounds**_OVERLAP_POWER
+    extra = _KERNEL
+    if config.parts > 1:
+        extra += _PARTS[config.parts] + _PART_ELEMENT * elements * (1 - 1 / config.parts)
+    if config.split > 1:
+        extra += _NEXT_ROUND * (rounds - 1)
+    return Prediction(spent_on_both + extra, tiles, rounds)
 
 
 @cache
