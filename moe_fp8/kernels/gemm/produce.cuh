@@ -23,8 +23,10 @@ DEVICE bool others_turn(uint32_t rank, int block) { return (block & 1) != static
 // many, more would only delay the first tokens.
 constexpr int kAhead = kLayout == sched::Layout::kDense && kBlockM < 128 ? kStages : 2;
 
-// Weights of tiles with many tokens are read again for other tokens. Tokens always are: they stay in L2 longer than weights.
+// Weights of tiles with many tokens are read again for other tokens; tokens are for other weights, so they stay in L2 longer. Where
+// experts have few, what they leave there would only be in the way of the next kernel.
 constexpr bool kReadAgain = kBlockM >= 128;
+constexpr bool kKeepTokens = kReadAgain || kLayout == sched::Layout::kDense;
 
 // Copies a box into this CTA's stage or, where both CTAs of a pair have it in common, into both.
 DEVICE void load(bool common, const TensorMap& map, ptx::Barrier& full, void* destination, int x, int y,
@@ -56,7 +58,7 @@ DEVICE void load_tokens(const GemmParams& p, Shared& shared, const sched::Tile& 
     if (common && others_turn(rank, block)) return;
     const int scale_row = (kLayout == sched::Layout::kMasked ? tile.expert * (p.k / kBlockK) : 0) + block;
     ptx::Barrier& full = shared.full[stage];
-    constexpr ptx::CacheHint kHint = kReadAgain ? ptx::CacheHint::kEvictLast : ptx::CacheHint::kNormal;
+    constexpr ptx::CacheHint kHint = kKeepTokens ? ptx::CacheHint::kEvictLast : ptx::CacheHint::kNormal;
 #pragma unroll
     for (int i = 0; i < kBlockM; i += kTokenBox) {
         if (i >= copied_tokens(tile)) break;
