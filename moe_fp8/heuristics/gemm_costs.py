@@ -34,7 +34,7 @@ _BLOCK = {
 }
 _TILE = {8: 0.037, 16: 0.236, 32: 0.512, 64: 0.451, 128: 0.511, 192: 0.584}
 
-#: Of grouped tiles, which are rarely stored whole, beside that for each element.
+#: For each element of a grouped tile, which is rarely stored whole, beside that.
 _TILE_ELEMENT = 1.08e-05
 
 #: Of a full tile: one of fewer tokens, by how many 64 of them there are, begun ones too.

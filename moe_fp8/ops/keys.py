@@ -41,9 +41,10 @@ def key_of(call: Call) -> Key:
 def attributes_like(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
     """A function of as many tensors: whether type, dtype, device, shape and strides are those of `tensors`.
 
-    It may say no where they are, for example outside of the inference mode that it was made in.
+    It may say no where they are: under another inference or autocast mode than it was made in.
     """
-    if _TensorGuards is None:
+    # Guards say no to a tensor that comes twice.
+    if _TensorGuards is None or len({id(tensor) for tensor in tensors}) < len(tensors):
         expected = [_attributes(tensor) for tensor in tensors]
         return lambda *others: expected == [_attributes(tensor) for tensor in others]
     return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check

@@ -47,7 +47,7 @@ class _Launch(NamedTuple):
 
 _launches: dict[Key, _Launch] = {}
 # Allocators hand out the same addresses again and again; where they do not, launches remembered in vain
-# must not grow without end. One takes about 2.5 KiB.
+# must not grow without end. One takes about 3.5 KiB.
 _MAX_LAUNCHES = 8192
 
 

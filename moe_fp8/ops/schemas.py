@@ -216,7 +216,7 @@ def _mqa_logits_fp8(
     """whole_queries, whole_keys: of the selection that this is a chunk of, whose bits it gets; 0 for none."""
     call: Call | None = None
     if q.is_cuda and not contracts.enabled(q):
-        terms = "mqa_logits", k.shape, compressed, fill, whole_queries, whole_keys
+        terms = "mqa_logits", k.shape, out.shape, compressed, fill, whole_queries, whole_keys
         call = terms, (q, k, k_scale, weights, ks, ke, out)
         if _cuda().repeat(call):
             return

@@ -82,15 +82,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def merge(old: Sequence[dict[str, Any]], timings: Sequence[Timing]) -> list[dict[str, Any]]:
-    """A table's rows: those of `old` that `timings` say nothing about, and of `timings` those that gain.
-
-    Of timings that a lookup does not tell apart, as of one grouped problem in two layouts, the last counts.
-    """
-    last = {(*gemm_table.row_key(timing.to_row()), timing.rows): timing for timing in timings}
+    """A table's rows: those of `old` that `timings` say nothing about, and of `timings` those that gain."""
     timed: dict[gemm_table.Key, list[int]] = {}
-    for *key, count in last:
-        timed.setdefault(cast(gemm_table.Key, tuple(key)), []).append(count)
-    rows = [timing.to_row() for timing in last.values() if timing.gains]
+    for timing in timings:
+        timed.setdefault(gemm_table.row_key(timing.to_row()), []).append(timing.rows)
+    rows = [timing.to_row() for timing in timings if timing.gains]
     for row in old:
         counts = timed.get(gemm_table.row_key(row), [])
         if row["rows"] not in counts:

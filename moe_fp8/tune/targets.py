@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple, cast, get_args
+from typing import NamedTuple, get_args
 
 from moe_fp8.errors import ConfigError
 from moe_fp8.heuristics import GemmConfig, gemm_configs, gemm_costs
@@ -12,7 +12,7 @@ from moe_fp8.warmup import Parallelism, gemm_shapes, load_model
 
 
 class Target(NamedTuple):
-    """A GEMM to tune but for its rows."""
+    """A GEMM to tune but for its rows; a grouped one in the layout "psum", whose times are those of all."""
 
     layout: GemmLayout
     n: int
@@ -21,14 +21,15 @@ class Target(NamedTuple):
 
     def problem(self, rows: int, num_sms: int = DEFAULT_NUM_SMS) -> GemmProblem:
         """The GEMM with `rows` rows, of each expert where it is grouped."""
-        shares = 1 if self.layout in ("dense", "masked") else self.num_experts
-        return GemmProblem(
-            self.layout, rows * shares, self.n, self.k, self.num_experts, rows, num_sms=num_sms
-        )
+        m = rows * self.num_experts
+        return GemmProblem(self.layout, m, self.n, self.k, self.num_experts, rows, num_sms=num_sms)
 
 
 def parse_target(text: str) -> Target:
-    """`layout:n:k:experts`, the experts left out for "dense"; raises ConfigError."""
+    """`layout:n:k:experts`, the experts left out for "dense"; raises ConfigError.
+
+    Any grouped layout gives the same target.
+    """
     layout, *numbers = text.split(":")
     if layout in get_args(GemmLayout) and all(number.isascii() and number.isdigit() for number in numbers):
         sizes = [int(number) for number in numbers]
@@ -38,7 +39,7 @@ def parse_target(text: str) -> Target:
             n, k, experts = sizes
             fits = n > 0 and n % 64 == 0 and k > 0 and k % 128 == 0
             if fits and experts > 0 and (experts == 1 or layout != "dense"):
-                return Target(cast(GemmLayout, layout), n, k, experts)
+                return Target("dense" if layout == "dense" else "psum", n, k, experts)
     expected = (
         f"layout:n:k:experts, layout one of {', '.join(get_args(GemmLayout))}; n % 64 == 0, k % 128 == 0"
     )
@@ -48,7 +49,7 @@ def parse_target(text: str) -> Target:
 def model_targets(
     path: str | Path, parallelism: Parallelism, *, pad_intermediate: bool = False
 ) -> list[Target]:
-    """The GEMMs of one rank of a model, experts' in one layout that stands for all; raises ConfigError."""
+    """The GEMMs of one rank of a model; raises ConfigError."""
     shapes = gemm_shapes(load_model(path), parallelism, pad_intermediate=pad_intermediate)
     return [
         Target("dense" if shape.num_experts is None else "psum", shape.n, shape.k, shape.num_experts or 1)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, geometric_mean
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +19,8 @@ from moe_fp8.errors import MoeFp8Error
 from moe_fp8.ops import (
     gemm_fp8,
     grouped_gemm_fp8_contiguous,
-    grouped_gemm_fp8_masked,
     quantize_fp8,
     quantize_fp8_blocks,
-    to_mn_major,
 )
 from moe_fp8.problems import SEGMENT_ALIGNMENT
 from moe_fp8.tune.replay import Replay, alternate, l2_bytes
@@ -133,7 +130,7 @@ class _Calls:
         spread = [_SPREAD[expert % len(_SPREAD)] for expert in experts]
         skewed = [1 / (1 + expert) for expert in experts]
         return [
-            cls._grouped(target, rows, [max(1, round(rows * share / fmean(shares))) for share in shares])
+            cls._grouped(target, rows, [round(rows * share / fmean(shares)) for share in shares])
             for shares in (spread, skewed)
         ]
 
@@ -149,62 +146,28 @@ class _Calls:
 
     @classmethod
     def _grouped(cls, target: Target, rows: int, counts: list[int]) -> _Calls:
-        if target.layout == "masked":
-            return cls._masked(target, rows, counts)
-        alignment = 1 if target.layout == "offsets" else SEGMENT_ALIGNMENT
         starts = [0]
         for count in counts:
-            starts.append(starts[-1] + -(-count // alignment) * alignment)
-        return cls._contiguous(target, rows, counts, starts)
-
-    @classmethod
-    def _masked(cls, target: Target, rows: int, counts: list[int]) -> _Calls:
-        experts, most = target.num_experts, -(-max(counts) // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
-        values, scales = _activations(experts * most, target.k)
-        a = values.view(experts, most, -1), to_mn_major(scales.view(experts, most, -1))
-        out = torch.empty(experts, most, target.n, device=_DEVICE, dtype=torch.bfloat16)
-        masked_m = _int32(counts)
-
-        def run(config: str, weights: Quantized) -> object:
-            return grouped_gemm_fp8_masked(*a, *weights, masked_m, rows, out, config=config)
-
-        return cls(run, out, _rows_of([expert * most for expert in range(experts)], counts))
-
-    @classmethod
-    def _contiguous(cls, target: Target, rows: int, counts: list[int], starts: list[int]) -> _Calls:
-        """`starts` are one more than the experts: the last is the rows of all."""
+            starts.append(starts[-1] + -(-count // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT)
         a = _activations(starts[-1], target.k)
         out = torch.empty(starts[-1], target.n, device=_DEVICE, dtype=torch.bfloat16)
-        valid = _rows_of(starts, counts)
-        if target.layout == "m_indices":
-            index = torch.full((starts[-1],), -1, device=_DEVICE, dtype=torch.int32)
-            index[valid] = torch.repeat_interleave(_int32(range(target.num_experts)), _int32(counts))
-        elif target.layout == "psum":
-            index = _int32([start + count for start, count in zip(starts[:-1], counts, strict=True)])
-        else:
-            index = _int32(starts)
-        given: Any = {target.layout: index}
+        ends = [start + count for start, count in zip(starts[:-1], counts, strict=True)]
+        psum = torch.tensor(ends, device=_DEVICE, dtype=torch.int32)
+        valid = torch.cat([torch.arange(*range_) for range_ in zip(starts[:-1], ends, strict=True)])
 
         def run(config: str, weights: Quantized) -> object:
-            return grouped_gemm_fp8_contiguous(*a, *weights, **given, expected_m=rows, out=out, config=config)
+            return grouped_gemm_fp8_contiguous(
+                *a, *weights, psum=psum, expected_m=rows, out=out, config=config
+            )
 
-        return cls(run, out, valid)
+        return cls(run, out, valid.to(_DEVICE))
 
     def output(self, config: str, weights: Quantized) -> Tensor:
         """The valid rows in fp32, NaN where the config wrote none."""
         self.out.fill_(float("nan"))
         self.run(config, weights)
-        return self.out.view(-1, self.out.shape[-1])[self.valid].float()
+        return self.out[self.valid].float()
 
 
 def _activations(rows: int, k: int) -> Quantized:
     return quantize_fp8(torch.randn(rows, k, device=_DEVICE, dtype=torch.bfloat16))
-
-
-def _int32(values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, device=_DEVICE, dtype=torch.int32)
-
-
-def _rows_of(starts: Sequence[int], counts: Sequence[int]) -> Tensor:
-    ranges = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=False)]
-    return torch.cat(ranges).to(_DEVICE)

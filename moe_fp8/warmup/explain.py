@@ -135,7 +135,7 @@ def _choice(problem: GemmProblem) -> Choice:
     elif problem.batch_invariant:
         reason = "least predicted cost; batch-invariant results use no table"
     elif problem.device:
-        reason = "least predicted cost; its table has no row for this problem"
+        reason = "least predicted cost; its table has no row that serves this problem"
     else:
         reason = "least predicted cost"
     return Choice(problem.device, gemm_config(problem), reason)

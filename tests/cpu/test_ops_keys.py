@@ -181,6 +181,14 @@ def test_which_tensors_are_given_is_told_apart(name: str, monkeypatch: pytest.Mo
     assert len({key_of(call) for call in recorder.calls}) == len(none)
 
 
+@pytest.mark.usefixtures("either_comparison")
+def test_devices_are_told_apart_and_twins_are_not() -> None:
+    tensor = torch.zeros(3)
+    assert not keys.attributes_like((tensor,))(torch.zeros(3, device="meta"))
+    assert keys.attributes_like((tensor, tensor))(tensor, tensor)
+    assert not keys.attributes_like((tensor, tensor))(tensor, tensor[:2])
+
+
 class _Kernel:
     """Records what a launch passes."""
 
