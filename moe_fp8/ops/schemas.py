@@ -324,6 +324,7 @@ def _register() -> None:
 _register()
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_gradients_on, _compiling = torch.is_grad_enabled, torch.compiler.is_compiling
 
 
 def _eager(op: Callable[..., None], implementation: Callable[..., None]) -> Callable[..., None]:
@@ -336,8 +337,8 @@ def _eager(op: Callable[..., None], implementation: Callable[..., None]) -> Call
         if (
             type(first) is Tensor
             and first.is_cuda
-            and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
+            and not _gradients_on()
+            and not _compiling()
             and not _dispatch_modes()
         ):
             implementation(first, *rest)
