@@ -134,8 +134,8 @@ def predict(
 ) -> Prediction:
     """For `rows` rows of each of `experts` experts."""
     if layout == "dense":
-        return _predict(config, ((1.0, 1.0),), 0.0, rows, n, k, 1, sms)
-    found = [_predict(config, shares, _OFF, rows, n, k, experts, sms) for shares in _hypotheses(experts)]
+        return _predict(config, ((1.0, 1.0),), False, rows, n, k, 1, sms)
+    found = [_predict(config, shares, True, rows, n, k, experts, sms) for shares in _hypotheses(experts)]
     return Prediction(*(fmean(values) for values in zip(*found, strict=True)))
 
 
@@ -188,19 +188,17 @@ def _rounds(config: GemmConfig, units: float, clusters: int) -> float:
 
 
 def _predict(
-    config: GemmConfig, shares: _Shares, off: float, rows: int, n: int, k: int, experts: int, sms: int
+    config: GemmConfig, shares: _Shares, grouped: bool, rows: int, n: int, k: int, experts: int, sms: int
 ) -> Prediction:
-    """As `predict`, for experts' rows of given shares, which may be `off` by such a part; 0 if dense."""
+    """As `predict`, for experts' rows of given shares, which are not quite sure where it is `grouped`."""
     columns = -(-n // config.block_n)
     single = -(-columns // 2) / columns if config.pair > 1 else 0.0
-    tiling = _tiling(config.block_m, config.block_n, single, rows, shares, off)
+    tiling = _tiling(config.block_m, config.block_n, single, rows, shares, _OFF if grouped else 0.0)
     tiles = max(1.0, experts * tiling.tiles) * columns
     at_once = max(1, _CLUSTERS_OF_132[config.split] * sms // 132)
     clusters = max(1, at_once // config.pair)
-    units, deviation = (
-        experts * tiling.units * columns,
-        _LUCK * math.sqrt(experts * tiling.variance) * columns,
-    )
+    units = experts * tiling.units * columns
+    deviation = _LUCK * math.sqrt(experts * tiling.variance) * columns
     quantiles = _QUANTILES if deviation else (0.0,)
     rounds = sum(_rounds(config, units + one * deviation, clusters) for one in quantiles) / len(quantiles)
     # A round takes as long as its heaviest tile; with more of them each CTA gets some of all.
@@ -216,7 +214,7 @@ def _predict(
         if tiling.busy:
             read *= 1 + _REREAD * (tiling.tiles / tiling.busy - 1)
     elements = config.block_m * config.block_n
-    tile = _TILE[config.block_m] + (_TILE_ELEMENT * elements if off else 0.0)
+    tile = _TILE[config.block_m] + (_TILE_ELEMENT * elements if grouped else 0.0)
     busy = spent * (-(-k // (128 * config.split)) * block + tile)
     spent_on_both = max(busy, read) + min(busy, read) * _OVERLAP / rounds**_OVERLAP_POWER
     extra = _KERNEL

@@ -85,7 +85,7 @@ def merge(old: Sequence[dict[str, Any]], timings: Sequence[Timing]) -> list[dict
     """A table's rows: those of `old` that `timings` say nothing about, and of `timings` those that gain."""
     timed: dict[gemm_table.Key, list[int]] = {}
     for timing in timings:
-        timed.setdefault(gemm_table.row_key(timing.to_row()), []).append(timing.rows)
+        timed.setdefault(gemm_table.row_key(timing.target._asdict()), []).append(timing.rows)
     rows = [timing.to_row() for timing in timings if timing.gains]
     for row in old:
         counts = timed.get(gemm_table.row_key(row), [])
