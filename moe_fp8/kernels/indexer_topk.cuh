@@ -7,6 +7,8 @@
 //
 // k, M, N, the order and whether values are stored are no macros: none of them touches the pass over the row.
 //
+// Loops of few iterations, and those of the sort, say so (`unroll 1`): four of each took a fifth of the time to compile.
+//
 // Specialised by: IN_DTYPE (0 bf16, 2 fp32), CAPACITY (candidates of one CTA), MAX_K, CLUSTER_SIZE, NUM_THREADS.
 #pragma once
 
@@ -33,36 +35,62 @@ namespace moe_fp8::topk {
 
 static_assert(MAX_K * 8 <= kCapacity * 8, "the chosen are sorted where the candidates were");
 
-// The k greatest of a range of more than k; `out` is the row's.
-DEVICE void select(const State& state, const Share& share, int k, int rank, int* out) {
-    uint32_t bound = kLowestKey, top = kLargestKey;
-    bool listed = true;
-    int level = 0;
+// The threshold among all logits of the share, read again for each step.
+DEVICE Threshold search_whole(const State& state, const Share& share, int k, int level) {
+    Interval in(kLowestKey, kLargestKey, kLargestKey);
+    for (int rank = k;;) {
+        Threshold threshold;
+        const Bin bin = narrow<true>(state, level++, in, rank, Whole{share});
+        if (found(bin, threshold)) return threshold;
+        in = Interval(bin.low, bin.high, bin.high);
+        rank = bin.rank;
+    }
+}
+
+// Looks for the threshold among few logits in shared memory: a sample of a long share, narrowed down twice, gives the bound
+// for the list of candidates; a short one is listed whole. `count` of the list. (One loop over both, since what it calls is
+// compiled for every place that calls it.)
+DEVICE Threshold search_listed(const State& state, const Share& share, int k, int& level, int& count) {
+    Interval in(kLowestKey, kLargestKey, kLargestKey);
+    int rank = k, narrowings = 0;
     // Alike in all CTAs of the row, as is everything that decides whether a barrier comes next.
     if (int64_t(share.most_vectors) * kVector + share.edges > kCapacity) {
         const int stride = sample_stride(share);
-        const int sampled = take_sample(state, share, stride);
+        count = take_sample(state, share, stride);
+        rank = sample_rank(k, stride);
+        narrowings = 2;
+    }
+    uint32_t bound = kLowestKey, top = kLargestKey;
+    for (bool listed = false;;) {
+        if (narrowings == 0 && !listed) {
+            collect(state, share, bound);
+            listed = true;
+            rank = k;
+            in = Interval(bound, kLargestKey, top);
+        }
         __syncthreads();
-        const Listed sample{state, sampled};
-        const Interval all(kLowestKey, kLargestKey, kLargestKey);
-        Bin bin = narrow<false>(state, level++, all, sample_rank(k, stride), sample);
-        listed = bin.rank > 0;
-        top = bin.top;
-        if (listed) bin = narrow<false>(state, level++, Interval(bin.low, bin.high, bin.high), bin.rank, sample);
-        if (listed) bound = bin.low;
+        if (listed) count = static_cast<int>(min(*state.collected, uint32_t(kCapacity)));
+        const Bin bin = narrow<false>(state, level++, in, rank, Listed{state, count});
+        if (bin.rank == 0) return {false, 0, 0};
+        if (listed) {
+            if (bin.overflow) return {false, 0, 0};
+            Threshold threshold;
+            if (found(bin, threshold)) return threshold;
+        } else if (--narrowings == 1) {
+            top = bin.top;
+        }
+        bound = bin.low;
+        in = Interval(bin.low, bin.high, bin.high);
+        rank = bin.rank;
     }
-    Threshold threshold{false, 0, 0};
-    int count = 0;
-    if (listed) {
-        collect(state, share, bound);
-        __syncthreads();
-        count = static_cast<int>(min(*state.collected, uint32_t(kCapacity)));
-        threshold = search<false>(state, level, Interval(bound, kLargestKey, top), k, Listed{state, count});
-        listed = threshold.found;
-    }
-    if (!listed) {
-        threshold = search<true>(state, level, Interval(kLowestKey, kLargestKey, kLargestKey), k, Whole{share});
-    }
+}
+
+// The k greatest of a range of more than k; `out` is the row's.
+DEVICE void select(const State& state, const Share& share, int k, int rank, int* out) {
+    int level = 0, count = 0;
+    Threshold threshold = search_listed(state, share, k, level, count);
+    const bool listed = threshold.found;
+    if (!listed) threshold = search_whole(state, share, k, level);
     emit(state, share, threshold, listed, count, rank, out);
 }
 
@@ -86,6 +114,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_THREADS <= 512 ? 2
     state.equal = &counters[2];
     state.warp_sums = warp_sums;
     state.bin = &bin;
+#pragma unroll 1
     for (int i = threadIdx.x; i < 2 * kBins; i += kThreads) state.bins[i] = 0;
     if (threadIdx.x < 3) counters[threadIdx.x] = 0;
     __syncthreads();
@@ -101,11 +130,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_THREADS <= 512 ? 2
 
     const int count = min(p.k, share.length);
     const int thread = rank * kThreads + static_cast<int>(threadIdx.x);
+#pragma unroll 1
     for (int i = count + thread; i < p.k; i += kCluster * kThreads) {
         out[i] = -1;
         if (p.values != nullptr) static_cast<Bits*>(p.values)[int64_t(row) * p.k + i] = kMinusInfinity;
     }
     if (share.length <= p.k) {
+#pragma unroll 1
         for (int i = thread; i < count; i += kCluster * kThreads) out[i] = begin + i;
     } else {
         select(state, share, p.k, rank, out);
@@ -118,6 +149,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_THREADS <= 512 ? 2
     if (p.values != nullptr || p.first_column != 0 || p.num_carried > 0) {
         row_sync();
         const int split = p.num_columns - p.num_carried;
+#pragma unroll 1
         for (int i = thread; i < count; i += kCluster * kThreads) {
             const int column = out[i];
             if (p.values != nullptr) static_cast<Bits*>(p.values)[int64_t(row) * p.k + i] = share.row[column];

@@ -95,17 +95,11 @@ DEVICE Bin narrow(const State& state, int level, const Interval& in, int rank, c
     return *state.bin;
 }
 
-// The exact threshold of the `rank` greatest keys; found is false if some list is too long or there are too few keys.
-template <bool kAggregate, typename Source>
-DEVICE Threshold search(const State& state, int& level, Interval in, int rank, const Source& source) {
-    while (true) {
-        const Bin bin = narrow<kAggregate>(state, level++, in, rank, source);
-        if (bin.rank == 0 || (!kAggregate && bin.overflow)) return {false, 0, 0};
-        if (bin.count == bin.rank) return {true, bin.low - 1, 0};  // no key is 0
-        if (bin.low == bin.high) return {true, bin.low, bin.rank};
-        in = Interval(bin.low, bin.high, bin.high);
-        rank = bin.rank;
-    }
+// Whether the bin of the wanted rank says which keys are taken.
+DEVICE bool found(const Bin& bin, Threshold& threshold) {
+    if (bin.count == bin.rank) return threshold = {true, bin.low - 1, 0}, true;  // no key is 0
+    if (bin.low == bin.high) return threshold = {true, bin.low, bin.rank}, true;
+    return false;
 }
 
 }  // namespace moe_fp8::topk
