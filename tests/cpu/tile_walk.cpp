@@ -144,7 +144,7 @@ int main() {
     std::mt19937 random(1);
     for (int round = 0; round < 12; ++round) {
         const int num_experts = 1 + random() % (round % 4 == 0 ? 70 : 7);
-        const int n = 64 * (1 + random() % 40), ctas = 2 * (1 + random() % 3);
+        const int n = 64 * (1 + random() % (round % 3 == 0 ? 100 : 25)), ctas = 2 * (1 + random() % 3);
         std::vector<int> counts(num_experts);
         for (int& count : counts) {
             const int kinds[] = {0, 128, 256, static_cast<int>(random() % 20), static_cast<int>(random() % 400)};

@@ -19,8 +19,9 @@ struct RingCursor {
     }
     // The cursor after so many.
     DEVICE RingCursor ahead(int steps) const {
-        const uint32_t on = slot + steps;
-        return on < kDepth ? RingCursor{on, phase} : RingCursor{on - kDepth, phase ^ 1};
+        RingCursor on = *this;
+        on.skip(steps);
+        return on;
     }
 };
 

@@ -136,9 +136,9 @@ struct Tile {
 };
 
 // Walks the tiles of one CTA. A unit is one tile, a pair of them for a cluster of two (kPaired), or one that kClusterK CTAs
-// share along K. Within a segment units go in groups of kGroupN along N, so that CTAs running together share tokens and
-// weights in L2. Where the last round is of no more units than half of the clusters, these take a half of one each, of half
-// as many weight rows (kHalved).
+// share along K. Within a segment units go in groups of kGroupN along N, the last of which takes what is left, too, so that
+// CTAs running together share tokens and weights in L2. Where the last round is of no more units than half of the clusters,
+// these take a half of one each, of half as many weight rows (kHalved).
 template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, int kClusterK, bool kHalved>
 class TileWalk {
    public:
@@ -172,8 +172,9 @@ class TileWalk {
             const int early = segment.first_row % kRowAlignment<kLayout>;
             const Division division(early + segment.num_rows);
             const int local = unit - segment.first_unit, per_group = division.units(kGroupN);
-            const int group = local / per_group, in_group = local - group * per_group;
-            const int width = min(kGroupN, columns_ - group * kGroupN);
+            const int last = max(columns_ / kGroupN - 1, 0), group = min(local / per_group, last);
+            const int in_group = local - group * per_group;
+            const int width = group < last ? kGroupN : columns_ - last * kGroupN;
             int tile_m = in_group / width, tile_n = in_group - tile_m * width;
             tile.common = kPaired ? Common::kWeights : Common::kNothing;
             if (kPaired && tile_m >= division.whole) {
