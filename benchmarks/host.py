@@ -27,7 +27,7 @@ from .shapes import PagedShape, expert_counts
 from .timing import Call
 
 _CALLS = 200
-_ROUNDS = 15
+_ROUNDS = 100
 _MODEL = ROOT / "tests" / "configs" / "deepseek_v32.json"
 _TP, _EP = 8, 8
 
