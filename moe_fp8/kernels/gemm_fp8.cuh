@@ -19,6 +19,32 @@
 
 namespace moe_fp8 {
 
+// The reader's tile and the whole ones that follow it, each begun before the last store of the one before. The last is left
+// to release.
+DEVICE void consume_whole(const GemmParams& p, Shared& shared, int warpgroup, int num_blocks, Accumulator& accumulator,
+                          TileReader& reader) {
+    // Known beforehand, it leaves ptxas enough uniform registers for the descriptors of four wgmma at once.
+    const mma::Part part = Fragments::whole(warpgroup);
+    Fragments::Sum sum[kWaves], partial;
+    Fragments::Scales scales;
+    accumulator.begin(part, partial, scales);
+    while (true) {
+        const sched::Tile* tile = reader.next();
+        accumulator.finish(num_blocks, part, sum, partial, scales, [&](const Fragments::Sum& first) {
+            store_fragment<0>(p, shared, *tile, part, warpgroup, first);
+        });
+        const sched::Tile* next = reader.peek();
+        if (next == nullptr || Fragments::part(warpgroup, next->end_row, next->width).fragments < kWaves) {
+            store_fragment<kWaves - 1>(p, shared, *tile, part, warpgroup, sum[kWaves - 1]);
+            return;
+        }
+        // (Where one store followed both, ptxas would have the product waited for.)
+        accumulator.begin(part, partial, scales);
+        store_fragment<kWaves - 1>(p, shared, *tile, part, warpgroup, sum[kWaves - 1]);
+        reader.release();
+    }
+}
+
 DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
     const KRange range(p, cluster_rank());
     TileReader reader(shared.tiles);
@@ -30,6 +56,10 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
             accumulator.skip(range.end - range.begin);
             continue;
         }
+        if (!kBothPartials && part.fragments == kWaves) {
+            consume_whole(p, shared, warpgroup, range.end - range.begin, accumulator, reader);
+            continue;
+        }
         Fragments::Sum sum[kWaves];
         accumulator.run(range.end - range.begin, part, sum, [&](const Fragments::Sum& first) {
             store_fragment<0>(p, shared, *tile, part, warpgroup, first);
@@ -38,7 +68,7 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
             add_parts(shared, sum[0], warpgroup, Share(cluster_rank(), warpgroup), parts_phase);
             parts_phase ^= 1;
         }
-        if (part.fragments == 1) {
+        if (!kBothPartials || part.fragments == 1) {
             store_fragment<0>(p, shared, *tile, part, warpgroup, sum[0]);
         } else {
             store_fragment<kWaves - 1>(p, shared, *tile, part, warpgroup, sum[kWaves - 1]);

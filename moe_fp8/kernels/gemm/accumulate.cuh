@@ -28,11 +28,7 @@ class Accumulator {
     template <typename FirstDone>
     DEVICE void run(int num_blocks, mma::Part part, Fragments::Sum (&sum)[kWaves], FirstDone first_done) {
         part_ = part;
-#pragma unroll
-        for (int wave = 0; wave < kWaves; ++wave) {
-#pragma unroll
-            for (int i = 0; i < Fragments::kColumns / 2; ++i) sum[wave][i] = 0.0f;
-        }
+        clear(sum);
         if constexpr (kAlternate) {
             const int mine = (num_blocks + (next_ == warpgroup_)) / 2;
             next_ ^= num_blocks & 1;
@@ -46,9 +42,42 @@ class Accumulator {
         } else if constexpr (kBothPartials) {
             run_side_by_side(num_blocks, sum);
             first_done(sum[0]);
-        } else {
-            run_wave_by_wave(num_blocks, sum, first_done);
         }
+    }
+
+    // Two fragments, but registers for one partial sum: one warpgroup promotes while the other multiplies. `begin` gives the tensor
+    // core the first product, and what then has `partial` and `scales` is left to `finish`.
+    DEVICE void begin(mma::Part part, Fragments::Sum& partial, Fragments::Scales& scales) {
+        part_ = part;
+        wait(ring_, scales);
+        broadcast(scales);
+        multiply<0>(partial, ring_);
+    }
+
+    template <typename FirstDone>
+    DEVICE void finish(int num_blocks, mma::Part part, Fragments::Sum (&sum)[kWaves], Fragments::Sum& partial,
+                       Fragments::Scales& scales, FirstDone first_done) {
+        part_ = part;
+        clear(sum);
+        while (true) {
+            collect<0, 0>(partial);
+            Fragments::promote<0>(sum[0], partial, scales);
+            multiply<kLast>(partial, ring_);
+            if (--num_blocks == 0) break;
+            collect<0, kLast>(partial);
+            release_stage(shared_, ring_.slot);
+            ring_.step();
+            const Scales done = scales;
+            wait(ring_, scales);
+            Fragments::promote<kLast>(sum[kLast], partial, done);
+            broadcast(scales);
+            multiply<0>(partial, ring_);
+        }
+        first_done(sum[0]);
+        collect<0, kLast>(partial);
+        release_stage(shared_, ring_.slot);
+        ring_.step();
+        Fragments::promote<kLast>(sum[kLast], partial, scales);
     }
 
     // Lets a tile pass of which this warpgroup owns nothing.
@@ -63,7 +92,14 @@ class Accumulator {
     using Sum = Fragments::Sum;
     using Scales = Fragments::Scales;
     static constexpr int kLast = kWaves - 1;
-    static constexpr bool kBothPartials = kBlockN <= 192;  // there are registers for a partial sum of each fragment
+
+    DEVICE static void clear(Sum (&sum)[kWaves]) {
+#pragma unroll
+        for (int wave = 0; wave < kWaves; ++wave) {
+#pragma unroll
+            for (int i = 0; i < Fragments::kColumns / 2; ++i) sum[wave][i] = 0.0f;
+        }
+    }
 
     // One fragment. A block is promoted while the next is multiplied into the other of two partial sums.
     DEVICE void run_block_by_block(int num_blocks, Sum& sum) {
@@ -145,33 +181,6 @@ class Accumulator {
             Fragments::promote<kLast>(sum[kLast], last, done);
             if (num_blocks == 0) return;
         }
-    }
-
-    // Two fragments, but registers for one partial sum: one warpgroup promotes while the other multiplies.
-    template <typename FirstDone>
-    DEVICE void run_wave_by_wave(int num_blocks, Sum (&sum)[kWaves], FirstDone first_done) {
-        Sum partial;
-        Scales scales;
-        wait(ring_, scales);
-        for (int left = num_blocks;;) {
-            broadcast(scales);
-            multiply<0>(partial, ring_);
-            collect<0, 0>(partial);
-            Fragments::promote<0>(sum[0], partial, scales);
-            multiply<kLast>(partial, ring_);
-            if (--left == 0) break;
-            collect<0, kLast>(partial);
-            release_stage(shared_, ring_.slot);
-            ring_.step();
-            const Scales done = scales;
-            wait(ring_, scales);
-            Fragments::promote<kLast>(sum[kLast], partial, done);
-        }
-        first_done(sum[0]);
-        collect<0, kLast>(partial);
-        release_stage(shared_, ring_.slot);
-        ring_.step();
-        Fragments::promote<kLast>(sum[kLast], partial, scales);
     }
 
     DEVICE void wait(const Ring& ring, Scales& scales) {

@@ -48,6 +48,9 @@ static_assert(kParts == 1 || kWaves == 1, "one fragment");
 static_assert(NUM_THREADS == kWarpgroup * (1 + kMathWarpgroups), "one producer warpgroup");
 static_assert(kMathWarpgroups <= 2 || (kMathWarpgroups == 3 && kWaves == 1), "registers: see gemm_fp8.cuh");
 
+// Whether there are registers for a partial sum of each fragment. Where there are not, a tile begins before the one before is stored.
+constexpr bool kBothPartials = kBlockN <= 192;
+
 // The widest tiles come in halves, too.
 constexpr bool kHalved = kBlockN == 256;
 using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kPaired, kClusterK, kHalved>;

@@ -60,7 +60,8 @@ struct WeightsOnM {
             : Stored{max(begin, first_group * 8), min(end, end_group * 8), 0, 64} {}
     };
 
-    static DEVICE Part part(int warpgroup, int, int) { return {0, kBlockN == 128 ? warpgroup * 64 : 0, 1}; }
+    static DEVICE Part whole(int warpgroup) { return {0, kBlockN == 128 ? warpgroup * 64 : 0, 1}; }
+    static DEVICE Part part(int warpgroup, int, int) { return whole(warpgroup); }
     static DEVICE const uint8_t* m_operand(const uint8_t* weights, const uint8_t*, Part part) {
         return weights + part.weight * kBlockK;
     }
@@ -148,11 +149,13 @@ struct TokensOnM {
             : Stored{begin, end, first_group * 8, end_group * 8} {}
     };
 
-    // Of a tile of so many tokens and weight rows.
+    // Of a whole tile, and of one of so many tokens and weight rows.
+    static DEVICE Part whole(int warpgroup) {
+        return kBlockM == 64 ? Part{0, warpgroup * 64, 1} : Part{warpgroup * 64, 0, kWaves};
+    }
     static DEVICE Part part(int warpgroup, int tokens, int width) {
-        if (kBlockM == 64) return {0, warpgroup * 64, 1};
         if (kBlockN == 256 && width == kColumns) return {warpgroup * 64, 0, 1};
-        return kBlockN == 256 && tokens <= 64 ? Part{0, warpgroup * kColumns, 1} : Part{warpgroup * 64, 0, kWaves};
+        return kBlockN == 256 && tokens <= 64 ? Part{0, warpgroup * kColumns, 1} : whole(warpgroup);
     }
     static DEVICE const uint8_t* m_operand(const uint8_t*, const uint8_t* tokens, Part part) {
         return tokens + part.token * kBlockK;

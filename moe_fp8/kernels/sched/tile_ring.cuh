@@ -61,11 +61,10 @@ class TileReader {
     DEVICE explicit TileReader(TileRing<kReaders>& ring) : ring_(ring) {}
 
     // Null when there are no more; else the tile stays until `release`.
-    DEVICE const Tile* next() {
-        ptx::barrier_wait(&ring_.full[cursor_.slot], cursor_.phase);
-        const Tile* tile = &ring_.tiles[cursor_.slot];
-        return tile->expert < 0 ? nullptr : tile;
-    }
+    DEVICE const Tile* next() { return at(cursor_); }
+
+    // What `next` will give after `release`.
+    DEVICE const Tile* peek() { return at(cursor_.ahead(1)); }
 
     DEVICE void release() {
         __syncwarp();
@@ -74,8 +73,16 @@ class TileReader {
     }
 
    private:
+    using Cursor = RingCursor<TileRing<kReaders>::kSlots>;
+
+    DEVICE const Tile* at(const Cursor& cursor) {
+        ptx::barrier_wait(&ring_.full[cursor.slot], cursor.phase);
+        const Tile* tile = &ring_.tiles[cursor.slot];
+        return tile->expert < 0 ? nullptr : tile;
+    }
+
     TileRing<kReaders>& ring_;
-    RingCursor<TileRing<kReaders>::kSlots> cursor_;
+    Cursor cursor_;
 };
 
 }  // namespace moe_fp8::sched
