@@ -214,7 +214,6 @@ class Accumulator {
                                                        ptx::advance_descriptor(b, bytes), bytes > 0);
         }
         ptx::wgmma_commit();
-        ptx::wgmma_pin(used<kWave>(partial));
     }
 
     // Waits for a product that `multiply` began, before the kPending last ones.
