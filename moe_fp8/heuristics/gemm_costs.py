@@ -199,8 +199,11 @@ def _predict(
     clusters = max(1, at_once // config.pair)
     units = experts * tiling.units * columns
     deviation = _LUCK * math.sqrt(experts * tiling.variance) * columns
-    quantiles = _QUANTILES if deviation else (0.0,)
-    rounds = sum(_rounds(config, units + one * deviation, clusters) for one in quantiles) / len(quantiles)
+    if deviation:
+        counted = [_rounds(config, units + one * deviation, clusters) for one in _QUANTILES]
+        rounds = sum(counted) / len(counted)
+    else:
+        rounds = _rounds(config, units, clusters)
     # A round takes as long as its heaviest tile; with more of them each CTA gets some of all.
     spent = tiling.heaviest + (rounds - 1) * tiling.weight / tiling.tiles if tiling.tiles else 1.0
     block = _BLOCK[config.block_m, config.block_n]
@@ -243,8 +246,12 @@ def _ranked(
 def modelled_rows(problem: GemmProblem) -> int:
     """The rows that costs are predicted for."""
     rows = problem.expected_m or problem.m  # GemmProblem sets it
+    if problem.layout == "dense":
+        # As many as the tiles considered hold: up to 64 the smallest that holds them, then multiples of 64.
+        smallest = next((tile for tile in TOKEN_TILES if rows <= tile <= 64), None)
+        return smallest or min(-(-rows // 64) * 64, 32768)
     # Coarser where a row more cannot matter; beyond so many the order of the candidates no longer changes.
-    return rows if rows < 64 else min(-(-rows // 8) * 8, 32768 if problem.layout == "dense" else 4096)
+    return rows if rows < 64 else min(-(-rows // 8) * 8, 4096)
 
 
 def ranked(problem: GemmProblem) -> tuple[tuple[GemmConfig, Prediction], ...]:
