@@ -228,12 +228,16 @@ def _predict(
     return Prediction(spent_on_both + extra, tiles, rounds)
 
 
+def _smallest_tile(rows: int) -> int:
+    """Tokens of the smallest tile considered: several for what fits in one read its weights several times."""
+    return next(tile for tile in TOKEN_TILES if tile >= min(rows, 64))
+
+
 @cache
 def _ranked(
     layout: GemmLayout, rows: int, n: int, k: int, experts: int, sms: int, batch_invariant: bool
 ) -> tuple[tuple[GemmConfig, Prediction], ...]:
-    # Several tiles for tokens that fit in one read its weights several times.
-    smallest = next((tile for tile in TOKEN_TILES if tile >= min(rows, 64)), 64)
+    smallest = _smallest_tile(rows)
     found = [
         (config, predict(config, layout, rows, n, k, experts, sms))
         for config in gemm_configs(layout, k, batch_invariant)
@@ -247,9 +251,8 @@ def modelled_rows(problem: GemmProblem) -> int:
     """The rows that costs are predicted for."""
     rows = problem.expected_m or problem.m  # GemmProblem sets it
     if problem.layout == "dense":
-        # As many as the tiles considered hold: up to 64 the smallest that holds them, then multiples of 64.
-        smallest = next((tile for tile in TOKEN_TILES if rows <= tile <= 64), None)
-        return smallest or min(-(-rows // 64) * 64, 32768)
+        # As many as the tiles considered hold, which from 64 tokens on are multiples of that.
+        return _smallest_tile(rows) if rows <= 64 else min(-(-rows // 64) * 64, 32768)
     # Coarser where a row more cannot matter; beyond so many the order of the candidates no longer changes.
     return rows if rows < 64 else min(-(-rows // 8) * 8, 4096)
 
