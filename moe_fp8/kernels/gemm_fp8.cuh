@@ -19,28 +19,25 @@
 
 namespace moe_fp8 {
 
-// The reader's tile and the whole ones that follow it, each begun before the last store of the one before. The last is left
-// to release.
+// The reader's tile and the whole ones that follow it, each begun before the last store of the one before. That of the last is
+// left, and so is its tile.
 DEVICE void consume_whole(const GemmParams& p, Shared& shared, int warpgroup, int num_blocks, Accumulator& accumulator,
-                          TileReader& reader) {
+                          TileReader& reader, Fragments::Sum (&sum)[kWaves]) {
     // Known beforehand, it leaves ptxas enough uniform registers for the descriptors of four wgmma at once.
     const mma::Part part = Fragments::whole(warpgroup);
-    Fragments::Sum sum[kWaves], partial;
+    Fragments::Sum partial;
     Fragments::Scales scales;
     accumulator.begin(part, partial, scales);
     while (true) {
         const sched::Tile* tile = reader.next();
         accumulator.finish(num_blocks, part, sum, partial, scales, [&](const Fragments::Sum& first) {
-            store_fragment<0>(p, shared, *tile, part, warpgroup, first);
+            store_fragment<0>(p, shared, *tile, part, 0, warpgroup, first);
         });
         const sched::Tile* next = reader.peek();
-        if (next == nullptr || Fragments::part(warpgroup, next->end_row, next->width).fragments < kWaves) {
-            store_fragment<kWaves - 1>(p, shared, *tile, part, warpgroup, sum[kWaves - 1]);
-            return;
-        }
-        // (Where one store followed both, ptxas would have the product waited for.)
+        if (next == nullptr || Fragments::part(warpgroup, next->end_row, next->width).fragments < kWaves) return;
+        // (Were there one store for this and for the last tile, ptxas would have the product waited for.)
         accumulator.begin(part, partial, scales);
-        store_fragment<kWaves - 1>(p, shared, *tile, part, warpgroup, sum[kWaves - 1]);
+        store_fragment<kWaves - 1>(p, shared, *tile, part, kWaves - 1, warpgroup, sum[kWaves - 1]);
         reader.release();
     }
 }
@@ -56,23 +53,20 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
             accumulator.skip(range.end - range.begin);
             continue;
         }
-        if (!kBothPartials && part.fragments == kWaves) {
-            consume_whole(p, shared, warpgroup, range.end - range.begin, accumulator, reader);
-            continue;
-        }
         Fragments::Sum sum[kWaves];
-        accumulator.run(range.end - range.begin, part, sum, [&](const Fragments::Sum& first) {
-            store_fragment<0>(p, shared, *tile, part, warpgroup, first);
-        });
+        if (!kBothPartials && part.fragments == kWaves) {
+            consume_whole(p, shared, warpgroup, range.end - range.begin, accumulator, reader, sum);
+            tile = reader.next();
+        } else {
+            accumulator.run(range.end - range.begin, part, sum, [&](const Fragments::Sum& first) {
+                store_fragment<0>(p, shared, *tile, part, 0, warpgroup, first);
+            });
+        }
         if constexpr (kParts > 1) {
             add_parts(shared, sum[0], warpgroup, Share(cluster_rank(), warpgroup), parts_phase);
             parts_phase ^= 1;
         }
-        if (!kBothPartials || part.fragments == 1) {
-            store_fragment<0>(p, shared, *tile, part, warpgroup, sum[0]);
-        } else {
-            store_fragment<kWaves - 1>(p, shared, *tile, part, warpgroup, sum[kWaves - 1]);
-        }
+        store_fragment<kWaves - 1>(p, shared, *tile, part, part.fragments - 1, warpgroup, sum[kWaves - 1]);
     }
     ptx::bulk_wait_read();
     // As for the stages: the last arrivals of the cluster's other CTAs.

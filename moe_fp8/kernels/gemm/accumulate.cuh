@@ -37,7 +37,7 @@ class Accumulator {
             if constexpr (kWaves == 1 && kMathWarpgroups <= 2) {
                 run_block_by_block(num_blocks, sum[0]);
             } else {
-                run_one_by_one(num_blocks, sum[0]);
+                run_one_by_one(num_blocks, sum[kLast]);
             }
         } else if constexpr (kBothPartials) {
             run_side_by_side(num_blocks, sum);
@@ -206,14 +206,7 @@ class Accumulator {
         const uint8_t* tokens = shared_.tokens[ring.slot];
         const uint64_t a = ptx::wgmma_descriptor<kBlockK>(Fragments::m_operand(weights, tokens, part_));
         const uint64_t b = ptx::wgmma_descriptor<kBlockK>(Fragments::n_operand(weights, tokens, part_));
-        ptx::wgmma_pin(used<kWave>(partial));
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int bytes = 0; bytes < kBlockK; bytes += 32) {
-            ptx::Wgmma<Fragments::kColumnsOf<kWave>>::mma(used<kWave>(partial), ptx::advance_descriptor(a, bytes),
-                                                       ptx::advance_descriptor(b, bytes), bytes > 0);
-        }
-        ptx::wgmma_commit();
+        ptx::Wgmma<Fragments::kColumnsOf<kWave>>::template start<kBlockK / 32>(used<kWave>(partial), a, b);
     }
 
     // Waits for a product that `multiply` began, before the kPending last ones.

@@ -99,14 +99,15 @@ DEVICE void store_staged(const GemmParams& p, const uint8_t* staging, int row, i
     }
 }
 
-// Stores fragment kWave of this warpgroup's part of `tile`, or its share of it.
+// Stores fragment kWave of this warpgroup's part of `tile`, or its share of it. It lies where fragment `wave` does: a single
+// fragment of a wide tile is taken for the last and lies where the first would.
 template <int kWave>
-DEVICE void store_fragment(const GemmParams& p, Shared& shared, const sched::Tile& tile, mma::Part part, int warpgroup,
-                           const Fragments::Sum& sum) {
+DEVICE void store_fragment(const GemmParams& p, Shared& shared, const sched::Tile& tile, mma::Part part, int wave,
+                           int warpgroup, const Fragments::Sum& sum) {
     const Share share(cluster_rank(), warpgroup);  // anew: not in registers over the main loop
     const Fragments::Region region(tile.begin_row - part.token, tile.end_row - part.token, share.first,
                                    min(share.end, Fragments::kColumnsOf<kWave> / 8));
-    const int row = tile.row + part.token, column = tile.n + part.weight + kWave * Fragments::kColumns;
+    const int row = tile.row + part.token, column = tile.n + part.weight + wave * Fragments::kColumns;
     if constexpr (OUT_FP32) {
         float* out = static_cast<float*>(p.out) + row * p.out_stride + column;
         Fragments::store(sum, out, p.out_stride, region, p.n - column);

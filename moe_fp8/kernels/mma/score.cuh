@@ -58,13 +58,7 @@ DEVICE void load_weights(float (&w)[kColumns / 4], const float* weights) {
 template <int kColumns, int kHeadDim>
 DEVICE void score_mma(float (&d)[kColumns / 2], const void* keys, const void* queries) {
     const uint64_t a = ptx::wgmma_descriptor<kHeadDim>(keys), b = ptx::wgmma_descriptor<kHeadDim>(queries);
-    ptx::wgmma_pin(d);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int bytes = 0; bytes < kHeadDim; bytes += 32) {
-        ptx::Wgmma<kColumns>::mma(d, ptx::advance_descriptor(a, bytes), ptx::advance_descriptor(b, bytes), bytes > 0);
-    }
-    ptx::wgmma_commit();
+    ptx::Wgmma<kColumns>::template start<kHeadDim / 32>(d, a, b);
     ptx::wgmma_pin(d);
 }
 

@@ -10,12 +10,6 @@
 
 namespace moe_fp8::ptx {
 
-// Orders register and shared-memory accesses of the warpgroup before the wgmma that follow.
-DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-// Closes a group of the wgmma issued so far.
-DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
 // Waits until at most `kPending` groups are in flight; accumulators of completed groups may be read.
 template <int kPending>
 DEVICE void wgmma_wait() {
@@ -40,10 +34,9 @@ DEVICE uint64_t wgmma_descriptor(const void* tile) {
     return (address & 0x3FFFF) >> 4 | uint64_t(1) << 16 | uint64_t(8 * kRowBytes >> 4) << 32 | kSwizzle << 62;
 }
 
-// Descriptor `bytes` further along K, within the swizzled row.
-DEVICE uint64_t advance_descriptor(uint64_t descriptor, int bytes) { return descriptor + (bytes >> 4); }
-
-// `accumulate` false overwrites d.
+// start<kSteps>: begins d = A @ B^T over the first kSteps * 32 of K, as a group of its own. What was in `d` is lost, and what
+// will be is there after `wgmma_wait` and `wgmma_pin`. (One statement: with one for each wgmma, and `d` pinned before, NVVM
+// takes an eighth longer over a kernel.)
 template <int kN>
 struct Wgmma;
 
@@ -53,17 +46,32 @@ struct Wgmma;
 #define D32(i) D16(i), D16(i + 16)
 #define D64(i) D32(i), D32(i + 32)
 
-#define DEFINE_WGMMA(kColumns, kRegisters, REGISTERS, A, B, P, ...)                                          \
-    template <>                                                                                             \
-    struct Wgmma<kColumns> {                                                                                \
-        static DEVICE void mma(float (&d)[kRegisters], uint64_t a, uint64_t b, bool accumulate) {           \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P                                              \
-                         ", 0;\n"                                                                           \
-                         "wgmma.mma_async.sync.aligned.m64n" #kColumns "k32.f32.e4m3.e4m3 {" REGISTERS "}, " A \
-                         ", " B ", p, 1, 1;\n}"                                                             \
-                         : __VA_ARGS__                                                                      \
-                         : "l"(a), "l"(b), "r"(int(accumulate)));                                           \
-        }                                                                                                   \
+#define WGMMA(kColumns, REGISTERS, A, B, ACCUMULATE)                                                        \
+    "wgmma.mma_async.sync.aligned.m64n" #kColumns "k32.f32.e4m3.e4m3 {" REGISTERS "}, " A ", " B ", " ACCUMULATE \
+    ", 1, 1;\n"
+// Descriptors count in units of 16 bytes.
+#define WGMMA_AT(UNITS, kColumns, REGISTERS, A, B)                             \
+    "add.s64 a, " A ", " UNITS ";\nadd.s64 b, " B ", " UNITS ";\n"             \
+    WGMMA(kColumns, REGISTERS, "a", "b", "1")
+#define WGMMA_GROUP(WGMMAS, ...)                                                                                \
+    asm volatile("{\n.reg .b64 a, b;\nwgmma.fence.sync.aligned;\n" WGMMAS "wgmma.commit_group.sync.aligned;\n}" \
+                 : __VA_ARGS__                                                                                  \
+                 : "l"(a), "l"(b)                                                                               \
+                 : "memory")
+#define WGMMA_1(...) WGMMA(__VA_ARGS__, "0")
+#define WGMMA_2(...) WGMMA_1(__VA_ARGS__) WGMMA_AT("2", __VA_ARGS__)
+#define WGMMA_4(...) WGMMA_2(__VA_ARGS__) WGMMA_AT("4", __VA_ARGS__) WGMMA_AT("6", __VA_ARGS__)
+
+#define DEFINE_WGMMA(kColumns, kRegisters, REGISTERS, A, B, ...)                                 \
+    template <>                                                                                 \
+    struct Wgmma<kColumns> {                                                                    \
+        template <int kSteps>                                                                   \
+        static DEVICE void start(float (&d)[kRegisters], uint64_t a, uint64_t b) {              \
+            static_assert(kSteps == 1 || kSteps == 2 || kSteps == 4, "of a swizzled row");      \
+            if constexpr (kSteps == 1) WGMMA_GROUP(WGMMA_1(kColumns, REGISTERS, A, B), __VA_ARGS__); \
+            if constexpr (kSteps == 2) WGMMA_GROUP(WGMMA_2(kColumns, REGISTERS, A, B), __VA_ARGS__); \
+            if constexpr (kSteps == 4) WGMMA_GROUP(WGMMA_4(kColumns, REGISTERS, A, B), __VA_ARGS__); \
+        }                                                                                       \
     }
 
 #define REGISTERS_4 \
@@ -90,22 +98,28 @@ struct Wgmma;
     ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-DEFINE_WGMMA(8, 4, REGISTERS_4, "%4", "%5", "%6", D4(0));
-DEFINE_WGMMA(16, 8, REGISTERS_8, "%8", "%9", "%10", D4(0), D4(4));
-DEFINE_WGMMA(32, 16, REGISTERS_16, "%16", "%17", "%18", D16(0));
-DEFINE_WGMMA(64, 32, REGISTERS_32, "%32", "%33", "%34", D32(0));
-DEFINE_WGMMA(96, 48, REGISTERS_48, "%48", "%49", "%50", D16(0), D32(16));
-DEFINE_WGMMA(128, 64, REGISTERS_64, "%64", "%65", "%66", D64(0));
-DEFINE_WGMMA(136, 68, REGISTERS_68, "%68", "%69", "%70", D64(0), D4(64));
-DEFINE_WGMMA(144, 72, REGISTERS_72, "%72", "%73", "%74", D64(0), D4(64), D4(68));
-DEFINE_WGMMA(160, 80, REGISTERS_80, "%80", "%81", "%82", D64(0), D16(64));
-DEFINE_WGMMA(256, 128, REGISTERS_128, "%128", "%129", "%130", D64(0), D64(64));
+DEFINE_WGMMA(8, 4, REGISTERS_4, "%4", "%5", D4(0));
+DEFINE_WGMMA(16, 8, REGISTERS_8, "%8", "%9", D4(0), D4(4));
+DEFINE_WGMMA(32, 16, REGISTERS_16, "%16", "%17", D16(0));
+DEFINE_WGMMA(64, 32, REGISTERS_32, "%32", "%33", D32(0));
+DEFINE_WGMMA(96, 48, REGISTERS_48, "%48", "%49", D16(0), D32(16));
+DEFINE_WGMMA(128, 64, REGISTERS_64, "%64", "%65", D64(0));
+DEFINE_WGMMA(136, 68, REGISTERS_68, "%68", "%69", D64(0), D4(64));
+DEFINE_WGMMA(144, 72, REGISTERS_72, "%72", "%73", D64(0), D4(64), D4(68));
+DEFINE_WGMMA(160, 80, REGISTERS_80, "%80", "%81", D64(0), D16(64));
+DEFINE_WGMMA(256, 128, REGISTERS_128, "%128", "%129", D64(0), D64(64));
 
 #undef D1
 #undef D4
 #undef D16
 #undef D32
 #undef D64
+#undef WGMMA
+#undef WGMMA_AT
+#undef WGMMA_GROUP
+#undef WGMMA_1
+#undef WGMMA_2
+#undef WGMMA_4
 #undef DEFINE_WGMMA
 #undef REGISTERS_4
 #undef REGISTERS_8
