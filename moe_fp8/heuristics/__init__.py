@@ -6,8 +6,6 @@ depends on must be a field of the problem.
 
 from __future__ import annotations
 
-from functools import cache
-
 from moe_fp8.heuristics import gemm_costs, gemm_table
 from moe_fp8.heuristics.mqa import (
     MQA_BLOCK_KV,
@@ -66,7 +64,6 @@ __all__ = [
 ]
 
 
-@cache
 def gemm_config(problem: GemmProblem) -> GemmConfig:
     """Tile for a GEMM: what the caller asks for, else what the device's table says, else the cheapest.
 

@@ -176,14 +176,15 @@ def _tiling(block_m: int, block_n: int, single: float, rows: int, shares: _Share
         weight += part * (whole + last)
         heaviest = max(heaviest, last, float(whole > 0))
         mean += part * units(rows * share)
-        variance += part * ((units(rows * share * (1 + off)) - units(rows * share * (1 - off))) / 2) ** 2
+        if off:
+            variance += part * ((units(rows * share * (1 + off)) - units(rows * share * (1 - off))) / 2) ** 2
     return _Tiling(tiles, busy, weight, heaviest, mean, variance)
 
 
 def _rounds(config: GemmConfig, units: float, clusters: int) -> float:
     whole, left = divmod(round(max(1.0, units), 6), clusters)  # a sum of shares is off by rounding
     if left:
-        whole += _HALF if config.halved and 2 * left <= clusters else 1
+        whole += _HALF if config.divided and 2 * left <= clusters else 1
     return max(1.0, whole)
 
 
@@ -237,6 +238,10 @@ def _smallest_tile(rows: int) -> int:
 def _ranked(
     layout: GemmLayout, rows: int, n: int, k: int, experts: int, sms: int, batch_invariant: bool
 ) -> tuple[tuple[GemmConfig, Prediction], ...]:
+    if layout == "m_indices":  # costs as all grouped layouts have, of fewer configs
+        legal = set(gemm_configs(layout, k, batch_invariant))
+        others = _ranked("masked", rows, n, k, experts, sms, batch_invariant)
+        return tuple(one for one in others if one[0] in legal)
     smallest = _smallest_tile(rows)
     found = [
         (config, predict(config, layout, rows, n, k, experts, sms))

@@ -6,7 +6,7 @@ Shared-memory sizes computed here are restated by `static_assert` in the kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Literal
 
 from moe_fp8.errors import ConfigError
@@ -52,54 +52,54 @@ class GemmConfig:
         shared = f"/{self.cluster}{'k' if self.shares == 'k' else 'p'}" if self.cluster > 1 else ""
         return f"{self.block_m}x{self.block_n}{shared}"
 
-    @property
+    @cached_property
     def pair(self) -> int:
         """Tiles that a cluster takes at once."""
         return self.cluster if self.shares == "operands" else 1
 
-    @property
+    @cached_property
     def split(self) -> int:
         """CTAs that divide one tile along K."""
         return self.cluster if self.shares == "k" else 1
 
-    @property
+    @cached_property
     def alternate(self) -> bool:
         """Whether the math warpgroups take alternate blocks of K (kAlternate)."""
         return self.block_n == 64 and self.block_m <= 32
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """What a math warpgroup has of the operand on wgmma's N (kColumns)."""
         if self.block_m < 64:
             return self.block_m
         return 64 if self.block_m == 64 else min(self.block_n, 128)
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """In how many parts, rounded on their own, the sum along K comes about."""
         return self.split * (2 if self.alternate else 1)
 
-    @property
+    @cached_property
     def math_warpgroups(self) -> int:
         """Warpgroups that multiply (kMathWarpgroups)."""
         if self.block_m > 64:
             return self.block_m // 64
         return self.block_n // 64 if self.block_m == 64 else 2
 
-    @property
+    @cached_property
     def threads(self) -> int:
         """Of a CTA: those and one warpgroup of producers."""
         return (1 + self.math_warpgroups) * WARPGROUP
 
-    @property
-    def halved(self) -> bool:
-        """Whether a last round of few tiles is taken in halves (kHalved of the kernel)."""
+    @cached_property
+    def divided(self) -> bool:
+        """Whether a last round of few tiles is taken in halves or quarters (kDivided of the kernel)."""
         return self.block_n == 256
 
     @property
     def weight_box(self) -> int:
         """Weight rows that TMA copies at once (kWeightBox)."""
-        return 128 if self.halved else self.block_n
+        return 128 if self.divided else self.block_n
 
     @property
     def token_box(self) -> int:
@@ -144,7 +144,7 @@ def gemm_grid(config: GemmConfig, layout: GemmLayout, m: int, n: int, num_sms: i
     grid = num_sms // config.cluster * config.cluster
     if layout == "dense":
         tiles = -(-m // config.block_m) * -(-n // config.block_n)
-        clusters = -(-tiles // config.pair) * (2 if config.halved else 1)
+        clusters = -(-tiles // config.pair) * (4 if config.divided else 1)
         grid = min(grid, clusters * config.cluster)
     return grid
 

@@ -259,21 +259,33 @@ def test_a_spec_outside_the_plan_is_not_in_it(planned: Plan) -> None:
 
 
 def test_deepseek_v32_is_planned_in_two_seconds() -> None:
-    """In a process of its own, so that the selector's caches are cold."""
+    """In a process of its own, so that the selector's caches are cold.
+
+    Seconds are those of a machine on which this loop takes 70 ms: machines differ, and one by itself by
+    three with what else its host does.
+    """
     code = (
         "import sys, time\n"
         "from moe_fp8.warmup import PlanOptions, load_model, plan\n"
+        "def loop():\n"
+        "    started, seen = time.process_time(), {}\n"
+        "    for i in range(300_000):\n"
+        "        seen[i % 1000, i % 7] = max(i % 3, (i + 1) % 5)\n"
+        "    return time.process_time() - started\n"
         f"model = load_model({str(CONFIGS / 'deepseek_v32.json')!r})\n"
+        "loops = [loop()]\n"
         "started = time.process_time()\n"
         "found = plan(model, PlanOptions(tp=8, ep=8, max_tokens=16384, next_n=2))\n"
-        "assert time.process_time() - started < 2, time.process_time() - started\n"
+        "seconds = time.process_time() - started\n"
+        "loops += [loop(), loop()]\n"
+        "assert seconds / 2 < max(loops) / 0.07, (seconds, loops)\n"
         "assert len(found.specs) > 10\n"
         "assert 'torch' not in sys.modules and 'moe_fp8.ops' not in sys.modules\n"
     )
     started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - started < 30
+    assert time.perf_counter() - started < 60
 
 
 def test_plan_as_json_points_each_row_at_its_kernel(planned: Plan) -> None:

@@ -71,7 +71,7 @@ struct Case {
     int num_experts, m, n, ctas;
 };
 
-template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, bool kHalved = false>
+template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, bool kDivided = false>
 bool holds(const Case& c) {
     std::vector<std::vector<Tile>> walks(c.ctas);
     for (int cta = 0; cta < c.ctas; ++cta) {
@@ -80,7 +80,7 @@ bool holds(const Case& c) {
         for (unsigned lane = 0; lane < 32; ++lane) {
             lanes.emplace_back([&, lane, cta] {
                 warp = &shared, threadIdx.x = lane, blockIdx.x = cta, gridDim.x = c.ctas;
-                TileWalk<kLayout, kBlockM, kBlockN, kPaired, 1, kHalved> walk(c.index.data(), c.num_experts, c.m, c.n,
+                TileWalk<kLayout, kBlockM, kBlockN, kPaired, 1, kDivided> walk(c.index.data(), c.num_experts, c.m, c.n,
                                                                      kPaired ? cta % 2 : 0);
                 Tile tile;
                 while (walk.next(tile)) {
@@ -144,7 +144,7 @@ int main() {
     std::mt19937 random(1);
     for (int round = 0; round < 12; ++round) {
         const int num_experts = 1 + random() % (round % 4 == 0 ? 70 : 7);
-        const int n = 64 * (1 + random() % (round % 3 == 0 ? 100 : 25)), ctas = 2 * (1 + random() % 3);
+        const int n = 64 * (1 + random() % (round % 3 == 0 ? 100 : 25)), ctas = 2 * (1 + random() % 4);
         std::vector<int> counts(num_experts);
         for (int& count : counts) {
             const int kinds[] = {0, 128, 256, static_cast<int>(random() % 20), static_cast<int>(random() % 400)};

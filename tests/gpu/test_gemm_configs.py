@@ -123,8 +123,8 @@ def test_divided_sums_repeat_twenty_times(config: str) -> None:
         assert torch.equal(_dense(case, config), first)
 
 
-# Units of 128x256 tiles on 132 SMs: a last round of few, taken in halves; of many; of few tokens.
-@pytest.mark.parametrize("m", [1100, 1900, 2112, 2160])
+# 128x256 tiles on 132 SMs: a last round of few, taken in quarters; of more, in halves; of many.
+@pytest.mark.parametrize("m", [1100, 1500, 1900, 2112, 2160])
 def test_last_rounds(m: int) -> None:
     case = cases.dense_case(m, 4096, 256, "cuda")
     expected = _dense(case, "128x128")
@@ -133,10 +133,11 @@ def test_last_rounds(m: int) -> None:
         assert torch.equal(_dense(case, config), expected), config
 
 
+@pytest.mark.parametrize("num_experts", [45, 54])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_last_rounds_of_many_experts(layout: str) -> None:
-    # More experts than a warp has lanes; sizes that end in tiles of few tokens.
-    rows = [(37 * e) % 300 for e in range(45)]
+def test_last_rounds_of_many_experts(layout: str, num_experts: int) -> None:
+    # More experts than a warp has lanes; sizes that end in tiles of few tokens. Halves and quarters.
+    rows = [(37 * e) % 300 for e in range(num_experts)]
     case = _case(layout, rows, 1536, 256)
     expected = _valid(case, _grouped(case, "128x128"))
     for config in gemm_configs(layout, 256):
@@ -199,6 +200,14 @@ def test_small_of_more_blocks_than_stages(config: str, n: int, k: int) -> None:
     tiles = -(-20 // found.block_m) * -(-n // found.block_n)  # with 32x64 more than SMs: some take two
     assert k // 128 // found.split * -(-tiles // DEFAULT_NUM_SMS) > found.num_stages
     case = cases.dense_case(20, n, k, "cuda")
+    cases.check_gemm(case, _dense(case, config))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("config", ["128x256", "128x256/2p"])
+def test_whole_tiles_one_after_the_other(config: str) -> None:
+    # Two rounds of whole tiles, each begun before the one before is stored, and one of quarters.
+    case = cases.dense_case(4200, 2112, 384, "cuda")
     cases.check_gemm(case, _dense(case, config))
 
 

@@ -51,9 +51,9 @@ static_assert(kMathWarpgroups <= 2 || (kMathWarpgroups == 3 && kWaves == 1), "re
 // Whether there are registers for a partial sum of each fragment. Where there are not, a tile begins before the one before is stored.
 constexpr bool kBothPartials = kBlockN <= 192;
 
-// The widest tiles come in halves, too.
-constexpr bool kHalved = kBlockN == 256;
-using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kPaired, kClusterK, kHalved>;
+// The widest tiles come in halves and quarters, too.
+constexpr bool kDivided = kBlockN == 256;
+using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kPaired, kClusterK, kDivided>;
 constexpr int kTileReaders = 2 + kMathWarpgroups * 4;  // both producers and the math warps
 using Tiles = sched::TileRing<kTileReaders>;
 using TileWriter = sched::TileWriter<kTileReaders>;
@@ -61,7 +61,7 @@ using TileReader = sched::TileReader<kTileReaders>;
 
 // Rows that TMA copies at once. Of a tile only the boxes that hold some are copied: experts' last tiles have few tokens.
 constexpr int kTokenBox = kBlockM < 64 ? kBlockM : 64;
-constexpr int kWeightBox = kHalved ? kBlockN / 2 : kBlockN;
+constexpr int kWeightBox = kDivided ? kBlockN / 2 : kBlockN;
 
 // Tokens that TMA stores at once, and bytes of a warpgroup's staging.
 constexpr int kStoredTokens = kBlockM < 16 ? kBlockM : 16;

@@ -138,8 +138,9 @@ struct Tile {
 // Walks the tiles of one CTA. A unit is one tile, a pair of them for a cluster of two (kPaired), or one that kClusterK CTAs
 // share along K. Within a segment units go in groups of kGroupN along N, the last of which takes what is left, too, so that
 // CTAs running together share tokens and weights in L2. Where the last round is of no more units than half of the clusters,
-// these take a half of one each, of half as many weight rows (kHalved).
-template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, int kClusterK, bool kHalved>
+// these take a half of one each, of half as many weight rows; where of no more than a quarter, a quarter, of half as many tokens
+// too (kDivided).
+template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, int kClusterK, bool kDivided>
 class TileWalk {
    public:
     DEVICE TileWalk(const int* index, int num_experts, int m, int n, uint32_t cluster_rank)
@@ -150,10 +151,11 @@ class TileWalk {
           m_(m),
           rank_(kPaired ? static_cast<int>(cluster_rank) : 0),
           unit_(static_cast<int>(blockIdx.x) / kCtas) {
-        if constexpr (kHalved) {
+        if constexpr (kDivided) {
             const int units = kGrouped ? window_.total() : Division(m_).units(columns_);
             const int clusters = static_cast<int>(gridDim.x) / kCtas, last = units % clusters;
-            if (2 * last <= clusters) halved_ = units - last;
+            if (2 * last <= clusters) divided_ = units - last;
+            if (4 * last <= clusters) pieces_ = 4;
         }
     }
 
@@ -161,8 +163,8 @@ class TileWalk {
     DEVICE bool next(Tile& tile) {
         while (true) {
             Segment segment;
-            const bool half = kHalved && unit_ >= halved_;
-            const int unit = half ? halved_ + (unit_ - halved_) / 2 : unit_;
+            const bool divided = kDivided && unit_ >= divided_;
+            const int unit = divided ? divided_ + (unit_ - divided_) / pieces_ : unit_;
             if constexpr (kGrouped) {
                 if (!window_.find(unit, segment)) return false;
             } else {
@@ -184,18 +186,25 @@ class TileWalk {
             } else if (kPaired) {
                 tile_m = tile_m * 2 + rank_;
             }
-            const int right = half ? (unit_ - halved_) % 2 : 0;
+            // Of a tile in pieces: the left or the right half of its weight rows and, of quarters, the upper or the lower of its tokens.
+            const int piece = divided ? (unit_ - divided_) % pieces_ : 0, right = piece % 2;
+            const int height = divided && pieces_ == 4 ? kBlockM / 2 : kBlockM, above = tile_m * kBlockM + piece / 2 * height;
             unit_ += static_cast<int>(gridDim.x) / kCtas;
 
             tile.expert = segment.expert;
-            tile.row = segment.first_row - early + tile_m * kBlockM;
-            tile.begin_row = tile_m == 0 ? early : 0;
-            tile.end_row = min(kBlockM, segment.num_rows + early - tile_m * kBlockM);
-            tile.scale_row = kLayout == Layout::kMasked ? tile_m * kBlockM : tile.row;
-            tile.width = half ? kBlockN / 2 : kBlockN;
+            tile.row = segment.first_row - early + above;
+            tile.begin_row = above == 0 ? early : 0;
+            tile.end_row = min(height, segment.num_rows + early - above);
+            tile.scale_row = kLayout == Layout::kMasked ? above : tile.row;
+            tile.width = divided ? kBlockN / 2 : kBlockN;
             tile.n = (group * kGroupN + tile_n) * kBlockN + right * tile.width;
             if constexpr (kLayout == Layout::kMIndices) {
-                if (!find_expert(tile)) continue;
+                if (!find_expert(tile, height)) continue;
+            }
+            if (kDivided && tile.end_row <= 0) {
+                // The lower half of few tokens. Where that of its pair has some it goes along.
+                if (tile.common != Common::kWeights) continue;
+                tile.end_row = 0;
             }
             return true;
         }
@@ -208,15 +217,15 @@ class TileWalk {
     static_assert(kLayout != Layout::kMIndices || kSegmentAlignment % kBlockM == 0, "a tile must not cross a segment start");
     using Division = sched::Division<kBlockM, kPaired>;
 
-    // Of the rows [row, row + kBlockM): a tile lies within one 128-row block, that is within one segment, but padding may stand
+    // Of the rows [row, row + height): a tile lies within one 128-row block, that is within one segment, but padding may stand
     // anywhere in it. -1 if it stands everywhere. `end_row`: behind the last row that is none.
-    DEVICE int expert_of(int row, int& end_row) const {
+    DEVICE int expert_of(int row, int height, int& end_row) const {
         int highest = -1;
         end_row = 0;
 #pragma unroll
         for (int i = 0; i < kBlockM; i += kWarp) {
             const int mine = i + lane_index();
-            const int expert = mine < kBlockM && row + mine < m_ ? index_[row + mine] : -1;
+            const int expert = mine < height && row + mine < m_ ? index_[row + mine] : -1;
             const uint32_t valid = __ballot_sync(0xffffffffu, expert >= 0);
             if (valid != 0) end_row = i + kWarp - __clz(static_cast<int>(valid));
             highest = max(highest, expert);
@@ -227,11 +236,11 @@ class TileWalk {
 
     // False if there is nothing to compute. Two tiles above one another may differ in expert, and then have nothing in common;
     // one of padding goes along with the other.
-    DEVICE bool find_expert(Tile& tile) const {
-        tile.expert = expert_of(tile.row, tile.end_row);
+    DEVICE bool find_expert(Tile& tile, int height) const {
+        tile.expert = expert_of(tile.row, height, tile.end_row);
         if (tile.common == Common::kWeights) {
             int others_end;
-            const int other = expert_of(tile.row + (rank_ == 0 ? kBlockM : -kBlockM), others_end);
+            const int other = expert_of(tile.row + (rank_ == 0 ? kBlockM : -kBlockM), height, others_end);
             if (tile.expert < 0) {
                 tile.expert = other, tile.end_row = 0;
             } else if (other >= 0 && other != tile.expert) {
@@ -245,7 +254,7 @@ class TileWalk {
     SegmentWindow<kLayout, Division> window_;
     const int* index_;
     int num_experts_, m_, rank_, unit_;
-    int halved_ = 1 << 30;  // from this unit on they are taken in halves
+    int divided_ = 1 << 30, pieces_ = 2;  // from this unit on they are taken in so many pieces
 };
 
 }  // namespace moe_fp8::sched
