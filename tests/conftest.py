@@ -32,11 +32,10 @@ def checked_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def put_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., None]]:
     """put_table(rows, device="h200"): tables of measured tiles instead of the package's; no rows, no file."""
-    from moe_fp8 import heuristics
     from moe_fp8.heuristics import gemm_table
 
     def forget() -> None:
-        for cached in (gemm_table.devices, gemm_table._table, heuristics.gemm_config):
+        for cached in (gemm_table.devices, gemm_table._table):
             cached.cache_clear()
 
     def put(rows: Sequence[dict[str, Any]], device: str = "h200") -> None:
