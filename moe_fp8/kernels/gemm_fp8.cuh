@@ -63,7 +63,7 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
             });
         }
         if constexpr (kParts > 1) {
-            add_parts(shared, sum[0], warpgroup, Share(cluster_rank(), warpgroup), parts_phase);
+            add_parts(shared, sum[kWaves - 1], warpgroup, Share(cluster_rank(), warpgroup), parts_phase);
             parts_phase ^= 1;
         }
         store_fragment<kWaves - 1>(p, shared, *tile, part, part.fragments - 1, warpgroup, sum[kWaves - 1]);

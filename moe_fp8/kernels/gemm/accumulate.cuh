@@ -24,7 +24,7 @@ class Accumulator {
         if (kAlternate && warpgroup == 1) ring_.step();
     }
 
-    // `first_done` is called with the first of two fragments as soon as it is whole.
+    // `first_done` is called with the first of two fragments as soon as it is whole. A single one is the last of `sum`.
     template <typename FirstDone>
     DEVICE void run(int num_blocks, mma::Part part, Fragments::Sum (&sum)[kWaves], FirstDone first_done) {
         part_ = part;
@@ -32,10 +32,10 @@ class Accumulator {
         if constexpr (kAlternate) {
             const int mine = (num_blocks + (next_ == warpgroup_)) / 2;
             next_ ^= num_blocks & 1;
-            if (mine > 0) run_block_by_block(mine, sum[0]);
+            if (mine > 0) run_block_by_block(mine, sum[kLast]);
         } else if (part.fragments == 1) {
             if constexpr (kWaves == 1 && kMathWarpgroups <= 2) {
-                run_block_by_block(num_blocks, sum[0]);
+                run_block_by_block(num_blocks, sum[kLast]);
             } else {
                 run_one_by_one(num_blocks, sum[kLast]);
             }

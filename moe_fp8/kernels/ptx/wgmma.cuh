@@ -46,12 +46,12 @@ struct Wgmma;
 #define D32(i) D16(i), D16(i + 16)
 #define D64(i) D32(i), D32(i + 32)
 
-#define WGMMA(kColumns, REGISTERS, A, B, ACCUMULATE)                                                        \
+// One of a group, the one UNITS of 16 bytes further along K, and groups of one, two and four.
+#define WGMMA(kColumns, REGISTERS, A, B, ACCUMULATE)                                                             \
     "wgmma.mma_async.sync.aligned.m64n" #kColumns "k32.f32.e4m3.e4m3 {" REGISTERS "}, " A ", " B ", " ACCUMULATE \
     ", 1, 1;\n"
-// Descriptors count in units of 16 bytes.
-#define WGMMA_AT(UNITS, kColumns, REGISTERS, A, B)                             \
-    "add.s64 a, " A ", " UNITS ";\nadd.s64 b, " B ", " UNITS ";\n"             \
+#define WGMMA_AT(UNITS, kColumns, REGISTERS, A, B)                 \
+    "add.s64 a, " A ", " UNITS ";\nadd.s64 b, " B ", " UNITS ";\n" \
     WGMMA(kColumns, REGISTERS, "a", "b", "1")
 #define WGMMA_GROUP(WGMMAS, ...)                                                                                \
     asm volatile("{\n.reg .b64 a, b;\nwgmma.fence.sync.aligned;\n" WGMMAS "wgmma.commit_group.sync.aligned;\n}" \
@@ -62,16 +62,16 @@ struct Wgmma;
 #define WGMMA_2(...) WGMMA_1(__VA_ARGS__) WGMMA_AT("2", __VA_ARGS__)
 #define WGMMA_4(...) WGMMA_2(__VA_ARGS__) WGMMA_AT("4", __VA_ARGS__) WGMMA_AT("6", __VA_ARGS__)
 
-#define DEFINE_WGMMA(kColumns, kRegisters, REGISTERS, A, B, ...)                                 \
-    template <>                                                                                 \
-    struct Wgmma<kColumns> {                                                                    \
-        template <int kSteps>                                                                   \
-        static DEVICE void start(float (&d)[kRegisters], uint64_t a, uint64_t b) {              \
-            static_assert(kSteps == 1 || kSteps == 2 || kSteps == 4, "of a swizzled row");      \
+#define DEFINE_WGMMA(kColumns, kRegisters, REGISTERS, A, B, ...)                                     \
+    template <>                                                                                      \
+    struct Wgmma<kColumns> {                                                                         \
+        template <int kSteps>                                                                        \
+        static DEVICE void start(float (&d)[kRegisters], uint64_t a, uint64_t b) {                   \
+            static_assert(kSteps == 1 || kSteps == 2 || kSteps == 4, "of a swizzled row");           \
             if constexpr (kSteps == 1) WGMMA_GROUP(WGMMA_1(kColumns, REGISTERS, A, B), __VA_ARGS__); \
             if constexpr (kSteps == 2) WGMMA_GROUP(WGMMA_2(kColumns, REGISTERS, A, B), __VA_ARGS__); \
             if constexpr (kSteps == 4) WGMMA_GROUP(WGMMA_4(kColumns, REGISTERS, A, B), __VA_ARGS__); \
-        }                                                                                       \
+        }                                                                                            \
     }
 
 #define REGISTERS_4 \

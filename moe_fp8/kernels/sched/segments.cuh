@@ -186,7 +186,8 @@ class TileWalk {
             } else if (kPaired) {
                 tile_m = tile_m * 2 + rank_;
             }
-            // Of a tile in pieces: the left or the right half of its weight rows and, of quarters, the upper or the lower of its tokens.
+            // Pieces are the left and the right half of the weight rows; quarters are those of the upper half of the tokens, then of
+            // the lower.
             const int piece = divided ? (unit_ - divided_) % pieces_ : 0, right = piece % 2;
             const int height = divided && pieces_ == 4 ? kBlockM / 2 : kBlockM, above = tile_m * kBlockM + piece / 2 * height;
             unit_ += static_cast<int>(gridDim.x) / kCtas;
