@@ -53,7 +53,7 @@ _PARTLY = {
 #: Of a tile: one that a pair of CTAs copies together.
 _PAIR = 0.755
 
-#: Of a round of tiles: the last one where it is taken in halves.
+#: Of a round of tiles: the last one where it is taken in halves or, as if it were, in quarters.
 _HALF = 0.95
 
 #: Once a kernel: launch, first copies, last stores; what adding a tile's parts takes beside, by their

@@ -141,12 +141,14 @@ def gemm_smem_bytes(config: GemmConfig) -> int:
 
 def gemm_grid(config: GemmConfig, layout: GemmLayout, m: int, n: int, num_sms: int) -> int:
     """CTAs of a launch: all SMs in whole clusters, or for a dense GEMM as many as find work."""
-    grid = num_sms // config.cluster * config.cluster
+    clusters = num_sms // config.cluster
     if layout == "dense":
         tiles = -(-m // config.block_m) * -(-n // config.block_n)
-        clusters = -(-tiles // config.pair) * (4 if config.divided else 1)
-        grid = min(grid, clusters * config.cluster)
-    return grid
+        units = -(-tiles // config.pair)
+        if config.divided:
+            units *= 4 if 4 * units <= clusters else 2
+        clusters = min(clusters, units)
+    return clusters * config.cluster
 
 
 @cache
@@ -183,15 +185,20 @@ def gemm_configs(layout: GemmLayout, k: int, batch_invariant: bool = False) -> t
     return tuple(configs)
 
 
+@cache
+def _by_text(layout: GemmLayout, k: int, batch_invariant: bool) -> dict[str, GemmConfig]:
+    return {str(config): config for config in gemm_configs(layout, k, batch_invariant)}
+
+
 def parse_gemm_config(text: str, problem: GemmProblem) -> GemmConfig:
     """The config that `text` (see GemmConfig) names; ConfigError unless it is one that `problem` may use."""
-    legal = gemm_configs(problem.layout, problem.k, problem.batch_invariant)
-    for config in legal:
-        if str(config) == text and config.cluster <= problem.num_sms:
-            return config
+    legal = _by_text(problem.layout, problem.k, problem.batch_invariant)
+    config = legal.get(text)
+    if config is not None and config.cluster <= problem.num_sms:
+        return config
     raise ConfigError(
         "config",
-        f"one of {', '.join(map(str, legal))} for layout {problem.layout}, K = {problem.k}"
+        f"one of {', '.join(legal)} for layout {problem.layout}, K = {problem.k}"
         + (" and batch-invariant results" if problem.batch_invariant else ""),
         text,
         "choose one of these, or None to leave the choice to the selector",

@@ -8,6 +8,7 @@ import pytest
 
 from moe_fp8 import heuristics
 from moe_fp8.errors import ConfigError
+from moe_fp8.heuristics import gemm_costs
 from moe_fp8.problems import GemmLayout, GemmProblem, MqaLogitsProblem
 
 LAYOUTS: tuple[GemmLayout, ...] = ("dense", "m_indices", "psum", "offsets", "masked")
@@ -36,6 +37,17 @@ def test_no_hint_decides_how_a_grouped_sum_is_split(layout: GemmLayout) -> None:
     for rows in ROWS:
         problem = GemmProblem(layout, 16384, 576, 7168, 2, expected_m=rows)
         assert heuristics.gemm_config(problem).parts == 1
+
+
+def test_m_indices_costs_what_the_other_layouts_do() -> None:
+    for rows, n, k, experts in [(3, 4096, 7168, 32), (100, 1536, 2048, 16), (2000, 7168, 2048, 4)]:
+        ranked = gemm_costs.ranked(GemmProblem("m_indices", rows * experts, n, k, experts, rows))
+        for config, predicted in ranked:
+            assert config in heuristics.gemm_configs("m_indices", k)
+            modelled = gemm_costs.modelled_rows(GemmProblem("m_indices", rows * experts, n, k, experts, rows))
+            assert predicted == gemm_costs.predict(config, "m_indices", modelled, n, k, experts, 132)
+        costs = [predicted.microseconds for _, predicted in ranked]
+        assert costs == sorted(costs) and len(costs) > 3
 
 
 def test_batch_invariant_sums_are_never_divided() -> None:

@@ -278,7 +278,7 @@ def test_deepseek_v32_is_planned_in_two_seconds() -> None:
         "found = plan(model, PlanOptions(tp=8, ep=8, max_tokens=16384, next_n=2))\n"
         "seconds = time.process_time() - started\n"
         "loops += [loop(), loop()]\n"
-        "assert seconds / 2 < max(loops) / 0.07, (seconds, loops)\n"
+        "assert seconds / 2 < sorted(loops)[1] / 0.07, (seconds, loops)\n"
         "assert len(found.specs) > 10\n"
         "assert 'torch' not in sys.modules and 'moe_fp8.ops' not in sys.modules\n"
     )

@@ -71,6 +71,11 @@ struct Case {
     int num_experts, m, n, ctas;
 };
 
+// Of tiles in pieces: whether the cases had each kind.
+struct Seen {
+    bool halves = false, lower_quarters[2] = {}, companions = false;
+} seen;
+
 template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, bool kDivided = false>
 bool holds(const Case& c) {
     std::vector<std::vector<Tile>> walks(c.ctas);
@@ -98,6 +103,12 @@ bool holds(const Case& c) {
     std::map<std::pair<int, int>, int> stored;
     for (const auto& walk : walks) {
         for (const Tile& tile : walk) {
+            if (tile.width < kBlockN) {
+                seen.halves |= tile.end_row > kBlockM / 2;
+                constexpr bool kAligned = kLayout != Layout::kOffsets && kLayout != Layout::kMasked;
+                seen.lower_quarters[kPaired] |= kAligned && tile.row % kBlockM != 0;
+                seen.companions |= tile.end_row == 0;
+            }
             for (int row = tile.row + tile.begin_row; row < tile.row + tile.end_row && tile.n < c.n; ++row) {
                 if (row >= static_cast<int>(c.owner.size())) return wrong("a store beyond the rows", row, tile.n);
                 // `m_indices` has padding anywhere in a tile, and what is stored there has no meaning.
@@ -132,19 +143,49 @@ bool holds(const Case& c) {
 }
 
 template <Layout kLayout>
-bool all_hold(const Case& c) {
+bool all_hold(const Case& c, bool only_divided) {
+    if (!holds<kLayout, 128, 256, false, true>(c) || !holds<kLayout, 128, 256, true, true>(c)) return false;
+    if (only_divided) return true;
     if constexpr (kLayout != Layout::kMIndices) {  // it has no such tiles
         if (!holds<kLayout, 192, 128, false>(c)) return false;
     }
     return holds<kLayout, 8, 128, false>(c) && holds<kLayout, 16, 128, false>(c) && holds<kLayout, 64, 64, false>(c) &&
-           holds<kLayout, 128, 192, true>(c) && holds<kLayout, 128, 256, false, true>(c) && holds<kLayout, 128, 256, true, true>(c);
+           holds<kLayout, 128, 192, true>(c);
+}
+
+bool all_layouts_hold(const std::vector<int>& counts, int n, int ctas, int padding, int spare, bool only_divided = false) {
+    const int num_experts = static_cast<int>(counts.size());
+    std::vector<int> psum, m_indices, aligned, offsets{0}, ragged;
+    for (int expert = 0; expert < num_experts; ++expert) {
+        const int count = counts[expert], start = static_cast<int>(aligned.size());
+        psum.push_back(start + count);
+        for (int row = 0; row < (count + 127) / 128 * 128; ++row) {
+            aligned.push_back(row < count ? expert : -1);
+            m_indices.push_back(row < count && (row != count / 2 || count < 4) ? expert : -1);
+        }
+        ragged.insert(ragged.end(), count, expert);
+        offsets.push_back(static_cast<int>(ragged.size()));
+    }
+    aligned.insert(aligned.end(), padding, -1);
+    m_indices.insert(m_indices.end(), padding, -1);
+    const int m_max = *std::max_element(counts.begin(), counts.end()) + spare;
+    std::vector<int> buffers(num_experts * m_max, -1);
+    for (int expert = 0; expert < num_experts; ++expert) {
+        std::fill_n(buffers.begin() + expert * m_max, counts[expert], expert);
+    }
+    const int m = static_cast<int>(aligned.size()), rows = static_cast<int>(ragged.size());
+    return all_hold<Layout::kPsum>({psum, aligned, num_experts, m, n, ctas}, only_divided) &&
+           all_hold<Layout::kMIndices>({m_indices, m_indices, num_experts, m, n, ctas}, only_divided) &&
+           all_hold<Layout::kMasked>({counts, buffers, num_experts, m_max, n, ctas}, only_divided) &&
+           all_hold<Layout::kOffsets>({offsets, ragged, num_experts, rows, n, ctas}, only_divided) &&
+           all_hold<Layout::kDense>({{0}, std::vector<int>(rows, 0), 1, rows, n, ctas}, only_divided);
 }
 
 int main() {
     std::mt19937 random(1);
     for (int round = 0; round < 12; ++round) {
         const int num_experts = 1 + random() % (round % 4 == 0 ? 70 : 7);
-        const int n = 64 * (1 + random() % (round % 3 == 0 ? 100 : 25)), ctas = 2 * (1 + random() % 4);
+        const int n = 64 * (1 + random() % (round % 3 == 0 ? 100 : 25)), ctas = 2 * (1 + random() % 3);
         std::vector<int> counts(num_experts);
         for (int& count : counts) {
             const int kinds[] = {0, 128, 256, static_cast<int>(random() % 20), static_cast<int>(random() % 400)};
@@ -152,34 +193,20 @@ int main() {
         }
         counts[random() % num_experts] = 129;
 
-        std::vector<int> psum, m_indices, aligned, offsets{0}, ragged;
-        for (int expert = 0; expert < num_experts; ++expert) {
-            const int count = counts[expert], start = static_cast<int>(aligned.size());
-            psum.push_back(start + count);
-            for (int row = 0; row < (count + 127) / 128 * 128; ++row) {
-                aligned.push_back(row < count ? expert : -1);
-                m_indices.push_back(row < count && (row != count / 2 || count < 4) ? expert : -1);
+        if (!all_layouts_hold(counts, n, ctas, 128 * (random() % 3), random() % 50)) return 1;
+    }
+    // Few units for many CTAs: tiles in pieces.
+    for (const std::vector<int>& counts : {std::vector<int>{200}, {129, 0, 70}, {5, 384}}) {
+        for (const int n : {192, 576}) {
+            for (const int ctas : {8, 20}) {
+                if (!all_layouts_hold(counts, n, ctas, 0, 3, true)) return 1;
             }
-            ragged.insert(ragged.end(), count, expert);
-            offsets.push_back(static_cast<int>(ragged.size()));
         }
-        const int padding = 128 * (random() % 3);
-        aligned.insert(aligned.end(), padding, -1);
-        m_indices.insert(m_indices.end(), padding, -1);
-        const int m_max = *std::max_element(counts.begin(), counts.end()) + random() % 50;
-        std::vector<int> buffers(num_experts * m_max, -1);
-        for (int expert = 0; expert < num_experts; ++expert) {
-            std::fill_n(buffers.begin() + expert * m_max, counts[expert], expert);
-        }
-        const int m = static_cast<int>(aligned.size()), rows = static_cast<int>(ragged.size());
-
-        if (!all_hold<Layout::kPsum>({psum, aligned, num_experts, m, n, ctas}) ||
-            !all_hold<Layout::kMIndices>({m_indices, m_indices, num_experts, m, n, ctas}) ||
-            !all_hold<Layout::kMasked>({counts, buffers, num_experts, m_max, n, ctas}) ||
-            !all_hold<Layout::kOffsets>({offsets, ragged, num_experts, rows, n, ctas}) ||
-            !all_hold<Layout::kDense>({{0}, std::vector<int>(rows, 0), 1, rows, n, ctas})) {
-            return 1;
-        }
+    }
+    if (!seen.halves || !seen.lower_quarters[0] || !seen.lower_quarters[1] || !seen.companions) {
+        std::printf("kinds of pieces that no case had: halves %d, lower quarters %d and, of pairs, %d, companions %d\n", !seen.halves,
+                    !seen.lower_quarters[0], !seen.lower_quarters[1], !seen.companions);
+        return 1;
     }
     return 0;
 }

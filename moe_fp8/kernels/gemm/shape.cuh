@@ -50,6 +50,7 @@ static_assert(kMathWarpgroups <= 2 || (kMathWarpgroups == 3 && kWaves == 1), "re
 
 // Whether there are registers for a partial sum of each fragment. Where there are not, a tile begins before the one before is stored.
 constexpr bool kBothPartials = kBlockN <= 192;
+static_assert(kBothPartials || Fragments::kColumnsOf<kWaves - 1> == Fragments::kColumns, "a single fragment is taken for the last");
 
 // The widest tiles come in halves and quarters, too.
 constexpr bool kDivided = kBlockN == 256;
