@@ -206,7 +206,7 @@ def test_small_of_more_blocks_than_stages(config: str, n: int, k: int) -> None:
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("config", ["128x256", "128x256/2p"])
 def test_whole_tiles_one_after_the_other(config: str) -> None:
-    # Two rounds of whole tiles, each begun before the one before is stored, and one of quarters (pairs: halves).
+    # Two rounds of whole tiles, each begun before the one before is stored; one of quarters (pairs: halves).
     case = cases.dense_case(4200, 2112, 384, "cuda")
     cases.check_gemm(case, _dense(case, config))
 
