@@ -52,6 +52,7 @@ class GemmConfig:
         shared = f"/{self.cluster}{'k' if self.shares == 'k' else 'p'}" if self.cluster > 1 else ""
         return f"{self.block_m}x{self.block_n}{shared}"
 
+    # Cached: what the cost model asks for at each of a plan's many predictions.
     @cached_property
     def pair(self) -> int:
         """Tiles that a cluster takes at once."""
@@ -62,12 +63,12 @@ class GemmConfig:
         """CTAs that divide one tile along K."""
         return self.cluster if self.shares == "k" else 1
 
-    @cached_property
+    @property
     def alternate(self) -> bool:
         """Whether the math warpgroups take alternate blocks of K (kAlternate)."""
         return self.block_n == 64 and self.block_m <= 32
 
-    @cached_property
+    @property
     def columns(self) -> int:
         """What a math warpgroup has of the operand on wgmma's N (kColumns)."""
         if self.block_m < 64:
@@ -79,14 +80,14 @@ class GemmConfig:
         """In how many parts, rounded on their own, the sum along K comes about."""
         return self.split * (2 if self.alternate else 1)
 
-    @cached_property
+    @property
     def math_warpgroups(self) -> int:
         """Warpgroups that multiply (kMathWarpgroups)."""
         if self.block_m > 64:
             return self.block_m // 64
         return self.block_n // 64 if self.block_m == 64 else 2
 
-    @cached_property
+    @property
     def threads(self) -> int:
         """Of a CTA: those and one warpgroup of producers."""
         return (1 + self.math_warpgroups) * WARPGROUP

@@ -41,10 +41,11 @@ def test_no_hint_decides_how_a_grouped_sum_is_split(layout: GemmLayout) -> None:
 
 def test_m_indices_costs_what_the_other_layouts_do() -> None:
     for rows, n, k, experts in [(3, 4096, 7168, 32), (100, 1536, 2048, 16), (2000, 7168, 2048, 4)]:
-        ranked = gemm_costs.ranked(GemmProblem("m_indices", rows * experts, n, k, experts, rows))
+        problem = GemmProblem("m_indices", rows * experts, n, k, experts, rows)
+        ranked = gemm_costs.ranked(problem)
         for config, predicted in ranked:
             assert config in heuristics.gemm_configs("m_indices", k)
-            modelled = gemm_costs.modelled_rows(GemmProblem("m_indices", rows * experts, n, k, experts, rows))
+            modelled = gemm_costs.modelled_rows(problem)
             assert predicted == gemm_costs.predict(config, "m_indices", modelled, n, k, experts, 132)
         costs = [predicted.microseconds for _, predicted in ranked]
         assert costs == sorted(costs) and len(costs) > 3

@@ -285,7 +285,7 @@ def test_deepseek_v32_is_planned_in_two_seconds() -> None:
     started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - started < 60
+    assert time.perf_counter() - started < 30
 
 
 def test_plan_as_json_points_each_row_at_its_kernel(planned: Plan) -> None:
