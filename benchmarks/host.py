@@ -16,6 +16,7 @@ import torch
 
 import moe_fp8
 from moe_fp8.jit.compiler import compile_kernel
+from moe_fp8.specs import KernelSpec
 from moe_fp8.warmup import PlanOptions, load_model, plan
 
 from . import inputs
@@ -28,6 +29,9 @@ from .timing import Call
 
 _CALLS = 200
 _ROUNDS = 100
+_COMPILES = 3
+#: Widths of weights that no class times: the peer has no kernel for them yet.
+_NEW_WIDTHS = (4416, 4672, 4928)
 _MODEL = ROOT / "tests" / "configs" / "deepseek_v32.json"
 _TP, _EP = 8, 8
 
@@ -106,29 +110,38 @@ def _loop(call: Call) -> float:
 
 
 def run_compile(session: Session, peer: DeepGemm | None, step: int) -> None:
-    """NVRTC on one core: every kernel of DeepSeek-V3.2's plan; the peer's first call of a new shape."""
-    specs = plan(load_model(_MODEL), PlanOptions(tp=_TP, ep=_EP, next_n=2, num_sms=num_sms())).specs
+    """NVRTC on one core: every kernel of DeepSeek-V3.2's plan; the peer's first call of a new shape.
+
+    The least of three, a pass over all of them each, since what else the host does only adds.
+    """
+    specs = plan(load_model(_MODEL), PlanOptions(tp=_TP, ep=_EP, next_n=2, num_sms=num_sms())).specs[::step]
+    least: dict[KernelSpec, float] = {}
+    for _ in range(_COMPILES):
+        for spec in specs:
+            try:
+                seconds = compile_kernel(spec).compile_seconds
+            except Exception as error:
+                session.fail(f"compile {spec}", error)
+                return
+            least[spec] = min(seconds, least.get(spec, seconds))
     by_name: dict[str, list[float]] = {}
-    for spec in specs[::step]:
-        try:
-            by_name.setdefault(spec.name, []).append(compile_kernel(spec).compile_seconds)
-        except Exception as error:
-            session.fail(f"compile {spec}", error)
-    first_call = None if peer is None else _first_call_us(peer)
-    for name, seconds in by_name.items():
-        row = Row("compile", {"kernel": name, "num_kernels": len(seconds)}, statistics.median(seconds) * 1e6)
-        row.notes["max_us"] = four_digits(max(seconds) * 1e6)
+    for spec, seconds in least.items():
+        by_name.setdefault(spec.name, []).append(seconds)
+    first_call = None if peer is None else min(_first_call_us(peer, n) for n in _NEW_WIDTHS)
+    for name, times in by_name.items():
+        row = Row("compile", {"kernel": name, "num_kernels": len(times)}, statistics.median(times) * 1e6)
+        row.notes["max_us"] = four_digits(max(times) * 1e6)
         if first_call is not None and peer is not None and name == "gemm_fp8":
             row.peers[peer.name] = first_call
         session.store(row)
 
 
-def _first_call_us(peer: DeepGemm) -> float:
+def _first_call_us(peer: DeepGemm, n: int) -> float:
     """The peer's first call of a shape that no class times, in microseconds."""
     a, a_scale = inputs.activations(64, 3072)
-    b, b_scale = inputs.weights(4416, 3072)
+    b, b_scale = inputs.weights(n, 3072)
     scale = peer.aligned(a_scale)
-    out = torch.empty(64, 4416, device=inputs.DEVICE, dtype=torch.bfloat16)
+    out = torch.empty(64, n, device=inputs.DEVICE, dtype=torch.bfloat16)
     torch.cuda.synchronize()
     started = time.perf_counter()
     peer.gemm(a, scale, b, b_scale, out)

@@ -199,7 +199,7 @@ def test_compile_and_warmup_run_without_a_gpu(
     on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
-    host.run_compile(session, None, 8)
+    host.run_compile(session, None, 24)
     host.run_warmup(session, None, 1)
     assert session.failures == []
     rows = _rows(tmp_path / "h200.json")
