@@ -60,8 +60,12 @@ class SegmentWindow {
     DEVICE SegmentWindow(const int* index, int num_experts, int m, int columns)
         : index_(index), num_experts_(num_experts), m_(m), columns_(columns) {}
 
-    // Units of all experts.
+    // Reads what the first 32 experts have; comes before all else.
+    DEVICE void start() { load(0); }
+
+    // Units of all experts; comes before `find`.
     DEVICE int total() const {
+        if (num_experts_ <= kWarp) return __shfl_sync(kAll, last_unit_, kWarp - 1);
         int units = 0;
 #pragma unroll 4
         for (int e = lane_index(); e < num_experts_; e += kWarp) {
@@ -104,17 +108,22 @@ class SegmentWindow {
         first_row_ = num_rows_ = 0;
         const int e = base + lane_index();
         int units = e < num_experts_ ? units_of(e, first_row_, num_rows_) : 0;
+        // A running total in three steps that wait for shuffles, not in five.
 #pragma unroll
-        for (int distance = 1; distance < kWarp; distance *= 2) {
-            const int below = __shfl_up_sync(kAll, units, distance);
-            if (lane_index() >= distance) units += below;
+        for (int distance = 1; distance < kWarp; distance *= 4) {
+            const int mine = units;
+#pragma unroll
+            for (int below = distance; below < min(4 * distance, kWarp); below += distance) {
+                const int theirs = __shfl_up_sync(kAll, mine, below);
+                if (lane_index() >= below) units += theirs;
+            }
         }
         last_unit_ = first_unit_ + units;
     }
 
     const int* index_;
     int num_experts_, m_, columns_;
-    int base_ = -kWarp;
+    int base_ = 0;
     int first_unit_ = 0;  // total of the experts below the window
     int last_unit_ = 0;   // total up to and including this lane's expert
     int first_row_ = 0, num_rows_ = 0;
@@ -124,7 +133,7 @@ class SegmentWindow {
 enum class Common { kNothing, kWeights, kTokens };
 
 // One output tile: kBlockM tokens by kBlockN weight rows.
-struct Tile {
+struct alignas(16) Tile {
     int expert;
     int row;        // first token, counted over all of `a`
     int begin_row;  // tokens of the tile to store, counted from `row`; none for the padding half of a pair
@@ -151,6 +160,7 @@ class TileWalk {
           m_(m),
           rank_(kPaired ? static_cast<int>(cluster_rank) : 0),
           unit_(static_cast<int>(blockIdx.x) / kCtas) {
+        if constexpr (kGrouped) window_.start();
         if constexpr (kDivided) {
             const int units = kGrouped ? window_.total() : Division(m_).units(columns_);
             const int clusters = static_cast<int>(gridDim.x) / kCtas, last = units % clusters;
@@ -173,11 +183,14 @@ class TileWalk {
             }
             const int early = segment.first_row % kRowAlignment<kLayout>;
             const Division division(early + segment.num_rows);
-            const int local = unit - segment.first_unit, per_group = division.units(kGroupN);
-            const int last = max(columns_ / kGroupN - 1, 0), group = min(local / per_group, last);
-            const int in_group = local - group * per_group;
-            const int width = group < last ? kGroupN : columns_ - last * kGroupN;
-            int tile_m = in_group / width, tile_n = in_group - tile_m * width;
+            const uint32_t local = unit - segment.first_unit, per_group = division.units(kGroupN);
+            // A CTA waits for its first tile, and divisions take long: where there is one row of units they are shifts.
+            const bool one_row = division.whole + division.single == 1;
+            const uint32_t last = max(columns_ / kGroupN - 1, 0);
+            const uint32_t group = min(one_row ? local >> (kLogGroupN - division.single) : local / per_group, last);
+            const uint32_t in_group = local - group * per_group;
+            const uint32_t width = group < last ? kGroupN : columns_ - last * kGroupN;
+            int tile_m = one_row ? 0 : in_group / width, tile_n = in_group - tile_m * width;
             tile.common = kPaired ? Common::kWeights : Common::kNothing;
             if (kPaired && tile_m >= division.whole) {
                 tile_m = 2 * division.whole;
@@ -213,7 +226,7 @@ class TileWalk {
 
    private:
     static constexpr bool kGrouped = kLayout != Layout::kDense && kLayout != Layout::kMIndices;
-    static constexpr int kGroupN = 8;
+    static constexpr int kLogGroupN = 3, kGroupN = 1 << kLogGroupN;
     static constexpr int kCtas = kPaired ? 2 : kClusterK;
     static_assert(kLayout != Layout::kMIndices || kSegmentAlignment % kBlockM == 0, "a tile must not cross a segment start");
     using Division = sched::Division<kBlockM, kPaired>;

@@ -33,23 +33,28 @@ class TileWriter {
    public:
     DEVICE explicit TileWriter(TileRing<kReaders>& ring) : ring_(ring) {}
 
+    // Then waits for the next slot: the first is free from the start.
     DEVICE void push(const Tile& tile) {
-        ptx::barrier_wait(&ring_.empty[cursor_.slot], cursor_.phase ^ 1);
-        if (lane_index() == 0) {
-            ring_.tiles[cursor_.slot] = tile;
-            ptx::barrier_arrive(&ring_.full[cursor_.slot]);
-        }
-        __syncwarp();
+        write(tile);
         cursor_.step();
+        ptx::barrier_wait(&ring_.empty[cursor_.slot], cursor_.phase ^ 1);
     }
 
     DEVICE void finish() {
         Tile none;
         none.expert = -1;
-        push(none);
+        write(none);
     }
 
    private:
+    DEVICE void write(const Tile& tile) {
+        if (lane_index() == 0) {
+            ring_.tiles[cursor_.slot] = tile;
+            ptx::barrier_arrive(&ring_.full[cursor_.slot]);
+        }
+        __syncwarp();
+    }
+
     TileRing<kReaders>& ring_;
     RingCursor<TileRing<kReaders>::kSlots> cursor_;
 };
