@@ -22,6 +22,7 @@ DEVICE bool others_turn(uint32_t rank, int block) { return (block & 1) != static
 // Stages whose weights are copied before the kernel before has ended. Where the walk of tiles waits for it anyway, or tokens are
 // many, more would only delay the first tokens.
 constexpr int kAhead = kLayout == sched::Layout::kDense && kBlockM < 128 ? kStages : 2;
+DEVICE int stages_ahead(const KRange& range) { return min(kAhead, range.end - range.begin); }
 
 // Weights of tiles with many tokens are read again for other tokens; tokens are for other weights, so they stay in L2 longer. Where
 // experts have few, what they leave there would only be in the way of the next kernel.
@@ -73,25 +74,35 @@ DEVICE void meet_parts() {
     if constexpr (kSplitK) __syncwarp(), ptx::cluster_wait();
 }
 
+// The walk also copies the first stages' weights, since it knows first which they are. They do not depend on the kernel before, and
+// where the tiles do not either, they are on their way while it ends.
 DEVICE void walk_tiles(const GemmParams& p, Shared& shared) {
     if constexpr (kLayout != sched::Layout::kDense) ptx::grid_dependency_wait();
-    Walk walk(p.index, p.num_experts, p.m, p.n, cluster_rank());
+    const uint32_t rank = cluster_rank();
+    const KRange range(p, rank);
+    Walk walk(p.index, p.num_experts, p.m, p.n, rank);
     TileWriter writer(shared.tiles);
     sched::Tile tile;
-    bool met = false;
+    bool first = true;
     while (walk.next(tile)) {
         writer.push(tile);
-        if (!met) meet_parts();
-        met = true;
+        if (!first) continue;
+#pragma unroll 1
+        for (int i = 0; i < stages_ahead(range); ++i) {
+            if (ptx::elect_one()) {
+                ptx::barrier_arrive_expect(&shared.full[i], stage_bytes(tile));
+                load_weights(p, shared, tile, rank, i, range.begin + i);
+            }
+        }
+        meet_parts();
+        first = false;
     }
-    if (!met) meet_parts();
+    if (first) meet_parts();
     writer.finish();
 }
 
 // The whole warp walks and waits, and one lane of it issues the copies. (Were it one lane that walks, the compiler would put a
 // loop over lanes around every copy, about 150 cycles each.)
-//
-// Weights do not depend on the kernel before: those of the first stages are on their way while it ends.
 DEVICE void produce(const GemmParams& p, Shared& shared) {
     const uint32_t rank = cluster_rank();
     const KRange range(p, rank);
@@ -103,18 +114,10 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
         reader.release();
         int block = range.begin;
         if (!waited) {
-            const int ahead = min(range.begin + kAhead, range.end);
-#pragma unroll 1
-            for (int i = block; i < ahead; ++i) {
-                if (ptx::elect_one()) {
-                    ptx::barrier_arrive_expect(&shared.full[i - block], stage_bytes(tile));
-                    load_weights(p, shared, tile, rank, i - block, i);
-                }
-            }
             ptx::grid_dependency_wait();
             ptx::launch_dependents();
 #pragma unroll 1
-            for (; block < ahead; ++block, ring.step()) {
+            for (const int ahead = block + stages_ahead(range); block < ahead; ++block, ring.step()) {
                 if (ptx::elect_one()) load_tokens(p, shared, tile, rank, ring.slot, block);
             }
             waited = true;
