@@ -108,9 +108,12 @@ class GemmConfig:
         return min(self.block_m, 64)
 
     @property
-    def out_box(self) -> tuple[int, int]:
-        """Weight rows and tokens that TMA stores at once (kBoxRows, kStoredTokens)."""
-        return 64 if self.block_n % 64 == 0 else 32, min(self.block_m, 16)
+    def out_box(self) -> tuple[int, int] | None:
+        """Weight rows and tokens of bf16 that TMA stores at once (kBoxRows, kStoredTokens).
+
+        None where tokens are so few that they are stored from registers (kStaged).
+        """
+        return (64 if self.block_n % 64 == 0 else 32, 16) if self.block_m >= 64 else None
 
 
 def gemm_stage_bytes(block_m: int, block_n: int) -> int:
@@ -121,6 +124,8 @@ def gemm_stage_bytes(block_m: int, block_n: int) -> int:
 
 def gemm_staging_bytes(config: GemmConfig) -> int:
     """The math warpgroups' fragments as bf16, of 64 rows each; both of 192 weight rows (kStagedTogether)."""
+    if config.out_box is None:
+        return 0
     columns = config.block_n if config.block_n == 192 else config.columns
     return config.math_warpgroups * 64 * columns * 2
 

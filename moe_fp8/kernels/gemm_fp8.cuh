@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
             ptx::prefetch_tensor_map(&p.b);
             ptx::prefetch_tensor_map(&p.a);
             ptx::prefetch_tensor_map(&p.a_scale);
-            if constexpr (!OUT_FP32) ptx::prefetch_tensor_map(&p.out_map);
+            if constexpr (kStaged) ptx::prefetch_tensor_map(&p.out_map);
         } else {
             shared.init(warp - 1, NUM_THREADS / kWarp - 1);
             ptx::fence_barrier_init();

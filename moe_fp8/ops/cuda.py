@@ -53,7 +53,7 @@ class _GemmPlan(NamedTuple):
     a_box: tuple[int, int]
     a_scale_box: tuple[int, int]
     b_box: tuple[int, int]
-    out_box: tuple[int, int]
+    out_box: tuple[int, int] | None
 
 
 def _gemm_problem(
@@ -103,7 +103,7 @@ def _gemm_plan(
         a_box=(128, config.token_box),
         a_scale_box=(config.block_m, 1),
         b_box=(128, config.weight_box),
-        out_box=config.out_box,
+        out_box=None if fp32 else config.out_box,
     )
 
 
@@ -138,9 +138,9 @@ def gemm(
             a_scale.data_ptr(), "float32", (m, batch * (k >> 7)), ((m + 3) & -4) * 4, plan.a_scale_box, 0
         ),
         encode_2d(b.data_ptr(), "uint8", (k, n * num_experts), k, plan.b_box, l2_promotion=128),
-        b""
-        if fp32
-        else encode_2d(out.data_ptr(), "bfloat16", (n, m * batch), n * 2, plan.out_box, plan.out_box[0] * 2),
+        encode_2d(out.data_ptr(), "bfloat16", (n, m * batch), n * 2, plan.out_box, plan.out_box[0] * 2)
+        if plan.out_box
+        else b"",
         out.data_ptr(),
         b_scale.data_ptr(),
         0 if index is None else index.data_ptr(),

@@ -67,17 +67,24 @@ DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const 
     }
 }
 
-// Takes this warp's group of staged tokens to memory: by TMA if all of it is to be stored, else row by row. `row` and
-// `column` are the fragment's first.
-DEVICE void store_staged(const GemmParams& p, const uint8_t* staging, int row, int column,
-                         const Fragments::Region& region) {
-    constexpr int kGroups = Fragments::kStagedTokens / kStoredTokens;
+// Takes this warp's tokens of a fragment of bf16 to memory by way of `staging`: by TMA if all of them are to be stored, else row by
+// row. `row` and `column` are the fragment's first.
+template <int kWave, typename Fragments>
+DEVICE void store_staged(const GemmParams& p, const typename Fragments::Sum& sum, uint8_t* staging, int row, int column,
+                         const typename Fragments::Region& region) {
     const int warp = mma::warpgroup_thread() / kWarp, lane = ptx::fresh_lane();
     const int first = warp * kStoredTokens, from = max(region.begin, first), to = min(region.end, first + kStoredTokens);
-    if (warp >= kGroups) return;
     constexpr int kBoxRows = Fragments::kBoxRows, kBoxBytes = Fragments::kBoxBytes, kChunks = kBoxBytes / 16;
+    constexpr int kStagedBoxBytes = Fragments::kStagedBoxBytes;
     const int left = region.left, right = min(region.right, p.n - column);
-    if (to - from == kStoredTokens && (left | right) % kBoxRows == 0) {
+    const bool whole = to - from == kStoredTokens && (left | right) % kBoxRows == 0;
+    if (kStagedTogether) staging += kWave * Fragments::kBoxes * kStagedBoxBytes;
+    if (kWave == 0 || !kStagedTogether) ptx::bulk_wait_read();
+    __syncwarp();
+    Fragments::template stage<kWave>(sum, staging);
+    ptx::fence_async_proxy();
+    __syncwarp();
+    if (whole) {
         if (left / kBoxRows <= lane && lane < right / kBoxRows) {
             ptx::tma_store_2d(&p.out_map, staging + lane * kStagedBoxBytes + first * kBoxBytes, column + lane * kBoxRows,
                               row + first);
@@ -108,17 +115,10 @@ DEVICE void store_fragment(const GemmParams& p, Shared& shared, const sched::Til
     const Fragments::Region region(tile.begin_row - part.token, tile.end_row - part.token, share.first,
                                    min(share.end, Fragments::kColumnsOf<kWave> / 8));
     const int row = tile.row + part.token, column = tile.n + part.weight + wave * Fragments::kColumns;
-    if constexpr (OUT_FP32) {
-        float* out = static_cast<float*>(p.out) + row * p.out_stride + column;
-        Fragments::store(sum, out, p.out_stride, region, p.n - column);
+    if constexpr (kStaged) {
+        store_staged<kWave, Fragments>(p, sum, shared.staging[warpgroup], row, column, region);
     } else {
-        uint8_t* staging = shared.staging[warpgroup] + (kStagedTogether ? kWave * Fragments::kBoxes * kStagedBoxBytes : 0);
-        if (kWave == 0 || !kStagedTogether) ptx::bulk_wait_read();
-        Fragments::sync_staging(warpgroup);
-        Fragments::stage<kWave>(sum, staging);
-        ptx::fence_async_proxy();
-        Fragments::sync_staging(warpgroup);
-        store_staged(p, staging, row, column, region);
+        Fragments::store(sum, static_cast<Out*>(p.out) + row * p.out_stride + column, p.out_stride, region, p.n - column);
     }
 }
 

@@ -28,6 +28,11 @@ using Fragments = mma::TokensOnM<kBlockM, kBlockN>;
 #else
 using Fragments = mma::WeightsOnM<kBlockM, kBlockN>;
 #endif
+#if OUT_FP32
+using Out = float;
+#else
+using Out = uint16_t;  // bf16
+#endif
 constexpr int kWaves = Fragments::kWaves;
 constexpr int kScaleRows = mma::kScaleRows<kBlockN>;
 constexpr int kWeightScales = kBlockN / kScaleRows;  // of a tile
@@ -64,17 +69,21 @@ using TileReader = sched::TileReader<kTileReaders>;
 constexpr int kTokenBox = kBlockM < 64 ? kBlockM : 64;
 constexpr int kWeightBox = kDivided ? kBlockN / 2 : kBlockN;
 
-// Tokens that TMA stores at once, and bytes of a warpgroup's staging.
-constexpr int kStoredTokens = kBlockM < 16 ? kBlockM : 16;
-constexpr int kStagedBoxBytes = Fragments::kStagedTokens * Fragments::kBoxBytes;
+// Whether outputs are staged for TMA, which stores so many tokens at once.
+constexpr bool kStaged = Fragments::kStaged && !OUT_FP32;
+constexpr int kStoredTokens = 16;
 // Fragments that are stored one soon after the other are staged side by side.
 constexpr bool kStagedTogether = kBlockN == 192;
-constexpr int kStagingBytes = (kStagedTogether ? kBlockN / Fragments::kBoxRows : Fragments::kBoxes) * kStagedBoxBytes;
+template <typename Fragments>
+DEVICE constexpr int staging_bytes() {
+    if constexpr (!Fragments::kStaged) return 128;  // none, but an array must have some
+    else return (kStagedTogether ? kBlockN / Fragments::kBoxRows : Fragments::kBoxes) * Fragments::kStagedBoxBytes;
+}
 
 struct Shared {
     uint8_t weights[kStages][kBlockN * kBlockK];
     uint8_t tokens[kStages][kBlockM * kBlockK];
-    uint8_t staging[kMathWarpgroups][kStagingBytes];
+    uint8_t staging[kMathWarpgroups][staging_bytes<Fragments>()];
     alignas(128) float token_scales[kStages][align_up(kBlockM, 32)];
     // For each warpgroup, from every other part of the sum, its share of it: [part][column group][thread].
     alignas(16) float4 parts[kMathWarpgroups][kParts > 1 ? (kParts - 1) * kMostShare * kWarpgroup : 1];
@@ -114,7 +123,7 @@ struct GemmParams {
     moe_fp8::TensorMap a;        // [rows, K] fp8, box kTokenBox rows x 128
     moe_fp8::TensorMap a_scale;  // [K/128 (x experts if masked), rows] fp32, box 1 x kBlockM
     moe_fp8::TensorMap b;        // [experts * N, K] fp8, box kWeightBox rows x 128
-    moe_fp8::TensorMap out_map;  // [rows, N] bf16, box kStoredTokens rows x kBoxRows; unused if fp32
+    moe_fp8::TensorMap out_map;  // [rows, N] bf16, box kStoredTokens rows x kBoxRows; unused if not kStaged
     void* out;                   // [rows, N]
     const float* b_scale;        // [experts, ceil(N/128), K/128]
     const int* index;            // m_indices, psum, offsets or masked_m; null if dense

@@ -104,18 +104,11 @@ DEVICE void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
                  : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements, each stored transposed; lane 8*i+r gives the address of row r of
-// matrix i (a column of the fragment). Visible to other threads after a barrier among them.
-DEVICE void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-                 "r"(r0), "r"(r1), "r"(r2), "r"(r3)
-                 : "memory");
-}
+// An element of fp32 as it is, and of bf16 rounded to nearest even.
+DEVICE void store_rounded(float* element, float value) { *element = value; }
 
-// As above with two matrices; lanes 0-15 give the addresses.
-DEVICE void stmatrix_x2_trans(uint32_t address, uint32_t r0, uint32_t r1) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(r0), "r"(r1)
-                 : "memory");
+DEVICE void store_rounded(uint16_t* element, float value) {
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(*element) : "f"(value));
 }
 
 // Two floats to packed bf16, round to nearest even; `low` lands in the low half.
