@@ -1,8 +1,9 @@
 // Block-scaled FP8 GEMM, dense and grouped: D[m,n] = sum_k A[m,k] * B[n,k], with a scale for each 1 x 128 of A and
 // each 128 x 128 of B.
 //
-// The grid is persistent. In each CTA one warp walks its tiles, one feeds a ring of stages by TMA, one adds the weights'
-// scales, and one to three math warpgroups share every tile (mma/fragments.cuh says how).
+// The grid is persistent. In each CTA one warp walks its tiles, one feeds a ring of stages by TMA (of the first stages the walking
+// warp copies the weights), one adds the weights' scales, and one to three math warpgroups share every tile (mma/fragments.cuh
+// says how).
 //
 // A cluster is either a pair of tiles with weights or tokens in common, which the CTAs take turns to load for both; or it
 // shares one tile along K: each CTA sums a part of K, and the parts are added in the order of rank, so that results repeat
@@ -68,7 +69,7 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
         }
         store_fragment<kWaves - 1>(p, shared, *tile, part, part.fragments - 1, warpgroup, sum[kWaves - 1]);
     }
-    ptx::bulk_wait_read();
+    if constexpr (kStaged) ptx::bulk_wait_read();
     // As for the stages: the last arrivals of the cluster's other CTAs.
     if constexpr (kParts > 1) ptx::barrier_wait(parts_free(shared, warpgroup), parts_phase ^ 1);
 }

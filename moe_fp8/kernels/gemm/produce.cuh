@@ -19,8 +19,8 @@ DEVICE uint32_t stage_bytes(const sched::Tile& tile) {
 // The CTAs of a pair take turns to copy what they have in common, each for both.
 DEVICE bool others_turn(uint32_t rank, int block) { return (block & 1) != static_cast<int>(rank); }
 
-// Stages whose weights are copied before the kernel before has ended. Where the walk of tiles waits for it anyway, or tokens are
-// many, more would only delay the first tokens.
+// Stages whose weights the walking warp copies: where it does not wait for the kernel before, while that ends. Where it does, or tokens
+// are many, more would only compete with the first tokens.
 constexpr int kAhead = kLayout == sched::Layout::kDense && kBlockM < 128 ? kStages : 2;
 DEVICE int stages_ahead(const KRange& range) { return min(kAhead, range.end - range.begin); }
 
@@ -68,8 +68,8 @@ DEVICE void load_tokens(const GemmParams& p, Shared& shared, const sched::Tile& 
     load(common, p.a_scale, full, shared.token_scales[stage], tile.scale_row, scale_row, kHint);
 }
 
-// Where a cluster shares tiles along K, its CTAs must meet before they send parts: every warp comes here once. The walk does when its
-// first tile is on its way, the copies when their first stages are: not at their end, which math warps may be needed for.
+// Where a cluster shares tiles along K, its CTAs must meet before they send parts: every warp comes here once. The walking and
+// the producing warp do when the first stages are on their way: not at their end, which math warps may be needed for.
 DEVICE void meet_parts() {
     if constexpr (kSplitK) __syncwarp(), ptx::cluster_wait();
 }

@@ -70,13 +70,14 @@ constexpr int kTokenBox = kBlockM < 64 ? kBlockM : 64;
 constexpr int kWeightBox = kDivided ? kBlockN / 2 : kBlockN;
 
 // Whether outputs are staged for TMA, which stores so many tokens at once.
-constexpr bool kStaged = Fragments::kStaged && !OUT_FP32;
+constexpr bool kStaged = Fragments::kHasStaging && !OUT_FP32;
 constexpr int kStoredTokens = 16;
 // Fragments that are stored one soon after the other are staged side by side.
 constexpr bool kStagedTogether = kBlockN == 192;
+// (A template, as `store_staged` is, since fragments without staging do not have its shape.)
 template <typename Fragments>
 DEVICE constexpr int staging_bytes() {
-    if constexpr (!Fragments::kStaged) return 128;  // none, but an array must have some
+    if constexpr (!Fragments::kHasStaging) return 1;  // an array must have some
     else return (kStagedTogether ? kBlockN / Fragments::kBoxRows : Fragments::kBoxes) * Fragments::kStagedBoxBytes;
 }
 
@@ -100,7 +101,9 @@ struct Shared {
     // one warp take turns for it, and longer.)
     DEVICE void init(int warp, int num_warps) {
         for (int stage = warp; stage < kStages; stage += num_warps) {
-            ptx::barrier_init(&full[stage], 2);  // a producer each of operands and of weight scales
+            // Of weight scales and of operands: the warp that announces their bytes, some of which may have come by then. (That is the
+            // walking warp the first time, while the producer copies tokens.)
+            ptx::barrier_init(&full[stage], 2);
             ptx::barrier_init(&empty[stage], (kAlternate ? 1 : kMathWarpgroups) * 4 * (kPaired ? 2 : 1));
         }
         if (warp == num_warps - 1) tiles.init();
@@ -114,7 +117,7 @@ struct Shared {
         }
     }
 };
-// gemm_smem_bytes of heuristics/tiles.py computes the same from its own constants, with 1 KiB for the tiles and barriers.
+// gemm_smem_bytes of heuristics/tiles.py computes the same from its own constants, with 1 KiB for what is small.
 static_assert(sizeof(Shared) <= SMEM_BYTES && SMEM_BYTES <= sizeof(Shared) + 1024, "see tiles.py");
 
 }  // namespace moe_fp8

@@ -9,7 +9,7 @@
 // the tensor core's sum over 128 of K enters the fp32 sum times both scales.
 //
 // `store` writes one fragment to `out`, the element of the part's first token and the fragment's first weight row; of its weight rows
-// there are `columns`. Where there are many tokens bf16 goes by way of shared memory (kStaged): `stage` writes a warp's tokens of
+// there are `columns`. Where there are many tokens bf16 goes by way of shared memory (kHasStaging): `stage` writes a warp's tokens of
 // one fragment to the warpgroup's staging, for each kBoxRows weight rows a box of kStagedTokens tokens x kBoxBytes, swizzled as TMA
 // expects it.
 #pragma once
@@ -49,7 +49,7 @@ struct WeightsOnM {
     static constexpr int kWaves = 1;
     template <int>
     static constexpr int kColumnsOf = kColumns;
-    static constexpr bool kStaged = false;
+    static constexpr bool kHasStaging = false;
     static_assert(kBlockM <= 32 && (kBlockN == 128 || kBlockN == 64), "64 weight rows for each warpgroup, or for both");
     using Sum = float[kColumns / 2];
 
@@ -104,8 +104,8 @@ struct WeightsOnM {
             for (int odd = 0; odd < 2; ++odd) {
                 const int token = j * 8 + lane % 4 * 2 + odd;
                 if (token < region.begin || token >= region.end) continue;
-                ptx::store_rounded(row + token * stride, d[4 * j + odd]);
-                ptx::store_rounded(row + token * stride + 8, d[4 * j + 2 + odd]);
+                ptx::store_as(row + token * stride, d[4 * j + odd]);
+                ptx::store_as(row + token * stride + 8, d[4 * j + 2 + odd]);
             }
         }
         __syncwarp();  // or the compiler takes the warp to be diverged, and the main loop's addresses leave the uniform registers
@@ -122,7 +122,7 @@ struct TokensOnM {
     static constexpr int kColumnsOf = kBlockN - kWave * kColumns < kColumns ? kBlockN - kWave * kColumns : kColumns;
     static constexpr int kScaleColumns = kScaleRows<kBlockN>;
     static constexpr int kScales = kBlockN / kScaleColumns;
-    static constexpr bool kStaged = true;
+    static constexpr bool kHasStaging = true;
     static constexpr int kStagedTokens = 64;
     static constexpr int kBoxRows = kBlockN % 64 == 0 ? 64 : 32, kBoxBytes = kBoxRows * 2, kBoxes = kColumns / kBoxRows;
     static constexpr int kStagedBoxBytes = kStagedTokens * kBoxBytes;
@@ -201,6 +201,7 @@ struct TokensOnM {
         }
     }
 
+    // Of fp32; of bf16 it is named but never called.
     template <typename Out>
     static DEVICE void store(const Sum& d, Out* out, int64_t stride, const Region& region, int columns) {
         static_assert(sizeof(Out) == 4, "bf16 is staged");

@@ -1,4 +1,4 @@
-// Shared-memory addressing and matrix stores.
+// Shared-memory addressing, matrix stores, rounding to bf16.
 #pragma once
 
 #include "common/types.cuh"
@@ -104,10 +104,10 @@ DEVICE void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
                  : "memory");
 }
 
-// An element of fp32 as it is, and of bf16 rounded to nearest even.
-DEVICE void store_rounded(float* element, float value) { *element = value; }
+// Stores an element of fp32, or of bf16 rounded to nearest even.
+DEVICE void store_as(float* element, float value) { *element = value; }
 
-DEVICE void store_rounded(uint16_t* element, float value) {
+DEVICE void store_as(uint16_t* element, float value) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(*element) : "f"(value));
 }
 

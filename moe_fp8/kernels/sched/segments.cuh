@@ -110,12 +110,12 @@ class SegmentWindow {
         int units = e < num_experts_ ? units_of(e, first_row_, num_rows_) : 0;
         // A running total in three steps that wait for shuffles, not in five.
 #pragma unroll
-        for (int distance = 1; distance < kWarp; distance *= 4) {
+        for (int step = 1; step < kWarp; step *= 4) {
             const int mine = units;
 #pragma unroll
-            for (int below = distance; below < min(4 * distance, kWarp); below += distance) {
-                const int theirs = __shfl_up_sync(kAll, mine, below);
-                if (lane_index() >= below) units += theirs;
+            for (int distance = step; distance < min(4 * step, kWarp); distance += step) {
+                const int theirs = __shfl_up_sync(kAll, mine, distance);
+                if (lane_index() >= distance) units += theirs;
             }
         }
         last_unit_ = first_unit_ + units;

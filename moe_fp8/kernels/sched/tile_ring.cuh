@@ -33,7 +33,7 @@ class TileWriter {
    public:
     DEVICE explicit TileWriter(TileRing<kReaders>& ring) : ring_(ring) {}
 
-    // Then waits for the next slot: the first is free from the start.
+    // The cursor's slot is free whenever a call begins: from the start, and after each push.
     DEVICE void push(const Tile& tile) {
         write(tile);
         cursor_.step();
