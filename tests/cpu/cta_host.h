@@ -227,6 +227,13 @@ inline unsigned __reduce_add_sync(unsigned, unsigned value) {
         return sum;
     });
 }
+inline int __reduce_max_sync(unsigned, int value) {
+    return host::exchange(value, [](const unsigned* values) {
+        int most = static_cast<int>(values[0]);
+        for (int lane = 1; lane < 32; ++lane) most = max(most, static_cast<int>(values[lane]));
+        return most;
+    });
+}
 inline unsigned atomicAdd(unsigned* at, unsigned value) {
     const unsigned before = *at;
     *at += value;

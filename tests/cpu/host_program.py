@@ -26,11 +26,11 @@ def copy_types(folder: Path) -> None:
     (folder / "common" / "types.cuh").write_text(types)
 
 
-def run(name: str, folder: Path, *options: str, defines: Mapping[str, int] | None = None) -> None:
+def run(name: str, folder: Path, *, defines: Mapping[str, int] | None = None) -> None:
     """`name`.cpp beside this file, which finds fault by its exit code, with the headers in `folder`."""
     program = folder / name
     given = [f"-D{key}={value}" for key, value in (defines or {}).items()]
-    command = ["g++", "-std=c++20", "-O1", "-w", f"-I{folder}", *options, *given]
+    command = ["g++", "-std=c++20", "-O1", "-w", f"-I{folder}", *given]
     subprocess.run([*command, str(HERE / f"{name}.cpp"), "-o", str(program)], check=True)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,65 +1,10 @@
-// The walk over tiles (kernels/sched/segments.cuh) on the host: a warp is 32 threads that meet in every intrinsic. For random
-// segments it checks that the tiles of all CTAs store every valid row of every column once, under the right expert, and
-// that the two tiles of a pair agree on what they have in common. Prints what is wrong; the exit code is 1 then.
-#include <algorithm>
-#include <barrier>
-#include <cstdint>
-#include <cstdio>
+// The walk over tiles (kernels/sched/segments.cuh) on the host (cta_host.h). For random segments it checks that the tiles of all CTAs
+// store every valid row of every column once, under the right expert, and that the two tiles of a pair agree on what they have
+// in common. Prints what is wrong; the exit code is 1 then.
 #include <map>
-#include <numeric>
-#include <random>
-#include <thread>
 #include <utility>
-#include <vector>
 
-using std::max;
-using std::min;
-
-#define DEVICE inline
-#define __device__
-
-struct Index {
-    unsigned x;
-};
-thread_local Index threadIdx, blockIdx, gridDim;
-
-struct Warp {
-    std::barrier<> meet{32};
-    int values[32];
-};
-thread_local Warp* warp;
-
-template <typename Read>
-auto exchange(int value, Read read) {
-    warp->values[threadIdx.x % 32] = value;
-    warp->meet.arrive_and_wait();
-    const auto result = read(warp->values);
-    warp->meet.arrive_and_wait();
-    return result;
-}
-
-inline int __shfl_sync(unsigned, int value, int lane) {
-    return exchange(value, [=](const int* values) { return values[lane]; });
-}
-inline int __shfl_up_sync(unsigned, int value, int distance) {
-    const int lane = threadIdx.x % 32;
-    return exchange(value, [=](const int* values) { return lane >= distance ? values[lane - distance] : value; });
-}
-inline unsigned __ballot_sync(unsigned, bool value) {
-    return exchange(value, [](const int* values) {
-        unsigned bits = 0;
-        for (int lane = 0; lane < 32; ++lane) bits |= static_cast<unsigned>(values[lane]) << lane;
-        return bits;
-    });
-}
-inline int __reduce_add_sync(unsigned, int value) {
-    return exchange(value, [](const int* values) { return std::accumulate(values, values + 32, 0); });
-}
-inline int __reduce_max_sync(unsigned, int value) {
-    return exchange(value, [](const int* values) { return *std::max_element(values, values + 32); });
-}
-inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
-inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(static_cast<unsigned>(bits)); }
+#include "host.h"
 
 #include "sched/segments.cuh"
 
@@ -79,21 +24,16 @@ struct Seen {
 template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, bool kDivided = false>
 bool holds(const Case& c) {
     std::vector<std::vector<Tile>> walks(c.ctas);
+    static std::vector<host::Fiber> fibers = host::fibers();
+    gridDim.x = c.ctas;
     for (int cta = 0; cta < c.ctas; ++cta) {
-        Warp shared;
-        std::vector<std::thread> lanes;
-        for (unsigned lane = 0; lane < 32; ++lane) {
-            lanes.emplace_back([&, lane, cta] {
-                warp = &shared, threadIdx.x = lane, blockIdx.x = cta, gridDim.x = c.ctas;
-                TileWalk<kLayout, kBlockM, kBlockN, kPaired, 1, kDivided> walk(c.index.data(), c.num_experts, c.m, c.n,
-                                                                     kPaired ? cta % 2 : 0);
-                Tile tile;
-                while (walk.next(tile)) {
-                    if (lane == 0) walks[cta].push_back(tile);
-                }
-            });
-        }
-        for (auto& lane : lanes) lane.join();
+        host::run(cta, fibers, [&] {
+            TileWalk<kLayout, kBlockM, kBlockN, kPaired, 1, kDivided> walk(c.index.data(), c.num_experts, c.m, c.n, kPaired ? cta % 2 : 0);
+            Tile tile;
+            while (walk.next(tile)) {
+                if (threadIdx.x == 0) walks[cta].push_back(tile);
+            }
+        });
     }
     auto wrong = [&](const char* what, int row, int column) {
         std::printf("layout %d, %d x %d%s, n %d, %d CTAs: %s at row %d, column %d\n", static_cast<int>(kLayout), kBlockM,
