@@ -16,6 +16,8 @@ struct Case {
     int num_experts, m, n, ctas;
 };
 
+std::vector<host::Fiber> lanes = host::fibers();
+
 // Of tiles in pieces: whether the cases had each kind.
 struct Seen {
     bool halves = false, lower_quarters[2] = {}, companions = false;
@@ -24,10 +26,9 @@ struct Seen {
 template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, bool kDivided = false>
 bool holds(const Case& c) {
     std::vector<std::vector<Tile>> walks(c.ctas);
-    static std::vector<host::Fiber> fibers = host::fibers();
     gridDim.x = c.ctas;
     for (int cta = 0; cta < c.ctas; ++cta) {
-        host::run(cta, fibers, [&] {
+        host::run(cta, lanes, [&] {
             TileWalk<kLayout, kBlockM, kBlockN, kPaired, 1, kDivided> walk(c.index.data(), c.num_experts, c.m, c.n, kPaired ? cta % 2 : 0);
             Tile tile;
             while (walk.next(tile)) {
