@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -16,7 +17,6 @@ import torch
 
 import moe_fp8
 from moe_fp8.jit.compiler import compile_kernel
-from moe_fp8.specs import KernelSpec
 from moe_fp8.warmup import PlanOptions, load_model, plan
 
 from . import inputs
@@ -115,17 +115,16 @@ def run_compile(session: Session, peer: DeepGemm | None, step: int) -> None:
     The least of three, a pass over all of them each, since what else the host does only adds.
     """
     specs = plan(load_model(_MODEL), PlanOptions(tp=_TP, ep=_EP, next_n=2, num_sms=num_sms())).specs[::step]
-    least: dict[KernelSpec, float] = {}
+    least = [math.inf] * len(specs)
     for _ in range(_COMPILES):
-        for spec in specs:
+        for i, spec in enumerate(specs):
             try:
-                seconds = compile_kernel(spec).compile_seconds
+                least[i] = min(least[i], compile_kernel(spec).compile_seconds)
             except Exception as error:
                 session.fail(f"compile {spec}", error)
                 return
-            least[spec] = min(seconds, least.get(spec, seconds))
     by_name: dict[str, list[float]] = {}
-    for spec, seconds in least.items():
+    for spec, seconds in zip(specs, least, strict=True):
         by_name.setdefault(spec.name, []).append(seconds)
     first_call = None if peer is None else min(_first_call_us(peer, n) for n in _NEW_WIDTHS)
     for name, times in by_name.items():
