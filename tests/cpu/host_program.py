@@ -18,18 +18,25 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def copy_types(folder: Path) -> None:
-    """`common/types.cuh` without what the host has its own of: names of integers, and DEVICE."""
+def copy_headers(folder: Path, *names: str) -> None:
+    """Of the kernels' headers those named; cta_host.h as `host.h`.
+
+    And `common/types.cuh` without what the host has its own of: names of integers, and DEVICE.
+    """
     types = (KERNELS / "common" / "types.cuh").read_text()
     types = re.sub(r"^(using u?int\d+_t = .*|#define DEVICE .*)$", "", types, flags=re.M)
     (folder / "common").mkdir()
     (folder / "common" / "types.cuh").write_text(types)
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(KERNELS / name, folder / name)
+    shutil.copy(HERE / "cta_host.h", folder / "host.h")
 
 
-def run(name: str, folder: Path, *, defines: Mapping[str, int] | None = None) -> None:
+def run(name: str, folder: Path, defines: Mapping[str, int]) -> None:
     """`name`.cpp beside this file, which finds fault by its exit code, with the headers in `folder`."""
     program = folder / name
-    given = [f"-D{key}={value}" for key, value in (defines or {}).items()]
+    given = [f"-D{key}={value}" for key, value in defines.items()]
     command = ["g++", "-std=c++20", "-O1", "-w", f"-I{folder}", *given]
     subprocess.run([*command, str(HERE / f"{name}.cpp"), "-o", str(program)], check=True)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=300)

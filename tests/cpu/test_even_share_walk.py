@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from tests.cpu import host_program
@@ -10,10 +9,6 @@ from tests.cpu import host_program
 
 @host_program.needs_compiler
 def test_shares_meet_and_are_even(tmp_path: Path) -> None:
-    host_program.copy_types(tmp_path)
-    (tmp_path / "sched").mkdir()
-    for name in ("common/scan.cuh", "sched/even_share.cuh"):
-        shutil.copy(host_program.KERNELS / name, tmp_path / name)
-    shutil.copy(host_program.HERE / "cta_host.h", tmp_path / "host.h")
+    host_program.copy_headers(tmp_path, "common/scan.cuh", "sched/even_share.cuh")
     defines = {"NUM_THREADS": 64, "CLUSTER_SIZE": 1, "SMEM_BYTES": 16, "CASES": 120}
-    host_program.run("even_share_walk", tmp_path, defines=defines)
+    host_program.run("even_share_walk", tmp_path, defines)

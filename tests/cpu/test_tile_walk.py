@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from tests.cpu import host_program
@@ -10,8 +9,5 @@ from tests.cpu import host_program
 
 @host_program.needs_compiler
 def test_every_row_is_stored_once_under_its_expert(tmp_path: Path) -> None:
-    host_program.copy_types(tmp_path)
-    (tmp_path / "sched").mkdir()
-    shutil.copy(host_program.KERNELS / "sched" / "segments.cuh", tmp_path / "sched" / "segments.cuh")
-    shutil.copy(host_program.HERE / "cta_host.h", tmp_path / "host.h")
-    host_program.run("tile_walk", tmp_path, defines={"NUM_THREADS": 32, "CLUSTER_SIZE": 1, "SMEM_BYTES": 16})
+    host_program.copy_headers(tmp_path, "sched/segments.cuh")
+    host_program.run("tile_walk", tmp_path, {"NUM_THREADS": 32, "CLUSTER_SIZE": 1, "SMEM_BYTES": 16})

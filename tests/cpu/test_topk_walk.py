@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cpu import host_program
-from tests.cpu.host_program import HERE, KERNELS
+from tests.cpu.host_program import KERNELS
 
 CAPACITY = 512
 
@@ -17,8 +17,7 @@ CAPACITY = 512
 def _sources(folder: Path) -> None:
     """The kernel's files, with the host's integers, shared memory and PTX instead of the device's."""
     shutil.copytree(KERNELS / "topk", folder / "topk")
-    host_program.copy_types(folder)
-    shutil.copy(KERNELS / "common" / "scan.cuh", folder / "common")
+    host_program.copy_headers(folder, "common/scan.cuh")
     (folder / "ptx").mkdir()
     for name in ("sync", "shared"):
         (folder / "ptx" / f"{name}.cuh").write_text("#pragma once\n")
@@ -39,7 +38,6 @@ def _sources(folder: Path) -> None:
     )
     assert count == 3
     (folder / "indexer_topk.cuh").write_text(entry)
-    shutil.copy(HERE / "cta_host.h", folder / "host.h")
 
 
 @host_program.needs_compiler
@@ -58,4 +56,4 @@ def test_the_kernel_chooses_what_a_sort_chooses(tmp_path: Path, in_dtype: int, c
         "CASES": 120 // cluster + 30,
         "COLUMNS_OF_A_CTA": 70_000 if cluster < 8 else 20_000,
     }
-    host_program.run("topk_walk", tmp_path, defines=defines)
+    host_program.run("topk_walk", tmp_path, defines)
