@@ -30,16 +30,18 @@ DEVICE void consume_whole(const GemmParams& p, Shared& shared, int warpgroup, in
     Fragments::Scales scales;
     accumulator.begin(part, partial, scales);
     while (true) {
-        const sched::Tile* tile = reader.next();
+        const sched::Tile* tile = reader.front();
         accumulator.finish(num_blocks, part, sum, partial, scales, [&](const Fragments::Sum& first) {
             store_fragment<0>(p, shared, *tile, part, 0, warpgroup, first);
         });
-        const sched::Tile* next = reader.peek();
+        const sched::Tile* next = reader.second();
         if (next == nullptr || Fragments::part(warpgroup, next->end_row, next->width).fragments < kWaves) return;
         // (Were there one store for this and for the last tile, ptxas would have the product waited for.)
         accumulator.begin(part, partial, scales);
-        store_fragment<kWaves - 1>(p, shared, *tile, part, kWaves - 1, warpgroup, sum[kWaves - 1]);
-        reader.release();
+        const sched::Tile copy = *tile;
+        reader.pop(copy);
+        store_fragment<kWaves - 1>(p, shared, copy, part, kWaves - 1, warpgroup, sum[kWaves - 1]);
+        __syncwarp();  // as in `WeightsOnM::store`
     }
 }
 
@@ -48,26 +50,32 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
     TileReader reader(shared.tiles);
     Accumulator accumulator(shared, warpgroup);
     uint32_t parts_phase = 0;
-    for (; const sched::Tile* tile = reader.next(); reader.release()) {
-        const mma::Part part = Fragments::part(warpgroup, tile->end_row, tile->width);
-        if (part.token >= tile->end_row) {
+    // A tile of one fragment is kept in registers, one of two in its slot of the ring till it is stored.
+    constexpr bool kKept = kWaves == 1;
+    while (const sched::Tile* front = reader.front()) {
+        const sched::Tile seen = *front;
+        if (kKept) reader.pop(seen);
+        const mma::Part part = Fragments::part(warpgroup, seen.end_row, seen.width);
+        if (part.token >= seen.end_row) {
             accumulator.skip(range.end - range.begin);
+            if (!kKept) reader.pop(seen);
             continue;
         }
         Fragments::Sum sum[kWaves];
         if (!kBothPartials && part.fragments == kWaves) {
             consume_whole(p, shared, warpgroup, range.end - range.begin, accumulator, reader, sum);
-            tile = reader.next();
         } else {
             accumulator.run(range.end - range.begin, part, sum, [&](const Fragments::Sum& first) {
-                store_fragment<0>(p, shared, *tile, part, 0, warpgroup, first);
+                store_fragment<0>(p, shared, *front, part, 0, warpgroup, first);
             });
         }
         if constexpr (kParts > 1) {
             add_parts(shared, sum[kWaves - 1], warpgroup, Share(cluster_rank(), warpgroup), parts_phase);
             parts_phase ^= 1;
         }
-        store_fragment<kWaves - 1>(p, shared, *tile, part, part.fragments - 1, warpgroup, sum[kWaves - 1]);
+        const sched::Tile tile = kKept ? seen : *reader.front();
+        if (!kKept) reader.pop(tile);
+        store_fragment<kWaves - 1>(p, shared, tile, part, part.fragments - 1, warpgroup, sum[kWaves - 1]);
     }
     if constexpr (kStaged) ptx::bulk_wait_read();
     // As for the stages: the last arrivals of the cluster's other CTAs.

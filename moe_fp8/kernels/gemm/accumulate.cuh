@@ -3,16 +3,17 @@
 
 #include "gemm/shape.cuh"
 #include "ptx/wgmma.cuh"
+#include "sched/release.cuh"
 
 namespace moe_fp8 {
 
 // Tells every producer that writes to this stage that this warp has read it.
-DEVICE void release_stage(Shared& shared, uint32_t stage) {
-    __syncwarp();
+template <typename... Read>
+DEVICE void release_stage(Shared& shared, uint32_t stage, const Read&... read) {
     if constexpr (!kPaired) {
-        if (lane_index() == 0) ptx::barrier_arrive(&shared.empty[stage]);
+        sched::release(&shared.empty[stage], read...);
     } else {
-        if (lane_index() < kCluster) ptx::barrier_arrive_cluster(&shared.empty[stage], lane_index());
+        sched::release_cluster<kCluster>(&shared.empty[stage], read...);
     }
 }
 
@@ -65,7 +66,7 @@ class Accumulator {
             multiply<kLast>(partial, ring_);
             if (--num_blocks == 0) break;
             collect<0, kLast>(partial);
-            release_stage(shared_, ring_.slot);
+            release_stage(shared_, ring_.slot, partial[0], scales);
             ring_.step();
             const Scales done = scales;
             wait(ring_, scales);
@@ -75,7 +76,7 @@ class Accumulator {
         }
         first_done(sum[0]);
         collect<0, kLast>(partial);
-        release_stage(shared_, ring_.slot);
+        release_stage(shared_, ring_.slot, partial[0], scales);
         ring_.step();
         Fragments::promote<kLast>(sum[kLast], partial, scales);
     }
@@ -84,7 +85,7 @@ class Accumulator {
     DEVICE void skip(int num_blocks) {
         for (; num_blocks > 0; --num_blocks, ring_.step()) {
             ptx::barrier_wait(&shared_.full[ring_.slot], ring_.phase);
-            release_stage(shared_, ring_.slot);
+            release_stage(shared_, ring_.slot, sched::NothingRead{});
         }
     }
 
@@ -101,20 +102,28 @@ class Accumulator {
         }
     }
 
-    // One fragment. A block is promoted while the next is multiplied into the other of two partial sums.
+    // One fragment. A block is promoted while the next is multiplied into the other of two partial sums. Its stage is handed back
+    // with the loads of the next one's scales still on their way, which are from another stage. Before that the warp looks whether
+    // the stage after the next has come: where it has, its products begin some 40 cycles sooner. (In a ring of few stages it has not.)
     DEVICE void run_block_by_block(int num_blocks, Sum& sum) {
         Sum partial[2];
         Scales scales[2];
         wait(ring_, scales[0]);
         multiply<0>(partial[0], ring_);
         broadcast(scales[0]);
+        bool come = false;  // the next stage
         auto step = [&](int done, int next) {
             Ring ahead = ring_;
             step_ring(ahead);
-            wait(ahead, scales[next]);
+            if (!come) ptx::barrier_wait(&shared_.full[ahead.slot], ahead.phase);
+            load(ahead, scales[next]);
             multiply<0>(partial[next], ahead);
             broadcast(scales[next]);
             collect<1>(partial[done]);
+            if constexpr (kStages >= 6) {
+                step_ring(ahead);
+                come = ptx::barrier_done(&shared_.full[ahead.slot], ahead.phase);
+            }
             finish_block(sum, partial[done], scales[done]);
         };
         int block = 0;
@@ -142,7 +151,7 @@ class Accumulator {
             broadcast(scales);
             multiply<0>(partial, ring_);
             collect<0>(partial);
-            release_stage(shared_, ring_.slot);
+            release_stage(shared_, ring_.slot, partial[0], scales);
             ring_.step();
             const Scales done = scales;
             if (--num_blocks > 0) wait(ring_, scales);
@@ -152,8 +161,8 @@ class Accumulator {
     }
 
     DEVICE void finish_block(Sum& sum, const Sum& partial, const Scales& scales) {
+        release_stage(shared_, ring_.slot, scales);
         Fragments::promote<0>(sum, partial, scales);
-        release_stage(shared_, ring_.slot);
         step_ring(ring_);
     }
 
@@ -174,7 +183,7 @@ class Accumulator {
             collect<1, 0>(first);
             Fragments::promote<0>(sum[0], first, scales);
             collect<0, kLast>(last);
-            release_stage(shared_, ring_.slot);
+            release_stage(shared_, ring_.slot, last[0], scales);
             ring_.step();
             const Scales done = scales;
             if (--num_blocks > 0) wait(ring_, scales);
@@ -185,6 +194,9 @@ class Accumulator {
 
     DEVICE void wait(const Ring& ring, Scales& scales) {
         ptx::barrier_wait(&shared_.full[ring.slot], ring.phase);
+        load(ring, scales);
+    }
+    DEVICE void load(const Ring& ring, Scales& scales) {
         scales.load(shared_.token_scales[ring.slot], shared_.weight_scales[ring.slot], part_, kPaired || lane_index() == 0);
     }
     // A warp's first lane hands its stages back, and so it alone reads the weights' scales that a lane of the producers

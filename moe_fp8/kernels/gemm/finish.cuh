@@ -3,6 +3,7 @@
 
 #include "gemm/shape.cuh"
 #include "ptx/tma.cuh"
+#include "sched/release.cuh"
 
 namespace moe_fp8 {
 
@@ -46,6 +47,7 @@ DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const 
     }
     if constexpr (kCluster == 1) ptx::barrier_arrive(&shared.parts_full[1 - warpgroup]);
     ptx::barrier_wait(&shared.parts_full[warpgroup], phase);
+    float read[kColumnGroups];  // of each group one word: the four are loaded at once
 #pragma unroll
     for (int j = 0; j < kColumnGroups; ++j) {
         const int to = j * kParts / kColumnGroups, slot = j - ceil_div(to * kColumnGroups, kParts);
@@ -57,13 +59,13 @@ DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const 
             if (part != to) value = shared.parts[warpgroup][(from * kMostShare + slot) * kWarpgroup + thread];
             total.x += value.x, total.y += value.y, total.z += value.z, total.w += value.w;
         }
+        read[j] = total.x;
         sum[4 * j] = total.x, sum[4 * j + 1] = total.y, sum[4 * j + 2] = total.z, sum[4 * j + 3] = total.w;
     }
     if constexpr (kCluster > 1) {
-        __syncwarp();
-        if (lane_index() < kCluster) ptx::barrier_arrive_cluster(free, lane_index());
+        sched::release_cluster<kCluster>(free, read);
     } else {
-        ptx::barrier_arrive(free);
+        sched::release_each(free, read);
     }
 }
 

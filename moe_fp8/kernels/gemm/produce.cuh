@@ -109,9 +109,9 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
     TileReader reader(shared.tiles);
     Ring ring;
     bool waited = false;
-    while (const sched::Tile* slot = reader.next()) {
-        const sched::Tile tile = *slot;
-        reader.release();
+    while (const sched::Tile* front = reader.front()) {
+        const sched::Tile tile = *front;
+        reader.pop(tile);
         int block = range.begin;
         if (!waited) {
             ptx::grid_dependency_wait();
@@ -149,15 +149,16 @@ DEVICE void produce_scales(const GemmParams& p, Shared& shared) {
     const int num_k_blocks = p.k / kBlockK, scale_rows = ceil_div(p.n, kBlockK);
     Ring ring;
     meet_parts();
-    while (const sched::Tile* tile = reader.next()) {
+    while (const sched::Tile* front = reader.front()) {
+        const sched::Tile tile = *front;
+        reader.pop(tile);
         const float* rows[kWeightScales];
         float next[kWeightScales];
 #pragma unroll
         for (int i = 0; i < kWeightScales; ++i) {
-            const int row = tile->expert * scale_rows + min((tile->n + i * kScaleRows) / kBlockK, scale_rows - 1);
+            const int row = tile.expert * scale_rows + min((tile.n + i * kScaleRows) / kBlockK, scale_rows - 1);
             rows[i] = p.b_scale + static_cast<int64_t>(row) * num_k_blocks;
         }
-        reader.release();
         auto load = [&](int block) {
 #pragma unroll
             for (int i = 0; i < kWeightScales; ++i) next[i] = __ldg(rows[i] + min(block + lane_index(), range.end - 1));

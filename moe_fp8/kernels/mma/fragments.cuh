@@ -78,6 +78,8 @@ struct WeightsOnM {
             if (read_weights) weight = ptx::load_here(weight_scales);
         }
         DEVICE void broadcast() { weight = __shfl_sync(0xffffffffu, weight, 0); }
+        template <typename Visit>
+        DEVICE void each(Visit& visit) const { visit(tokens), visit(weight); }
     };
 
     template <int>
@@ -170,6 +172,8 @@ struct TokensOnM {
 #pragma unroll
             for (int i = 0; i < kScales; ++i) weights[i] = __shfl_sync(0xffffffffu, weights[i], 0);
         }
+        template <typename Visit>
+        DEVICE void each(Visit& visit) const { visit(upper), visit(lower), visit(weights); }
     };
 
     template <int kWave>

@@ -7,6 +7,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/wgmma.cuh"
+#include "sched/release.cuh"
 
 namespace moe_fp8 {
 
@@ -27,7 +28,7 @@ DEVICE void score_tasks(typename Tile::Shared& shared, Logit* logits, int64_t st
         Logit* row = logits + (task.row + Tile::token(0)) * stride + (kCompressed ? 0 : task.first_key);
         asm volatile("" : "+l"(row));  // else it is worked out anew for each store
 
-        float weights[Tile::kColumns / 4], sums[Tile::kPartTokens];
+        float weights[Tile::kColumns / 4], sums[Tile::kPartTokens] = {};
         // Exchanges and stores what has been summed of a part; beside the next product, whose result takes no registers till then.
         const auto finish = [&](int part, int number) {
             const int first = number * kBlockKv, key = first + mma::score_key(math_warp);
@@ -48,6 +49,7 @@ DEVICE void score_tasks(typename Tile::Shared& shared, Logit* logits, int64_t st
         int last = -1;
         stages.visit(num_stages, [&](const sched::RingCursor<Tile::kStages>& ring, int number) {
             ptx::barrier_wait(&shared.key_full[ring.slot], ring.phase);
+            const float k_scale = ptx::load_here(&shared.key_scales[ring.slot][mma::score_key(math_warp)]);
 #pragma unroll
             for (int part = 0; part < Tile::kParts; ++part) {
                 float products[Tile::kPartColumns / 2];
@@ -62,8 +64,7 @@ DEVICE void score_tasks(typename Tile::Shared& shared, Logit* logits, int64_t st
                 }
                 ptx::wgmma_wait<0>();
                 ptx::wgmma_pin(products);
-                const float k_scale = ptx::load_here(&shared.key_scales[ring.slot][mma::score_key(math_warp)]);
-                if (part == Tile::kParts - 1) release(&shared.key_empty[ring.slot]);
+                if (part == Tile::kParts - 1) sched::release(&shared.key_empty[ring.slot], k_scale);
                 mma::score_sum<Tile::kPartTokens, Tile::kHeads, Tile::kWithTerms>(
                     sums, products, weights + part * Tile::kHeadColumns / 4,
                     term_scales + part * Tile::kPartTokens * mma::kTerms + lane_index() % mma::kTerms, k_scale);
@@ -71,7 +72,7 @@ DEVICE void score_tasks(typename Tile::Shared& shared, Logit* logits, int64_t st
             last = number;
         });
         if (last >= 0) finish(Tile::kParts - 1, last);
-        ptx::barrier_arrive(&shared.query_empty[queries.slot]);
+        sched::release_each(&shared.query_empty[queries.slot], sums, task.row);
         queries.step();
     }
 }

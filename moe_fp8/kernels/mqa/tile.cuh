@@ -78,12 +78,6 @@ struct QueryTile {
     };
 };
 
-// The whole warp has read what the barrier guards.
-DEVICE void release(ptx::Barrier* barrier) {
-    __syncwarp();
-    if (lane_index() == 0) ptx::barrier_arrive(barrier);
-}
-
 // Every kTakers-th of the stages, counted over all tasks, from the `taker`-th on.
 template <int kStages, int kTakers>
 class Stages {

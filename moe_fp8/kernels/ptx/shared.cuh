@@ -10,6 +10,12 @@ DEVICE uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The pointer of such an address.
+template <typename T>
+DEVICE T* shared_pointer(uint32_t address) {
+    return static_cast<T*>(__cvta_shared_to_generic(address));
+}
+
 // Where it stands: the compiler neither moves it down to its use nor merges it with another.
 DEVICE float load_here(const float* pointer) {
     float value;

@@ -53,6 +53,13 @@ DEVICE uint32_t fresh_lane() {
 // A value that all lanes have, as one in a uniform register. Every lane calls it.
 DEVICE int uniform(int value) { return static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<uint32_t>(value))); }
 
+// Zero, since grids have one dimension here; the compiler does not know that.
+DEVICE uint32_t unknown_zero() {
+    uint32_t size;
+    asm("mov.u32 %0, %%nctaid.z;" : "=r"(size));
+    return size - 1;
+}
+
 // One lane of a converged warp. Copies that it issues get their operands from uniform registers. Not for what a lane keeps from
 // call to call, since the compiler may repeat the election where fewer lanes are left.
 DEVICE bool elect_one() {

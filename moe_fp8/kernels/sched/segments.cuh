@@ -142,6 +142,12 @@ struct alignas(16) Tile {
     int n;          // first weight row
     int width;      // weight rows
     Common common;
+
+    template <typename Visit>
+    DEVICE void each(Visit& visit) const {
+        visit(expert), visit(row), visit(begin_row), visit(end_row), visit(scale_row), visit(n), visit(width);
+        visit(static_cast<int>(common));
+    }
 };
 
 // Walks the tiles of one CTA. A unit is one tile, a pair of them for a cluster of two (kPaired), or one that kClusterK CTAs

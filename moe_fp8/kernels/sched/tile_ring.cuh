@@ -4,6 +4,7 @@
 
 #include "common/types.cuh"
 #include "ptx/mbarrier.cuh"
+#include "sched/release.cuh"
 #include "sched/ring.cuh"
 #include "sched/segments.cuh"
 
@@ -65,15 +66,15 @@ class TileReader {
    public:
     DEVICE explicit TileReader(TileRing<kReaders>& ring) : ring_(ring) {}
 
-    // Null when there are no more; else the tile stays until `release`.
-    DEVICE const Tile* next() { return at(cursor_); }
+    // The tile that is next to be taken, null when there are no more.
+    DEVICE const Tile* front() { return at(cursor_); }
 
-    // What `next` will give after `release`.
-    DEVICE const Tile* peek() { return at(cursor_.ahead(1)); }
+    // The one behind it.
+    DEVICE const Tile* second() { return at(cursor_.ahead(1)); }
 
-    DEVICE void release() {
-        __syncwarp();
-        if (lane_index() == 0) ptx::barrier_arrive(&ring_.empty[cursor_.slot]);
+    // Hands the slot of the tile at the front back, of which `copy` is one.
+    DEVICE void pop(const Tile& copy) {
+        release(&ring_.empty[cursor_.slot], copy);
         cursor_.step();
     }
 

@@ -1,0 +1,77 @@
+// Handing shared memory back to whoever overwrites it next.
+//
+// An arrival says "I have read this". But ptxas issues an arrival while loads that come before it are still on their way. (Before
+// BAR.SYNC it waits for them.) Behind stores that wait in the memory system, such a load came after the next copy had overwritten
+// what it reads: prefill logits had scales of keys twelve stages on. So every arrival that hands memory back takes what was
+// read there, or what was computed from that, and cannot be issued before those values are in registers.
+// `tests/cpu/test_machine_code.py` checks the machine code of every kernel for it.
+#pragma once
+
+#include "common/types.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/sync.cuh"
+
+namespace moe_fp8::sched {
+
+// For an arrival of a warp that let the memory pass without reading it.
+struct NothingRead {
+    template <typename Visit>
+    DEVICE void each(Visit&) const {}
+};
+
+// A zero that is known only when all values are that it was given. They are waited for in their order: where the first comes last,
+// no other holds up what stands before the arrival. (In PTX, since the compiler would find an order of its own.)
+class Zero {
+   public:
+    DEVICE void operator()(uint32_t value) { asm("and.b32 %0, %0, %1;" : "+r"(zero_) : "r"(value)); }
+    DEVICE void operator()(int value) { (*this)(static_cast<uint32_t>(value)); }
+    DEVICE void operator()(float value) { (*this)(__float_as_uint(value)); }
+    DEVICE void operator()(float2 value) { (*this)(value.x), (*this)(value.y); }
+    template <typename T, int kCount>
+    DEVICE void operator()(const T (&values)[kCount]) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) (*this)(values[i]);
+    }
+    template <typename T>
+    DEVICE void operator()(const T& value) {
+        value.each(*this);
+    }
+    DEVICE uint32_t value() const { return zero_; }
+
+   private:
+    uint32_t zero_ = ptx::unknown_zero();
+};
+
+// The barrier, at an address that is known when all values are.
+template <typename... Read>
+DEVICE ptx::Barrier* after(ptx::Barrier* barrier, const Read&... read) {
+    static_assert(sizeof...(Read) > 0, "name what was read, or NothingRead");
+    Zero zero;
+    (zero(read), ...);
+    return ptx::shared_pointer<ptx::Barrier>(ptx::shared_address(barrier) | zero.value());
+}
+
+// One arrival for the warp, of which every lane gives what it has read.
+template <typename... Read>
+DEVICE void release(ptx::Barrier* barrier, const Read&... read) {
+    barrier = after(barrier, read...);
+    __syncwarp();
+    if (lane_index() == 0) ptx::barrier_arrive(barrier);
+}
+
+// The same on the barrier of each of the first kCtas CTAs of the cluster.
+template <int kCtas, typename... Read>
+DEVICE void release_cluster(ptx::Barrier* barrier, const Read&... read) {
+    barrier = after(barrier, read...);
+    __syncwarp();
+    if (lane_index() < kCtas) ptx::barrier_arrive_cluster(barrier, lane_index());
+}
+
+// One arrival for each lane.
+template <typename... Read>
+DEVICE void release_each(ptx::Barrier* barrier, const Read&... read) {
+    ptx::barrier_arrive(after(barrier, read...));
+}
+
+}  // namespace moe_fp8::sched
