@@ -1,0 +1,359 @@
+"""No kernel hands shared memory back before its loads from there have read, by its machine code."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from moe_fp8.jit.compiler import compile_kernel
+from moe_fp8.jit.sources import SourceTree
+from moe_fp8.specs import KernelSpec
+from tests.cpu.jit_kernels import spec as tiny
+from tests.machine_code import (
+    SIZE,
+    EarlyArrival,
+    Instruction,
+    MachineCodeError,
+    disassemble,
+    early_arrivals,
+    unwaited_uses,
+)
+from tests.reachable_kernels import ReachableKernels
+from tests.source_lines import Chain, source_lines
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """An arrival that may come while a load is open.
+
+    `kernel`: a pattern of kernel names. `arrival`, `load`: "file: part of a line" of device code, where it is
+    written or of what it is inlined in (see source_lines for what has no line of its own). `reason`: which
+    memory the arrival hands back, which the load reads. `passed`: at how many other arrivals it may have been
+    open before; with 0, a load for the next stage is allowed at the arrival for this one, but not at its own.
+    """
+
+    kernel: str
+    arrival: str
+    load: str
+    reason: str
+    passed: int = 0
+
+
+ALLOWED: tuple[Allowed, ...] = (
+    Allowed(
+        "gemm_fp8",
+        arrival="gemm/accumulate.cuh: finish_block(sum, partial[done], scales[done]);",
+        load="gemm/accumulate.cuh: load(ahead, scales[next]);",
+        reason="The promoted stage is handed back; the scales are read from the stage after it.",
+    ),
+    Allowed(
+        "mqa_logits_fp8",
+        arrival="mqa/scores.cuh: sched::release(&shared.key_empty[ring.slot], k_scale);",
+        load="mqa/scores.cuh: finish(",
+        reason="A stage of keys is handed back; the token's range is in the task, which query_empty guards.",
+    ),
+)
+
+#: Source lines cost a compile and a disassembly of each kernel: enough of them is enough.
+EXPLAINED = 32
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One load that is open at an arrival, and where the two are written."""
+
+    spec: KernelSpec
+    early: EarlyArrival
+    arrival_lines: Chain
+    load_lines: Chain
+
+    def is_allowed(self, entry: Allowed) -> bool:
+        """Whether `entry` is about this."""
+        return (
+            fnmatchcase(self.spec.name, entry.kernel)
+            and self.early.passed <= entry.passed
+            and _names(entry.arrival, self.arrival_lines)
+            and _names(entry.load, self.load_lines)
+        )
+
+
+def test_no_kernel_arrives_before_it_has_read(reachable_kernels: ReachableKernels) -> None:
+    cubins = {row.spec: reachable_kernels.cubin(row.spec) for row in reachable_kernels.report.rows}
+    early = early_arrivals_of(cubins)
+    order = list(early)
+    random.Random(0).shuffle(order)  # so that the first few are of every kind
+    findings: list[Finding] = []
+    for first in range(0, len(order), EXPLAINED):
+        some = order[first : first + EXPLAINED]
+        findings += explain({spec: early[spec] for spec in some}, cubins)
+        unexpected = [one for one in findings if not any(one.is_allowed(entry) for entry in ALLOWED)]
+        left = len(order) - first - len(some)
+        assert not unexpected, (
+            f"arrivals before a load has read:\n{table(unexpected)}\n"
+            f"and {left} kernels with such arrivals that were not looked into, of {len(cubins)}"
+        )
+    idle = [entry for entry in ALLOWED if not any(one.is_allowed(entry) for one in findings)]
+    assert not idle, f"entries of ALLOWED that allow nothing: {idle}"
+
+
+def early_arrivals_of(cubins: dict[KernelSpec, bytes]) -> dict[KernelSpec, list[EarlyArrival]]:
+    """Those of the kernels that have any."""
+    codes = dict(zip(cubins, disassemble(cubins.values()), strict=True))
+    for spec, code in codes.items():
+        for load, use in unwaited_uses(code):
+            pytest.fail(
+                f"{spec}: {use} waits for {load}, and the rules of tests/machine_code.py do not see it"
+            )
+    return {spec: found for spec, code in codes.items() if (found := early_arrivals(code))}
+
+
+def explain(
+    early: dict[KernelSpec, list[EarlyArrival]],
+    cubins: dict[KernelSpec, bytes],
+    sources: SourceTree | None = None,
+) -> list[Finding]:
+    """Every open load of `early`, with source lines: a second for each kernel."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        chains = pool.map(lambda spec: source_lines(spec, cubins[spec], sources), early)
+        lines = dict(zip(early, chains, strict=True))
+    return [
+        Finding(spec, one, lines[spec][one.arrival.address], lines[spec][one.load.address])
+        for spec, found in early.items()
+        for one in found
+    ]
+
+
+def table(findings: Iterable[Finding]) -> str:
+    """What was found, by kernel and by lines of source, with one example each in full."""
+    groups: dict[tuple[str, str, str, int], list[Finding]] = defaultdict(list)
+    for one in findings:
+        written = _written(one.arrival_lines), _written(one.load_lines)
+        groups[one.spec.name, written[0], written[1], one.early.passed].append(one)
+    rows = []
+    for (kernel, arrival, load, passed), group in sorted(groups.items()):
+        example, count = group[0], len({one.spec for one in group})
+        rows.append(
+            f"{count} of {kernel}\n"
+            f"  arrival  {arrival}\n"
+            f"  load     {load}\n"
+            f"  passed   {passed} other arrivals\n"
+            f"  such as  {example.spec}\n"
+            f"           {example.early.arrival}  from {' < '.join(map(str, example.arrival_lines))}\n"
+            f"           {example.early.load}  from {' < '.join(map(str, example.load_lines))}"
+        )
+    return "\n".join(rows)
+
+
+def _written(chain: Chain) -> str:
+    """The innermost line that is not of a wrapper of one instruction."""
+    telling = [line for line in chain if not line.file.startswith(("ptx/", "common/"))]
+    return f"{telling[0]}: {telling[0].text}" if telling else "unknown"
+
+
+def _names(where: str, chain: Chain) -> bool:
+    file, _, part = where.partition(": ")
+    return any(line.file == file and part in line.text for line in chain)
+
+
+WRAPPERS = """
+#pragma once
+using Barrier = unsigned long long;
+__device__ unsigned address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+__device__ float load(const float* pointer) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address(pointer)) : "memory");
+  return value;
+}
+__device__ float load_peer(const float* pointer) {
+  float value;
+  asm volatile("{.reg .b32 peer; mapa.shared::cluster.u32 peer, %1, 1; ld.shared::cluster.f32 %0, [peer];}"
+               : "=f"(value) : "r"(address(pointer)) : "memory");
+  return value;
+}
+__device__ void init(Barrier* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(address(barrier)) : "memory");
+}
+__device__ void arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(address(barrier)) : "memory");
+}
+"""
+
+KERNEL = """
+#include "ptx/tiny.cuh"
+extern "C" __global__ void __launch_bounds__(NUM_THREADS) tiny(float* out, int n) {
+  __shared__ float stage[128];
+  __shared__ Barrier barrier;
+  if (threadIdx.x == 0) init(&barrier);
+  stage[threadIdx.x] = out[threadIdx.x];
+  __syncthreads();
+  float value = 0;
+  BODY
+  out[threadIdx.x] = value;
+}
+"""
+
+#: What stands for BODY, and the opcodes of each arrival and load that is to be found.
+COMPILED = {
+    "open": ("value = load(stage + n); arrive(&barrier);", [("SYNCS", "LDS")]),
+    "consumed": ("value = load(stage + n); if (value != 1.f) arrive(&barrier);", []),
+    "open around the loop": (
+        """#pragma unroll 1
+        for (int i = 0; i < n; ++i) {
+          arrive(&barrier);
+          *const_cast<volatile float*>(out + i) = value;
+          value = load(stage + i);
+        }""",
+        [("SYNCS", "LDS")],
+    ),
+    "open on one of two branches": (
+        """if (n > 3) {
+          __nanosleep(9);
+          value = load(stage + n);
+        } else {
+          out[n] = 3;
+        }
+        arrive(&barrier);""",
+        [("SYNCS", "LDS")],
+    ),
+    "block": ("value = load(stage + n); __syncthreads();", [("BAR", "LDS")]),
+    "cluster": (
+        'value = load_peer(stage); asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");'
+        'asm volatile("barrier.cluster.wait.aligned;" ::: "memory");',
+        [("UCGABAR_ARV", "LD")],
+    ),
+    "cluster behind a fence": (
+        'value = load_peer(stage); asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");'
+        'asm volatile("barrier.cluster.wait.aligned;" ::: "memory");',
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "expected"), COMPILED.values(), ids=COMPILED)
+def test_compiled_code(tmp_path: Path, body: str, expected: list[tuple[str, str]]) -> None:
+    found = find_in(tmp_path, body)
+    assert [(one.early.arrival.family, one.early.load.family) for one in found] == expected
+    around = "for (" in body
+    assert all((one.early.arrival.address < one.early.load.address) == around for one in found)
+
+
+def test_both_source_lines_are_told(tmp_path: Path) -> None:
+    (found,) = find_in(tmp_path, "value = load(stage + n);\n  arrive(&barrier);")
+    assert [line.file for line in found.load_lines] == ["ptx/tiny.cuh", "tiny.cuh"]
+    assert "ld.shared.f32" in found.load_lines[0].text
+    report = table([found])
+    assert "tiny.cuh:10: value = load(stage + n);" in report
+    assert "tiny.cuh:11: arrive(&barrier);" in report
+
+    entry = Allowed("t*", "tiny.cuh: arrive(", "tiny.cuh: load(stage", "")
+    assert found.is_allowed(entry)
+    assert not found.is_allowed(replace(entry, kernel="u*"))
+    assert not found.is_allowed(replace(entry, arrival="other.cuh: arrive("))
+    assert not found.is_allowed(replace(entry, load="tiny.cuh: arrive("))
+    later = replace(found, early=replace(found.early, passed=1))
+    assert not later.is_allowed(entry)
+    assert later.is_allowed(replace(entry, passed=1))
+
+
+def find_in(folder: Path, body: str) -> list[Finding]:
+    (folder / "ptx").mkdir()
+    (folder / "ptx" / "tiny.cuh").write_text(WRAPPERS)
+    (folder / "tiny.cuh").write_text(KERNEL.replace("BODY", body))
+    sources = SourceTree(folder)
+    cubins = {tiny(): compile_kernel(tiny(), sources=sources).cubin}
+    return explain(early_arrivals_of(cubins), cubins, sources)
+
+
+#: Code, and by arrival the loads that are open there, both as numbers of instructions.
+#: >n signals scoreboard n, <n waits on it.
+RULES: dict[str, tuple[str, dict[int, list[int]]]] = {
+    "nothing waits": ("LDS R0 >0; SYNCS.ARRIVE; FADD <0; EXIT", {1: [0]}),
+    "waited": ("LDS R0 >0; FADD <0; SYNCS.ARRIVE; EXIT", {}),
+    "the arrival waits": ("LDS R0 >0; SYNCS.ARRIVE <0; EXIT", {}),
+    "a wait under a predicate": ("LDS R0 >0; @P0 FADD <0; SYNCS.ARRIVE; EXIT", {}),
+    "another scoreboard": ("LDS R0 >0; FADD <1; SYNCS.ARRIVE; EXIT", {2: [0]}),
+    "a shared scoreboard": ("LDS R0 >0; LDG R1 >0; FADD <0; SYNCS.ARRIVE; EXIT", {}),
+    "a later one covers": ("LDS R0 >0; LDSM R1 >1; FADD <1; SYNCS.ARRIVE; EXIT", {}),
+    "also one that signals nothing": ("LDS R0; LDS R1 >1; FADD <1; SYNCS.ARRIVE; EXIT", {}),
+    "also under a predicate": ("LDS R0; @P0 LDS R1 >1; FADD <1; SYNCS.ARRIVE; EXIT", {}),
+    "also a shuffle": ("LDS R0; SHFL R1 >1; FADD <1; SYNCS.ARRIVE; EXIT", {}),
+    "but no other instruction": ("LDS R0; LDG R1 >1; FADD <1; SYNCS.ARRIVE; EXIT", {3: [0]}),
+    "an earlier one does not": ("LDS R0 >0; LDS R1 >1; FADD <0; SYNCS.ARRIVE; EXIT", {3: [1]}),
+    "nor one that is passed by": ("LDS R0; @P0 BRA 0x30; LDS R1 >1; FADD <1; SYNCS.ARRIVE; EXIT", {4: [0]}),
+    "a peer's memory": ("LD R0 >0; LDS R1 >1; FADD <1; UCGABAR_ARV; EXIT", {3: [0]}),
+    "a fence": ("LD R0 >0; LDS R1 >1; MEMBAR.ALL.GPU; UCGABAR_ARV; EXIT", {3: [1]}),
+    "a fence of the block": ("LD R0 >0; MEMBAR.ALL.CTA; UCGABAR_ARV; EXIT", {2: [0]}),
+    "BAR is of the block": ("LD R0 >0; LDS R1 >1; BAR.SYNC; EXIT", {2: [1]}),
+    "an atomic with a result": ("ATOMS.ADD R0 >0; SYNCS.ARRIVE; EXIT", {1: [0]}),
+    "an atomic without": ("ATOMS.ADD RZ; SYNCS.ARRIVE; EXIT", {}),
+    "never executed": ("@!PT LDS RZ; SYNCS.ARRIVE; EXIT", {}),
+    "EXIT": ("@P0 BRA 0x30; LDS R0 >0; EXIT; SYNCS.ARRIVE; EXIT", {}),
+    "EXIT of some": ("LDS R0 >0; @P0 EXIT; SYNCS.ARRIVE; EXIT", {2: [0]}),
+    "nothing falls through": ("@P0 BRA 0x30; LDS R0 >0; BRA 0x40; SYNCS.ARRIVE; EXIT", {}),
+    "but it does here": ("@P0 BRA 0x30; LDS R0 >0; BRA P1,0x40; SYNCS.ARRIVE; EXIT", {3: [1]}),
+    "open around the loop": ("SYNCS.ARRIVE; LDS R0 >0; @P0 BRA 0x0; EXIT", {0: [1]}),
+    "waited around the loop": ("FADD <0; SYNCS.ARRIVE; LDS R0 >0; @P0 BRA 0x0; EXIT", {}),
+    "BSYNC leads on": ("BSSY B0,0x30; LDS R0 >0; BSYNC B0; SYNCS.ARRIVE; EXIT", {3: [1]}),
+    "BSYNC leads away": ("BSSY B0,0x40; LDS R0 >0; BSYNC B0; EXIT; SYNCS.ARRIVE; EXIT", {4: [1]}),
+    "a function": ("CALL.REL 0x30; SYNCS.ARRIVE; EXIT; LDS R0 >0; RET.REL R2,0x0", {1: [3]}),
+    "a jump table": ("LDS R0 >0; BRX R4,-0x10; FADD <0; EXIT; SYNCS.ARRIVE; EXIT", {4: [0]}),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), RULES.values(), ids=RULES)
+def test_rules(text: str, expected: dict[int, list[int]]) -> None:
+    found = early_arrivals(code(text))
+    numbers: dict[int, list[int]] = defaultdict(list)
+    for one in found:
+        numbers[one.arrival.address // SIZE].append(one.load.address // SIZE)
+    assert numbers == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("LDS R0 >0; SYNCS.ARRIVE; FADD <0; SYNCS.ARRIVE; EXIT", [0]),
+        ("LDS R0 >0; SYNCS.ARRIVE; SYNCS.ARRIVE; FADD <0; EXIT", [0, 1]),
+        ("LDS R0 >0; @P0 BRA 0x30; SYNCS.ARRIVE; SYNCS.ARRIVE; EXIT", [0, 1]),
+        ("LDS R0 >0; SYNCS.ARRIVE; @P0 BRA 0x10; EXIT", [2]),
+    ],
+)
+def test_passed_arrivals_are_counted(text: str, expected: list[int]) -> None:
+    assert [one.passed for one in early_arrivals(code(text))] == expected
+
+
+def test_uses_are_looked_up_in_all_registers() -> None:
+    uses = {load.opcode: use.operands for load, use in unwaited_uses(code("LDS.64 R4 >0; FADD R9,R5; EXIT"))}
+    assert uses == {"LDS.64": "R9,R5"}
+    assert not unwaited_uses(code("LDS.64 R4 >0; FADD R9,R5 <0; EXIT"))
+    assert not unwaited_uses(code("LDS.64 R4 >0; FADD R9,UR5,R6; LDS R5,[R9] >1; EXIT"))
+
+
+@pytest.mark.parametrize("text", ["EXIT; SYNCS.ARRIVE; EXIT", "SYNCS.NEW; EXIT", "LDS R0 >0"])
+def test_what_is_not_understood_raises(text: str) -> None:
+    with pytest.raises(MachineCodeError):
+        early_arrivals(code(text))
+
+
+def code(text: str) -> list[Instruction]:
+    result = []
+    for number, row in enumerate(text.split("; ")):
+        words = row.split()
+        predicate = words.pop(0) if words[0].startswith("@") else ""
+        signals, waits = (sum(1 << int(word[1:]) for word in words if word[0] == mark) for mark in "><")
+        opcode, *rest = (word for word in words if word[0] not in "><")
+        operands = "".join(rest)
+        names_one = opcode.startswith(("BRA", "BSSY", "CALL"))
+        target = int(operands.rpartition(",")[2], 16) if names_one else None
+        result.append(Instruction(number * SIZE, predicate, opcode, operands, target, signals, waits))
+    return result
