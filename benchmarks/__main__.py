@@ -1,4 +1,4 @@
-"""Time moe_fp8's ops on this GPU, beside DeepGEMM where `--peer` names it.
+"""Time moe_fp8's ops on this GPU, beside DeepGEMM where `--peer` names it, and count what does not repeat.
 
 Exit code 0 where every shape was right and timed, 1 where some were not (they are listed last), 2 for
 bad arguments.
@@ -11,11 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from . import gemm, host, logits, selection, topk
+from . import gemm, host, logits, repeated, repetition, selection, topk
 from .compare import Session
 from .peer import DeepGemm, load
 from .results import LISTED, RANDOM, RESULTS, ResultsFile, device_slug, git_commit, today
@@ -32,6 +33,7 @@ RUNNERS: dict[str, Callable[[Session, DeepGemm | None, int], None]] = {
     "host": host.run_host,
     "compile": host.run_compile,
     "warmup": host.run_warmup,
+    "repetition": repeated.run_repetition,
 }
 
 HAVE_RANDOM = ("dense", "contiguous", "masked", "mqa_logits", "paged_mqa_logits", "topk")
@@ -57,6 +59,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--peer", type=Path, help="folder with deep_gemm/ or deep_gemm.zip")
     parser.add_argument("--commit", help="what is measured, where this is not a git clone")
     parser.add_argument("--seed", type=int, default=20_261)
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=repetition.SECONDS,
+        help="of class repetition, for each case (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        help="of class repetition, cases with one of these comma-separated parts of a name",
+    )
     return parser
 
 
@@ -98,13 +111,17 @@ def main() -> int:
     session = Session(ResultsFile(path, facts), replays=5 if options.quick else 20, failures=[], sets=sets)
     peer = load(options.peer)
     print(f"{facts} peer={peer.name if peer else None}", flush=True)
+    repeating = partial(
+        repeated.run_repetition, seconds=options.seconds, seed=options.seed, only=options.only
+    )
     for name in classes:
         if name not in HAVE_RANDOM and LISTED not in sets:
             print(f"-- {name}: has no random shapes", flush=True)
             continue
         started = time.perf_counter()
         try:
-            RUNNERS[name](session, peer, 3 if options.quick else 1)
+            run = repeating if name == "repetition" else RUNNERS[name]
+            run(session, peer, 3 if options.quick else 1)
         except Exception as error:  # a broken class must not cost the others their turn
             session.fail(name, error)
         try:

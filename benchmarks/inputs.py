@@ -28,6 +28,13 @@ def activations(rows: int, k: int) -> Quantized:
     return moe_fp8.quantize_fp8(x)
 
 
+def index_keys(rows: int, dim: int) -> Quantized:
+    """fp8 [rows, dim] and one fp32 scale a row, [rows]."""
+    x = torch.randn(rows, dim, device=DEVICE)
+    scale = x.abs().amax(1) / torch.finfo(FP8).max
+    return x.div_(scale[:, None]).to(FP8), scale
+
+
 def expert_activations(num_experts: int, rows: int, k: int) -> Quantized:
     """fp8 [num_experts, rows, k] and its MN-major scales [num_experts, rows, k/128]."""
     fp8, scale = activations(num_experts * rows, k)
@@ -81,11 +88,11 @@ class MqaInputs:
 
 def mqa_inputs(shape: MqaShape) -> MqaInputs:
     m, n = shape.num_queries, shape.context
-    k, k_scale = activations(n, shape.head_dim)
+    k, k_scale = index_keys(n, shape.head_dim)
     return MqaInputs(
         q=torch.randn(m, shape.heads, shape.head_dim, device=DEVICE).to(FP8),
         k=k,
-        k_scale=k_scale.reshape(n).contiguous(),
+        k_scale=k_scale,
         weights=torch.randn(m, shape.heads, device=DEVICE),
         ks=torch.zeros(m, device=DEVICE, dtype=torch.int32),
         ke=torch.arange(n - m + 1, n + 1, device=DEVICE, dtype=torch.int32),
@@ -131,10 +138,10 @@ def paged_inputs(shape: PagedShape) -> PagedInputs:
     table = torch.zeros(shape.batch, max(pages), dtype=torch.int32)
     for request, page_ids in enumerate(order.split(pages)):
         table[request, : pages[request]] = page_ids
-    k, k_scale = activations(total * block, dim)
+    k, k_scale = index_keys(total * block, dim)
     cache = torch.empty(total, block * (dim + 4), device=DEVICE, dtype=torch.uint8)
     cache[:, : block * dim] = k.view(torch.uint8).reshape(total, block * dim)
-    cache[:, block * dim :] = k_scale.reshape(total, block).contiguous().view(torch.uint8)
+    cache[:, block * dim :] = k_scale.view(total, block).view(torch.uint8)
     return PagedInputs(
         q=torch.randn(shape.batch, shape.next_n, shape.heads, dim, device=DEVICE).to(FP8),
         kv_cache=cache.view(total, block, 1, dim + 4),

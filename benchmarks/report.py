@@ -38,6 +38,7 @@ _TITLES = {
     "compile": "compile of one kernel",
     "warmup": "warmup",
     "serve": "serving",
+    "repetition": "repetition",
 }
 
 
@@ -68,7 +69,8 @@ def full(results: Results) -> str:
     parts = []
     for device in results:
         parts.append(f"## {_name(device)}\n\nLast run: {_versions(device)}.")
-        parts += [_table(cls, rows) for cls, rows in _by_class(device)]
+        for cls, rows in _by_class(device):
+            parts.append(_repetition(rows) if cls == "repetition" else _table(cls, rows))
     return "\n\n".join(parts)
 
 
@@ -126,8 +128,27 @@ def _table(cls: str, rows: Results) -> str:
         cells += [_number(row[name], 2 if name == "ceiling_share" else 0) for name in figures]
         cells += [f"{row['rel_error']:.1e}" if row["rel_error"] is not None else ""] if checked else []
         lines.append(_line(cells))
+    return "\n".join([*lines, "", _measured(rows)])
+
+
+def _repetition(rows: Results) -> str:
+    """Sums by op."""
+    header = ["op", "cases", "seeds", "calls", "compared", "differing"]
+    lines = [f"### {_TITLES['repetition']}", ""]
+    lines += ["Outputs of calls beside memory traffic, compared bit for bit with that of the first call.", ""]
+    lines += [_line(header), _line(["---"] * len(header))]
+    ops = list(dict.fromkeys(row["shape"]["op"] for row in rows))
+    for title, members in [*((op, [op]) for op in ops), ("all", ops)]:
+        some = [row for row in rows if row["shape"]["op"] in members]
+        counts = [len({json.dumps(row["shape"]) for row in some}), len({row["seed"] for row in some})]
+        counts += [sum(row[name] for row in some) for name in ("calls", "compared", "differing")]
+        lines.append(_line([title, *(f"{count:,}" for count in counts)]))
+    return "\n".join([*lines, "", _measured(rows)])
+
+
+def _measured(rows: Results) -> str:
     commits = sorted({f"{row['date']}, commit `{row['commit']}`" for row in rows})
-    return "\n".join([*lines, "", f"Measured {'; '.join(commits)}."])
+    return f"Measured {'; '.join(commits)}."
 
 
 _FIGURES = {"tflops": "TFLOP/s", "gbs": "GB/s", "ceiling_share": "share of ceiling"}

@@ -33,6 +33,7 @@ CLASSES = (
     "compile",
     "warmup",
     "serve",
+    "repetition",
 )
 
 
@@ -84,6 +85,27 @@ class Row:
         return four_digits(floor / self.us)
 
 
+@dataclass
+class RepetitionRow:
+    """One case that was called over and over: how many outputs were compared, and how many were wrong."""
+
+    shape: dict[str, Any]
+    calls: int
+    compared: int
+    differing: int
+    seconds: float
+    seed: int
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    cls = "repetition"
+
+    def to_json(self, device: str) -> dict[str, Any]:
+        row: dict[str, Any] = {"class": self.cls, **asdict(self)}
+        if not self.notes:
+            del row["notes"]
+        return row
+
+
 def set_of(shape: dict[str, Any]) -> str:
     """Which set of shapes a row's shape belongs to."""
     return str(shape.get("set", LISTED))
@@ -100,14 +122,14 @@ class ResultsFile:
     """`path` as it grows: every `add` publishes the file again.
 
     The rows that an earlier run left of a class and set go when the first row of that class and set is
-    added, so that its rows always come from one run. The others stay. Raises ValueError where the file
-    belongs to another device.
+    added, so that its rows always come from one run; of class repetition only that of the same case and seed
+    goes. The others stay. Raises ValueError where the file belongs to another device.
     """
 
     def __init__(self, path: Path, environment: dict[str, Any]) -> None:
         self.path = path
         self.environment = environment
-        self._begun: set[tuple[str, str]] = set()
+        self._begun: set[tuple[str, ...]] = set()
         self._rows: list[dict[str, Any]] = []
         if path.exists():
             data = json.loads(path.read_text())
@@ -115,15 +137,15 @@ class ResultsFile:
                 raise ValueError(f"{path} holds results of {data['device']}, this is {environment['device']}")
             self._rows = data["rows"]
 
-    def add(self, row: Row) -> dict[str, Any]:
+    def add(self, row: Row | RepetitionRow) -> dict[str, Any]:
         """Add one row and write the file; returns the row as written."""
         if row.cls not in CLASSES:
             raise ValueError(f"unknown class {row.cls!r}: one of {', '.join(CLASSES)}")
-        group = (row.cls, set_of(row.shape))
+        written = row.to_json(self.environment["device"])
+        group = _group(written)
         if group not in self._begun:
             self._begun.add(group)
-            self._rows = [old for old in self._rows if (old["class"], set_of(old["shape"])) != group]
-        written = row.to_json(self.environment["device"])
+            self._rows = [old for old in self._rows if _group(old) != group]
         written["date"] = self.environment["date"]
         written["commit"] = self.environment["commit"]
         self._rows.append(written)
@@ -135,6 +157,14 @@ class ResultsFile:
         temporary.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
         os.replace(temporary, self.path)
         return written
+
+
+def _group(row: dict[str, Any]) -> tuple[str, ...]:
+    """Rows of one group are replaced together."""
+    group = (row["class"], set_of(row["shape"]))
+    if row["class"] == RepetitionRow.cls:
+        return *group, json.dumps(row["shape"], sort_keys=True), str(row["seed"])
+    return group
 
 
 def device_slug(name: str) -> str:

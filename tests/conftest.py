@@ -17,6 +17,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, rather than skip, the tests in tests/gpu where there is no Hopper GPU",
     )
+    parser.addoption(
+        "--repetition-seconds",
+        type=float,
+        help="how long tests/gpu/test_repetition.py calls each case (default: that of the benchmarks' class)",
+    )
+    parser.addoption(
+        "--repetition-seed",
+        type=int,
+        default=0,
+        help="what its inputs and its memory traffic are drawn from (default: 0)",
+    )
 
 
 @pytest.fixture

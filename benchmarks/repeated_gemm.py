@@ -1,0 +1,181 @@
+"""Cases of `repetition`: the GEMMs, every family of tiles by its config, and the quantiser before them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moe_fp8
+
+from . import inputs
+from .repetition import Case, Work
+from .shapes import DenseShape, GroupedShape, aligned_starts
+
+
+@dataclass(frozen=True)
+class QuantizeShape:
+    """`m` is a multiple of 4: scales have no padding between their columns then."""
+
+    m: int
+    k: int
+
+
+def _int32(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, device=inputs.DEVICE, dtype=torch.int32)
+
+
+def dense(shape: DenseShape, config: str | None = None, out_dtype: str = "bfloat16") -> Work:
+    a, b = inputs.activations(shape.m, shape.k), inputs.weights(shape.n, shape.k)
+
+    def call(out: Tensor) -> None:
+        moe_fp8.gemm_fp8(*a, *b, out, config=config)
+
+    return Work(call, (shape.m, shape.n), getattr(torch, out_dtype), inputs.DEVICE)
+
+
+def contiguous(shape: GroupedShape, config: str | None = None, out_dtype: str = "bfloat16") -> Work:
+    """Rows between segments are of no expert, and not defined."""
+    counts = shape.counts()
+    starts = aligned_starts(counts)
+    if shape.layout == "offsets":
+        starts = [sum(counts[:expert]) for expert in range(len(counts) + 1)]
+    owners = [-1] * starts[-1]
+    for expert, count in enumerate(counts):
+        owners[starts[expert] : starts[expert] + count] = [expert] * count
+    ends = [start + count for start, count in zip(starts[:-1], counts, strict=True)]
+    index = {"m_indices": owners, "psum": ends, "offsets": starts}[shape.layout]
+    layout: dict[str, Any] = {shape.layout: _int32(index)}
+    a, b = inputs.activations(starts[-1], shape.k), inputs.weights(shape.n, shape.k, len(counts))
+
+    def call(out: Tensor) -> None:
+        moe_fp8.grouped_gemm_fp8_contiguous(
+            *a, *b, **layout, expected_m=shape.rows_per_expert, out=out, config=config
+        )
+
+    defined = None if shape.layout == "offsets" else (_int32(owners) >= 0)[:, None]
+    return Work(call, (starts[-1], shape.n), getattr(torch, out_dtype), inputs.DEVICE, defined)
+
+
+def masked(shape: GroupedShape, config: str | None = None, out_dtype: str = "bfloat16") -> Work:
+    """Buffers with room for the longest expert; what is behind an expert's rows is not defined."""
+    counts = shape.counts()
+    m_max = -(-max(counts) // 64) * 64
+    a = inputs.expert_activations(len(counts), m_max, shape.k)
+    b = inputs.weights(shape.n, shape.k, len(counts))
+    masked_m = _int32(counts)
+
+    def call(out: Tensor) -> None:
+        moe_fp8.grouped_gemm_fp8_masked(*a, *b, masked_m, shape.rows_per_expert, out, config=config)
+
+    rows = torch.arange(m_max, device=inputs.DEVICE)
+    defined = (rows < masked_m[:, None])[:, :, None]
+    return Work(call, (len(counts), m_max, shape.n), getattr(torch, out_dtype), inputs.DEVICE, defined)
+
+
+def quantize(shape: QuantizeShape, power_of_two: bool = False, in_dtype: str = "bfloat16") -> Work:
+    """Of bytes: all values, then all scales."""
+    m, k = shape.m, shape.k
+    x = torch.randn(m, k, device=inputs.DEVICE).to(getattr(torch, in_dtype))
+
+    def call(out: Tensor) -> None:
+        data = out.view(-1)
+        q = data[: m * k].view(torch.float8_e4m3fn).view(m, k)
+        scale = data[m * k :].view(torch.float32).view(k // 128, m).t()
+        moe_fp8.quantize_fp8(x, power_of_two=power_of_two, out=(q, scale))
+
+    return Work(call, (m, k + k // 32), torch.uint8, inputs.DEVICE)
+
+
+def quantize_and_multiply(shape: DenseShape, config: str | None = None) -> Work:
+    """A GEMM reads what the kernel before wrote; where it is too early, it reads other values."""
+    others, x = (torch.randn(shape.m, shape.k, device=inputs.DEVICE).bfloat16() for _ in range(2))
+    a, b = moe_fp8.quantize_fp8(x), inputs.weights(shape.n, shape.k)
+
+    def call(out: Tensor) -> None:
+        moe_fp8.quantize_fp8(others, out=a)
+        moe_fp8.quantize_fp8(x, out=a)
+        moe_fp8.gemm_fp8(*a, *b, out, config=config)
+
+    return Work(call, (shape.m, shape.n), torch.bfloat16, inputs.DEVICE)
+
+
+def _dense(m: int, n: int, k: int, config: str | None = None, **options: Any) -> Case:
+    given = {} if config is None else {"config": config}
+    return Case("gemm_fp8", DenseShape(m, n, k), dense, given | options)
+
+
+def _grouped(shape: GroupedShape, config: str | None = None, **options: Any) -> Case:
+    given = {} if config is None else {"config": config}
+    if shape.layout == "masked":
+        return Case("grouped_gemm_fp8_masked", shape, masked, given | options)
+    return Case("grouped_gemm_fp8_contiguous", shape, contiguous, given | options)
+
+
+#: Weights on the M side and tokens on the N side of wgmma; with 64 weight rows warpgroups alternate.
+_FEW_TOKENS = [
+    _dense(1, 2112, 7168),
+    _dense(1, 2112, 7168, "8x64"),
+    _dense(7, 7168, 2048, "8x64/2k", out_dtype="float32"),
+    _dense(5, 24576, 4096, "8x128"),
+    _dense(8, 4096, 7168, "8x128/4k"),
+    _dense(16, 2112, 7168, "16x64/3k"),
+    _dense(13, 9216, 4096, "16x128"),
+    _dense(32, 3072, 1536, "32x64"),
+    _dense(30, 7168, 2048, "32x128/2k", out_dtype="float32"),
+]
+
+_MANY_TOKENS = [
+    _dense(64, 4096, 7168, out_dtype="float32"),
+    _dense(64, 2112, 1024, "64x64"),
+    _dense(50, 2112, 7168, "64x64/3k"),
+    _dense(64, 6144, 2048, "64x128"),
+    _dense(64, 7168, 2048, "64x128/2k", out_dtype="float32"),
+    _dense(128, 2112, 7168, "128x64/2k"),
+    _dense(100, 4096, 2048, "128x96"),
+    _dense(128, 3072, 7168, "128x96/2k"),
+    _dense(128, 24576, 1536, "128x128"),
+    _dense(180, 8192, 2048, "128x128/3k"),
+    _dense(479, 3072, 6144, "128x128", out_dtype="float32"),
+    _dense(1191, 4096, 7168, "128x192"),
+    _dense(4096, 4096, 7168, "128x256"),
+    _dense(4096, 7168, 2048, "128x256", out_dtype="float32"),
+    _dense(2160, 9216, 4096, "128x256/2p"),
+    _dense(330, 3072, 1536, "192x96"),
+    _dense(1000, 4096, 2048, "192x128", out_dtype="float32"),
+    _dense(1191, 4096, 7168),
+]
+
+_CONTIGUOUS = [
+    _grouped(GroupedShape("offsets", 32, 8, 4096, 7168)),
+    _grouped(GroupedShape("offsets", 32, 24, 7168, 2048, "zipf"), "32x128"),
+    _grouped(GroupedShape("offsets", 16, 200, 4096, 4096, "sparse"), "192x96", out_dtype="float32"),
+    _grouped(GroupedShape("psum", 32, 8, 1536, 2048, "routed"), "8x128"),
+    _grouped(GroupedShape("psum", 16, 150, 4096, 7168, "zipf")),
+    _grouped(GroupedShape("psum", 8, 500, 7168, 2048, "sparse"), "192x128"),
+    _grouped(GroupedShape("m_indices", 16, 40, 4096, 4096, "spread"), "64x64"),
+    _grouped(GroupedShape("m_indices", 8, 300, 4096, 7168, "zipf"), out_dtype="float32"),
+    _grouped(GroupedShape("m_indices", 4, 1000, 7168, 2048), "128x256/2p"),
+]
+
+_MASKED = [
+    _grouped(GroupedShape("masked", 32, 4, 4096, 7168)),
+    _grouped(GroupedShape("masked", 128, 8, 1536, 2048, "sparse"), "16x128"),
+    _grouped(GroupedShape("masked", 48, 60, 7168, 2048, "zipf")),
+    _grouped(GroupedShape("masked", 32, 64, 1536, 4096), "64x128", out_dtype="float32"),
+    _grouped(GroupedShape("masked", 8, 300, 4096, 4096, "zipf"), "128x256", out_dtype="float32"),
+    _grouped(GroupedShape("masked", 2, 512, 4096, 7168), "192x128"),
+]
+
+_QUANTIZE = [
+    Case("quantize_fp8", QuantizeShape(64, 7168), quantize),
+    Case("quantize_fp8", QuantizeShape(4096, 1536), quantize, {"power_of_two": True, "in_dtype": "float32"}),
+    Case("quantize_fp8", QuantizeShape(16384, 7168), quantize),
+    Case("quantize_fp8 + gemm_fp8", DenseShape(16, 2112, 7168), quantize_and_multiply),
+    Case("quantize_fp8 + gemm_fp8", DenseShape(1024, 4096, 2048), quantize_and_multiply),
+]
+
+CASES = [*_FEW_TOKENS, *_MANY_TOKENS, *_CONTIGUOUS, *_MASKED, *_QUANTIZE]
