@@ -9,6 +9,17 @@
 // shares one tile along K: each CTA sums a part of K, and the parts are added in the order of rank, so that results repeat
 // bit for bit.
 //
+// Who overwrites what, after which arrival, and why every read is done by then:
+//
+//   weights, tokens          TMA copies; `empty` of the stage. Only wgmma reads them, and a warp arrives after `wgmma_wait`.
+//   token_scales             TMA copies; `empty` of the stage. The arrival takes the scales (`release_stage`).
+//   weight_scales            warp 1's stores; the same.
+//   tiles                    warp 2's stores; `empty` of the slot. The arrival takes a copy of the record (`TileReader::pop`); what was
+//                            read of it before went into branches and into addresses of stores, which come before the arrival.
+//   parts                    stores of other warpgroups and CTAs; `parts_free`. The arrival takes the totals (`add_parts`).
+//   staging                  a warp's own stores of its next tile; `bulk_wait_read`, after which TMA has read. What the warp itself
+//                            reads there it stores to memory, which needs the values, before it goes on.
+//
 // Specialised by: LAYOUT, BLOCK_M (tokens), BLOCK_N (weight rows), NUM_STAGES, CLUSTER_SIZE, SPLIT_K (of what kind the
 // cluster is), OUT_FP32; M, N, K and the number of experts are run-time values.
 #pragma once

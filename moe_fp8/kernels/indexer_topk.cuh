@@ -5,6 +5,10 @@
 // into shared memory, and all that follows looks at them alone. Where the bound was bad (too few reach it, or too many to
 // hold, as with many ties) the row is read again for each step of the search instead.
 //
+// Candidates, histograms and counters are overwritten by the threads of the CTA that read them, each time after a barrier of the CTA
+// or, where other CTAs of the cluster read them, of the cluster. Nothing is handed back by an arrival, and nothing is copied there
+// asynchronously.
+//
 // k, M, N, the order and whether values are stored are no macros: none of them touches the pass over the row.
 //
 // Loops whose time matters little say `unroll 1`: unrolled by four they took a fifth of the time to compile.

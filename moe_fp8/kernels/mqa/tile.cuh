@@ -15,6 +15,17 @@ constexpr int kMathWarps = kMathWarpgroups * 4;
 constexpr int kQueryArrivals = 1 + kWarp;  // of whoever copies, and of the warp that writes the task
 static_assert(NUM_THREADS == (1 + kMathWarpgroups) * kWarpgroup && CLUSTER_SIZE == 1, "see heuristics/mqa.py");
 
+// Who overwrites what, after which arrival, and why every read is done by then:
+//
+//   keys                 TMA copies; `key_empty` of the stage. Only wgmma reads them, and a warp arrives after `wgmma_wait`.
+//   key_scales           TMA copies; `key_empty` of the stage. The arrival takes the scale.
+//   queries              TMA copies, and terms that query warps store; `query_empty`. wgmma reads them, and a warp arrives after the
+//                        `wgmma_wait` of its last stage. What query warps read of them for the terms is in what they store before
+//                        `terms_full`, for which math warps wait before they arrive.
+//   weights, term_scales TMA copies, and stores of query warps; `query_empty`. The arrival takes the last sums, in which both are.
+//   tasks                stores of the first query warp; `query_empty`. The arrival takes the row. A token's range has decided by then
+//                        which scores are stored, and the number of stages when the task ends.
+//
 // A query tile of kTokens x kHeads columns. A wide one is multiplied in two parts of half of the tokens each, for want of
 // registers; behind the columns of a part's heads are those of its terms (`mma/score.cuh`), if kWithTerms.
 template <int kTokens_, int kHeads_, int kHeadDim_, int kStages_, bool kWithTerms_>

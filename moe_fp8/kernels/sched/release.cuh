@@ -1,10 +1,10 @@
 // Handing shared memory back to whoever overwrites it next.
 //
-// An arrival says "I have read this". But ptxas issues an arrival while loads that come before it are still on their way. (Before
-// BAR.SYNC it waits for them.) Behind stores that wait in the memory system, such a load came after the next copy had overwritten
-// what it reads: prefill logits had scales of keys twelve stages on. So every arrival that hands memory back takes what was
-// read there, or what was computed from that, and cannot be issued before those values are in registers.
-// `tests/cpu/test_machine_code.py` checks the machine code of every kernel for it.
+// An arrival says "I have read this". But ptxas issues an arrival while loads that come before it are still on their way. Behind
+// stores that wait in the memory system, such a load came after the next copy had overwritten what it reads: prefill logits had
+// scales of keys twelve stages on. So every arrival that hands memory back takes what was read there, or what was computed from
+// that, and cannot be issued before those values are in registers. `tests/cpu/test_machine_code.py` checks the machine code of
+// every kernel for it.
 #pragma once
 
 #include "common/types.cuh"
