@@ -43,7 +43,7 @@ def checked_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def put_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., None]]:
     """put_table(rows, device="h200"): tables of measured tiles instead of the package's; no rows, no file."""
-    from moe_fp8.heuristics import gemm_table
+    from moe_fp8.heuristics.gemm import table as gemm_table
 
     def forget() -> None:
         for cached in (gemm_table.devices, gemm_table._table):

@@ -6,7 +6,15 @@ depends on must be a field of the problem.
 
 from __future__ import annotations
 
-from moe_fp8.heuristics import gemm_costs, gemm_table
+from moe_fp8.heuristics.gemm import (
+    TOKEN_TILES,
+    GemmConfig,
+    gemm_config,
+    gemm_configs,
+    gemm_grid,
+    gemm_smem_bytes,
+    parse_gemm_config,
+)
 from moe_fp8.heuristics.mqa import (
     MQA_BLOCK_KV,
     MQA_THREADS,
@@ -19,15 +27,7 @@ from moe_fp8.heuristics.mqa import (
     paged_mqa_config,
     query_box_rows,
 )
-from moe_fp8.heuristics.tiles import (
-    SMEM_CAPACITY,
-    TOKEN_TILES,
-    GemmConfig,
-    gemm_configs,
-    gemm_grid,
-    gemm_smem_bytes,
-    parse_gemm_config,
-)
+from moe_fp8.heuristics.sm90 import SMEM_CAPACITY
 from moe_fp8.heuristics.topk import (
     TOPK_CAPACITY,
     TOPK_MAX_K,
@@ -35,7 +35,6 @@ from moe_fp8.heuristics.topk import (
     topk_config,
     topk_smem_bytes,
 )
-from moe_fp8.problems import GemmProblem
 
 __all__ = [
     "MQA_BLOCK_KV",
@@ -62,16 +61,3 @@ __all__ = [
     "topk_config",
     "topk_smem_bytes",
 ]
-
-
-def gemm_config(problem: GemmProblem) -> GemmConfig:
-    """Tile for a GEMM: what the caller asks for, else what the device's table says, else the cheapest.
-
-    Raises ConfigError where `problem.config` names no config that it may use.
-    """
-    if problem.config is not None:
-        return parse_gemm_config(problem.config, problem)
-    measured = gemm_table.lookup(problem)
-    if measured is not None:
-        return measured
-    return gemm_costs.cheapest(problem)

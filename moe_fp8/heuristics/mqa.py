@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_fp8.heuristics.tiles import BARRIER_BYTES, WARPGROUP
+from moe_fp8.heuristics.sm90 import BARRIER_BYTES, WARPGROUP
 from moe_fp8.problems import MqaLogitsProblem, PagedMqaLogitsProblem
 
 #: Keys per chunk of the paged kernel's schedule; `paged_mqa_logits_metadata` counts in these.

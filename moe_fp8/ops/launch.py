@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from moe_fp8.errors import UnsupportedError
-from moe_fp8.heuristics import gemm_table
+from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit.driver import LoadedKernel, ParamBlock, device_info
 from moe_fp8.jit.runtime import get_kernel
 from moe_fp8.ops.keys import Call, Key, attributes_like, key_of

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from moe_fp8.errors import ConfigError, ToolchainError
-from moe_fp8.heuristics import gemm_table
+from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit import preload
 from moe_fp8.jit.driver import DeviceInfo
 from moe_fp8.jit.toolchain import nvrtc_version

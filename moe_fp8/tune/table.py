@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.heuristics import TOKEN_TILES, gemm_table
+from moe_fp8.heuristics import TOKEN_TILES
+from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.tune.targets import Target
 
 #: A row is written where the best config takes less than the model's choice by more than this.

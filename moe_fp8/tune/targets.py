@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.heuristics import GemmConfig, gemm_configs, gemm_costs
+from moe_fp8.heuristics import GemmConfig, gemm_configs
+from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.problems import DEFAULT_NUM_SMS, GemmLayout, GemmProblem
 from moe_fp8.warmup import Parallelism, gemm_shapes, load_model
 

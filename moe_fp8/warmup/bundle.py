@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moe_fp8.heuristics import gemm_table
+from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit.artifact import Artifact
 from moe_fp8.jit.build import BuildReport, Progress
 from moe_fp8.jit.bundle import Bundle

@@ -10,7 +10,9 @@ from rich.console import Group, JustifyMethod
 from rich.text import Text
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.heuristics import GemmConfig, gemm_config, gemm_costs, gemm_grid, gemm_table
+from moe_fp8.heuristics import GemmConfig, gemm_config, gemm_grid
+from moe_fp8.heuristics.gemm import costs as gemm_costs
+from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.problems import SCALE_BLOCK, GemmLayout, GemmProblem
 from moe_fp8.specs import KernelSpec, kernel_spec
 from moe_fp8.warmup.shapes import N_MULTIPLE

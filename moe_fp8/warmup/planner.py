@@ -15,8 +15,9 @@ from itertools import product
 from typing import Any
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.heuristics import GemmConfig, gemm_table
-from moe_fp8.heuristics.tiles import Shares
+from moe_fp8.heuristics import GemmConfig
+from moe_fp8.heuristics.gemm import table as gemm_table
+from moe_fp8.heuristics.gemm.tiles import Shares
 from moe_fp8.jit.key import kernel_key
 from moe_fp8.problems import (
     DEFAULT_NUM_SMS,

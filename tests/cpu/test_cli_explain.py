@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from moe_fp8 import cli
-from moe_fp8.heuristics import gemm_table
+from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit.key import kernel_key
 from moe_fp8.problems import GemmProblem
 from moe_fp8.specs import kernel_spec

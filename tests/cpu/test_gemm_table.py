@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_fp8 import heuristics
-from moe_fp8.heuristics import gemm_table
+from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.problems import GemmLayout, GemmProblem
 
 PutTable = Callable[..., None]

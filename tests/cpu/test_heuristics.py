@@ -8,7 +8,7 @@ import pytest
 
 from moe_fp8 import heuristics
 from moe_fp8.errors import ConfigError
-from moe_fp8.heuristics import gemm_costs
+from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.problems import GemmLayout, GemmProblem, MqaLogitsProblem
 
 LAYOUTS: tuple[GemmLayout, ...] = ("dense", "m_indices", "psum", "offsets", "masked")

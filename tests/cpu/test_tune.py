@@ -12,7 +12,8 @@ import torch
 
 from moe_fp8 import cli, tune
 from moe_fp8.errors import ConfigError, MoeFp8Error, ToolchainError
-from moe_fp8.heuristics import gemm_configs, gemm_costs
+from moe_fp8.heuristics import gemm_configs
+from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.jit import driver
 from moe_fp8.jit.driver import DeviceInfo
 from moe_fp8.problems import GemmLayout

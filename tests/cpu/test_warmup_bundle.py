@@ -16,7 +16,7 @@ import pytest
 from moe_fp8 import cli, doctor
 from moe_fp8 import settings as settings_module
 from moe_fp8.errors import BundleError, ToolchainError
-from moe_fp8.heuristics import gemm_table
+from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit import bundle as bundle_module
 from moe_fp8.jit.bundle import Bundle
 from moe_fp8.warmup import PlanOptions, load_model, plan

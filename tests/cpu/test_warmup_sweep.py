@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.heuristics import gemm_table
+from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.problems import GemmLayout, GemmProblem
 from moe_fp8.settings import settings as package_settings
 from moe_fp8.specs import kernel_spec

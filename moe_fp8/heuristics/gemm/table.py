@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.heuristics.tiles import GemmConfig, parse_gemm_config
+from moe_fp8.heuristics.gemm.tiles import GemmConfig, parse_gemm_config
 from moe_fp8.problems import GemmProblem
 
 #: Devices that a problem can name, and words of the driver's name for each.

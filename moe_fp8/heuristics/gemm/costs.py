@@ -11,7 +11,7 @@ from functools import cache
 from statistics import fmean
 from typing import NamedTuple
 
-from moe_fp8.heuristics.tiles import TOKEN_TILES, GemmConfig, gemm_configs
+from moe_fp8.heuristics.gemm.tiles import TOKEN_TILES, GemmConfig, gemm_configs
 from moe_fp8.problems import GemmLayout, GemmProblem
 
 #: For each 128 of K that a CTA multiplies, by tokens and weight rows of its tile; and once for every tile.

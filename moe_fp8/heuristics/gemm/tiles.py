@@ -10,15 +10,8 @@ from functools import cache, cached_property
 from typing import Literal
 
 from moe_fp8.errors import ConfigError
+from moe_fp8.heuristics.sm90 import BARRIER_BYTES, SMEM_CAPACITY, WARPGROUP
 from moe_fp8.problems import GemmLayout, GemmProblem
-
-#: Dynamic shared memory that one block may use on sm_90.
-SMEM_CAPACITY = 232_448
-
-WARPGROUP = 128
-
-#: Room for the barriers and what else a kernel keeps beside its stages.
-BARRIER_BYTES = 1024
 
 _BLOCK_K = 128
 

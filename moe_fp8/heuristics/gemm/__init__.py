@@ -1,0 +1,37 @@
+"""GEMM tiles: which there are (`tiles`), what they cost (`costs`) and what was measured (`table`)."""
+
+from __future__ import annotations
+
+from moe_fp8.heuristics.gemm import costs, table
+from moe_fp8.heuristics.gemm.tiles import (
+    TOKEN_TILES,
+    GemmConfig,
+    gemm_configs,
+    gemm_grid,
+    gemm_smem_bytes,
+    parse_gemm_config,
+)
+from moe_fp8.problems import GemmProblem
+
+__all__ = [
+    "TOKEN_TILES",
+    "GemmConfig",
+    "gemm_config",
+    "gemm_configs",
+    "gemm_grid",
+    "gemm_smem_bytes",
+    "parse_gemm_config",
+]
+
+
+def gemm_config(problem: GemmProblem) -> GemmConfig:
+    """Tile for a GEMM: what the caller asks for, else what the device's table says, else the cheapest.
+
+    Raises ConfigError where `problem.config` names no config that it may use.
+    """
+    if problem.config is not None:
+        return parse_gemm_config(problem.config, problem)
+    measured = table.lookup(problem)
+    if measured is not None:
+        return measured
+    return costs.cheapest(problem)
