@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_fp8.ops import reference
+from moe_fp8.ops.gemm import reference as gemm_reference
+from moe_fp8.ops.indexer import reference as indexer_reference
+from moe_fp8.ops.quantize import reference as quantize_reference
 from moe_fp8.ops.scales import to_mn_major
 
 #: ||out - ref|| / ||ref|| of a GEMM against float64 on the same quantised inputs. Rounding to bf16 alone
@@ -54,7 +56,7 @@ def activations(m: int, k: int, gen: torch.Generator, power_of_two: bool = False
     q = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=device)
     scale = torch.empty(m, k // 128, device=device)
     if m:
-        reference.quantize(x, q, scale, power_of_two)
+        quantize_reference.quantize(x, q, scale, power_of_two)
     return q, to_mn_major(scale)
 
 
@@ -66,7 +68,7 @@ def weights(num_experts: int, n: int, k: int, gen: torch.Generator) -> tuple[Ten
     for e in range(num_experts):
         w = torch.randn(n, k, generator=gen, device=device)
         w *= torch.rand(n, 1, generator=gen, device=device) + 0.5
-        q[e], scale[e] = reference.quantize_blocks(w, False)
+        q[e], scale[e] = quantize_reference.quantize_blocks(w, False)
     return q, scale
 
 
@@ -163,7 +165,7 @@ def with_index(case: GemmCase, values: Sequence[int]) -> GemmCase:
         runs = [(e, 0, count) for e, count in enumerate(values) if count > 0]
         valid = torch.arange(case.a.shape[1])[None, :] < torch.tensor(values)[:, None]
     else:
-        runs = reference.segments(case.layout, case.index.cpu())
+        runs = gemm_reference.segments(case.layout, case.index.cpu())
         valid = torch.zeros(case.a.shape[0], dtype=torch.bool)
         for _, start, end in runs:
             valid[start:end] = True
@@ -194,7 +196,7 @@ def run_reference(case: GemmCase, run: tuple[int, int, int]) -> Tensor:
     else:
         a, scale, b, b_scale = case.a, case.a_scale, case.b[e], case.b_scale[e]
     out = torch.empty(end - start, b.shape[0], dtype=F64, device=a.device)
-    reference.gemm(a[start:end], scale[start:end], b, b_scale, out, F64)
+    gemm_reference.gemm(a[start:end], scale[start:end], b, b_scale, out, F64)
     return out
 
 
@@ -275,7 +277,7 @@ def mqa_expected(case: MqaCase, columns: int | None = None, rest: float = SENTIN
     """float64 logits, full or compressed to `columns`; `rest` where nothing is to be written."""
     m, n = case.q.shape[0], case.k.shape[0]
     out = torch.full((m, n if columns is None else columns), rest, dtype=F64, device=case.q.device)
-    reference.mqa_logits(*case.arguments(), out, columns is not None, False, F64)
+    indexer_reference.mqa_logits(*case.arguments(), out, columns is not None, False, F64)
     return out
 
 
@@ -361,7 +363,7 @@ def paged_expected(case: PagedCase, columns: int, rest: float = SENTINEL) -> Ten
     """float64 logits [B*next_n, columns]; `rest` where nothing is to be written."""
     rows = case.q.shape[0] * case.next_n
     out = torch.full((rows, columns), rest, dtype=F64, device=case.q.device)
-    reference.paged_mqa_logits(
+    indexer_reference.paged_mqa_logits(
         case.q, case.kv_cache, case.weights, case.context_lens, case.block_table, out, F64
     )
     return out

@@ -33,11 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def checked_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ops also look at the contents of index tensors, as with MOE_FP8_CHECKED=1."""
-    from moe_fp8.ops import contracts
+    from moe_fp8.ops import registry
     from moe_fp8.settings import settings
 
     on = dataclasses.replace(settings(), checked=True)
-    monkeypatch.setattr(contracts, "settings", lambda: on)
+    monkeypatch.setattr(registry, "settings", lambda: on)
 
 
 @pytest.fixture

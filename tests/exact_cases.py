@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_fp8.ops import reference
+from moe_fp8.ops.indexer import reference
 from tests import cases
 
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from moe_fp8.ops.gemm import gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked
-from moe_fp8.ops.logits import mqa_logits_fp8, paged_mqa_logits_fp8, paged_mqa_logits_metadata
-from moe_fp8.ops.quantize import indexer_quantize_and_cache, quantize_fp8, quantize_fp8_blocks
+from moe_fp8.ops.indexer import (
+    indexer_quantize_and_cache,
+    indexer_select,
+    indexer_topk,
+    indexer_workspace_bytes,
+    mqa_logits_fp8,
+    paged_indexer_select,
+    paged_mqa_logits_fp8,
+    paged_mqa_logits_metadata,
+)
+from moe_fp8.ops.quantize import quantize_fp8, quantize_fp8_blocks
 from moe_fp8.ops.scales import implicit_scale_conversions, to_mn_major
-from moe_fp8.ops.select import indexer_select, indexer_workspace_bytes, paged_indexer_select
-from moe_fp8.ops.topk import indexer_topk
 
 __all__ = [
     "gemm_fp8",

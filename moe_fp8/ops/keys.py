@@ -19,23 +19,12 @@ try:
 except ImportError:  # it is torch.compile's own, and may go
     _TensorGuards = None  # type: ignore[assignment, misc]
 
-#: A call's terms, the first tensor's shape, every tensor's address.
+#: What a launch is looked up by, before `attributes_like` has the last word: the op, some shapes, which
+#: optional tensors are given, the scalars, every tensor's address.
 Key: TypeAlias = tuple[object, ...]
 
-_data_ptr = Tensor.data_ptr
-
-#: One call of an op: its terms, and every tensor that is given. (A plain tuple: a named one takes 0.2 us.)
-#:
-#: Terms are the op or, of a GEMM, the layout; its scalars; and shapes that change from call to call where
-#: addresses do not, as of a cache that grows, other than the first tensor's. Which tensors are given must
-#: follow from the terms or from how many there are.
-Call: TypeAlias = tuple[tuple[object, ...], tuple[Tensor, ...]]
-
-
-def key_of(call: Call) -> Key:
-    """What a launch is looked up by, before `attributes_like` has the last word."""
-    terms, tensors = call
-    return (*terms, tensors[0].shape, *map(_data_ptr, tensors))
+#: One call of an op: its key, and every tensor that is given. (A plain tuple: a named one takes 0.2 us.)
+Call: TypeAlias = tuple[Key, tuple[Tensor, ...]]
 
 
 def attributes_like(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:

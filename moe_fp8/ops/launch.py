@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -17,7 +17,7 @@ from moe_fp8.errors import UnsupportedError
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit.driver import LoadedKernel, ParamBlock, device_info
 from moe_fp8.jit.runtime import get_kernel
-from moe_fp8.ops.keys import Call, Key, attributes_like, key_of
+from moe_fp8.ops.keys import Call, Key, attributes_like
 from moe_fp8.problems import InDtype
 from moe_fp8.specs import KernelSpec
 
@@ -27,6 +27,9 @@ IN_DTYPES: dict[torch.dtype, InDtype] = {
     torch.float16: "float16",
     torch.float32: "float32",
 }
+
+#: What a family's CUDA side prepares: the kernel, its grid and its parameters.
+Prepared: TypeAlias = tuple[KernelSpec, int, ParamBlock]
 
 _raw_stream = torch._C._cuda_getCurrentRawStream
 _current_device = torch._C._cuda_getDevice
@@ -74,11 +77,12 @@ def repeat(call: Call) -> bool:
 
     Such a call has passed the checks: ask before them.
     """
-    launch = _launches.get(key_of(call))
+    key, tensors = call
+    launch = _launches.get(key)
     if launch is None:
         return False
     same, kernel, grid, device, block = launch
-    if not same(*call[1]):
+    if not same(*tensors):
         return False
     if device == _current_device():
         kernel.launch(grid, _raw_stream(device), block)
@@ -88,17 +92,18 @@ def repeat(call: Call) -> bool:
     return True
 
 
-def launch(spec: KernelSpec, grid: int, device: int, block: ParamBlock, call: Call | None) -> None:
+def launch(spec: KernelSpec, grid: int, block: ParamBlock, device: int, call: Call | None) -> None:
     """Launch the kernel of `spec`, loading it if need be; remember it for `call`."""
     if device != _current_device():
         with torch.cuda.device(device):
-            return launch(spec, grid, device, block, call)
+            return launch(spec, grid, block, device, call)
     kernel = get_kernel(spec)
     kernel.launch(grid, _raw_stream(device), block)
     if call is not None:
         if len(_launches) >= _MAX_LAUNCHES:
             _launches.clear()
-        _launches[key_of(call)] = _Launch(attributes_like(call[1]), kernel, grid, device, block)
+        key, tensors = call
+        _launches[key] = _Launch(attributes_like(tensors), kernel, grid, device, block)
 
 
 def new_block(layout: struct.Struct) -> ParamBlock:

@@ -103,6 +103,8 @@ def test_torch_and_cuda_stay_in_their_places(path: Path) -> None:
         assert "cuda" not in roots
     if path != PACKAGE / "jit" / "driver.py":
         assert "cuda.bindings.driver" not in modules
+    if path != PACKAGE / "ops" / "registry.py":
+        assert "torch.library" not in path.read_text(), "ops/registry.py is its only user"
     if part in ("problems", "heuristics", "specs"):
         foreign = roots - set(sys.stdlib_module_names) - {"moe_fp8"}
         assert not foreign, f"standard library only, not {sorted(foreign)}"

@@ -11,7 +11,9 @@ from torch._subclasses import FakeTensorMode
 
 import moe_fp8
 from moe_fp8 import ArgumentError, UnsupportedError
-from moe_fp8.ops import checks, checks_cache, checks_logits, schemas
+from moe_fp8.ops.gemm import checks
+from moe_fp8.ops.indexer import checks as indexer_checks
+from moe_fp8.ops.registry import OPS as REGISTERED
 from tests import cache_cases, cases
 
 I32 = torch.int32
@@ -204,11 +206,11 @@ DEVICES = [
     *[(checks.gemm, _dense, name) for name in ("a_scale", "b", "b_scale", "out")],
     *[(checks.gemm_masked, _masked, name) for name in ("a_scale", "b", "masked_m", "out")],
     *[
-        (checks_logits.paged_mqa_logits, _paged, name)
+        (indexer_checks.paged_mqa_logits, _paged, name)
         for name in ("kv_cache", "weights", "block_table", "metadata")
     ],
-    *[(checks_logits.mqa_logits, _mqa, name) for name in ("k", "k_scale", "weights", "ks", "ke", "out")],
-    *[(checks_cache.indexer_quantize_and_cache, _cache, name) for name in ("kv_cache", "slot_mapping")],
+    *[(indexer_checks.mqa_logits, _mqa, name) for name in ("k", "k_scale", "weights", "ks", "ke", "out")],
+    *[(indexer_checks.indexer_quantize_and_cache, _cache, name) for name in ("kv_cache", "slot_mapping")],
 ]
 
 
@@ -216,8 +218,10 @@ DEVICES = [
 def test_devices_must_agree(check: Callable[..., Any], make: Callable[[], Any], argument: str) -> None:
     arguments = make()
     arguments.pop("max_context_len", None)
-    if check is checks_logits.mqa_logits:
-        arguments["compressed"] = False
+    if check is indexer_checks.mqa_logits:
+        arguments |= {"compressed": False, "fill": False}
+    if check is checks.gemm_masked:
+        arguments["expected_m"] = None
     check(**arguments)
     value = arguments[argument]
     with FakeTensorMode():
@@ -276,22 +280,22 @@ def test_exactly_one_layout() -> None:
 def test_the_registered_op_checks_too() -> None:
     case = cases.contiguous_case("psum", (3, 2), 64, 128)
     with pytest.raises(ArgumentError, match="layout"):
-        schemas.grouped_gemm_fp8_contiguous(
+        REGISTERED["grouped_gemm_fp8_contiguous"].call(
             case.a, case.a_scale, case.b, case.b_scale, case.index, "ends", None, case.poisoned()
         )
     x = torch.zeros(5, 256)
     q = torch.empty(5, 256, dtype=torch.float8_e4m3fn)
     with pytest.raises(ArgumentError, match="scale: expected shape"):
-        schemas.quantize_fp8(x, q, torch.empty(5, 3), False)
+        REGISTERED["quantize_fp8"].call(x, q, torch.empty(5, 3), False)
     with pytest.raises(ArgumentError, match="q: expected dtype"):
-        schemas.quantize_fp8(x, torch.empty(5, 256), torch.empty(5, 2), False)
+        REGISTERED["quantize_fp8"].call(x, torch.empty(5, 256), torch.empty(5, 2), False)
 
 
 def test_schedules_off_their_alignment_are_refused() -> None:
     lengths = torch.zeros(3, dtype=I32)
     shifted = torch.zeros(2 * 5 + 1, dtype=I32)[1:].view(5, 2)
     with pytest.raises(ArgumentError, match="out: expected an 8-byte aligned address"):
-        schemas.paged_mqa_logits_metadata(lengths, 64, 1, shifted)
+        REGISTERED["paged_mqa_logits_metadata"].call(lengths, 64, 1, shifted)
     with pytest.raises(ArgumentError, match="metadata: expected an 8-byte aligned address"):
         moe_fp8.paged_mqa_logits_fp8(**{**_paged(), "metadata": shifted})
 

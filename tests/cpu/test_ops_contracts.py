@@ -13,7 +13,7 @@ from moe_fp8 import (
     paged_mqa_logits_fp8,
     paged_mqa_logits_metadata,
 )
-from moe_fp8.ops import contracts
+from moe_fp8.ops import registry
 from moe_fp8.settings import parse_settings
 from tests import cases
 
@@ -133,7 +133,7 @@ def test_good_paged_contexts_pass() -> None:
 
 
 def test_contents_are_not_read_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contracts, "settings", lambda: parse_settings({}))
-    assert not contracts.enabled(torch.zeros(1))
-    monkeypatch.setattr(contracts, "settings", lambda: parse_settings({"MOE_FP8_CHECKED": "1"}))
-    assert contracts.enabled(torch.zeros(1))
+    monkeypatch.setattr(registry, "settings", lambda: parse_settings({}))
+    assert not registry.checked(torch.zeros(1))
+    monkeypatch.setattr(registry, "settings", lambda: parse_settings({"MOE_FP8_CHECKED": "1"}))
+    assert registry.checked(torch.zeros(1))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8 import ConfigError, gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked
-from moe_fp8.ops import checks, reference
+from moe_fp8.ops.gemm import checks, reference
 from moe_fp8.settings import settings
 from tests import cases
 

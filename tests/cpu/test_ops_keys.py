@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import importlib
+import inspect
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,8 +14,8 @@ import pytest
 import torch
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.ops import keys, schemas
-from moe_fp8.ops.keys import Call, key_of
+from moe_fp8.ops import keys, registry
+from moe_fp8.ops.keys import Call
 from moe_fp8.settings import settings
 from tests import cache_cases, cases
 
@@ -23,7 +24,8 @@ I32 = torch.int32
 
 def _quantize() -> dict[str, Any]:
     q = torch.zeros(5, 256, dtype=torch.float8_e4m3fn)
-    return {"x": torch.zeros(5, 256), "q": q, "scale": torch.zeros(5, 2), "power_of_two": False}
+    scale = torch.empty_strided((5, 2), (1, 8)).zero_()
+    return {"x": torch.zeros(5, 256), "q": q, "scale": scale, "power_of_two": False}
 
 
 def _cache() -> dict[str, Any]:
@@ -90,17 +92,23 @@ def _paged() -> dict[str, Any]:
     }
 
 
-OPS: list[tuple[Callable[..., None], Callable[[], dict[str, Any]]]] = [
-    (schemas._quantize_fp8, _quantize),
-    (schemas._indexer_quantize_and_cache, _cache),
-    (schemas._indexer_topk, _topk),
-    (schemas._gemm_fp8, _dense),
-    (schemas._grouped_gemm_fp8_contiguous, _contiguous),
-    (schemas._grouped_gemm_fp8_masked, _gemm),
-    (schemas._mqa_logits_fp8, _mqa),
-    (schemas._paged_mqa_logits_metadata, _metadata),
-    (schemas._paged_mqa_logits_fp8, _paged),
-]
+OPS: dict[str, Callable[[], dict[str, Any]]] = {
+    "quantize_fp8": _quantize,
+    "indexer_quantize_and_cache": _cache,
+    "indexer_topk": _topk,
+    "gemm_fp8": _dense,
+    "grouped_gemm_fp8_contiguous": _contiguous,
+    "grouped_gemm_fp8_masked": _gemm,
+    "mqa_logits_fp8": _mqa,
+    "paged_mqa_logits_metadata": _metadata,
+    "paged_mqa_logits_fp8": _paged,
+}
+
+
+def run(op: str, arguments: dict[str, Any]) -> None:
+    """The op as torch calls it, given its arguments by name."""
+    registered = registry.OPS[op]
+    registered.run(*(arguments[name] for name in registered.arguments))
 
 
 class _OnGpu(torch.Tensor):
@@ -110,7 +118,7 @@ class _OnGpu(torch.Tensor):
 
 
 class _Recorder:
-    """In place of `moe_fp8.ops.cuda`: says of every call that it was launched again."""
+    """In place of `moe_fp8.ops.launch`: says of every call that it was launched again."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -142,23 +150,21 @@ def _variants(value: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("op, make", OPS, ids=[op.__name__[1:] for op, _ in OPS])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.usefixtures("either_comparison")
-def test_every_attribute_of_every_argument_is_told_apart(
-    op: Callable[..., None], make: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_attribute_of_every_argument_is_told_apart(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = _Recorder()
-    monkeypatch.setattr(schemas, "_cuda", lambda: recorder)
+    monkeypatch.setattr(registry._Launcher, "repeat", recorder.repeat)
 
     def called(arguments: dict[str, Any]) -> Call:
-        op(**arguments)
+        run(op, arguments)
         return recorder.calls.pop()
 
-    first = next(iter(arguments := make()))
+    first = next(iter(arguments := OPS[op]()))
     arguments[first] = arguments[first].as_subclass(_OnGpu)
     known, again = called(arguments), called(arguments)
     same = keys.attributes_like(known[1])
-    assert key_of(again) == key_of(known) and same(*again[1]), "calls go by value"
+    assert again[0] == known[0] and same(*again[1]), "calls go by value"
     for name, value in arguments.items():
         for attribute, variant in _variants(value).items():
             if name == first:
@@ -166,19 +172,19 @@ def test_every_attribute_of_every_argument_is_told_apart(
                     continue
                 variant = variant.as_subclass(_OnGpu)
             changed = called({**arguments, name: variant})
-            assert key_of(changed) != key_of(known) or not same(*changed[1]), f"{name}: {attribute}"
+            assert changed[0] != known[0] or not same(*changed[1]), f"{name}: {attribute}"
 
 
 @pytest.mark.parametrize("name", ["starts", "ends", "values", "carried"])
 def test_which_tensors_are_given_is_told_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = _Recorder()
-    monkeypatch.setattr(schemas, "_cuda", lambda: recorder)
+    monkeypatch.setattr(registry._Launcher, "repeat", recorder.repeat)
     tensor = torch.zeros(3, dtype=I32)
     none = dict.fromkeys(("starts", "ends", "values", "carried"))
     arguments = {**_topk(), **none, "logits": torch.zeros(3, 9).as_subclass(_OnGpu)}
     for given in none:
-        schemas._indexer_topk(**{**arguments, given: tensor})
-    assert len({key_of(call) for call in recorder.calls}) == len(none)
+        run("indexer_topk", {**arguments, given: tensor})
+    assert len({call[0] for call in recorder.calls}) == len(none)
 
 
 @pytest.mark.usefixtures("either_comparison")
@@ -199,30 +205,55 @@ class _Kernel:
         self.launches.append((grid, stream, ctypes.string_at(params.address, params.size)))
 
 
+class _Cuda:
+    """The CUDA side of the ops on CPU tensors (device -1), with one kernel that records."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0x7000, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+        self.launch = importlib.import_module("moe_fp8.ops.launch")
+        self.gemm = importlib.import_module("moe_fp8.ops.gemm.cuda")
+        self.kernel = _Kernel()
+        self.repeat = self.launch.repeat
+        monkeypatch.setattr(self.launch, "_raw_stream", lambda device: 0x7000)
+        monkeypatch.setattr(self.launch, "_current_device", lambda: -1)
+        monkeypatch.setattr(self.launch, "num_sms", lambda device: 132)
+        monkeypatch.setattr(self.launch, "table", lambda device: "")
+        monkeypatch.setattr(self.launch, "get_kernel", lambda spec: self.kernel)
+        monkeypatch.setattr(self.launch, "_launches", {})
+
+    def run(self, op: str, arguments: dict[str, Any], call: Call | None = None) -> None:
+        """What the op does past its checks."""
+        registered = registry.OPS[op]
+        prepared = registry.resolve(registered.cuda)(*(arguments[name] for name in registered.arguments))
+        if prepared is not None:
+            self.launch.launch(*prepared, -1, call)
+
+    def quantize(self, call: Call | None = None, **arguments: Any) -> None:
+        self.run("quantize_fp8", arguments, call)
+
+
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`moe_fp8.ops.cuda` on CPU tensors (device -1), with one kernel that records, as `cuda.kernel`."""
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0x7000, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    module = importlib.import_module("moe_fp8.ops.cuda")
-    kernel = _Kernel()
-    monkeypatch.setattr(module, "kernel", kernel, raising=False)
-    monkeypatch.setattr(module.launch, "_raw_stream", lambda device: 0x7000)
-    monkeypatch.setattr(module.launch, "_current_device", lambda: -1)
-    monkeypatch.setattr(module.launch, "num_sms", lambda device: 132)
-    monkeypatch.setattr(module.launch, "table", lambda device: "")
-    monkeypatch.setattr(module.launch, "get_kernel", lambda spec: kernel)
-    monkeypatch.setattr(module.launch, "_launches", {})
-    yield module
-    module._gemm_plan.cache_clear()
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Cuda]:
+    side = _Cuda(monkeypatch)
+    yield side
+    side.gemm._gemm_plan.cache_clear()
 
 
 def _call(arguments: dict[str, Any]) -> Call:
-    return ("quantize", False), (arguments["x"], arguments["q"], arguments["scale"])
+    tensors = arguments["x"], arguments["q"], arguments["scale"]
+    return ("quantize", False, arguments["x"].shape, *(tensor.data_ptr() for tensor in tensors)), tensors
+
+
+@pytest.mark.usefixtures("cuda")
+def test_every_launch_is_prepared_from_the_schemas_arguments() -> None:
+    assert set(registry.OPS) == set(OPS)
+    for op in registry.OPS.values():
+        inspect.signature(registry.resolve(op.cuda)).bind(*op.arguments)
 
 
 @pytest.mark.usefixtures("either_comparison")
-def test_a_known_call_is_launched_again(cuda: Any) -> None:
+def test_a_known_call_is_launched_again(cuda: _Cuda) -> None:
     arguments = _quantize()
     call = _call(arguments)
     assert not cuda.repeat(call)
@@ -236,7 +267,7 @@ def test_a_known_call_is_launched_again(cuda: Any) -> None:
     assert len(cuda.kernel.launches) == 2
 
 
-def test_batches_that_share_buffers_are_all_remembered(cuda: Any) -> None:
+def test_batches_that_share_buffers_are_all_remembered(cuda: _Cuda) -> None:
     arguments = _quantize()
     fewer = {**arguments, "x": arguments["x"][:4], "q": arguments["q"][:4]}
     for given in (arguments, fewer):
@@ -244,7 +275,7 @@ def test_batches_that_share_buffers_are_all_remembered(cuda: Any) -> None:
     assert cuda.repeat(_call(arguments)) and cuda.repeat(_call(fewer))
 
 
-def test_a_launch_is_replaced_where_attributes_changed(cuda: Any) -> None:
+def test_a_launch_is_replaced_where_attributes_changed(cuda: _Cuda) -> None:
     arguments = _quantize()
     other = {**arguments, "q": arguments["q"].view(torch.int8)}
     for given in (arguments, other):
@@ -255,9 +286,10 @@ def test_a_launch_is_replaced_where_attributes_changed(cuda: Any) -> None:
 
 
 @pytest.mark.parametrize("slot_dtype", [torch.int64, I32])
-def test_a_launch_of_the_cache_op_packs_what_the_kernel_reads(cuda: Any, slot_dtype: torch.dtype) -> None:
+def test_a_launch_of_the_cache_op_packs_what_the_kernel_reads(cuda: _Cuda, slot_dtype: torch.dtype) -> None:
     case = cache_cases.cache_case(33, 64, 32, page_padding=16, row_padding=8, slot_dtype=slot_dtype)
-    cuda.indexer_quantize_and_cache(case.k, case.kv_cache, case.slot_mapping, False, None)
+    arguments = {"k": case.k, "kv_cache": case.kv_cache, "slot_mapping": case.slot_mapping}
+    cuda.run("indexer_quantize_and_cache", {**arguments, "power_of_two": False})
     ((grid, _, params),) = cuda.kernel.launches
     assert grid == 3  # sixteen rows of 64 are 128 threads' work
     addresses = (case.k.data_ptr(), case.storage.data_ptr(), case.slot_mapping.data_ptr())
@@ -266,12 +298,12 @@ def test_a_launch_of_the_cache_op_packs_what_the_kernel_reads(cuda: Any, slot_dt
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_a_launch_of_the_topk_packs_what_the_kernel_reads(cuda: Any, given: bool) -> None:
+def test_a_launch_of_the_topk_packs_what_the_kernel_reads(cuda: _Cuda, given: bool) -> None:
     storage = torch.zeros(3, 40_001)
     arguments = {**_topk(), "logits": storage[:, 1:]}
     if not given:
         arguments = {**arguments, "starts": None, "ends": None, "values": None, "carried": None}
-    cuda.indexer_topk(**arguments)
+    cuda.run("indexer_topk", arguments)
     ((grid, _, params),) = cuda.kernel.launches
     assert grid == 3 * 8  # 2^16 columns, rounded up, are eight CTAs' work
     tensors = (arguments[name] for name in ("logits", "starts", "ends", "out", "values", "carried"))
@@ -279,7 +311,7 @@ def test_a_launch_of_the_topk_packs_what_the_kernel_reads(cuda: Any, given: bool
     assert struct.unpack("<7q5i52x", params) == (*addresses, 40_001, 40_000, 4, 0, 0, 2 if given else 0)
 
 
-def test_a_failed_launch_is_not_remembered(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_launch_is_not_remembered(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(spec: object) -> Any:
         raise KeyError(spec)
 
@@ -289,7 +321,7 @@ def test_a_failed_launch_is_not_remembered(cuda: Any, monkeypatch: pytest.Monkey
     assert not cuda.launch._launches
 
 
-def test_remembered_launches_are_bounded(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_launches_are_bounded(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda.launch, "_MAX_LAUNCHES", 3)
     kept = [_quantize() for _ in range(5)]
     for arguments in kept:
@@ -298,13 +330,13 @@ def test_remembered_launches_are_bounded(cuda: Any, monkeypatch: pytest.MonkeyPa
         assert len(cuda.launch._launches) <= 3
 
 
-def _plan(cuda: Any, config: str | None = None) -> dict[str, int]:
+def _plan(cuda: _Cuda, config: str | None = None) -> dict[str, int]:
     """The macros of the kernel for 8 rows, a problem that divides K where it may."""
-    cuda._gemm_plan.cache_clear()
-    return dict(cuda._gemm_plan("dense", 8, 4096, 7168, 1, None, False, config, -1)[0].defines)
+    cuda.gemm._gemm_plan.cache_clear()
+    return dict(cuda.gemm._gemm_plan("dense", 8, 4096, 7168, 1, None, False, config, -1)[0].defines)
 
 
-def test_a_launch_has_the_callers_config(cuda: Any) -> None:
+def test_a_launch_has_the_callers_config(cuda: _Cuda) -> None:
     defines = _plan(cuda, "128x256")
     assert (defines["BLOCK_M"], defines["BLOCK_N"]) == (128, 256)
     with pytest.raises(ConfigError):
@@ -312,7 +344,7 @@ def test_a_launch_has_the_callers_config(cuda: Any) -> None:
 
 
 def test_a_launch_asks_the_devices_table(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch, put_table: Callable[..., None]
+    cuda: _Cuda, monkeypatch: pytest.MonkeyPatch, put_table: Callable[..., None]
 ) -> None:
     put_table([{"layout": "dense", "n": 4096, "k": 7168, "num_experts": 1, "rows": 8, "config": "128x256"}])
     assert _plan(cuda)["BLOCK_M"] < 128
@@ -320,11 +352,11 @@ def test_a_launch_asks_the_devices_table(
     assert _plan(cuda)["BLOCK_M"] == 128
 
 
-def test_a_batch_invariant_launch_divides_no_k(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_invariant_launch_divides_no_k(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     def divides(defines: dict[str, int]) -> bool:
         return defines["SPLIT_K"] == 1 or defines["BLOCK_N"] == 64
 
     assert divides(_plan(cuda))
     on = dataclasses.replace(settings(), batch_invariant=True)
-    monkeypatch.setattr(cuda, "settings", lambda: on)
+    monkeypatch.setattr(cuda.gemm, "settings", lambda: on)
     assert not divides(_plan(cuda))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_fp8 import mqa_logits_fp8, paged_mqa_logits_fp8, paged_mqa_logits_metadata
 from moe_fp8.heuristics import PAGED_CHUNK
-from moe_fp8.ops import reference
+from moe_fp8.ops.indexer import reference
 from tests import cases
 
 

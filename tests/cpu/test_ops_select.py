@@ -13,7 +13,7 @@ from moe_fp8 import (
     mqa_logits_fp8,
     paged_indexer_select,
 )
-from moe_fp8.ops.select import selection_plan
+from moe_fp8.ops.indexer.select import selection_plan
 from tests import exact_cases
 
 TOPK = 5

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moe_fp8
-from moe_fp8.ops import schemas
+from moe_fp8.ops.indexer import select, topk
 from moe_fp8.problems import (
     GemmProblem,
     IndexerCacheProblem,
@@ -32,6 +32,14 @@ __all__ = ["demo_folder", "demo_model"]
 SMS = 132
 PREFILL_CHUNK = 256
 MAX_BATCH = 8
+
+#: Where a selection finds the ops that it is made of.
+SELECTION = {
+    "mqa_logits_fp8": (select, "mqa_logits_op"),
+    "paged_mqa_logits_metadata": (select, "metadata_op"),
+    "paged_mqa_logits_fp8": (select, "paged_logits_op"),
+    "indexer_topk": (topk, "topk_op"),
+}
 
 
 def record(monkeypatch: pytest.MonkeyPatch, problems: dict[Problem, None]) -> None:
@@ -61,14 +69,14 @@ def record(monkeypatch: pytest.MonkeyPatch, problems: dict[Problem, None]) -> No
         layout = "masked" if name == "grouped_gemm_fp8_masked" else "offsets"
         return GemmProblem(layout, m, n, k, args[2].shape[0], kwargs.get("expected_m"), num_sms=SMS)
 
-    def wrap(module: ModuleType, name: str) -> None:
-        original = getattr(module, name)
+    def wrap(module: ModuleType, attribute: str, name: str) -> None:
+        original = getattr(module, attribute)
 
         def op(*args: object, **kwargs: object) -> torch.Tensor:
             problems[problem_of(name, args, kwargs)] = None
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(module, name, op)
+        monkeypatch.setattr(module, attribute, op)
 
     for name in (
         "quantize_fp8",
@@ -77,15 +85,9 @@ def record(monkeypatch: pytest.MonkeyPatch, problems: dict[Problem, None]) -> No
         "grouped_gemm_fp8_contiguous",
         "grouped_gemm_fp8_masked",
     ):
-        wrap(moe_fp8, name)
-    # What a selection is made of.
-    for name in (
-        "mqa_logits_fp8",
-        "paged_mqa_logits_metadata",
-        "paged_mqa_logits_fp8",
-        "indexer_topk",
-    ):
-        wrap(schemas, name)
+        wrap(moe_fp8, name, name)
+    for name, (module, attribute) in SELECTION.items():
+        wrap(module, attribute, name)
 
 
 def test_plan_covers_prefill_and_decode(

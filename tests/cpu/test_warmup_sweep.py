@@ -40,13 +40,13 @@ GROUPED: tuple[GemmLayout, ...] = ("m_indices", "psum", "offsets", "masked")
 
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[ModuleType]:
-    """`moe_fp8.ops.cuda`, which needs no GPU up to the launch; device numbers count the tables."""
+    """`moe_fp8.ops.gemm.cuda`, which needs no GPU up to the launch; device numbers count the tables."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice"):
             # Torch for CPUs has neither; the module looks them up when it is imported.
             if not hasattr(torch._C, name):
                 patch.setattr(torch._C, name, None, raising=False)
-        module = importlib.import_module("moe_fp8.ops.cuda")
+        module = importlib.import_module("moe_fp8.ops.gemm.cuda")
         patch.setattr(module.launch, "table", lambda device: gemm_table.devices()[device])
         # So that these come back in the end; the sweep sets them for each plan.
         patch.setattr(module.launch, "num_sms", module.launch.num_sms)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from moe_fp8 import mqa_logits_fp8, paged_mqa_logits_fp8, paged_mqa_logits_metadata
-from moe_fp8.ops import reference, schemas
+from moe_fp8.ops.indexer import reference
+from moe_fp8.ops.indexer.logits import mqa_logits_op
 from tests import cases
 
 HEADS = (8, 16, 32, 64)
@@ -38,7 +39,7 @@ def _mqa_with_terms(
     """As a chunk of a call that is large enough for the kernel with terms."""
     width = case.k.shape[0] if columns is None else columns
     out = _sentinel(case.q.shape[0], width).to(dtype)
-    schemas.mqa_logits_fp8(*case.arguments(), columns is not None, fill, out, 1 << 20, 1 << 20)
+    mqa_logits_op(*case.arguments(), columns is not None, fill, out, 1 << 20, 1 << 20)
     return out
 
 

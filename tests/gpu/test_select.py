@@ -14,7 +14,7 @@ from moe_fp8 import (
     paged_mqa_logits_fp8,
     paged_mqa_logits_metadata,
 )
-from moe_fp8.ops.select import selection_plan
+from moe_fp8.ops.indexer.select import selection_plan
 from tests import cases, exact_cases
 
 TOPK = 64

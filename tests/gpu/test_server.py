@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 import moe_fp8
 from moe_fp8.graph import BatchBuckets, BufferSpec, GraphRunner
-from moe_fp8.ops import schemas
+from moe_fp8.ops.indexer import select, topk
 from server_example.__main__ import prepare_engine
 from server_example.backend import choose_backend
 from server_example.engine import Engine, EngineOptions
@@ -90,6 +90,14 @@ WRITTEN = {
     "indexer_topk": 5,
 }
 
+#: Where a selection finds the ops that it is made of.
+SELECTION = {
+    "mqa_logits_fp8": (select, "mqa_logits_op"),
+    "paged_mqa_logits_metadata": (select, "metadata_op"),
+    "paged_mqa_logits_fp8": (select, "paged_logits_op"),
+    "indexer_topk": (topk, "topk_op"),
+}
+
 
 def _results(name: str, arguments: tuple[Any, ...], returned: Any) -> list[torch.Tensor]:
     """What a call gave, as float64 on the CPU."""
@@ -105,7 +113,7 @@ def test_every_op_agrees_on_the_models_own_inputs(
     # Op by op, since rounding that flips an FP8 value or the last selected key grows from layer to layer.
     worst: dict[str, float] = {}
 
-    def compare(module: ModuleType, name: str) -> None:
+    def compare(module: ModuleType, attribute: str, name: str) -> None:
         op = getattr(module, name)
 
         def both(*arguments: Any, **options: Any) -> Any:
@@ -130,7 +138,7 @@ def test_every_op_agrees_on_the_models_own_inputs(
                 worst[name] = max(worst.get(name, 0.0), error)
             return returned
 
-        monkeypatch.setattr(module, name, both)
+        monkeypatch.setattr(module, attribute, both)
 
     limits = {
         "quantize_fp8": 0.0,
@@ -144,8 +152,7 @@ def test_every_op_agrees_on_the_models_own_inputs(
         "indexer_topk": 0.0,
     }
     for name in limits:
-        selection = name in WRITTEN and name != "indexer_quantize_and_cache"
-        compare(schemas if selection else moe_fp8, name)
+        compare(*SELECTION.get(name, (moe_fp8, name)), name)
     on_gpu = load_model(demo_folder, engine.backend.device, engine.backend.num_sms)
     for seed, length in enumerate((3, 40, 150)):
         generator = torch.Generator().manual_seed(seed)

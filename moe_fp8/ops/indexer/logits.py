@@ -10,7 +10,46 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.ops import checks, checks_logits, schemas
+from moe_fp8.ops import arguments
+from moe_fp8.ops.indexer import checks, contracts, reference
+from moe_fp8.ops.registry import register
+
+
+def _no_scores(
+    q: Tensor,
+    k: Tensor,
+    k_scale: Tensor,
+    weights: Tensor,
+    ks: Tensor,
+    ke: Tensor,
+    compressed: bool,
+    fill: bool,
+    out: Tensor,
+    whole_queries: int,
+    whole_keys: int,
+) -> bool:
+    if out.numel() == 0:
+        return True
+    if k.shape[0] == 0 and fill:
+        out.fill_(float("-inf"))
+    return k.shape[0] == 0
+
+
+# whole_queries, whole_keys: of the selection that a call is a chunk of, whose bits it gets; 0 for none.
+mqa_logits_op = register(
+    "mqa_logits_fp8(Tensor q, Tensor k, Tensor k_scale, Tensor weights, Tensor ks, Tensor ke, "
+    "bool compressed, bool fill, Tensor(a!) out, SymInt whole_queries=0, SymInt whole_keys=0) -> ()",
+    check=checks.mqa_logits,
+    contract=lambda q, k, k_scale, weights, ks, ke, compressed, fill, out, *_: contracts.query_ranges(
+        ks, ke, k.shape[0], out.shape[1]
+    ),
+    empty=_no_scores,
+    reference=lambda q, k, k_scale, weights, ks, ke, compressed, fill, out, *_: reference.mqa_logits(
+        q, k, k_scale, weights, ks, ke, out, compressed, fill
+    ),
+    cuda="moe_fp8.ops.indexer.cuda:mqa_logits",
+    varying=("k", "out"),
+)
 
 
 def mqa_logits_fp8(
@@ -45,14 +84,14 @@ def mqa_logits_fp8(
     """
     if out is None:
         if q.dim() != 3 or k.dim() != 2:
-            checks.rank("mqa_logits_fp8", "q", q, "[M, H, D]", 3)
-            checks.rank("mqa_logits_fp8", "k", k, "[N, D]", 2)
+            arguments.rank("mqa_logits_fp8", "q", q, "[M, H, D]", 3)
+            arguments.rank("mqa_logits_fp8", "k", k, "[N, D]", 2)
         columns = k.shape[0] if max_seqlen_k is None else max_seqlen_k
         if columns < 0:
             raise ArgumentError("mqa_logits_fp8", "max_seqlen_k", "at least 0", max_seqlen_k)
         out = torch.empty(
             (q.shape[0], columns),
-            dtype=checks_logits.logits_dtype("mqa_logits_fp8", out_dtype),
+            dtype=checks.logits_dtype("mqa_logits_fp8", out_dtype),
             device=q.device,
         )
     elif max_seqlen_k is not None and (out.dim() == 0 or out.shape[-1] != max_seqlen_k):
@@ -60,9 +99,26 @@ def mqa_logits_fp8(
             "mqa_logits_fp8", "out", f"{max_seqlen_k} columns (max_seqlen_k)", list(out.shape)
         )
     else:
-        checks.given_out("mqa_logits_fp8", out, out_dtype)
-    schemas.mqa_logits_fp8(q, k, k_scale, weights, ks, ke, max_seqlen_k is not None, fill, out)
+        arguments.given_out("mqa_logits_fp8", out, out_dtype)
+    mqa_logits_op(q, k, k_scale, weights, ks, ke, max_seqlen_k is not None, fill, out, 0, 0)
     return out
+
+
+def _no_requests(context_lens: Tensor, block_size: int, next_n: int, out: Tensor) -> bool:
+    if context_lens.shape[0] == 0:
+        out.zero_()
+    return context_lens.shape[0] == 0
+
+
+metadata_op = register(
+    "paged_mqa_logits_metadata(Tensor context_lens, SymInt block_size, SymInt next_n, Tensor(a!) out) -> ()",
+    check=checks.paged_mqa_logits_metadata,
+    empty=_no_requests,
+    reference=lambda context_lens, block_size, next_n, out: reference.paged_mqa_logits_metadata(
+        context_lens, out.shape[0] - 1, next_n, out
+    ),
+    cuda="moe_fp8.ops.indexer.cuda:paged_mqa_logits_metadata",
+)
 
 
 def paged_mqa_logits_metadata(
@@ -85,8 +141,26 @@ def paged_mqa_logits_metadata(
     if context_lens.dim() == 2:
         next_n = context_lens.shape[1]
     out = torch.empty((num_sms + 1, 2), dtype=torch.int32, device=context_lens.device)
-    schemas.paged_mqa_logits_metadata(context_lens, block_size, next_n, out)
+    metadata_op(context_lens, block_size, next_n, out)
     return out
+
+
+paged_logits_op = register(
+    "paged_mqa_logits_fp8(Tensor q, Tensor kv_cache, Tensor weights, Tensor context_lens, "
+    "Tensor block_table, Tensor metadata, Tensor(a!) out) -> ()",
+    check=checks.paged_mqa_logits,
+    contract=lambda q, kv_cache, weights, context_lens, block_table, metadata, out: contracts.paged_contexts(
+        context_lens, q.shape[1], block_table, kv_cache.shape[1], kv_cache.shape[0], out.shape[1]
+    ),
+    empty=lambda q, kv_cache, weights, context_lens, block_table, metadata, out: (
+        out.numel() == 0 or kv_cache.shape[0] == 0 or block_table.shape[1] == 0
+    ),
+    reference=lambda q, kv_cache, weights, context_lens, block_table, metadata, out: (
+        reference.paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, out)
+    ),
+    cuda="moe_fp8.ops.indexer.cuda:paged_mqa_logits",
+    varying=("out",),
+)
 
 
 def paged_mqa_logits_fp8(
@@ -119,16 +193,16 @@ def paged_mqa_logits_fp8(
     """
     if out is None:
         if q.dim() != 4:
-            checks.rank("paged_mqa_logits_fp8", "q", q, "[B, next_n, H, D]", 4)
+            arguments.rank("paged_mqa_logits_fp8", "q", q, "[B, next_n, H, D]", 4)
         if max_context_len < 0:
             raise ArgumentError("paged_mqa_logits_fp8", "max_context_len", "at least 0", max_context_len)
-        dtype = checks_logits.logits_dtype("paged_mqa_logits_fp8", out_dtype)
+        dtype = checks.logits_dtype("paged_mqa_logits_fp8", out_dtype)
         out = torch.empty((q.shape[0] * q.shape[1], max_context_len), dtype=dtype, device=q.device)
     elif out.dim() == 0 or out.size(-1) != max_context_len:
         raise ArgumentError(
             "paged_mqa_logits_fp8", "out", f"{max_context_len} columns (max_context_len)", list(out.shape)
         )
     else:
-        checks.given_out("paged_mqa_logits_fp8", out, out_dtype)
-    schemas.paged_mqa_logits_fp8(q, kv_cache, weights, context_lens, block_table, metadata, out)
+        arguments.given_out("paged_mqa_logits_fp8", out, out_dtype)
+    paged_logits_op(q, kv_cache, weights, context_lens, block_table, metadata, out)
     return out

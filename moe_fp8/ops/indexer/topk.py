@@ -5,7 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_fp8.ops import checks, checks_topk, schemas
+from moe_fp8.ops import arguments
+from moe_fp8.ops.indexer import checks, contracts, reference
+from moe_fp8.ops.registry import register
+
+topk_op = register(
+    "indexer_topk(Tensor logits, SymInt k, Tensor? starts, Tensor? ends, bool by_value, Tensor(a!) out, "
+    "Tensor(b!)? values, SymInt first_column=0, Tensor? carried=None) -> ()",
+    check=checks.indexer_topk,
+    contract=lambda logits, k, starts, ends, *_: contracts.column_ranges(
+        starts, ends, logits.shape[0], logits.shape[1]
+    ),
+    empty=lambda logits, *_: logits.shape[0] == 0,
+    reference=reference.indexer_topk,
+    cuda="moe_fp8.ops.indexer.cuda:indexer_topk",
+)
 
 
 def indexer_topk(
@@ -43,8 +57,8 @@ def indexer_topk(
     """
     if out is None:
         if logits.dim() != 2:
-            checks.rank("indexer_topk", "logits", logits, "[M, N]", 2)
-        checks_topk.width(k)
+            arguments.rank("indexer_topk", "logits", logits, "[M, N]", 2)
+        checks.topk_width(k)
         out = torch.empty((logits.shape[0], k), dtype=torch.int32, device=logits.device)
-    schemas.indexer_topk(logits, k, starts, ends, sorted, out, values, first_column, carried)
+    topk_op(logits, k, starts, ends, sorted, out, values, first_column, carried)
     return out

@@ -1,8 +1,7 @@
-"""CUDA launches: problem -> spec -> loaded kernel -> parameters -> launch.
+"""CUDA launches of the GEMMs: problem -> spec, grid and the one struct that the kernel takes.
 
-Arguments arrive checked, with outputs allocated and activation scales MN-major. Each function packs the
-one struct that its kernel takes (the layouts are those of the `*Params` structs in `moe_fp8/kernels`) and
-launches on the current stream. The indexer's are in `cuda_indexer`.
+Arguments arrive checked, with outputs allocated and activation scales MN-major. The struct's layout is that
+of `GemmParams` in `moe_fp8/kernels`.
 """
 
 from __future__ import annotations
@@ -17,32 +16,12 @@ from torch import Tensor
 from moe_fp8 import heuristics
 from moe_fp8.jit.tensor_map import encode_2d
 from moe_fp8.ops import launch
-from moe_fp8.ops.cuda_indexer import (
-    indexer_quantize_and_cache,
-    indexer_topk,
-    mqa_logits,
-    paged_mqa_logits,
-    paged_mqa_logits_metadata,
-)
-from moe_fp8.ops.keys import Call
-from moe_fp8.ops.launch import repeat
-from moe_fp8.problems import GemmLayout, GemmProblem, QuantizeProblem
+from moe_fp8.ops.launch import Prepared
+from moe_fp8.problems import GemmLayout, GemmProblem
 from moe_fp8.settings import settings
 from moe_fp8.specs import KernelSpec, kernel_spec
 
-__all__ = [
-    "gemm",
-    "indexer_quantize_and_cache",
-    "indexer_topk",
-    "mqa_logits",
-    "paged_mqa_logits",
-    "paged_mqa_logits_metadata",
-    "quantize",
-    "repeat",
-]
-
 _GEMM = struct.Struct("128s128s128s128sQQQqiiii")
-_QUANTIZE = struct.Struct("QQQqqii")
 
 
 class _GemmPlan(NamedTuple):
@@ -107,7 +86,43 @@ def _gemm_plan(
     )
 
 
-def gemm(
+def dense(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, config: str | None
+) -> Prepared:
+    """a [M,K], b [N,K], out [M,N]."""
+    return _gemm("dense", a, a_scale, b, b_scale, out, None, None, config)
+
+
+def contiguous(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    index: Tensor,
+    layout: GemmLayout,
+    expected_m: int | None,
+    out: Tensor,
+    config: str | None,
+) -> Prepared:
+    """a [M,K], b [E,N,K], out [M,N]; the layout says what `index` is."""
+    return _gemm(layout, a, a_scale, b, b_scale, out, index, expected_m, config)
+
+
+def masked(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    masked_m: Tensor,
+    expected_m: int | None,
+    out: Tensor,
+    config: str | None,
+) -> Prepared:
+    """a [E,Mmax,K], b [E,N,K], out [E,Mmax,N], masked_m [E]."""
+    return _gemm("masked", a, a_scale, b, b_scale, out, masked_m, expected_m, config)
+
+
+def _gemm(
     layout: GemmLayout,
     a: Tensor,
     a_scale: Tensor,
@@ -116,10 +131,8 @@ def gemm(
     out: Tensor,
     index: Tensor | None,
     expected_m: int | None,
-    config: str | None = None,
-    call: Call | None = None,
-) -> None:
-    """Dense and grouped GEMM; a [M,K] or [E,Mmax,K], b [N,K] or [E,N,K], out [..., N]."""
+    config: str | None,
+) -> Prepared:
     device = a.get_device()
     k = a.shape[-1]
     m = a.shape[-2]
@@ -150,20 +163,4 @@ def gemm(
         k,
         num_experts,
     )
-    launch.launch(plan.spec, plan.grid, device, block, call)
-
-
-#: Rows that one block of the quantiser takes at once, and blocks that share an SM.
-_QUANTIZE_ROWS, _QUANTIZE_BLOCKS_PER_SM = 16, 8
-
-
-def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool, call: Call | None = None) -> None:
-    """x [M,K] -> q [M,K] fp8 and scale [M,K/128] MN-major."""
-    device = x.get_device()
-    num_sms = launch.num_sms(device)
-    m, k = x.shape
-    spec = kernel_spec(QuantizeProblem(m, k, launch.IN_DTYPES[x.dtype], power_of_two, num_sms))
-    block = launch.new_block(_QUANTIZE)
-    _QUANTIZE.pack_into(block.buffer, 0, x.data_ptr(), q.data_ptr(), scale.data_ptr(), k, (m + 3) & -4, m, k)
-    tiles = -(-m // _QUANTIZE_ROWS) * (k >> 7)
-    launch.launch(spec, min(tiles, num_sms * _QUANTIZE_BLOCKS_PER_SM), device, block, call)
+    return plan.spec, plan.grid, block

@@ -1,57 +1,21 @@
-"""What every op means, in plain torch: the CPU implementation and the oracle of the tests.
+"""What the indexer's ops mean, in plain torch: the CPU implementation and the oracle of the tests.
 
-Each function takes checked arguments and preallocated outputs, like its CUDA counterpart in
-`cuda.py`. Values are dequantised and multiplied in `compute_dtype` (float32 here; the tests ask for
-float64). Nothing outside an op's contract is read: padding rows, padding scales and cache entries
-past a context's end may hold NaN.
+Scores are computed in `compute_dtype` (float32 here; the tests ask for float64). Nothing outside an op's
+contract is read: cache entries past a context's end may hold NaN.
 """
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from moe_fp8.problems import SCALE_BLOCK, SEGMENT_ALIGNMENT
-
-#: Largest finite float8_e4m3fn.
-FP8_MAX = 448.0
-
-#: Groups whose largest magnitude is below this share its scale, so that no scale is zero.
-MIN_AMAX = 1e-10
+from moe_fp8.ops.quantize.reference import fp8_values, scale_from_amax, to_fp8
 
 #: Tokens of KV in one unit of the paged schedule.
 SCHEDULE_CHUNK = 64
 
 #: Scores of this many (query, head, key) triples are held at once.
 _SCORES_AT_ONCE = 1 << 24
-
-
-def scale_from_amax(amax: Tensor, power_of_two: bool) -> Tensor:
-    """fp32 scales for groups of largest magnitude `amax` (fp32): amax / 448, rounded up if asked.
-
-    The rounding is `2**ceil(log2(scale))`, done on the exponent bits so that it is exact.
-    """
-    # A tensor divisor: torch on CUDA turns division by a Python number into a multiplication.
-    scale = torch.div(amax.clamp_min(MIN_AMAX), amax.new_full((), FP8_MAX))
-    if power_of_two:
-        bits = scale.view(torch.int32)
-        scale = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
-    return scale
-
-
-def _to_fp8(values: Tensor, scale: Tensor) -> Tensor:
-    return (values * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-
-
-def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
-    """x [M,K] -> q fp8 [M,K], scale fp32 [M,K/128] (any strides)."""
-    m, k = x.shape
-    groups = x.float().view(m, k // SCALE_BLOCK, SCALE_BLOCK)
-    group_scale = scale_from_amax(groups.abs().amax(-1), power_of_two)
-    q.copy_(_to_fp8(groups, group_scale[..., None]).view(m, k))
-    scale.copy_(group_scale)
 
 
 def indexer_quantize_and_cache(k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool) -> None:
@@ -66,124 +30,14 @@ def indexer_quantize_and_cache(k: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     # By byte: a view of the scales as fp32 would ask more of the page stride than the op does.
     cache = kv_cache.view(pages, -1)
     byte = torch.arange(dim, device=k.device)
-    cache[page, offset * dim + byte] = _to_fp8(values, scale).view(torch.uint8)
+    cache[page, offset * dim + byte] = to_fp8(values, scale).view(torch.uint8)
     cache[page, (block * dim + offset * 4) + byte[:4]] = scale.view(torch.uint8)
-
-
-def quantize_blocks(w: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """w [N,K] -> fp8 [N,K], fp32 [ceil(N/128), ceil(K/128)]."""
-    n, k = w.shape
-    blocks_n, blocks_k = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
-    padded = w.new_zeros((blocks_n * SCALE_BLOCK, blocks_k * SCALE_BLOCK), dtype=torch.float32)
-    padded[:n, :k] = w
-    blocks = padded.view(blocks_n, SCALE_BLOCK, blocks_k, SCALE_BLOCK)
-    scale = scale_from_amax(blocks.abs().amax((1, 3)), power_of_two)
-    q = _to_fp8(blocks, scale[:, None, :, None]).view_as(padded)
-    return q[:n, :k].contiguous(), scale
-
-
-@cache
-def _fp8_table(dtype: torch.dtype) -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
-
-
-def _values(q: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of an fp8 tensor, as a new tensor."""
-    if q.is_cuda:
-        return q.to(dtype)
-    # Looking codes up is five times as fast as torch's conversion on a CPU.
-    codes = q.view(torch.uint8).reshape(-1).int()
-    return _fp8_table(dtype).index_select(0, codes).view(q.shape)
-
-
-def dequantize_rows(a: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp8 [M,K] with scales [M,K/128] -> `dtype` [M,K]."""
-    m, k = a.shape
-    groups = _values(a, dtype).view(m, k // SCALE_BLOCK, SCALE_BLOCK)
-    return groups.mul_(scale.to(dtype)[..., None]).view(m, k)
-
-
-def dequantize_blocks(b: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp8 [N,K] with scales [ceil(N/128), K/128] -> `dtype` [N,K]."""
-    n, k = b.shape
-    row_scale = scale.to(dtype).repeat_interleave(SCALE_BLOCK, 0)[:n]
-    return _values(b, dtype).view(n, k // SCALE_BLOCK, SCALE_BLOCK).mul_(row_scale[..., None]).view(n, k)
-
-
-def gemm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    out: Tensor,
-    compute_dtype: torch.dtype = torch.float32,
-) -> None:
-    """out [M,N] = a [M,K] @ b [N,K]^T, rounded to out's dtype."""
-    product = dequantize_rows(a, a_scale, compute_dtype) @ dequantize_blocks(b, b_scale, compute_dtype).T
-    out.copy_(product)
-
-
-def segments(layout: str, index: Tensor) -> list[tuple[int, int, int]]:
-    """(expert, first row, one past the last row) of every non-empty run of rows, in row order.
-
-    `layout` is "psum" (ends, starts aligned to 128), "offsets" ([E+1]) or "m_indices" (the expert
-    of each row, -1 for padding).
-    """
-    values = index.tolist()
-    runs: list[tuple[int, int, int]] = []
-    if layout == "offsets":
-        runs = [(e, values[e], values[e + 1]) for e in range(len(values) - 1)]
-    elif layout == "psum":
-        start = 0
-        for expert, end in enumerate(values):
-            runs.append((expert, start, end))
-            start = -(-end // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
-    elif layout == "m_indices":
-        first = 0
-        for row in range(1, len(values) + 1):
-            if row == len(values) or values[row] != values[first]:
-                runs.append((values[first], first, row))
-                first = row
-    else:
-        raise ValueError(f"unknown layout {layout!r}")
-    return [(e, start, end) for e, start, end in runs if e >= 0 and start < end]
-
-
-def gemm_contiguous(
-    layout: str,
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    index: Tensor,
-    out: Tensor,
-    compute_dtype: torch.dtype = torch.float32,
-) -> None:
-    """out[rows of e] = a[rows of e] @ b[e]^T; rows of no expert are left as they are."""
-    for e, start, end in segments(layout, index):
-        rows = slice(start, end)
-        gemm(a[rows], a_scale[rows], b[e], b_scale[e], out[rows], compute_dtype)
-
-
-def gemm_masked(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    masked_m: Tensor,
-    out: Tensor,
-    compute_dtype: torch.dtype = torch.float32,
-) -> None:
-    """out[e,:masked_m[e]] = a[e,:masked_m[e]] @ b[e]^T; other rows are left as they are."""
-    for e, count in enumerate(masked_m.tolist()):
-        if count > 0:
-            gemm(a[e, :count], a_scale[e, :count], b[e], b_scale[e], out[e, :count], compute_dtype)
 
 
 def _scores(q: Tensor, k: Tensor, k_scale: Tensor, weights: Tensor, compute_dtype: torch.dtype) -> Tensor:
     """q [M,H,D], k [N,D], k_scale [N], weights [M,H] -> sum_h relu(q.k) * k_scale * weights, [M,N]."""
     m, heads, dim = q.shape
-    dots = (_values(q, compute_dtype).view(m * heads, dim) @ _values(k, compute_dtype).T).relu_()
+    dots = (fp8_values(q, compute_dtype).view(m * heads, dim) @ fp8_values(k, compute_dtype).T).relu_()
     weighted = torch.bmm(weights.to(compute_dtype)[:, None, :], dots.view(m, heads, -1))
     return weighted[:, 0] * k_scale.to(compute_dtype)
 

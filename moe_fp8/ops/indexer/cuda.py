@@ -1,4 +1,4 @@
-"""CUDA launches of the indexer's ops; as in `cuda`."""
+"""CUDA launches of the indexer's ops: problem -> spec, grid and the one struct that each kernel takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_fp8 import heuristics
 from moe_fp8.jit.tensor_map import encode_2d, encode_tiled
 from moe_fp8.ops import launch
-from moe_fp8.ops.keys import Call
+from moe_fp8.ops.launch import Prepared
 from moe_fp8.problems import (
     IndexerCacheProblem,
     IndexerTopkProblem,
@@ -38,15 +38,15 @@ def mqa_logits(
     weights: Tensor,
     ks: Tensor,
     ke: Tensor,
-    out: Tensor,
     compressed: bool,
     fill: bool,
-    whole: tuple[int, int],
-    call: Call | None = None,
-) -> None:
+    out: Tensor,
+    whole_queries: int,
+    whole_keys: int,
+) -> Prepared:
     """Prefill indexer logits; q [M,H,D], k [N,D], weights [M,H], out [M, N or max_seqlen_k].
 
-    The kernel is that of `whole`, M and N of the whole that this is a part of.
+    The kernel is that of the whole that this is a part of; 0 for none.
     """
     device = q.get_device()
     num_sms = launch.num_sms(device)
@@ -55,7 +55,15 @@ def mqa_logits(
     width = out.shape[1]
     invariant = settings().batch_invariant
     problem = MqaLogitsProblem(
-        *whole, heads, dim, compressed, fill, num_sms, _OUT_DTYPES[out.dtype], invariant
+        whole_queries or m,
+        whole_keys or n,
+        heads,
+        dim,
+        compressed,
+        fill,
+        num_sms,
+        _OUT_DTYPES[out.dtype],
+        invariant,
     )
     spec = kernel_spec(problem)
     config = heuristics.mqa_config(problem)
@@ -83,20 +91,19 @@ def mqa_logits(
         items,
         division.even,
     )
-    launch.launch(spec, num_sms if division.even else items, device, block, call)
+    return spec, num_sms if division.even else items, block
 
 
 def paged_mqa_logits_metadata(
     context_lens: Tensor,
     block_size: int,
-    num_workers: int,
     next_n: int,
     out: Tensor,
-    call: Call | None = None,
-) -> None:
+) -> Prepared:
     """Schedule of the paged logits; context_lens [B] or [B,next_n], out [num_workers + 1, 2]."""
     device = context_lens.get_device()
     batch = context_lens.shape[0]
+    num_workers = out.shape[0] - 1
     spec = kernel_spec(PagedMqaMetadataProblem(batch, next_n, launch.num_sms(device)))
     block = launch.new_block(_METADATA)
     _METADATA.pack_into(
@@ -109,7 +116,7 @@ def paged_mqa_logits_metadata(
         batch,
         num_workers,
     )
-    launch.launch(spec, 1, device, block, call)
+    return spec, 1, block
 
 
 def paged_mqa_logits(
@@ -120,8 +127,7 @@ def paged_mqa_logits(
     block_table: Tensor,
     metadata: Tensor,
     out: Tensor,
-    call: Call | None = None,
-) -> None:
+) -> Prepared:
     """Decode indexer logits; q [B,next_n,H,D], kv_cache [pages,block,1,D+4], out [B*next_n, width]."""
     device = q.get_device()
     batch, next_n, heads, dim = q.shape
@@ -156,12 +162,12 @@ def paged_mqa_logits(
         # The kernel works up to here whatever the lengths say, and so reads no page past the table.
         min(out.shape[1], block_table.shape[1] * page_size),
     )
-    launch.launch(spec, metadata.shape[0] - 1, device, block, call)
+    return spec, metadata.shape[0] - 1, block
 
 
 def indexer_quantize_and_cache(
-    k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool, call: Call | None = None
-) -> None:
+    k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool
+) -> Prepared:
     """k [T,D] -> slots slot_mapping [T] of kv_cache [pages,block,1,D+4]."""
     device = k.get_device()
     rows, dim = k.shape
@@ -184,7 +190,7 @@ def indexer_quantize_and_cache(
         slot_mapping.dtype is torch.int64,
     )
     # Eight values of a row are one thread's.
-    launch.launch(spec, -(-rows * dim // (spec.num_threads * 8)), device, block, call)
+    return spec, -(-rows * dim // (spec.num_threads * 8)), block
 
 
 def indexer_topk(
@@ -197,8 +203,7 @@ def indexer_topk(
     values: Tensor | None,
     first_column: int,
     carried: Tensor | None,
-    call: Call | None = None,
-) -> None:
+) -> Prepared:
     """logits [M,N] -> out [M,k], values [M,k] or None; starts and ends [M], carried [M,W] or None."""
     device = logits.get_device()
     rows, columns = logits.shape
@@ -220,4 +225,4 @@ def indexer_topk(
         first_column,
         0 if carried is None else carried.shape[1],
     )
-    launch.launch(spec, rows * spec.cluster_size, device, block, call)
+    return spec, rows * spec.cluster_size, block

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.ops import checks_logits, checks_topk, contracts, schemas
-from moe_fp8.ops.topk import indexer_topk
+from moe_fp8.ops.indexer import checks, contracts
+from moe_fp8.ops.indexer.logits import metadata_op, mqa_logits_op, paged_logits_op
+from moe_fp8.ops.indexer.topk import indexer_topk
+from moe_fp8.ops.registry import checked
 
 #: Chunks of keys are whole chunks of the paged schedule, and so whole pages and whole tiles.
 _KEYS = 256
@@ -187,7 +189,7 @@ def _select(
 def _budget(workspace: Tensor | None, like: Tensor) -> int | None:
     if workspace is None:
         return None
-    checks_topk.workspace("indexer_select", workspace, like)
+    checks.workspace("indexer_select", workspace, like)
     return workspace.numel()
 
 
@@ -219,11 +221,11 @@ def indexer_select(
     out nothing is allocated. No host synchronisation; safe to capture. Raises what both ops raise, and
     ArgumentError for a workspace that is too small.
     """
-    checks_logits.mqa_inputs("indexer_select", q, k, k_scale, weights, ks, ke)
+    checks.mqa_inputs("indexer_select", q, k, k_scale, weights, ks, ke)
     num_rows, keys = q.shape[0], k.shape[0]
-    if contracts.enabled(q):
+    if checked(q):
         contracts.query_ranges(ks, ke, keys, keys)
-    out = checks_topk.selection_out("indexer_select", num_rows, topk, q, out)
+    out = checks.selection_out("indexer_select", num_rows, topk, q, out)
     if num_rows == 0:
         return out
     plan = selection_plan(num_rows, keys, topk, _budget(workspace, q))
@@ -232,7 +234,7 @@ def indexer_select(
     def score(rows: slice, begin: int, end: int, low: Tensor | None, high: Tensor, logits: Tensor) -> None:
         assert low is not None
         chunk = slice(begin, end)
-        schemas.mqa_logits_fp8(
+        mqa_logits_op(
             q[rows], k[chunk], k_scale[chunk], weights[rows], low, high, False, False, logits, num_rows, keys
         )
 
@@ -262,16 +264,16 @@ def paged_indexer_select(
 
     Returns out: int32 `[B * next_n, topk]`, positions in the context, -1 behind the last.
     """
-    checks_logits.paged_inputs("paged_indexer_select", q, kv_cache, weights, context_lens, block_table)
+    checks.paged_inputs("paged_indexer_select", q, kv_cache, weights, context_lens, block_table)
     batch, next_n = q.shape[:2]
     for name, least, got in (("max_context_len", 0, max_context_len), ("num_sms", 1, num_sms)):
         if got < least:
             raise ArgumentError("paged_indexer_select", name, f"at least {least}", got)
-    if contracts.enabled(q):
+    if checked(q):
         contracts.paged_contexts(
             context_lens, next_n, block_table, kv_cache.shape[1], kv_cache.shape[0], max_context_len
         )
-    out = checks_topk.selection_out("paged_indexer_select", batch * next_n, topk, q, out)
+    out = checks.selection_out("paged_indexer_select", batch * next_n, topk, q, out)
     if batch == 0:
         return out
     plan = selection_plan(batch * next_n, max_context_len, topk, _budget(workspace, q), next_n, num_sms)
@@ -291,9 +293,9 @@ def paged_indexer_select(
     def score(rows: slice, begin: int, end: int, _: Tensor | None, high: Tensor, logits: Tensor) -> None:
         some = slice(rows.start // next_n, rows.stop // next_n)
         lens = high.view(-1, next_n)
-        schemas.paged_mqa_logits_metadata(lens, block_size, next_n, metadata)
+        metadata_op(lens, block_size, next_n, metadata)
         pages = block_table[some, begin // block_size : -(-end // block_size)]
-        schemas.paged_mqa_logits_fp8(q[some], kv_cache, weights[rows], lens, pages, metadata, logits)
+        paged_logits_op(q[some], kv_cache, weights[rows], lens, pages, metadata, logits)
 
     _select(plan, workspace, max_context_len, lengths, score, sorted, out)
     return out

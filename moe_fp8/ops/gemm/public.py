@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.ops import checks, schemas
+from moe_fp8.ops import arguments
+from moe_fp8.ops.gemm import checks, contracts, reference
+from moe_fp8.ops.registry import register
+
+gemm_op = register(
+    "gemm_fp8(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(a!) out, str? config=None) -> ()",
+    check=checks.gemm,
+    empty=lambda a, a_scale, b, b_scale, out, config: out.numel() == 0,
+    reference=lambda a, a_scale, b, b_scale, out, config: reference.gemm(a, a_scale, b, b_scale, out),
+    cuda="moe_fp8.ops.gemm.cuda:dense",
+    fake=checks.traced_config("dense"),
+)
 
 
 def gemm_fp8(
@@ -42,14 +53,32 @@ def gemm_fp8(
     """
     if out is None:
         if a.dim() != 2 or b.dim() != 2:
-            checks.rank("gemm_fp8", "a", a, "[M, K]", 2)
-            checks.rank("gemm_fp8", "b", b, "[N, K]", 2)
-        dtype = torch.bfloat16 if out_dtype is None else checks.out_dtype("gemm_fp8", out_dtype)
+            arguments.rank("gemm_fp8", "a", a, "[M, K]", 2)
+            arguments.rank("gemm_fp8", "b", b, "[N, K]", 2)
+        dtype = torch.bfloat16 if out_dtype is None else arguments.out_dtype("gemm_fp8", out_dtype)
         out = torch.empty((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
     elif out_dtype is not None:
-        checks.given_out("gemm_fp8", out, out_dtype)
-    schemas.gemm_fp8(a, a_scale, b, b_scale, out, config)
+        arguments.given_out("gemm_fp8", out, out_dtype)
+    gemm_op(a, a_scale, b, b_scale, out, config)
     return out
+
+
+contiguous_op = register(
+    "grouped_gemm_fp8_contiguous(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor index, "
+    "str layout, SymInt? expected_m, Tensor(a!) out, str? config=None) -> ()",
+    check=checks.gemm_contiguous,
+    contract=lambda a, a_scale, b, b_scale, index, layout, expected_m, out, config: (
+        contracts.contiguous_layout(layout, index, a.shape[0], b.shape[0])
+    ),
+    empty=lambda a, a_scale, b, b_scale, index, layout, expected_m, out, config: (
+        out.numel() == 0 or b.shape[0] == 0
+    ),
+    reference=lambda a, a_scale, b, b_scale, index, layout, expected_m, out, config: (
+        reference.gemm_contiguous(layout, a, a_scale, b, b_scale, index, out)
+    ),
+    cuda="moe_fp8.ops.gemm.cuda:contiguous",
+    fake=checks.traced_config(None),
+)
 
 
 def grouped_gemm_fp8_contiguous(
@@ -97,14 +126,30 @@ def grouped_gemm_fp8_contiguous(
         raise ArgumentError(op, "m_indices, psum, offsets", "exactly one of the three", "several")
     if out is None:
         if a.dim() != 2 or b.dim() != 3:
-            checks.rank(op, "a", a, "[M, K]", 2)
-            checks.rank(op, "b", b, "[E, N, K]", 3)
-        dtype = torch.bfloat16 if out_dtype is None else checks.out_dtype(op, out_dtype)
+            arguments.rank(op, "a", a, "[M, K]", 2)
+            arguments.rank(op, "b", b, "[E, N, K]", 3)
+        dtype = torch.bfloat16 if out_dtype is None else arguments.out_dtype(op, out_dtype)
         out = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device)
     elif out_dtype is not None:
-        checks.given_out(op, out, out_dtype)
-    schemas.grouped_gemm_fp8_contiguous(a, a_scale, b, b_scale, index, layout, expected_m, out, config)
+        arguments.given_out(op, out, out_dtype)
+    contiguous_op(a, a_scale, b, b_scale, index, layout, expected_m, out, config)
     return out
+
+
+masked_op = register(
+    "grouped_gemm_fp8_masked(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor masked_m, "
+    "SymInt? expected_m, Tensor(a!) out, str? config=None) -> ()",
+    check=checks.gemm_masked,
+    contract=lambda a, a_scale, b, b_scale, masked_m, expected_m, out, config: contracts.masked_m(
+        masked_m, a.shape[1]
+    ),
+    empty=lambda a, a_scale, b, b_scale, masked_m, expected_m, out, config: out.numel() == 0,
+    reference=lambda a, a_scale, b, b_scale, masked_m, expected_m, out, config: reference.gemm_masked(
+        a, a_scale, b, b_scale, masked_m, out
+    ),
+    cuda="moe_fp8.ops.gemm.cuda:masked",
+    fake=checks.traced_config("masked"),
+)
 
 
 def grouped_gemm_fp8_masked(
@@ -136,11 +181,11 @@ def grouped_gemm_fp8_masked(
     op = "grouped_gemm_fp8_masked"
     if out is None:
         if a.dim() != 3 or b.dim() != 3:
-            checks.rank(op, "a", a, "[E, Mmax, K]", 3)
-            checks.rank(op, "b", b, "[E, N, K]", 3)
-        dtype = torch.bfloat16 if out_dtype is None else checks.out_dtype(op, out_dtype)
+            arguments.rank(op, "a", a, "[E, Mmax, K]", 3)
+            arguments.rank(op, "b", b, "[E, N, K]", 3)
+        dtype = torch.bfloat16 if out_dtype is None else arguments.out_dtype(op, out_dtype)
         out = torch.empty((a.shape[0], a.shape[1], b.shape[1]), dtype=dtype, device=a.device)
     elif out_dtype is not None:
-        checks.given_out(op, out, out_dtype)
-    schemas.grouped_gemm_fp8_masked(a, a_scale, b, b_scale, masked_m, expected_m, out, config)
+        arguments.given_out(op, out, out_dtype)
+    masked_op(a, a_scale, b, b_scale, masked_m, expected_m, out, config)
     return out

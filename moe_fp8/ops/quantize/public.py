@@ -1,4 +1,4 @@
-"""FP8 quantisation: activations per 1 x 128 group, index keys per row, weights per 128 x 128 block.
+"""FP8 quantisation: activations per 1 x 128 group, weights per 128 x 128 block.
 
 The definition is DeepSeek-V3's (arXiv 2412.19437, section 3.3.2): scale = amax / 448, value = fp8 x scale.
 """
@@ -9,8 +9,18 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.ops import checks, reference, schemas
+from moe_fp8.ops import arguments
+from moe_fp8.ops.quantize import checks, reference
+from moe_fp8.ops.registry import register
 from moe_fp8.ops.scales import empty_mn_major
+
+quantize_op = register(
+    "quantize_fp8(Tensor x, Tensor(a!) q, Tensor(b!) scale, bool power_of_two) -> ()",
+    check=checks.quantize,
+    empty=lambda x, q, scale, power_of_two: x.shape[0] == 0,
+    reference=reference.quantize,
+    cuda="moe_fp8.ops.quantize.cuda:quantize",
+)
 
 
 def quantize_fp8(
@@ -33,37 +43,13 @@ def quantize_fp8(
     One kernel; safe to capture. Raises ArgumentError.
     """
     if x.dim() != 2:
-        checks.rank("quantize_fp8", "x", x, "[M, K]", 2)
+        arguments.rank("quantize_fp8", "x", x, "[M, K]", 2)
     if out is None:
         m, k = x.shape
         out = torch.empty_like(x, dtype=torch.float8_e4m3fn), empty_mn_major(m, k // 128, x)
     q, scale = out
-    schemas.quantize_fp8(x, q, scale, power_of_two)
+    quantize_op(x, q, scale, power_of_two)
     return out
-
-
-def indexer_quantize_and_cache(
-    k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, power_of_two: bool = False
-) -> None:
-    """Quantise index keys to FP8, one scale a row, and write them into the indexer's paged cache, in place.
-
-    k: bf16, fp16 or fp32 `[T, D]`, D one of 32, 64, 128; rows contiguous, a multiple of 16 bytes apart and
-    16-byte aligned; T = 0 is allowed.
-    kv_cache: uint8 `[pages, block_size, 1, D + 4]`, block_size 32, 64 or 128, 16-byte aligned: a page is
-    block_size * D bytes of fp8 keys, then block_size fp32 scales; the page stride may be larger (a multiple
-    of 16 bytes). It is what `paged_mqa_logits_fp8` reads.
-    slot_mapping: int64 or int32 `[T]`, contiguous. Row t goes to slot_mapping[t] = page * block_size +
-    offset; a negative slot, or one past the cache, leaves its row unwritten.
-    power_of_two: round scales up to powers of two, kept as fp32.
-
-    Values and scales are those of `quantize_fp8` with the row as the group. No other byte of kv_cache
-    changes. Where several rows name one slot, each of its bytes is that of one of them, unspecified which.
-
-    One kernel, no host synchronisation; safe to capture: a replay reads k and slot_mapping anew. Raises
-    ArgumentError, UnsupportedError (another D or block_size); in checked mode ContractError naming the row
-    whose slot is past the cache, before anything is written.
-    """
-    schemas.indexer_quantize_and_cache(k, kv_cache, slot_mapping, power_of_two)
 
 
 def quantize_fp8_blocks(w: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,81 @@
+"""Checks of shapes, dtypes, strides and devices that ops have in common: metadata only, no device access.
+
+Checks run inside the op, so that a call through `torch.ops.moe_fp8` is checked too. Each condition is
+a comparison of attributes; text is made only to raise.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from moe_fp8.errors import ArgumentError
+
+FP8 = torch.float8_e4m3fn
+F32 = torch.float32
+BF16 = torch.bfloat16
+I32 = torch.int32
+
+
+def refuse_shape(op: str, name: str, tensor: Tensor, expected: str, remedy: str = "") -> NoReturn:
+    raise ArgumentError(op, name, f"shape {expected}", list(tensor.shape), remedy)
+
+
+def refuse_dtype(op: str, name: str, tensor: Tensor, expected: str, remedy: str = "") -> NoReturn:
+    raise ArgumentError(op, name, f"dtype {expected}", tensor.dtype, remedy)
+
+
+def refuse_layout(op: str, name: str, tensor: Tensor) -> NoReturn:
+    if not tensor.is_contiguous():
+        raise ArgumentError(
+            op, name, "a contiguous tensor", f"stride {tensor.stride()}", "call .contiguous() on it"
+        )
+    refuse_address(op, name, tensor)
+
+
+def refuse_address(op: str, name: str, tensor: Tensor) -> NoReturn:
+    raise ArgumentError(
+        op, name, "a 16-byte aligned address", hex(tensor.data_ptr()), "do not slice inside a row; clone it"
+    )
+
+
+def contiguous(op: str, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous() or tensor.data_ptr() & 15:
+            refuse_layout(op, name, tensor)
+
+
+def refuse_device(op: str, first: Tensor, **others: Tensor) -> None:
+    for name, tensor in others.items():
+        if tensor.device != first.device:
+            raise ArgumentError(op, name, f"device {first.device}", tensor.device, "move it there")
+
+
+def rank(op: str, name: str, tensor: Tensor, expected: str, dims: int) -> None:
+    """`tensor` has `dims` dimensions; `expected` spells its shape."""
+    if tensor.dim() != dims:
+        refuse_shape(op, name, tensor, expected)
+
+
+def out_dtype(op: str, dtype: torch.dtype) -> torch.dtype:
+    """`dtype`, if an op can allocate its output with it."""
+    if dtype is not BF16 and dtype is not F32:
+        raise ArgumentError(op, "out_dtype", "torch.bfloat16 or torch.float32", dtype)
+    return dtype
+
+
+def given_out(op: str, out: Tensor, dtype: torch.dtype | None) -> None:
+    """A caller's `out` agrees with the caller's `out_dtype`, where both are given."""
+    if dtype is not None and out.dtype is not dtype:
+        raise ArgumentError(op, "out", f"dtype {dtype} (out_dtype)", out.dtype, "leave out_dtype away")
+
+
+def int32_vector(op: str, name: str, index: Tensor, length: int, expected: str) -> None:
+    if index.shape != (length,):
+        refuse_shape(op, name, index, f"[{length}]: {expected}")
+    if index.dtype is not I32:
+        refuse_dtype(op, name, index, "int32", "call .int() on it")
+    if not index.is_contiguous():
+        raise ArgumentError(op, name, "a contiguous tensor", f"stride {index.stride()}", "call .contiguous()")

@@ -1,0 +1,188 @@
+"""Checks of the GEMMs' arguments; they run on every call that is not a repeated one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, cast
+
+from torch import Tensor
+
+from moe_fp8 import heuristics
+from moe_fp8.errors import ArgumentError
+from moe_fp8.ops import scales
+from moe_fp8.ops.arguments import (
+    BF16,
+    F32,
+    FP8,
+    contiguous,
+    int32_vector,
+    refuse_device,
+    refuse_dtype,
+    refuse_shape,
+)
+from moe_fp8.problems import GemmLayout, GemmProblem
+from moe_fp8.settings import settings
+
+LAYOUTS = ("m_indices", "psum", "offsets")
+
+
+def _gemm_operands(
+    op: str,
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    out: Tensor,
+    leading: tuple[int, ...],
+    experts: tuple[int, ...],
+    n: int,
+    k: int,
+) -> Tensor:
+    """The rules all GEMMs share, for a [*leading, K] and b [*experts, N, K]; returns `a_scale` MN-major."""
+    if a.dtype is not FP8:
+        refuse_dtype(op, "a", a, "float8_e4m3fn", "quantize_fp8 makes it")
+    if b.dtype is not FP8:
+        refuse_dtype(op, "b", b, "float8_e4m3fn", "quantize_fp8_blocks makes it")
+    if a_scale.dtype is not F32:
+        refuse_dtype(op, "a_scale", a_scale, "float32", "convert UE8M0 scales to float32")
+    if b_scale.dtype is not F32:
+        refuse_dtype(op, "b_scale", b_scale, "float32", "convert UE8M0 scales to float32")
+    if k & 127 or k == 0:
+        refuse_shape(
+            op, "a", a, "[..., M, K] with K a positive multiple of 128", "pad K of a and b with zeros"
+        )
+    if n & 63 or n == 0:
+        refuse_shape(op, "b", b, "[..., N, K] with N a positive multiple of 64", "pad N of b with zero rows")
+    if b.shape != (*experts, n, k):
+        refuse_shape(op, "b", b, f"[..., N, {k}], with the K of a", "b is [N, K]: do not transpose it")
+    groups = k >> 7
+    if a_scale.shape != (*leading, groups):
+        refuse_shape(op, "a_scale", a_scale, f"{[*leading, groups]}: one scale per 1 x 128 of a")
+    if b_scale.shape != (*experts, (n + 127) >> 7, groups):
+        blocks = [*experts, (n + 127) >> 7, groups]
+        refuse_shape(op, "b_scale", b_scale, f"{blocks}: one scale per 128 x 128 block of b")
+    if out.shape != (*leading, n):
+        refuse_shape(op, "out", out, f"{[*leading, n]}")
+    if out.dtype is not BF16 and out.dtype is not F32:
+        refuse_dtype(op, "out", out, "bfloat16 or float32")
+    device = a.get_device()
+    if not (device == b.get_device() == a_scale.get_device() == b_scale.get_device() == out.get_device()):
+        refuse_device(op, a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
+    if not (a.is_contiguous() and b.is_contiguous() and out.is_contiguous() and b_scale.is_contiguous()):
+        contiguous(op, a=a, b=b, out=out, b_scale=b_scale)
+    if (a.data_ptr() | b.data_ptr() | out.data_ptr()) & 15:
+        contiguous(op, a=a, b=b, out=out)
+    # The usual layout of the dense and contiguous ops, without a call: this is on the path of every launch.
+    if a_scale.stride() == (1, (leading[-1] + 3) & -4) and not a_scale.data_ptr() & 15:
+        return a_scale
+    return a_scale if scales.is_mn_major(a_scale) else scales.converted(op, a_scale)
+
+
+#: What a check returns: other arguments to run with, or None for those that it was given.
+Others: TypeAlias = tuple[Any, ...] | None
+
+
+def gemm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, config: str | None = None
+) -> Others:
+    """Dense operands. The arguments are returned with `a_scale` MN-major where it is not."""
+    if a.dim() != 2:
+        refuse_shape("gemm_fp8", "a", a, "[M, K]")
+    if b.dim() != 2:
+        refuse_shape("gemm_fp8", "b", b, "[N, K]")
+    m, k = a.shape
+    mn_major = _gemm_operands("gemm_fp8", a, a_scale, b, b_scale, out, (m,), (), b.shape[0], k)
+    if config is not None:
+        _config("dense", a, b, config)
+    return None if mn_major is a_scale else (a, mn_major, b, b_scale, out, config)
+
+
+def gemm_contiguous(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    index: Tensor,
+    layout: str,
+    expected_m: int | None,
+    out: Tensor,
+    config: str | None = None,
+) -> Others:
+    """Operands of the contiguous layouts; as `gemm`."""
+    op = "grouped_gemm_fp8_contiguous"
+    if a.dim() != 2:
+        refuse_shape(op, "a", a, "[M, K]")
+    if b.dim() != 3:
+        refuse_shape(op, "b", b, "[E, N, K]")
+    m, k = a.shape
+    num_experts, n, _ = b.shape
+    if layout == "psum":
+        int32_vector(op, "psum", index, num_experts, "the end of each expert's rows")
+    elif layout == "offsets":
+        int32_vector(op, "offsets", index, num_experts + 1, "the start of each expert's rows, then the end")
+    elif layout == "m_indices":
+        int32_vector(op, "m_indices", index, m, "the expert of each row, -1 for padding")
+    else:
+        raise ArgumentError(op, "layout", f"one of {LAYOUTS}", layout)
+    if index.get_device() != a.get_device():
+        refuse_device(op, a, **{layout: index})
+    mn_major = _gemm_operands(op, a, a_scale, b, b_scale, out, (m,), (num_experts,), n, k)
+    if config is not None:
+        _config(layout, a, b, config)
+    if mn_major is a_scale:
+        return None
+    return a, mn_major, b, b_scale, index, layout, expected_m, out, config
+
+
+def gemm_masked(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    masked_m: Tensor,
+    expected_m: int | None,
+    out: Tensor,
+    config: str | None = None,
+) -> Others:
+    """Operands of the masked layout; as `gemm`."""
+    op = "grouped_gemm_fp8_masked"
+    if a.dim() != 3:
+        refuse_shape(op, "a", a, "[E, Mmax, K]")
+    if b.dim() != 3:
+        refuse_shape(op, "b", b, "[E, N, K]")
+    num_experts, m, k = a.shape
+    if b.shape[0] != num_experts:
+        refuse_shape(op, "b", b, f"[{num_experts}, N, K], with the E of a")
+    int32_vector(op, "masked_m", masked_m, num_experts, "the valid rows of each expert")
+    if masked_m.get_device() != a.get_device():
+        refuse_device(op, a, masked_m=masked_m)
+    n = b.shape[1]
+    mn_major = _gemm_operands(op, a, a_scale, b, b_scale, out, (num_experts, m), (num_experts,), n, k)
+    if config is not None:
+        _config("masked", a, b, config)
+    return None if mn_major is a_scale else (a, mn_major, b, b_scale, masked_m, expected_m, out, config)
+
+
+def _config(layout: str, a: Tensor, b: Tensor, config: str) -> None:
+    """`config` names a tile that this GEMM may use; ConfigError otherwise. The operands have been checked."""
+    # Rows decide nothing here; sizes that are symbols while a call is traced become numbers.
+    n, k = int(b.shape[-2]), int(a.shape[-1])
+    experts = 1 if layout == "dense" else int(b.shape[0])
+    invariant = settings().batch_invariant
+    heuristics.gemm_config(
+        GemmProblem(cast(GemmLayout, layout), 1, n, k, experts, batch_invariant=invariant, config=config)
+    )
+
+
+def traced_config(layout: str | None) -> Callable[..., None]:
+    """The meta implementation of a GEMM, which says at least that there is no such config.
+
+    `layout` None: the call names it.
+    """
+
+    def fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: Any) -> None:
+        *others, config = rest  # the last argument, if it is given
+        if isinstance(config, str):
+            _config(layout or others[1], a, b, config)
+
+    return fake

@@ -1,0 +1,353 @@
+"""Checks of the indexer's arguments: the cache, the logits, the top-k and the selection."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_fp8 import heuristics
+from moe_fp8.errors import ArgumentError, UnsupportedError
+from moe_fp8.ops.arguments import (
+    BF16,
+    F32,
+    FP8,
+    I32,
+    contiguous,
+    int32_vector,
+    out_dtype,
+    refuse_address,
+    refuse_device,
+    refuse_dtype,
+    refuse_layout,
+    refuse_shape,
+)
+
+BLOCK_SIZES = (32, 64, 128)
+HEAD_DIMS = (32, 64, 128)
+HEADS = (8, 16, 32, 64)
+MAX_NEXT_N = 8
+TOPK = "indexer_topk"
+
+_IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SLOT_DTYPES = (torch.int64, torch.int32)
+_LOGITS_DTYPES = (torch.float32, torch.bfloat16)
+_INT32_MAX = 2**31 - 1
+
+
+def page_of(op: str, tokens: int) -> None:
+    """A page may have this many tokens."""
+    if tokens not in BLOCK_SIZES:
+        raise UnsupportedError(f"{op}: block_size: expected one of {BLOCK_SIZES} tokens, got {tokens}")
+
+
+def cache_layout(op: str, kv_cache: Tensor, dim: int) -> None:
+    """uint8 [pages,block,1,dim+4], pages contiguous; the address is left to `cache_address`."""
+    if kv_cache.dim() != 4 or kv_cache.shape[2] != 1 or kv_cache.shape[3] != dim + 4:
+        refuse_shape(op, "kv_cache", kv_cache, f"[pages, block_size, 1, {dim + 4}]")
+    tokens = kv_cache.shape[1]
+    page_of(op, tokens)
+    if kv_cache.dtype is not torch.uint8:
+        refuse_dtype(op, "kv_cache", kv_cache, "uint8", "view it as uint8")
+    page_stride, token_stride, _, byte_stride = kv_cache.stride()
+    if (
+        byte_stride != 1
+        or token_stride != dim + 4
+        or (kv_cache.shape[0] > 1 and (page_stride < tokens * (dim + 4) or page_stride & 15))
+    ):
+        raise ArgumentError(
+            op,
+            "kv_cache",
+            f"contiguous pages of {tokens * (dim + 4)} bytes, page stride a multiple of 16",
+            f"stride {kv_cache.stride()}",
+        )
+
+
+def cache_address(op: str, kv_cache: Tensor) -> None:
+    """A 16-byte boundary; asked once devices are known to agree."""
+    if kv_cache.data_ptr() & 15:
+        raise ArgumentError(op, "kv_cache", "a 16-byte aligned address", hex(kv_cache.data_ptr()))
+
+
+def indexer_quantize_and_cache(
+    k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool = False
+) -> None:
+    """k bf16/fp16/fp32 [T,D]; kv_cache uint8 [pages,block,1,D+4]; slot_mapping int64 or int32 [T]."""
+    op = "indexer_quantize_and_cache"
+    if k.dim() != 2:
+        refuse_shape(op, "k", k, "[T, D]", "flatten the leading dimensions")
+    rows, dim = k.shape
+    if k.dtype not in _IN_DTYPES:
+        refuse_dtype(op, "k", k, "bfloat16, float16 or float32")
+    if dim not in HEAD_DIMS:
+        raise UnsupportedError(f"{op}: k: expected a head dimension of {HEAD_DIMS}, got {dim}")
+    row_stride, column_stride = k.stride()
+    if column_stride != 1:
+        raise ArgumentError(op, "k", "contiguous rows", f"stride {k.stride()}", "call .contiguous() on it")
+    if rows > 1 and row_stride * k.element_size() & 15:
+        got = f"stride {k.stride()} of {k.dtype}"
+        raise ArgumentError(op, "k", "rows a multiple of 16 bytes apart", got, "call .contiguous() on it")
+    cache_layout(op, kv_cache, dim)
+    if slot_mapping.shape != (rows,):
+        refuse_shape(op, "slot_mapping", slot_mapping, f"[{rows}]: the slot of each row")
+    if slot_mapping.dtype not in _SLOT_DTYPES:
+        refuse_dtype(op, "slot_mapping", slot_mapping, "int64 or int32")
+    if not slot_mapping.is_contiguous():
+        refuse_layout(op, "slot_mapping", slot_mapping)
+    for name, tensor in (("kv_cache", kv_cache), ("slot_mapping", slot_mapping)):
+        if tensor.get_device() != k.get_device():
+            refuse_device(op, k, **{name: tensor})
+    if k.data_ptr() & 15:
+        refuse_address(op, "k", k)
+    cache_address(op, kv_cache)
+
+
+def logits_dtype(op: str, dtype: torch.dtype | None) -> torch.dtype:
+    """`dtype`, fp32 for None, if logits can be stored as that."""
+    return F32 if dtype is None else out_dtype(op, dtype)
+
+
+def _heads(op: str, q: Tensor) -> None:
+    if q.shape[-2] not in HEADS or q.shape[-1] not in HEAD_DIMS:
+        raise UnsupportedError(
+            f"{op}: q: expected heads in {HEADS} of dimension {HEAD_DIMS}, "
+            f"got shape {list(q.shape)}; pad heads with zero weights"
+        )
+
+
+def _logits_out(op: str, out: Tensor, rows: int, columns: int | None) -> None:
+    if out.dim() != 2 or out.shape[0] != rows or (columns is not None and out.shape[1] != columns):
+        refuse_shape(op, "out", out, f"[{rows}, {'any width' if columns is None else columns}]")
+    columns = out.shape[1]
+    if out.dtype is not F32 and out.dtype is not BF16:
+        refuse_dtype(op, "out", out, "float32 or bfloat16")
+    row_stride, column_stride = out.stride()
+    if (column_stride != 1 and columns > 1) or (row_stride < columns and rows > 1):
+        raise ArgumentError(op, "out", "contiguous rows that do not overlap", f"stride {out.stride()}")
+
+
+def mqa_logits(
+    q: Tensor,
+    k: Tensor,
+    k_scale: Tensor,
+    weights: Tensor,
+    ks: Tensor,
+    ke: Tensor,
+    compressed: bool,
+    fill: bool,
+    out: Tensor,
+    whole_queries: int = 0,
+    whole_keys: int = 0,
+) -> None:
+    """As `mqa_inputs`; out fp32 or bf16 [M, N or any]."""
+    op = "mqa_logits_fp8"
+    mqa_inputs(op, q, k, k_scale, weights, ks, ke)
+    _logits_out(op, out, q.shape[0], None if compressed else k.shape[0])
+    if q.get_device() != out.get_device():
+        refuse_device(op, q, out=out)
+
+
+def mqa_inputs(
+    op: str, q: Tensor, k: Tensor, k_scale: Tensor, weights: Tensor, ks: Tensor, ke: Tensor
+) -> None:
+    """q fp8 [M,H,D], k fp8 [N,D], k_scale fp32 [N], weights fp32 [M,H], ks and ke int32 [M]."""
+    if q.dim() != 3:
+        refuse_shape(op, "q", q, "[M, H, D]")
+    m, heads, dim = q.shape
+    if k.dim() != 2 or k.shape[1] != dim:
+        refuse_shape(op, "k", k, f"[N, {dim}]")
+    n = k.shape[0]
+    if q.dtype is not FP8:
+        refuse_dtype(op, "q", q, "float8_e4m3fn")
+    if k.dtype is not FP8:
+        refuse_dtype(op, "k", k, "float8_e4m3fn")
+    _heads(op, q)
+    if k_scale.shape != (n,):
+        refuse_shape(op, "k_scale", k_scale, f"[{n}]")
+    if weights.shape != (m, heads):
+        refuse_shape(op, "weights", weights, f"[{m}, {heads}]")
+    if k_scale.dtype is not F32:
+        refuse_dtype(op, "k_scale", k_scale, "float32")
+    if weights.dtype is not F32:
+        refuse_dtype(op, "weights", weights, "float32", "call .float() on it")
+    int32_vector(op, "ks", ks, m, "the first key of each query")
+    int32_vector(op, "ke", ke, m, "one past the last key of each query")
+    device = q.get_device()
+    if (
+        not device == k.get_device() == k_scale.get_device() == weights.get_device()
+        or not device == ks.get_device() == ke.get_device()
+    ):
+        refuse_device(op, q, k=k, k_scale=k_scale, weights=weights, ks=ks, ke=ke)
+    contiguous(op, q=q, k=k, k_scale=k_scale, weights=weights)
+
+
+def _context_lens(op: str, context_lens: Tensor, batch: int, next_n: int) -> None:
+    if context_lens.shape != (batch,) and context_lens.shape != (batch, next_n):
+        refuse_shape(op, "context_lens", context_lens, f"[{batch}] or [{batch}, {next_n}]")
+    if context_lens.dtype is not I32:
+        refuse_dtype(op, "context_lens", context_lens, "int32", "call .int() on it")
+    if not context_lens.is_contiguous():
+        refuse_layout(op, "context_lens", context_lens)
+    if not 1 <= next_n <= MAX_NEXT_N:
+        raise UnsupportedError(f"{op}: next_n: expected 1 to {MAX_NEXT_N}, got {next_n}")
+
+
+def _pair_aligned(op: str, name: str, schedule: Tensor) -> None:
+    # The kernels read and write its rows as pairs.
+    if schedule.data_ptr() & 7:
+        raise ArgumentError(op, name, "an 8-byte aligned address", hex(schedule.data_ptr()), "clone it")
+
+
+def paged_mqa_logits_metadata(context_lens: Tensor, block_size: int, next_n: int, out: Tensor) -> None:
+    """context_lens int32 [B] or [B,next_n]; out int32 [num_sms+1, 2]."""
+    op = "paged_mqa_logits_metadata"
+    if context_lens.dim() not in (1, 2):
+        refuse_shape(op, "context_lens", context_lens, "[B] or [B, next_n]")
+    _context_lens(op, context_lens, context_lens.shape[0], next_n)
+    page_of(op, block_size)
+    if out.dim() != 2 or out.shape[1] != 2 or out.shape[0] < 2:
+        refuse_shape(op, "out", out, "[num_sms + 1, 2] with num_sms at least 1")
+    if out.dtype is not I32:
+        refuse_dtype(op, "out", out, "int32")
+    if not out.is_contiguous():
+        refuse_layout(op, "out", out)
+    if context_lens.get_device() != out.get_device():
+        refuse_device(op, context_lens, out=out)
+    _pair_aligned(op, "out", out)
+
+
+def paged_mqa_logits(
+    q: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    metadata: Tensor,
+    out: Tensor,
+) -> None:
+    """As `paged_inputs`; metadata int32 [num_sms+1,2], out fp32 or bf16 [B*next_n, any]."""
+    op = "paged_mqa_logits_fp8"
+    paged_inputs(op, q, kv_cache, weights, context_lens, block_table)
+    if metadata.dim() != 2 or metadata.shape[1] != 2 or metadata.shape[0] < 2:
+        refuse_shape(op, "metadata", metadata, "[num_sms + 1, 2]", "paged_mqa_logits_metadata makes it")
+    if metadata.dtype is not I32:
+        refuse_dtype(op, "metadata", metadata, "int32")
+    if not metadata.is_contiguous():
+        refuse_layout(op, "metadata", metadata)
+    _logits_out(op, out, q.shape[0] * q.shape[1], None)
+    if not q.get_device() == metadata.get_device() == out.get_device():
+        refuse_device(op, q, metadata=metadata, out=out)
+    _pair_aligned(op, "metadata", metadata)
+
+
+def paged_inputs(
+    op: str, q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_table: Tensor
+) -> None:
+    """q fp8 [B,next_n,H,D]; kv_cache uint8 [pages,block,1,D+4]; weights fp32 [B*next_n,H]; the rest int32."""
+    if q.dim() != 4:
+        refuse_shape(op, "q", q, "[B, next_n, H, D]")
+    batch, next_n, heads, dim = q.shape
+    if q.dtype is not FP8:
+        refuse_dtype(op, "q", q, "float8_e4m3fn")
+    _heads(op, q)
+    cache_layout(op, kv_cache, dim)
+    if weights.shape != (batch * next_n, heads):
+        refuse_shape(op, "weights", weights, f"[{batch * next_n}, {heads}]")
+    if weights.dtype is not F32:
+        refuse_dtype(op, "weights", weights, "float32", "call .float() on it")
+    _context_lens(op, context_lens, batch, next_n)
+    if block_table.dim() != 2 or block_table.shape[0] != batch:
+        refuse_shape(op, "block_table", block_table, f"[{batch}, pages of a request]")
+    if block_table.dtype is not I32:
+        refuse_dtype(op, "block_table", block_table, "int32", "call .int() on it")
+    if block_table.stride()[1] != 1 and block_table.shape[1] > 1:
+        raise ArgumentError(op, "block_table", "contiguous rows", f"stride {block_table.stride()}")
+    device = q.get_device()
+    if (
+        not device == kv_cache.get_device() == weights.get_device()
+        or not device == context_lens.get_device() == block_table.get_device()
+    ):
+        others = {"kv_cache": kv_cache, "weights": weights, "context_lens": context_lens}
+        refuse_device(op, q, **others, block_table=block_table)
+    contiguous(op, q=q, weights=weights)
+    cache_address(op, kv_cache)
+
+
+def topk_width(k: int) -> None:
+    """A row may be asked for this many columns."""
+    if not 1 <= k <= heuristics.TOPK_MAX_K:
+        raise ArgumentError(TOPK, "k", f"1 to {heuristics.TOPK_MAX_K}", k)
+
+
+def _topk_operand(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, remedy: str) -> None:
+    if tensor.shape != shape:
+        refuse_shape(TOPK, name, tensor, f"{list(shape)}")
+    if tensor.dtype is not dtype:
+        refuse_dtype(TOPK, name, tensor, f"{dtype}", remedy)
+    if not tensor.is_contiguous():
+        raise ArgumentError(TOPK, name, "a contiguous tensor", f"stride {tensor.stride()}", "clone it")
+
+
+def indexer_topk(
+    logits: Tensor,
+    k: int,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    by_value: bool,
+    out: Tensor,
+    values: Tensor | None,
+    first_column: int,
+    carried: Tensor | None,
+) -> None:
+    """logits fp32/bf16 [M,N]; starts, ends int32 [M]; out, carried int32 [M,k], [M,W]; values [M,k]."""
+    if logits.dim() != 2:
+        refuse_shape(TOPK, "logits", logits, "[M, N]", "flatten the leading dimensions")
+    rows, columns = logits.shape
+    if logits.dtype not in _LOGITS_DTYPES:
+        refuse_dtype(TOPK, "logits", logits, "float32 or bfloat16")
+    if columns > _INT32_MAX:
+        raise ArgumentError(TOPK, "logits", f"at most {_INT32_MAX} columns", columns, "take parts of the row")
+    row_stride, column_stride = logits.stride()
+    if (column_stride != 1 and columns > 1) or (row_stride < 0 and rows > 1):
+        got = f"stride {logits.stride()}"
+        raise ArgumentError(TOPK, "logits", "contiguous rows", got, "call .contiguous() on it")
+    topk_width(k)
+    ints = "call .int() on it"
+    _topk_operand("out", out, (rows, k), torch.int32, "allocate it as int32")
+    if starts is not None:
+        _topk_operand("starts", starts, (rows,), torch.int32, ints)
+    if ends is not None:
+        _topk_operand("ends", ends, (rows,), torch.int32, ints)
+    if values is not None:
+        _topk_operand("values", values, (rows, k), logits.dtype, "allocate it with the dtype of logits")
+    if carried is not None:
+        if carried.dim() != 2 or carried.shape[1] > columns:
+            refuse_shape(TOPK, "carried", carried, f"[{rows}, at most {columns}]")
+        _topk_operand("carried", carried, (rows, carried.shape[1]), torch.int32, ints)
+    if not 0 <= first_column <= _INT32_MAX - columns:
+        raise ArgumentError(TOPK, "first_column", f"0 to {_INT32_MAX - columns}", first_column)
+    others = {"starts": starts, "ends": ends, "out": out, "values": values, "carried": carried}
+    for name, tensor in others.items():
+        if tensor is not None and tensor.get_device() != logits.get_device():
+            refuse_device(TOPK, logits, **{name: tensor})
+
+
+def selection_out(op: str, rows: int, topk: int, like: Tensor, out: Tensor | None) -> Tensor:
+    """`out`, int32 [rows, topk] beside `like`; allocated if None."""
+    topk_width(topk)
+    if out is None:
+        return torch.empty((rows, topk), dtype=torch.int32, device=like.device)
+    if out.shape != (rows, topk) or out.dtype is not torch.int32 or not out.is_contiguous():
+        got = f"{out.dtype} {list(out.shape)} of stride {out.stride()}"
+        raise ArgumentError(op, "out", f"contiguous int32 [{rows}, {topk}]", got)
+    return out
+
+
+def workspace(op: str, tensor: Tensor, like: Tensor) -> None:
+    """uint8 [bytes], contiguous, 16-byte aligned, on the device of `like`."""
+    if tensor.dim() != 1 or tensor.dtype is not torch.uint8 or not tensor.is_contiguous():
+        got = f"{tensor.dtype} {list(tensor.shape)} of stride {tensor.stride()}"
+        raise ArgumentError(op, "workspace", "contiguous uint8 [bytes]", got)
+    if tensor.data_ptr() & 15:
+        raise ArgumentError(op, "workspace", "a 16-byte aligned address", hex(tensor.data_ptr()), "clone it")
+    if tensor.device != like.device:
+        refuse_device(op, like, workspace=tensor)

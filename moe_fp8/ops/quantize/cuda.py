@@ -1,0 +1,34 @@
+"""CUDA launch of the quantiser: problem -> spec, grid and the one struct that the kernel takes."""
+
+from __future__ import annotations
+
+import struct
+
+from torch import Tensor
+
+from moe_fp8.ops import launch, registry, scales
+from moe_fp8.ops.launch import Prepared
+from moe_fp8.problems import QuantizeProblem
+from moe_fp8.specs import kernel_spec
+
+_QUANTIZE = struct.Struct("QQQqqii")
+
+#: Rows that one block of the quantiser takes at once, and blocks that share an SM.
+_QUANTIZE_ROWS, _QUANTIZE_BLOCKS_PER_SM = 16, 8
+
+
+def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Prepared | None:
+    """x [M,K] -> q [M,K] fp8 and scale [M,K/128], MN-major or to be copied from scales that are."""
+    if not scales.is_mn_major(scale):
+        # torch's functionalisation may replace an output by a clone, which drops the padding of its stride.
+        padded = scales.empty_mn_major(scale.shape[0], scale.shape[1], scale)
+        registry.OPS["quantize_fp8"].run(x, q, padded, power_of_two)
+        scale.copy_(padded)
+        return None
+    num_sms = launch.num_sms(x.get_device())
+    m, k = x.shape
+    spec = kernel_spec(QuantizeProblem(m, k, launch.IN_DTYPES[x.dtype], power_of_two, num_sms))
+    block = launch.new_block(_QUANTIZE)
+    _QUANTIZE.pack_into(block.buffer, 0, x.data_ptr(), q.data_ptr(), scale.data_ptr(), k, (m + 3) & -4, m, k)
+    tiles = -(-m // _QUANTIZE_ROWS) * (k >> 7)
+    return spec, min(tiles, num_sms * _QUANTIZE_BLOCKS_PER_SM), block
