@@ -1,14 +1,14 @@
 """Descriptions of one call of an op: what is computed, on which shapes; nothing about how.
 
 A problem is what the planner enumerates and what an op derives from its tensors; both hand it to
-`moe_fp8.specs.kernel_spec`. Sizes that only tune are reduced here, when a problem is made, so that the
-planner can try each problem that any call of a model may be, whatever the selector does with its fields.
-Standard library only.
+`moe_fp8.specs`. It holds what it was given. The choice of a kernel sees it `for_selection`, where sizes that
+only tune are rounded, so that the planner can try each problem that any call of a model may be, whatever a
+heuristic does with its fields. Standard library only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 GemmLayout = Literal["dense", "m_indices", "psum", "offsets", "masked"]
@@ -42,11 +42,8 @@ def selection_extent(size: int) -> int:
 class GemmProblem:
     """D[M,N] = A[M,K] @ B[N,K]^T with 1x128 and 128x128 scales; grouped by expert unless dense.
 
-    Made with `m`, the rows of `a` (of one expert's buffer for "masked"), and `expected_m`, the valid rows
-    that an expert is expected to have or None. Both only tune, and are kept as one number: `expected_m`
-    is `selection_rows` of the rows that a token tile should cover (1 to m; without a hint the average of
-    the experts, for "dense" and "masked" all), and `m` what the call would have if all experts had as many.
-
+    `m`: the rows of `a` (of one expert's buffer for "masked"). `expected_m`: the valid rows that an expert is
+    expected to have, or None. Both only tune.
     `device` names whose measured table corrects the choice ("" for none). `batch_invariant`: a row's bits
     may depend on neither `m` nor the layout. `config`: the tile that the caller asks for, as text.
     """
@@ -63,22 +60,46 @@ class GemmProblem:
     batch_invariant: bool = False
     config: str | None = None
 
-    def __post_init__(self) -> None:
-        # The rows of a contiguous layout are shared out among the experts.
-        shares = 1 if self.layout in ("dense", "masked") else max(1, self.num_experts)
-        rows = -(-self.m // shares)
+    @property
+    def rows(self) -> int:
+        """The rows that a token tile should cover, by `selection_rows`; 1 or more.
+
+        Without a hint these are all rows for "dense" and "masked", else the average of the experts.
+        """
+        rows = -(-self.m // self._shares)
         if self.expected_m is not None and self.layout != "dense":
             rows = min(self.expected_m, self.m)
-        rows = selection_rows(max(1, rows))
-        object.__setattr__(self, "m", rows * shares)
-        object.__setattr__(self, "expected_m", rows)
+        return selection_rows(max(1, rows))
+
+    @property
+    def _shares(self) -> int:
+        # The rows of a contiguous layout are shared out among the experts.
+        return 1 if self.layout in ("dense", "masked") else max(1, self.num_experts)
+
+    def for_selection(self) -> GemmProblem:
+        """The problem as the choice of a kernel sees it: as if every expert had `rows` rows."""
+        rows = self.rows
+        return GemmProblem(
+            self.layout,
+            rows * self._shares,
+            self.n,
+            self.k,
+            self.num_experts,
+            rows,
+            self.out_dtype,
+            self.num_sms,
+            self.device,
+            self.batch_invariant,
+            self.config,
+        )
 
 
 @dataclass(frozen=True)
 class MqaLogitsProblem:
-    """Prefill indexer logits of `num_queries` rows against `num_keys` keys, each as `selection_extent`.
+    """Prefill indexer logits of `num_queries` rows against `num_keys` keys.
 
-    `batch_invariant`: a row's bits do not depend on either.
+    `whole_queries`, `whole_keys`: sizes of the call that this is a chunk of, whose kernel it gets; 0 where it
+    is no chunk. `batch_invariant`: a row's bits do not depend on any of these.
     """
 
     num_queries: int
@@ -90,15 +111,26 @@ class MqaLogitsProblem:
     num_sms: int = DEFAULT_NUM_SMS
     out_dtype: OutDtype = "float32"
     batch_invariant: bool = False
+    whole_queries: int = 0
+    whole_keys: int = 0
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_queries", selection_extent(self.num_queries))
-        object.__setattr__(self, "num_keys", selection_extent(self.num_keys))
+    def for_selection(self) -> MqaLogitsProblem:
+        """The problem as the choice of a kernel sees it: the whole, its sizes as `selection_extent`."""
+        return replace(
+            self,
+            num_queries=selection_extent(self.whole_queries or self.num_queries),
+            num_keys=selection_extent(self.whole_keys or self.num_keys),
+            whole_queries=0,
+            whole_keys=0,
+        )
 
 
 @dataclass(frozen=True)
 class PagedMqaLogitsProblem:
-    """Decode indexer logits of `batch` requests of `next_n` tokens against a paged cache."""
+    """Decode indexer logits of `batch` requests of `next_n` tokens against a paged cache.
+
+    `num_workers`: workers of the schedule; 0 for as many as there are SMs.
+    """
 
     batch: int
     next_n: int
@@ -107,6 +139,11 @@ class PagedMqaLogitsProblem:
     block_size: int
     num_sms: int = DEFAULT_NUM_SMS
     out_dtype: OutDtype = "float32"
+    num_workers: int = 0
+
+    def for_selection(self) -> PagedMqaLogitsProblem:
+        """The problem as the choice of a kernel sees it: whatever the number of workers."""
+        return self if self.num_workers == 0 else replace(self, num_workers=0)
 
 
 @dataclass(frozen=True)
@@ -117,10 +154,14 @@ class PagedMqaMetadataProblem:
     next_n: int
     num_sms: int = DEFAULT_NUM_SMS
 
+    def for_selection(self) -> PagedMqaMetadataProblem:
+        """The problem as the choice of a kernel sees it: all of it."""
+        return self
+
 
 @dataclass(frozen=True)
 class QuantizeProblem:
-    """1x128 quantisation of `[m, k]` to FP8 with MN-major scales; `m` as `selection_extent`."""
+    """1x128 quantisation of `[m, k]` to FP8 with MN-major scales."""
 
     m: int
     k: int
@@ -128,13 +169,14 @@ class QuantizeProblem:
     power_of_two: bool = False
     num_sms: int = DEFAULT_NUM_SMS
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "m", selection_extent(self.m))
+    def for_selection(self) -> QuantizeProblem:
+        """The problem as the choice of a kernel sees it: `m` as `selection_extent`."""
+        return replace(self, m=selection_extent(self.m))
 
 
 @dataclass(frozen=True)
 class IndexerCacheProblem:
-    """Quantisation of index keys into a paged cache, one scale a key; `num_rows` as `selection_extent`."""
+    """Quantisation of index keys into a paged cache, one scale a key."""
 
     num_rows: int
     head_dim: int
@@ -142,22 +184,27 @@ class IndexerCacheProblem:
     power_of_two: bool = False
     num_sms: int = DEFAULT_NUM_SMS
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_rows", selection_extent(self.num_rows))
+    def for_selection(self) -> IndexerCacheProblem:
+        """The problem as the choice of a kernel sees it: `num_rows` as `selection_extent`."""
+        return replace(self, num_rows=selection_extent(self.num_rows))
 
 
 @dataclass(frozen=True)
 class IndexerTopkProblem:
-    """The greatest logits of `num_rows` rows of `num_columns`, each as `selection_extent`."""
+    """The greatest logits of `num_rows` rows of `num_columns`."""
 
     num_rows: int
     num_columns: int
     in_dtype: OutDtype = "float32"
     num_sms: int = DEFAULT_NUM_SMS
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_rows", selection_extent(self.num_rows))
-        object.__setattr__(self, "num_columns", selection_extent(self.num_columns))
+    def for_selection(self) -> IndexerTopkProblem:
+        """The problem as the choice of a kernel sees it: sizes as `selection_extent`."""
+        return replace(
+            self,
+            num_rows=selection_extent(self.num_rows),
+            num_columns=selection_extent(self.num_columns),
+        )
 
 
 Problem: TypeAlias = (

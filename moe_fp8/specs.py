@@ -1,16 +1,20 @@
 """problem -> KernelSpec: the one selector, called by the ops and by warmup alike.
 
 A `KernelSpec` is everything the compiler needs and nothing else: equal specs are one kernel.
-Whatever depends only on run-time shapes (grid, strides, tensor maps) is decided at launch.
+An op asks once for the spec, the grid and the tile (`Selection`); what depends only on run-time addresses and
+strides (parameters, tensor maps) is decided at launch. The planner asks for the spec alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, Generic, TypeVar
 
 from moe_fp8 import heuristics
 from moe_fp8.problems import (
+    SCALE_BLOCK,
     GemmProblem,
     IndexerCacheProblem,
     IndexerTopkProblem,
@@ -139,33 +143,84 @@ def _indexer_topk_spec(in_dtype: str, config: heuristics.TopkConfig) -> KernelSp
     )
 
 
+Config = TypeVar("Config", covariant=True)
+
+
+@dataclass(frozen=True)
+class Selection(Generic[Config]):
+    """What one look-up gives: the kernel, the blocks of its launch, and the tile that both follow from."""
+
+    spec: KernelSpec
+    grid: int
+    config: Config
+
+
+def select_gemm(problem: GemmProblem) -> Selection[heuristics.GemmConfig]:
+    """Raises ConfigError where `problem.config` names no config that it may use."""
+    config = heuristics.gemm_config(problem)
+    grid = heuristics.gemm_grid(config, problem.layout, problem.m, problem.n, problem.num_sms)
+    return Selection(_gemm_spec(problem.layout, config, problem.out_dtype), grid, config)
+
+
+def select_mqa_logits(problem: MqaLogitsProblem) -> Selection[heuristics.MqaWork]:
+    """The config is that of the whole call, the division that of the chunk."""
+    config = heuristics.mqa_config(problem)
+    spec = _mqa_spec(
+        problem.num_heads, problem.head_dim, problem.compressed, problem.fill, problem.out_dtype, config
+    )
+    query_blocks = -(-problem.num_queries // config.block_q)
+    division = heuristics.mqa_division(query_blocks, problem.num_keys, problem.num_sms)
+    items = query_blocks * -(-problem.num_keys // division.chunk_kv)
+    work = heuristics.MqaWork(config, division, query_blocks, items)
+    return Selection(spec, problem.num_sms if division.even else items, work)
+
+
+def select_paged_mqa_logits(problem: PagedMqaLogitsProblem) -> Selection[heuristics.MqaConfig]:
+    """One block does the work of one worker of the schedule."""
+    config = heuristics.paged_mqa_config(problem)
+    spec = _paged_mqa_spec(problem.num_heads, problem.head_dim, problem.block_size, problem.out_dtype, config)
+    return Selection(spec, problem.num_workers or problem.num_sms, config)
+
+
+def select_paged_mqa_metadata(problem: PagedMqaMetadataProblem) -> Selection[None]:
+    """One block makes the whole schedule."""
+    return Selection(_METADATA, 1, None)
+
+
+#: Rows that one block of the quantiser takes at once, and blocks that share an SM.
+_QUANTIZE_ROWS, _QUANTIZE_BLOCKS_PER_SM = 16, 8
+
+
+def select_quantize(problem: QuantizeProblem) -> Selection[None]:
+    """Blocks take turns with tiles of 16 rows and one group."""
+    tiles = -(-problem.m // _QUANTIZE_ROWS) * (problem.k // SCALE_BLOCK)
+    spec = _quantize_spec(problem.in_dtype, problem.power_of_two)
+    return Selection(spec, min(tiles, problem.num_sms * _QUANTIZE_BLOCKS_PER_SM), None)
+
+
+def select_indexer_cache(problem: IndexerCacheProblem) -> Selection[None]:
+    """Eight values of a row are one thread's."""
+    spec = _indexer_cache_spec(problem.head_dim, problem.in_dtype, problem.power_of_two)
+    return Selection(spec, -(-problem.num_rows * problem.head_dim // (spec.num_threads * 8)), None)
+
+
+def select_indexer_topk(problem: IndexerTopkProblem) -> Selection[heuristics.TopkConfig]:
+    """A cluster takes a row."""
+    config = heuristics.topk_config(problem)
+    return Selection(_indexer_topk_spec(problem.in_dtype, config), problem.num_rows * config.cluster, config)
+
+
+_SELECTORS: dict[type[Problem], Callable[[Any], Selection[object]]] = {
+    GemmProblem: select_gemm,
+    MqaLogitsProblem: select_mqa_logits,
+    PagedMqaLogitsProblem: select_paged_mqa_logits,
+    PagedMqaMetadataProblem: select_paged_mqa_metadata,
+    QuantizeProblem: select_quantize,
+    IndexerCacheProblem: select_indexer_cache,
+    IndexerTopkProblem: select_indexer_topk,
+}
+
+
 def kernel_spec(problem: Problem) -> KernelSpec:
-    """The kernel that serves `problem`: a pure function of it."""
-    if isinstance(problem, GemmProblem):
-        return _gemm_spec(problem.layout, heuristics.gemm_config(problem), problem.out_dtype)
-    if isinstance(problem, MqaLogitsProblem):
-        return _mqa_spec(
-            problem.num_heads,
-            problem.head_dim,
-            problem.compressed,
-            problem.fill,
-            problem.out_dtype,
-            heuristics.mqa_config(problem),
-        )
-    if isinstance(problem, PagedMqaLogitsProblem):
-        return _paged_mqa_spec(
-            problem.num_heads,
-            problem.head_dim,
-            problem.block_size,
-            problem.out_dtype,
-            heuristics.paged_mqa_config(problem),
-        )
-    if isinstance(problem, PagedMqaMetadataProblem):
-        return _METADATA
-    if isinstance(problem, QuantizeProblem):
-        return _quantize_spec(problem.in_dtype, problem.power_of_two)
-    if isinstance(problem, IndexerCacheProblem):
-        return _indexer_cache_spec(problem.head_dim, problem.in_dtype, problem.power_of_two)
-    if isinstance(problem, IndexerTopkProblem):
-        return _indexer_topk_spec(problem.in_dtype, heuristics.topk_config(problem))
-    raise TypeError(f"no kernel for {type(problem).__name__}")
+    """The kernel that serves `problem`: a pure function of what it is `for_selection`."""
+    return _SELECTORS[type(problem)](problem).spec

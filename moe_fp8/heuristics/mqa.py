@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moe_fp8.heuristics.sm90 import BARRIER_BYTES, WARPGROUP
 from moe_fp8.problems import MqaLogitsProblem, PagedMqaLogitsProblem
@@ -63,6 +64,7 @@ _TERMS_FROM = 1 << 16
 
 def mqa_config(problem: MqaLogitsProblem) -> MqaConfig:
     """Tile of the prefill indexer."""
+    problem = problem.for_selection()
     large = problem.num_queries * problem.num_keys >= _TERMS_FROM * problem.num_sms
     return MqaConfig(
         block_q=min(MQA_COLUMNS // problem.num_heads, MQA_MAX_QUERIES),
@@ -85,6 +87,15 @@ class MqaDivision:
 
     chunk_kv: int
     even: bool
+
+
+class MqaWork(NamedTuple):
+    """Prefill logits as a launch divides them: the tile, the work items and how many there are of each."""
+
+    config: MqaConfig
+    division: MqaDivision
+    query_blocks: int
+    items: int
 
 
 def mqa_division(query_blocks: int, num_keys: int, num_sms: int) -> MqaDivision:

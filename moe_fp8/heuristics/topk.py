@@ -32,6 +32,7 @@ def topk_config(problem: IndexerTopkProblem) -> TopkConfig:
 
     Where rows alone fill the GPU, two smaller CTAs share an SM.
     """
+    problem = problem.for_selection()
     if problem.num_rows > problem.num_sms:
         return TopkConfig(1, 512)
     cluster = 1

@@ -60,7 +60,7 @@ def model_targets(
 
 def candidates(problem: GemmProblem, factor: float) -> list[GemmConfig]:
     """The cost model's choice, then the configs that it takes to cost at most `factor` times as much."""
-    rows = problem.expected_m or problem.m
+    rows = problem.rows
     costs = {
         config: gemm_costs.cost(
             config, problem.layout, rows, problem.n, problem.k, problem.num_experts, problem.num_sms

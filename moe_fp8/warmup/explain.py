@@ -43,7 +43,6 @@ class Explanation:
     """`candidates` are sorted by predicted cost. `problem` is of no device."""
 
     problem: GemmProblem
-    m: int
     choices: tuple[Choice, ...]
     candidates: tuple[Candidate, ...]
 
@@ -59,11 +58,11 @@ class Explanation:
         problem = self.problem
         return {
             "layout": problem.layout,
-            "m": self.m,
+            "m": problem.m,
             "n": problem.n,
             "k": problem.k,
             "num_experts": problem.num_experts,
-            "rows": problem.expected_m,
+            "rows": problem.rows,
             "num_sms": problem.num_sms,
             "batch_invariant": problem.batch_invariant,
             "choices": [
@@ -126,7 +125,7 @@ def explain(
         )
         for config, prediction in sorted(ranked.items(), key=lambda one: one[1].microseconds)
     )
-    return Explanation(problem, m, choices, candidates)
+    return Explanation(problem, choices, candidates)
 
 
 def _choice(problem: GemmProblem) -> Choice:
@@ -150,8 +149,8 @@ def explanation_table(
     problem = told.problem
     experts = f", {problem.num_experts} experts" if problem.layout != "dense" else ""
     lines = [
-        f"{problem.layout}: M = {told.m}, N = {problem.n}, K = {problem.k}{experts}, {problem.num_sms} SMs; "
-        f"chosen for {problem.expected_m} rows{' an expert' if experts else ''}"
+        f"{problem.layout}: M = {problem.m}, N = {problem.n}, K = {problem.k}{experts}, "
+        f"{problem.num_sms} SMs; chosen for {problem.rows} rows{' an expert' if experts else ''}"
     ]
     for choice in told.choices:
         lines.append(f"{choice.device or 'other devices'}: {choice.config}, {choice.reason}")

@@ -1,8 +1,8 @@
 """Every kernel that a model can launch, computed by asking the selector that the ops ask.
 
 The plan is a set that is computed, not sampled: `specs.kernel_spec` is a pure function of a problem, and
-the planner hands it every problem that an op can derive from a call of the model. `moe_fp8.problems`
-keeps those few enough to try them all: a problem holds its rows as `selection_rows` reduces them. Which GPU
+the planner hands it every problem that an op can derive from a call of the model. `for_selection`
+keeps those few enough to try them all: it rounds rows by `selection_rows`. Which GPU
 will serve is not known, so each device with a measured table is tried. Nothing else is assumed about what
 the selector does with a problem.
 """

@@ -40,7 +40,7 @@ __all__ = ["no_gpu", "run_json"]
 def test_explain_says_what_the_selector_does(argv: list[str], problem: GemmProblem, run_json: Json) -> None:
     code, told = run_json(["plan", "--explain", *argv, "--num-sms", "132"])
     assert code == 0
-    assert told["rows"] == problem.expected_m
+    assert told["rows"] == problem.rows
     assert [choice["device"] for choice in told["choices"]] == list(gemm_table.devices())
     keys = {one["config"]: one["key"] for one in told["candidates"]}
     for choice in told["choices"]:

@@ -66,7 +66,7 @@ def test_targets_of_a_model_are_its_gemms() -> None:
 @pytest.mark.parametrize("target", [DENSE, GROUPED])
 def test_candidates_begin_with_the_models_choice(target: Target) -> None:
     problem = target.problem(8)
-    assert problem.expected_m == 8
+    assert problem.rows == 8
     one, some, all_ = (candidates(problem, factor) for factor in (1.0, 1.6, 1e9))
     assert one[0] == some[0] == all_[0] == gemm_costs.cheapest(problem)
     assert set(one) <= set(some) <= set(all_) == set(gemm_configs(target.layout, target.k))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -190,7 +191,7 @@ def test_any_call_is_in_the_plan(planned: Plan, data: st.DataObject) -> None:
 
 def capricious(problem: Problem) -> KernelSpec:
     """A selector that looks at everything: each problem has a kernel of its own."""
-    return KernelSpec(repr(problem), (), 1, 0)
+    return KernelSpec(repr(problem.for_selection()), (), 1, 0)
 
 
 @pytest.fixture(scope="module")
@@ -215,20 +216,25 @@ def capricious_specs(capriciously_planned: Plan) -> set[KernelSpec]:
 
 
 def test_problems_keep_what_may_decide_and_no_more() -> None:
-    dense = GemmProblem("dense", 1023, 4096, 7168)
+    def selected(*fields: Any) -> GemmProblem:
+        problem = GemmProblem(*fields)
+        assert (problem.m, problem.expected_m) == (fields[1], fields[5] if len(fields) > 5 else None)
+        return problem.for_selection()
+
+    dense = selected("dense", 1023, 4096, 7168)
     assert (dense.m, dense.expected_m) == (1023, 1023)
-    assert GemmProblem("dense", 1025, 4096, 7168).m == GemmProblem("dense", 1088, 4096, 7168).m == 1088
-    masked = GemmProblem("masked", 256, 4096, 7168, 8, 20)
+    assert selected("dense", 1025, 4096, 7168).m == selected("dense", 1088, 4096, 7168).m == 1088
+    masked = selected("masked", 256, 4096, 7168, 8, 20)
     assert (masked.m, masked.expected_m) == (20, 20)
-    assert GemmProblem("masked", 256, 4096, 7168, 8).expected_m == 256
-    average = GemmProblem("psum", 1000, 4096, 7168, 8)
-    assert average == GemmProblem("psum", 1000, 4096, 7168, 8, 125)
+    assert selected("masked", 256, 4096, 7168, 8).expected_m == 256
+    average = selected("psum", 1000, 4096, 7168, 8)
+    assert average == selected("psum", 1000, 4096, 7168, 8, 125)
     assert (average.m, average.expected_m) == (1000, 125)
     for hint in (-5, 0, 1):
-        assert GemmProblem("offsets", 64, 4096, 7168, 8, hint).expected_m == 1
-    assert GemmProblem("offsets", 64, 4096, 7168, 8, 2**31).expected_m == 64
+        assert selected("offsets", 64, 4096, 7168, 8, hint).expected_m == 1
+    assert selected("offsets", 64, 4096, 7168, 8, 2**31).expected_m == 64
     for problem in (dense, masked, average):
-        assert replace(problem) == problem
+        assert replace(problem) == problem == problem.for_selection()
 
 
 def test_specs_are_distinct_and_all_used(planned: Plan) -> None:

@@ -88,8 +88,9 @@ def uncovered(planned: Plan, launcher: ModuleType) -> Iterator[GemmProblem]:
             seen: set[tuple[int, int | None]] = set()
             for m, hint in calls:
                 problem = make(layout, m, n, k, experts, hint, False, None, 0)
-                # What is left of a call's rows when the problem is made.
-                rows = (problem.m, problem.expected_m)
+                # What the selector sees of a call's rows.
+                selected = problem.for_selection()
+                rows = (selected.m, selected.expected_m)
                 if rows in seen:
                     continue
                 seen.add(rows)

@@ -29,6 +29,7 @@ def gemm_config(problem: GemmProblem) -> GemmConfig:
 
     Raises ConfigError where `problem.config` names no config that it may use.
     """
+    problem = problem.for_selection()
     if problem.config is not None:
         return parse_gemm_config(problem.config, problem)
     measured = table.lookup(problem)

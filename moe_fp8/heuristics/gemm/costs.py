@@ -254,7 +254,7 @@ def _ranked(
 
 def modelled_rows(problem: GemmProblem) -> int:
     """The rows that costs are predicted for."""
-    rows = problem.expected_m or problem.m  # GemmProblem sets it
+    rows = problem.rows
     if problem.layout == "dense":
         # As many as the tiles considered hold, which from 64 tokens on are multiples of that.
         return _smallest_tile(rows) if rows <= 64 else min(-(-rows // 64) * 64, 32768)

@@ -73,13 +73,14 @@ def lookup(problem: GemmProblem) -> GemmConfig | None:
 
 def find_row(problem: GemmProblem) -> tuple[int, int, GemmConfig] | None:
     """(rows, above, config) of the table's row that `lookup` takes its answer from."""
-    if problem.batch_invariant or problem.expected_m is None:
+    if problem.batch_invariant:
         return None
     found = _table(problem.device).get(_key(problem.layout, problem.n, problem.k, problem.num_experts))
     if found is None:
         return None
-    at = bisect_left(found, (problem.expected_m,))
-    if at == len(found) or found[at][1] >= problem.expected_m:
+    wanted = problem.rows
+    at = bisect_left(found, (wanted,))
+    if at == len(found) or found[at][1] >= wanted:
         return None
     rows, above, text = found[at]
     try:

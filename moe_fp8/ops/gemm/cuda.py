@@ -13,13 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_fp8 import heuristics
 from moe_fp8.jit.tensor_map import encode_2d
 from moe_fp8.ops import launch
 from moe_fp8.ops.launch import Prepared
 from moe_fp8.problems import GemmLayout, GemmProblem
 from moe_fp8.settings import settings
-from moe_fp8.specs import KernelSpec, kernel_spec
+from moe_fp8.specs import KernelSpec, select_gemm
 
 _GEMM = struct.Struct("128s128s128s128sQQQqiiii")
 
@@ -75,10 +74,11 @@ def _gemm_plan(
 ) -> _GemmPlan:
     """Raises ConfigError where `config_text` names no config that this call may use."""
     problem = _gemm_problem(layout, m, n, k, num_experts, expected_m, fp32, config_text, device)
-    config = heuristics.gemm_config(problem)
+    chosen = select_gemm(problem)
+    config = chosen.config
     return _GemmPlan(
-        kernel_spec(problem),
-        heuristics.gemm_grid(config, layout, m, n, problem.num_sms),
+        chosen.spec,
+        chosen.grid,
         a_box=(128, config.token_box),
         a_scale_box=(config.block_m, 1),
         b_box=(128, config.weight_box),

@@ -20,7 +20,13 @@ from moe_fp8.problems import (
     PagedMqaMetadataProblem,
 )
 from moe_fp8.settings import settings
-from moe_fp8.specs import kernel_spec
+from moe_fp8.specs import (
+    select_indexer_cache,
+    select_indexer_topk,
+    select_mqa_logits,
+    select_paged_mqa_logits,
+    select_paged_mqa_metadata,
+)
 
 _MQA = struct.Struct("128s128s128s128sQQQqiiiiiii")
 _PAGED = struct.Struct("128s128s128s128sQQQQiiqqii")
@@ -48,29 +54,26 @@ def mqa_logits(
 
     The kernel is that of the whole that this is a part of; 0 for none.
     """
-    device = q.get_device()
-    num_sms = launch.num_sms(device)
     m, heads, dim = q.shape
     n = k.shape[0]
     width = out.shape[1]
-    invariant = settings().batch_invariant
-    problem = MqaLogitsProblem(
-        whole_queries or m,
-        whole_keys or n,
-        heads,
-        dim,
-        compressed,
-        fill,
-        num_sms,
-        _OUT_DTYPES[out.dtype],
-        invariant,
+    chosen = select_mqa_logits(
+        MqaLogitsProblem(
+            m,
+            n,
+            heads,
+            dim,
+            compressed,
+            fill,
+            launch.num_sms(q.get_device()),
+            _OUT_DTYPES[out.dtype],
+            settings().batch_invariant,
+            whole_queries,
+            whole_keys,
+        )
     )
-    spec = kernel_spec(problem)
-    config = heuristics.mqa_config(problem)
+    config, division, query_blocks, items = chosen.config
     block_q, box_q = config.block_q, heuristics.query_box_rows(config, heads)
-    query_blocks = -(-m // block_q)
-    division = heuristics.mqa_division(query_blocks, n, num_sms)
-    items = query_blocks * -(-n // division.chunk_kv)
     block = launch.new_block(_MQA)
     _MQA.pack_into(
         block.buffer,
@@ -91,7 +94,7 @@ def mqa_logits(
         items,
         division.even,
     )
-    return spec, num_sms if division.even else items, block
+    return chosen.spec, chosen.grid, block
 
 
 def paged_mqa_logits_metadata(
@@ -101,10 +104,10 @@ def paged_mqa_logits_metadata(
     out: Tensor,
 ) -> Prepared:
     """Schedule of the paged logits; context_lens [B] or [B,next_n], out [num_workers + 1, 2]."""
-    device = context_lens.get_device()
     batch = context_lens.shape[0]
     num_workers = out.shape[0] - 1
-    spec = kernel_spec(PagedMqaMetadataProblem(batch, next_n, launch.num_sms(device)))
+    num_sms = launch.num_sms(context_lens.get_device())
+    chosen = select_paged_mqa_metadata(PagedMqaMetadataProblem(batch, next_n, num_sms))
     block = launch.new_block(_METADATA)
     _METADATA.pack_into(
         block.buffer,
@@ -116,7 +119,7 @@ def paged_mqa_logits_metadata(
         batch,
         num_workers,
     )
-    return spec, 1, block
+    return chosen.spec, chosen.grid, block
 
 
 def paged_mqa_logits(
@@ -129,16 +132,22 @@ def paged_mqa_logits(
     out: Tensor,
 ) -> Prepared:
     """Decode indexer logits; q [B,next_n,H,D], kv_cache [pages,block,1,D+4], out [B*next_n, width]."""
-    device = q.get_device()
     batch, next_n, heads, dim = q.shape
     pages, page_size = kv_cache.shape[0], kv_cache.shape[1]
     page_stride = kv_cache.stride(0) if pages > 1 else page_size * (dim + 4)
-    problem = PagedMqaLogitsProblem(
-        batch, next_n, heads, dim, page_size, launch.num_sms(device), _OUT_DTYPES[out.dtype]
+    chosen = select_paged_mqa_logits(
+        PagedMqaLogitsProblem(
+            batch,
+            next_n,
+            heads,
+            dim,
+            page_size,
+            launch.num_sms(q.get_device()),
+            _OUT_DTYPES[out.dtype],
+            metadata.shape[0] - 1,
+        )
     )
-    spec = kernel_spec(problem)
-    config = heuristics.paged_mqa_config(problem)
-    block_q, box_q = config.block_q, heuristics.query_box_rows(config, heads)
+    block_q, box_q = chosen.config.block_q, heuristics.query_box_rows(chosen.config, heads)
     rows = batch * next_n
     box = min(page_size, heuristics.MQA_BLOCK_KV)
     cache = kv_cache.data_ptr()
@@ -162,18 +171,18 @@ def paged_mqa_logits(
         # The kernel works up to here whatever the lengths say, and so reads no page past the table.
         min(out.shape[1], block_table.shape[1] * page_size),
     )
-    return spec, metadata.shape[0] - 1, block
+    return chosen.spec, chosen.grid, block
 
 
 def indexer_quantize_and_cache(
     k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool
 ) -> Prepared:
     """k [T,D] -> slots slot_mapping [T] of kv_cache [pages,block,1,D+4]."""
-    device = k.get_device()
     rows, dim = k.shape
     pages, page_size = kv_cache.shape[0], kv_cache.shape[1]
-    spec = kernel_spec(
-        IndexerCacheProblem(rows, dim, launch.IN_DTYPES[k.dtype], power_of_two, launch.num_sms(device))
+    num_sms = launch.num_sms(k.get_device())
+    chosen = select_indexer_cache(
+        IndexerCacheProblem(rows, dim, launch.IN_DTYPES[k.dtype], power_of_two, num_sms)
     )
     block = launch.new_block(_INDEXER_CACHE)
     _INDEXER_CACHE.pack_into(
@@ -189,8 +198,7 @@ def indexer_quantize_and_cache(
         page_size.bit_length() - 1,
         slot_mapping.dtype is torch.int64,
     )
-    # Eight values of a row are one thread's.
-    return spec, -(-rows * dim // (spec.num_threads * 8)), block
+    return chosen.spec, chosen.grid, block
 
 
 def indexer_topk(
@@ -205,9 +213,9 @@ def indexer_topk(
     carried: Tensor | None,
 ) -> Prepared:
     """logits [M,N] -> out [M,k], values [M,k] or None; starts and ends [M], carried [M,W] or None."""
-    device = logits.get_device()
     rows, columns = logits.shape
-    spec = kernel_spec(IndexerTopkProblem(rows, columns, _OUT_DTYPES[logits.dtype], launch.num_sms(device)))
+    num_sms = launch.num_sms(logits.get_device())
+    chosen = select_indexer_topk(IndexerTopkProblem(rows, columns, _OUT_DTYPES[logits.dtype], num_sms))
     block = launch.new_block(_INDEXER_TOPK)
     _INDEXER_TOPK.pack_into(
         block.buffer,
@@ -225,4 +233,4 @@ def indexer_topk(
         first_column,
         0 if carried is None else carried.shape[1],
     )
-    return spec, rows * spec.cluster_size, block
+    return chosen.spec, chosen.grid, block

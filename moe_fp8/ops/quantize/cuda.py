@@ -9,12 +9,9 @@ from torch import Tensor
 from moe_fp8.ops import launch, registry, scales
 from moe_fp8.ops.launch import Prepared
 from moe_fp8.problems import QuantizeProblem
-from moe_fp8.specs import kernel_spec
+from moe_fp8.specs import select_quantize
 
 _QUANTIZE = struct.Struct("QQQqqii")
-
-#: Rows that one block of the quantiser takes at once, and blocks that share an SM.
-_QUANTIZE_ROWS, _QUANTIZE_BLOCKS_PER_SM = 16, 8
 
 
 def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Prepared | None:
@@ -27,8 +24,7 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Prepare
         return None
     num_sms = launch.num_sms(x.get_device())
     m, k = x.shape
-    spec = kernel_spec(QuantizeProblem(m, k, launch.IN_DTYPES[x.dtype], power_of_two, num_sms))
+    chosen = select_quantize(QuantizeProblem(m, k, launch.IN_DTYPES[x.dtype], power_of_two, num_sms))
     block = launch.new_block(_QUANTIZE)
     _QUANTIZE.pack_into(block.buffer, 0, x.data_ptr(), q.data_ptr(), scale.data_ptr(), k, (m + 3) & -4, m, k)
-    tiles = -(-m // _QUANTIZE_ROWS) * (k >> 7)
-    return spec, min(tiles, num_sms * _QUANTIZE_BLOCKS_PER_SM), block
+    return chosen.spec, chosen.grid, block
