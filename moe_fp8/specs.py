@@ -47,6 +47,11 @@ class KernelSpec:
         return f"{self.name}[{values}]"
 
 
+#: Values that one thread of the quantising kernels takes, threads of a block, and rows that it takes at once.
+QUANTIZE_VALUES = 8
+_QUANTIZE_THREADS = 256
+QUANTIZE_ROWS = _QUANTIZE_THREADS * QUANTIZE_VALUES // SCALE_BLOCK
+
 #: LAYOUT of a GEMM kernel by the problem's layout.
 GEMM_LAYOUTS = {"dense": 0, "m_indices": 1, "psum": 2, "offsets": 3, "masked": 4}
 
@@ -115,7 +120,9 @@ _IN_DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 
 @cache
 def _quantize_spec(in_dtype: str, power_of_two: bool) -> KernelSpec:
-    return _spec("quantize_fp8", 256, 0, IN_DTYPE=_IN_DTYPES[in_dtype], POWER_OF_TWO=int(power_of_two))
+    return _spec(
+        "quantize_fp8", _QUANTIZE_THREADS, 0, IN_DTYPE=_IN_DTYPES[in_dtype], POWER_OF_TWO=int(power_of_two)
+    )
 
 
 @cache
@@ -187,21 +194,23 @@ def select_paged_mqa_metadata(problem: PagedMqaMetadataProblem) -> Selection[Non
     return Selection(_METADATA, 1, None)
 
 
-#: Rows that one block of the quantiser takes at once, and blocks that share an SM.
-_QUANTIZE_ROWS, _QUANTIZE_BLOCKS_PER_SM = 16, 8
+#: Blocks of the quantiser that share an SM.
+_QUANTIZE_BLOCKS_PER_SM = 8
 
 
 def select_quantize(problem: QuantizeProblem) -> Selection[None]:
-    """Blocks take turns with tiles of 16 rows and one group."""
-    tiles = -(-problem.m // _QUANTIZE_ROWS) * (problem.k // SCALE_BLOCK)
+    """Blocks take turns with tiles of `QUANTIZE_ROWS` rows and one group."""
+    tiles = -(-problem.m // QUANTIZE_ROWS) * (problem.k // SCALE_BLOCK)
     spec = _quantize_spec(problem.in_dtype, problem.power_of_two)
     return Selection(spec, min(tiles, problem.num_sms * _QUANTIZE_BLOCKS_PER_SM), None)
 
 
 def select_indexer_cache(problem: IndexerCacheProblem) -> Selection[None]:
-    """Eight values of a row are one thread's."""
+    """As many threads as quantise all rows."""
     spec = _indexer_cache_spec(problem.head_dim, problem.in_dtype, problem.power_of_two)
-    return Selection(spec, -(-problem.num_rows * problem.head_dim // (spec.num_threads * 8)), None)
+    return Selection(
+        spec, -(-problem.num_rows * problem.head_dim // (spec.num_threads * QUANTIZE_VALUES)), None
+    )
 
 
 def select_indexer_topk(problem: IndexerTopkProblem) -> Selection[heuristics.TopkConfig]:

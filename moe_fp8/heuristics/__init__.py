@@ -17,6 +17,7 @@ from moe_fp8.heuristics.gemm import (
 )
 from moe_fp8.heuristics.mqa import (
     MQA_BLOCK_KV,
+    MQA_MATH_WARPGROUPS,
     MQA_THREADS,
     PAGED_CHUNK,
     MqaConfig,
@@ -28,8 +29,9 @@ from moe_fp8.heuristics.mqa import (
     paged_mqa_config,
     query_box_rows,
 )
-from moe_fp8.heuristics.sm90 import SMEM_CAPACITY
+from moe_fp8.heuristics.sm90 import SMEM_CAPACITY, WARPGROUP
 from moe_fp8.heuristics.topk import (
+    TOPK_BINS,
     TOPK_CAPACITY,
     TOPK_MAX_K,
     TopkConfig,
@@ -39,12 +41,15 @@ from moe_fp8.heuristics.topk import (
 
 __all__ = [
     "MQA_BLOCK_KV",
+    "MQA_MATH_WARPGROUPS",
     "MQA_THREADS",
     "PAGED_CHUNK",
     "SMEM_CAPACITY",
     "TOKEN_TILES",
+    "TOPK_BINS",
     "TOPK_CAPACITY",
     "TOPK_MAX_K",
+    "WARPGROUP",
     "GemmConfig",
     "MqaConfig",
     "MqaDivision",

@@ -24,10 +24,10 @@ MQA_MAX_QUERIES = 8
 MQA_BLOCK_KV = 64
 
 #: Math warpgroups, which take turns with stages: ReLU and weights take longer than the product.
-_MATH_WARPGROUPS = 3
+MQA_MATH_WARPGROUPS = 3
 
 #: Beside them one that copies.
-MQA_THREADS = (1 + _MATH_WARPGROUPS) * WARPGROUP
+MQA_THREADS = (1 + MQA_MATH_WARPGROUPS) * WARPGROUP
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def mqa_division(query_blocks: int, num_keys: int, num_sms: int) -> MqaDivision:
         stages = -(-num_keys // MQA_BLOCK_KV)
         longest, even = -(-stages // chunks), -(-query_blocks * stages // num_sms)
         chunk = longest * MQA_BLOCK_KV
-        if chunk <= _MOST_CHUNK and -(-longest // _MATH_WARPGROUPS) <= -(-even // _MATH_WARPGROUPS) + 1:
+        if chunk <= _MOST_CHUNK and -(-longest // MQA_MATH_WARPGROUPS) <= -(-even // MQA_MATH_WARPGROUPS) + 1:
             return MqaDivision(chunk, False)
     return MqaDivision(_MOST_CHUNK, True)
 

@@ -13,6 +13,9 @@ TOPK_MAX_K = 4096
 #: 2048 bins that is 80 KiB, so that two CTAs share an SM and one row's barriers hide behind another's loads.
 TOPK_CAPACITY = 8192
 
+#: Bins of one of its histograms.
+TOPK_BINS = 2048
+
 
 @dataclass(frozen=True)
 class TopkConfig:
@@ -24,7 +27,7 @@ class TopkConfig:
 
 def topk_smem_bytes() -> int:
     """Dynamic shared memory of the top-k kernel: keys and numbers of the candidates, two histograms."""
-    return TOPK_CAPACITY * 8 + 2 * 2048 * 4
+    return TOPK_CAPACITY * 8 + 2 * TOPK_BINS * 4
 
 
 def topk_config(problem: IndexerTopkProblem) -> TopkConfig:

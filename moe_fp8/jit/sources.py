@@ -1,7 +1,8 @@
 """Kernel text: the entry file of a kernel and every header it includes, as bytes in memory.
 
-What is read here is both what the key digests and what NVRTC compiles: no include path is ever
-handed to the compiler, so nothing outside the kernels folder can get into a cubin unseen.
+What is collected here is both what the key digests and what NVRTC compiles: no include path is ever
+handed to the compiler, so nothing outside the kernels folder can get into a cubin unseen. Behind an entry
+file stands what `params.py` asserts about the kernel's parameters and constants.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from importlib import resources
 from pathlib import Path
 
 from moe_fp8.errors import CompileError
+from moe_fp8.params import assertions
 
 if sys.version_info >= (3, 11):
     from importlib.resources.abc import Traversable
@@ -31,8 +33,8 @@ _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 class SourceClosure:
     """A kernel's entry file and all it includes, transitively.
 
-    `files` holds (name relative to the kernels folder, text), sorted by name, the entry among
-    them. `digest` is a SHA-256 over names and texts: equal digests compile to equal code.
+    `files` holds (name relative to the kernels folder, text), sorted by name, the entry with its
+    assertions among them. `digest` is a SHA-256 over names and texts: equal digests compile to equal code.
     """
 
     entry: str
@@ -41,7 +43,7 @@ class SourceClosure:
 
     @property
     def text(self) -> bytes:
-        """The entry file's text."""
+        """The entry file's text, with the assertions."""
         return dict(self.files)[self.entry]
 
     @property
@@ -82,7 +84,9 @@ class SourceTree:
         with self._lock:
             if self._whole is None:
                 names = sorted(_device_code(self._root))
-                self._whole = _digest((name, self._read(name, name, "the folder")) for name in names)
+                read = [(name, self._read(name, name, "the folder")) for name in names]
+                asserted = [(name, assertions(name.removesuffix(".cuh")).encode()) for name in names]
+                self._whole = _digest([*read, *asserted])
             return self._whole
 
     def _collect(self, kernel: str) -> SourceClosure:
@@ -94,7 +98,7 @@ class SourceTree:
             if name in found:
                 continue
             text = self._read(kernel, name, wanted_by)
-            found[name] = text
+            found[name] = text + assertions(kernel).encode() if name == entry else text
             pending += [(match.decode("utf-8", "replace"), name) for match in _INCLUDE.findall(text)]
         files = tuple(sorted(found.items()))
         return SourceClosure(entry, files, _digest(files))

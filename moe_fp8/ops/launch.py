@@ -6,7 +6,6 @@ Nothing here waits for the device, reads device data or allocates. Given the cal
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple, TypeAlias
@@ -18,6 +17,7 @@ from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit.driver import LoadedKernel, ParamBlock, device_info
 from moe_fp8.jit.runtime import get_kernel
 from moe_fp8.ops.keys import Call, Key, attributes_like
+from moe_fp8.params import ParamStruct
 from moe_fp8.problems import InDtype
 from moe_fp8.specs import KernelSpec
 
@@ -106,7 +106,6 @@ def launch(spec: KernelSpec, grid: int, block: ParamBlock, device: int, call: Ca
         _launches[key] = _Launch(attributes_like(tensors), kernel, grid, device, block)
 
 
-def new_block(layout: struct.Struct) -> ParamBlock:
+def new_block(params: ParamStruct) -> ParamBlock:
     """Room for the parameters of one launch."""
-    # Structs that hold tensor maps are 64-byte aligned, and so padded.
-    return ParamBlock(-(-layout.size // 64) * 64)
+    return ParamBlock(-(-params.size // 64) * 64)

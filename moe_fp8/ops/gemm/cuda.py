@@ -6,7 +6,6 @@ of `GemmParams` in `moe_fp8/kernels`.
 
 from __future__ import annotations
 
-import struct
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,11 +15,10 @@ from torch import Tensor
 from moe_fp8.jit.tensor_map import encode_2d
 from moe_fp8.ops import launch
 from moe_fp8.ops.launch import Prepared
+from moe_fp8.params import GEMM
 from moe_fp8.problems import GemmLayout, GemmProblem
 from moe_fp8.settings import settings
 from moe_fp8.specs import KernelSpec, select_gemm
-
-_GEMM = struct.Struct("128s128s128s128sQQQqiiii")
 
 
 class _GemmPlan(NamedTuple):
@@ -141,9 +139,9 @@ def _gemm(
     fp32 = out.dtype is torch.float32
     plan = _gemm_plan(layout, m, n, k, num_experts, expected_m, fp32, config, device)
     batch = num_experts if layout == "masked" else 1
-    block = launch.new_block(_GEMM)
+    block = launch.new_block(GEMM)
     # A box is 128 bytes of each row. Promoted to 256, L2 would fetch the next box's too: 4.04 TB/s, not 4.39.
-    _GEMM.pack_into(
+    GEMM.pack_into(
         block.buffer,
         0,
         encode_2d(a.data_ptr(), "uint8", (k, m * batch), k, plan.a_box, l2_promotion=128),

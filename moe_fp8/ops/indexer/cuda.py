@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-
 import torch
 from torch import Tensor
 
@@ -11,6 +9,7 @@ from moe_fp8 import heuristics
 from moe_fp8.jit.tensor_map import encode_2d, encode_tiled
 from moe_fp8.ops import launch
 from moe_fp8.ops.launch import Prepared
+from moe_fp8.params import INDEXER_CACHE, INDEXER_TOPK, MQA_LOGITS, PAGED_MQA_LOGITS, PAGED_MQA_METADATA
 from moe_fp8.problems import (
     IndexerCacheProblem,
     IndexerTopkProblem,
@@ -27,12 +26,6 @@ from moe_fp8.specs import (
     select_paged_mqa_logits,
     select_paged_mqa_metadata,
 )
-
-_MQA = struct.Struct("128s128s128s128sQQQqiiiiiii")
-_PAGED = struct.Struct("128s128s128s128sQQQQiiqqii")
-_METADATA = struct.Struct("QiiQii")
-_INDEXER_CACHE = struct.Struct("QQQqqqiii")
-_INDEXER_TOPK = struct.Struct("QQQQQQqiiiii")
 
 _OUT_DTYPES: dict[torch.dtype, OutDtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -74,8 +67,8 @@ def mqa_logits(
     )
     config, division, query_blocks, items = chosen.config
     block_q, box_q = config.block_q, heuristics.query_box_rows(config, heads)
-    block = launch.new_block(_MQA)
-    _MQA.pack_into(
+    block = launch.new_block(MQA_LOGITS)
+    MQA_LOGITS.pack_into(
         block.buffer,
         0,
         encode_2d(q.data_ptr(), "uint8", (dim, m * heads), dim, (dim, box_q), dim),
@@ -108,8 +101,8 @@ def paged_mqa_logits_metadata(
     num_workers = out.shape[0] - 1
     num_sms = launch.num_sms(context_lens.get_device())
     chosen = select_paged_mqa_metadata(PagedMqaMetadataProblem(batch, next_n, num_sms))
-    block = launch.new_block(_METADATA)
-    _METADATA.pack_into(
+    block = launch.new_block(PAGED_MQA_METADATA)
+    PAGED_MQA_METADATA.pack_into(
         block.buffer,
         0,
         context_lens.data_ptr(),
@@ -151,8 +144,8 @@ def paged_mqa_logits(
     rows = batch * next_n
     box = min(page_size, heuristics.MQA_BLOCK_KV)
     cache = kv_cache.data_ptr()
-    block = launch.new_block(_PAGED)
-    _PAGED.pack_into(
+    block = launch.new_block(PAGED_MQA_LOGITS)
+    PAGED_MQA_LOGITS.pack_into(
         block.buffer,
         0,
         encode_2d(q.data_ptr(), "uint8", (dim, rows * heads), dim, (dim, box_q), dim),
@@ -184,8 +177,8 @@ def indexer_quantize_and_cache(
     chosen = select_indexer_cache(
         IndexerCacheProblem(rows, dim, launch.IN_DTYPES[k.dtype], power_of_two, num_sms)
     )
-    block = launch.new_block(_INDEXER_CACHE)
-    _INDEXER_CACHE.pack_into(
+    block = launch.new_block(INDEXER_CACHE)
+    INDEXER_CACHE.pack_into(
         block.buffer,
         0,
         k.data_ptr(),
@@ -216,8 +209,8 @@ def indexer_topk(
     rows, columns = logits.shape
     num_sms = launch.num_sms(logits.get_device())
     chosen = select_indexer_topk(IndexerTopkProblem(rows, columns, _OUT_DTYPES[logits.dtype], num_sms))
-    block = launch.new_block(_INDEXER_TOPK)
-    _INDEXER_TOPK.pack_into(
+    block = launch.new_block(INDEXER_TOPK)
+    INDEXER_TOPK.pack_into(
         block.buffer,
         0,
         logits.data_ptr(),

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_fp8.heuristics import PAGED_CHUNK
 from moe_fp8.ops.quantize.reference import fp8_values, scale_from_amax, to_fp8
 
 #: Tokens of KV in one unit of the paged schedule.
-SCHEDULE_CHUNK = 64
+SCHEDULE_CHUNK = PAGED_CHUNK
 
 #: Scores of this many (query, head, key) triples are held at once.
 _SCORES_AT_ONCE = 1 << 24

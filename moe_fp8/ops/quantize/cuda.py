@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import struct
-
 from torch import Tensor
 
 from moe_fp8.ops import launch, registry, scales
 from moe_fp8.ops.launch import Prepared
+from moe_fp8.params import QUANTIZE
 from moe_fp8.problems import QuantizeProblem
 from moe_fp8.specs import select_quantize
-
-_QUANTIZE = struct.Struct("QQQqqii")
 
 
 def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Prepared | None:
@@ -25,6 +22,6 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Prepare
     num_sms = launch.num_sms(x.get_device())
     m, k = x.shape
     chosen = select_quantize(QuantizeProblem(m, k, launch.IN_DTYPES[x.dtype], power_of_two, num_sms))
-    block = launch.new_block(_QUANTIZE)
-    _QUANTIZE.pack_into(block.buffer, 0, x.data_ptr(), q.data_ptr(), scale.data_ptr(), k, (m + 3) & -4, m, k)
+    block = launch.new_block(QUANTIZE)
+    QUANTIZE.pack_into(block.buffer, 0, x.data_ptr(), q.data_ptr(), scale.data_ptr(), k, (m + 3) & -4, m, k)
     return chosen.spec, chosen.grid, block

@@ -1,0 +1,215 @@
+"""The one struct that each kernel takes, and the numbers that Python and device code both know: stated here.
+
+A struct is an ordered list of fields. It gives the format by which a launch packs its parameters, and the
+`static_assert`s with which the kernel is compiled: a struct or a constant of the device code that differs
+fails to compile, on a machine without a GPU. `jit/sources.py` puts these behind the kernel's source, so that
+they are a part of its key. Standard library only.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+from moe_fp8 import heuristics
+from moe_fp8.problems import SCALE_BLOCK, SEGMENT_ALIGNMENT
+from moe_fp8.specs import GEMM_LAYOUTS, QUANTIZE_ROWS, QUANTIZE_VALUES
+
+#: Type -> (format of the struct module, bytes, alignment).
+_TYPES = {
+    "TensorMap": ("128s", 128, 64),
+    "pointer": ("Q", 8, 8),
+    "int64": ("q", 8, 8),
+    "int": ("i", 4, 4),
+}
+
+
+class ParamStruct:
+    """`name` of the struct in device code, and its fields in order, each "type name".
+
+    Types are TensorMap, pointer, int64 and int. `pack_into(buffer, offset, *values)` takes a value for each:
+    128 bytes for a map, an address for a pointer. `size` is the struct's, padding included.
+    """
+
+    def __init__(self, name: str, *fields: str) -> None:
+        self.name = name
+        self.offsets: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
+        layout, end, largest = "=", 0, 1
+        for kind, field in (text.split() for text in fields):
+            code, size, alignment = _TYPES[kind]
+            padding = -end % alignment
+            layout += f"{padding}x{code}" if padding else code
+            self.offsets[field], self._sizes[field] = end + padding, size
+            end += padding + size
+            largest = max(largest, alignment)
+        self.size = end + -end % largest
+        self.pack_into = struct.Struct(layout).pack_into
+
+    def assertions(self) -> Iterable[tuple[str, int]]:
+        """(expression of device code, what it must be): the struct's size, each field's place and size."""
+        yield f"sizeof({self.name})", self.size
+        for field, offset in self.offsets.items():
+            yield f"offsetof({self.name}, {field})", offset
+            yield f"sizeof((({self.name}*)0)->{field})", self._sizes[field]
+
+
+GEMM = ParamStruct(
+    "GemmParams",
+    "TensorMap a",
+    "TensorMap a_scale",
+    "TensorMap b",
+    "TensorMap out_map",
+    "pointer out",
+    "pointer b_scale",
+    "pointer index",
+    "int64 out_stride",
+    "int m",
+    "int n",
+    "int k",
+    "int num_experts",
+)
+
+MQA_LOGITS = ParamStruct(
+    "MqaLogitsParams",
+    "TensorMap q",
+    "TensorMap k",
+    "TensorMap k_scale",
+    "TensorMap weights",
+    "pointer logits",
+    "pointer ks",
+    "pointer ke",
+    "int64 logits_stride",
+    "int num_queries",
+    "int num_keys",
+    "int width",
+    "int chunk_kv",
+    "int query_blocks",
+    "int num_items",
+    "int even",
+)
+
+PAGED_MQA_LOGITS = ParamStruct(
+    "PagedMqaLogitsParams",
+    "TensorMap q",
+    "TensorMap k",
+    "TensorMap k_scale",
+    "TensorMap weights",
+    "pointer logits",
+    "pointer block_table",
+    "pointer metadata",
+    "pointer context_lens.lens",
+    "int context_lens.next_n",
+    "int context_lens.per_token",
+    "int64 logits_stride",
+    "int64 block_table_stride",
+    "int batch",
+    "int width",
+)
+
+PAGED_MQA_METADATA = ParamStruct(
+    "PagedMqaLogitsMetadataParams",
+    "pointer context_lens.lens",
+    "int context_lens.next_n",
+    "int context_lens.per_token",
+    "pointer metadata",
+    "int batch",
+    "int workers",
+)
+
+QUANTIZE = ParamStruct(
+    "QuantizeParams",
+    "pointer x",
+    "pointer q",
+    "pointer scale",
+    "int64 x_stride",
+    "int64 scale_stride",
+    "int m",
+    "int k",
+)
+
+INDEXER_CACHE = ParamStruct(
+    "IndexerCacheParams",
+    "pointer k",
+    "pointer kv_cache",
+    "pointer slot_mapping",
+    "int64 k_stride",
+    "int64 page_stride",
+    "int64 num_pages",
+    "int num_rows",
+    "int page_shift",
+    "int wide_slots",
+)
+
+INDEXER_TOPK = ParamStruct(
+    "IndexerTopkParams",
+    "pointer logits",
+    "pointer starts",
+    "pointer ends",
+    "pointer out",
+    "pointer values",
+    "pointer carried",
+    "int64 stride",
+    "int num_columns",
+    "int k",
+    "int sorted",
+    "int first_column",
+    "int num_carried",
+)
+
+#: A GEMM's layouts as the enumerators of `sched::Layout`.
+_ENUMERATORS = {
+    "dense": "kDense",
+    "m_indices": "kMIndices",
+    "psum": "kPsum",
+    "offsets": "kOffsets",
+    "masked": "kMasked",
+}
+
+_MQA = {
+    "moe_fp8::kBlockKv": heuristics.MQA_BLOCK_KV,
+    "moe_fp8::kMathWarpgroups": heuristics.MQA_MATH_WARPGROUPS,
+    "moe_fp8::kWarpgroup": heuristics.WARPGROUP,
+}
+
+#: Kernel -> its struct, and what its constants must be.
+_KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
+    "gemm_fp8": (
+        GEMM,
+        {
+            "moe_fp8::kBlockK": SCALE_BLOCK,
+            "moe_fp8::kSegmentAlignment": SEGMENT_ALIGNMENT,
+            "moe_fp8::kWarpgroup": heuristics.WARPGROUP,
+            **{
+                f"static_cast<int>(moe_fp8::sched::Layout::{enumerator})": GEMM_LAYOUTS[layout]
+                for layout, enumerator in _ENUMERATORS.items()
+            },
+        },
+    ),
+    "mqa_logits_fp8": (MQA_LOGITS, _MQA),
+    "paged_mqa_logits_fp8": (PAGED_MQA_LOGITS, _MQA),
+    "paged_mqa_logits_metadata": (PAGED_MQA_METADATA, {}),
+    "quantize_fp8": (
+        QUANTIZE,
+        {
+            "moe_fp8::kBlockK": SCALE_BLOCK,
+            "moe_fp8::kRows": QUANTIZE_ROWS,
+            "moe_fp8::kQuantizeValues": QUANTIZE_VALUES,
+        },
+    ),
+    "indexer_quantize_and_cache": (INDEXER_CACHE, {"moe_fp8::kQuantizeValues": QUANTIZE_VALUES}),
+    "indexer_topk": (INDEXER_TOPK, {"moe_fp8::topk::kBins": heuristics.TOPK_BINS}),
+}
+
+#: Diagnostics name this module. NVRTC has neither <cstddef> nor the builtin of other compilers.
+_HEAD = ('#line 1 "params.py"', "#define offsetof(type, field) __INTADDR__(&((type*)0)->field)")
+
+
+def assertions(kernel: str) -> str:
+    """What stands behind the source of `kernel` when it is compiled; nothing where it has no struct here."""
+    if kernel not in _KERNELS:
+        return ""
+    params, constants = _KERNELS[kernel]
+    facts = [*params.assertions(), *constants.items()]
+    lines = [f'static_assert({expression} == {value}, "see params.py");' for expression, value in facts]
+    return "\n".join([*_HEAD, *lines, ""])
