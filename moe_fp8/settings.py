@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,9 @@ class Settings:
     tensors. `batch_invariant` (MOE_FP8_BATCH_INVARIANT): a row's bits in a GEMM or in prefill logits depend
     on neither the other rows nor their number. `jobs` (MOE_FP8_JOBS): compiler processes of a build.
     `miss` (MOE_FP8_JIT_MISS): what a frozen process does about a kernel that is not loaded. `bundle`
-    (MOE_FP8_BUNDLE): a kernel bundle, which is looked at before `cache_dir`; None for none.
+    (MOE_FP8_BUNDLE): a kernel bundle, which is looked at before `cache_dir`; None for none. `dispatch`
+    (MOE_FP8_DISPATCH): every call of an op goes through torch's dispatcher, so that whatever watches it sees
+    a `moe_fp8::` event; an active torch profiler has the same effect.
     """
 
     cache_dir: Path | None
@@ -37,6 +39,12 @@ class Settings:
     jobs: int
     miss: MissPolicy
     bundle: Path | None = None
+    dispatch: bool = False
+
+    @cached_property
+    def past_dispatcher(self) -> bool:
+        """Whether an eager call may go past torch's dispatcher, and past the checks if it was made before."""
+        return not (self.dispatch or self.checked)
 
 
 @cache
@@ -109,6 +117,7 @@ _PARSERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "MOE_FP8_CACHE_DIR": ("cache_dir", _parse_path),
     "MOE_FP8_BUNDLE": ("bundle", _parse_path),
     "MOE_FP8_CHECKED": ("checked", _parse_bool),
+    "MOE_FP8_DISPATCH": ("dispatch", _parse_bool),
     "MOE_FP8_BATCH_INVARIANT": ("batch_invariant", _parse_bool),
     "MOE_FP8_JOBS": ("jobs", _parse_jobs),
     "MOE_FP8_JIT_MISS": ("miss", _parse_miss),

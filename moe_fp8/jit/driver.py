@@ -102,11 +102,11 @@ class LoadedKernel:
         self._ready: set[int] = set()
         self._lock = threading.Lock()
 
-    def launch(self, grid: int, stream: int, params: Params) -> None:
+    def launch(self, grid: int, stream: int, params: Params, device: int = 0) -> None:
         """Launch `grid` (> 0) blocks on `stream`, a raw CUstream of the current context.
 
-        `params` is copied before the call returns. Thread-safe and capture-safe, asynchronous;
-        raises DriverError.
+        `device`: whose context is made current where the thread has none. `params` is copied before the
+        call returns. Thread-safe and capture-safe, asynchronous; raises DriverError.
         """
         if type(params) is ParamBlock:
             kernel_params = params.kernel_params
@@ -118,7 +118,7 @@ class LoadedKernel:
             config = self._configure(grid, stream)
         status = self._launch(config, self._function, kernel_params, 0)[0]
         if status:
-            self._retry(status, config, grid, kernel_params)
+            self._retry(status, config, grid, kernel_params, device)
 
     def _configure(self, grid: int, stream: int) -> Any:
         """The launch configuration for this grid and stream; kept, since making one costs microseconds."""
@@ -138,8 +138,13 @@ class LoadedKernel:
         self._configs[grid, stream] = config
         return config
 
-    def prepare(self) -> None:
-        """Load the code onto the current device and allow its shared memory there; idempotent."""
+    def prepare(self, current: int | None = None) -> None:
+        """Load the code onto the current device and allow its shared memory there; idempotent.
+
+        `current`: that device, if it is known. Allowed while a stream is being captured.
+        """
+        if current in self._ready:
+            return
         api = _driver()
         device = _check("cuCtxGetDevice", api.cuCtxGetDevice())
         with self._lock:
@@ -156,10 +161,10 @@ class LoadedKernel:
                 _check(f"cuKernelGetFunction({self.name})", api.cuKernelGetFunction(self._kernel))
             self._ready.add(int(device))
 
-    def _retry(self, status: Any, config: Any, grid: int, kernel_params: int) -> None:
+    def _retry(self, status: Any, config: Any, grid: int, kernel_params: int, wanted: int) -> None:
         api = _driver()
         # A thread that has called nothing of the CUDA runtime yet has no context.
-        bound = ensure_context()
+        bound = ensure_context(wanted)
         device = int(_check("cuCtxGetDevice", api.cuCtxGetDevice()))
         if bound or device not in self._ready:
             # Loaded on another device: its shared-memory limit is still the default here.
@@ -191,16 +196,16 @@ def load(artifact: Artifact, smem_bytes: int, num_threads: int) -> LoadedKernel:
     return loaded
 
 
-def ensure_context() -> bool:
-    """Make a context current on this thread if none is: device 0's primary, as the runtime would.
+def ensure_context(device: int = 0) -> bool:
+    """Make a context current on this thread if none is: the primary one of `device`, as the runtime would.
 
     Returns whether there was none.
     """
     api = _driver()
     if int(_check("cuCtxGetCurrent", api.cuCtxGetCurrent())) != 0:
         return False
-    device = _check("cuDeviceGet", api.cuDeviceGet(0))
-    context = _check("cuDevicePrimaryCtxRetain", api.cuDevicePrimaryCtxRetain(device))
+    handle = _check(f"cuDeviceGet({device})", api.cuDeviceGet(device))
+    context = _check("cuDevicePrimaryCtxRetain", api.cuDevicePrimaryCtxRetain(handle))
     _check("cuCtxSetCurrent", api.cuCtxSetCurrent(context))
     return True
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from moe_fp8.errors import UnsupportedError
 from moe_fp8.heuristics.gemm import table as gemm_table
-from moe_fp8.jit.driver import LoadedKernel, ParamBlock, device_info
+from moe_fp8.jit.driver import LoadedKernel, ParamBlock, device_info, ensure_context
 from moe_fp8.jit.runtime import get_kernel
 from moe_fp8.ops.keys import Call, Key, attributes_like
 from moe_fp8.params import ParamStruct
@@ -85,20 +85,33 @@ def repeat(call: Call) -> bool:
     if not same(*tensors):
         return False
     if device == _current_device():
-        kernel.launch(grid, _raw_stream(device), block)
+        kernel.launch(grid, _raw_stream(device), block, device)
     else:
         with torch.cuda.device(device):
-            kernel.launch(grid, _raw_stream(device), block)
+            kernel.launch(grid, _raw_stream(device), block, device)
     return True
 
 
-def launch(spec: KernelSpec, grid: int, block: ParamBlock, device: int, call: Call | None) -> None:
-    """Launch the kernel of `spec`, loading it if need be; remember it for `call`."""
+def first(
+    prepare: Callable[..., Prepared | None], arguments: tuple[Any, ...], device: int, call: Call | None
+) -> None:
+    """Prepare a launch from an op's arguments, whose tensors are on `device`, and make it."""
     if device != _current_device():
         with torch.cuda.device(device):
-            return launch(spec, grid, block, device, call)
+            return first(prepare, arguments, device, call)
+    # A thread that has called nothing of the CUDA runtime yet has no context, and tensor maps need one.
+    ensure_context(device)
+    prepared = prepare(*arguments)
+    if prepared is not None:
+        launch(*prepared, device, call)
+
+
+def launch(spec: KernelSpec, grid: int, block: ParamBlock, device: int, call: Call | None) -> None:
+    """Launch the kernel of `spec` on the current `device`, loading it if need be; remember it for `call`."""
     kernel = get_kernel(spec)
-    kernel.launch(grid, _raw_stream(device), block)
+    # Found out by a launch that fails, it would end a capture.
+    kernel.prepare(device)
+    kernel.launch(grid, _raw_stream(device), block, device)
     if call is not None:
         if len(_launches) >= _MAX_LAUNCHES:
             _launches.clear()

@@ -9,12 +9,14 @@ Every op writes into outputs that the caller allocates, so one schema serves eag
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from types import ModuleType, NoneType
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.autograd.profiler as _profiler
 from torch import Tensor
 
 from moe_fp8.ops.keys import Call
@@ -41,20 +43,22 @@ OPS: dict[str, Op] = {}
 
 
 class _Launcher:
-    """`repeat` and `launch` of `moe_fp8.ops.launch`, imported at the first CUDA call.
+    """`repeat` of `moe_fp8.ops.launch`, which is imported at the first CUDA call.
 
     So importing the ops loads no CUDA binding.
     """
 
     repeat: Callable[[Call], bool] | None = None
-    launch: Callable[..., None]
 
 
-def _load_launcher() -> Callable[[Call], bool]:
-    module = importlib.import_module("moe_fp8.ops.launch")
-    _Launcher.launch = module.launch
-    _Launcher.repeat = module.repeat
-    return module.repeat  # type: ignore[no-any-return]
+def _launcher() -> ModuleType:
+    return importlib.import_module("moe_fp8.ops.launch")
+
+
+def _load_repeat() -> Callable[[Call], bool]:
+    repeat: Callable[[Call], bool] = _launcher().repeat
+    _Launcher.repeat = repeat
+    return repeat
 
 
 @cache
@@ -79,8 +83,12 @@ def _nothing(*_arguments: object) -> None:
     """The usual meta implementation: outputs are given, so there is nothing to infer."""
 
 
-_gradients_on, _compiling = torch.is_grad_enabled, torch.compiler.is_compiling
+# Not is_compiling, which takes twice as long: what else compiles or exports does it in a dispatch mode.
+_gradients_on, _tracing = torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+
+# Types that override nothing, as other subclasses of Tensor do; a tensor that is not given is None.
+_plain = frozenset({Tensor, torch.nn.Parameter, NoneType}).issuperset
 _shape, _data_ptr = attrgetter("shape"), Tensor.data_ptr
 
 
@@ -121,25 +129,12 @@ def register(
     kinds = [str(parameter.type) for parameter in parameters]
     names = tuple(parameter.name for parameter in parameters)
     arity, defaults = len(parameters), tuple(parameter.default_value for parameter in parameters)
-    tensors_of = _getter([at for at, kind in enumerate(kinds) if "Tensor" in kind])
-    scalars_of = _getter([at for at, kind in enumerate(kinds) if "Tensor" not in kind])
-    shapes_of = _getter([0, *(names.index(one) for one in varying)])
-    optional = "Optional[Tensor]" in kinds
 
-    def call_of(arguments: tuple[Any, ...]) -> Call | None:
-        """What a CUDA call is remembered by; None in checked mode, where it must not pass unseen."""
-        first = arguments[0]
-        if contract is not None and settings().checked and checked(first):
-            return None
-        tensors = tensors_of(arguments)
-        sizes: Iterable[object] = map(_shape, shapes_of(arguments)) if varying else (first.shape,)
-        if optional:
-            sizes = *sizes, *[tensor is None for tensor in tensors]
-            tensors = tuple([tensor for tensor in tensors if tensor is not None])
-        return (name, *sizes, *scalars_of(arguments), *map(_data_ptr, tensors)), tensors
+    tensors_of = _getter([at for at, kind in enumerate(kinds) if "Tensor" in kind])
+    call_of = _call_of(name, names, kinds, varying)
 
     def fresh(arguments: tuple[Any, ...], call: Call | None) -> None:
-        """A call like none before."""
+        """A call like none before, or one that must not pass unseen."""
         first = arguments[0]
         others = check(*arguments)
         if others is not None:
@@ -148,43 +143,73 @@ def register(
             contract(*arguments)
         if empty(*arguments):
             return
-        if not first.is_cuda:
+        if first.is_cuda:
+            _launcher().first(resolve(cuda), arguments, first.get_device(), call)
+        else:
             reference(*arguments)
-            return
-        prepared = resolve(cuda)(*arguments)
-        if prepared is not None:
-            if _Launcher.repeat is None:
-                _load_launcher()
-            _Launcher.launch(*prepared, first.get_device(), call)
 
     def run(*arguments: Any) -> None:
         if len(arguments) < arity:  # torch leaves out what has its default
             arguments += defaults[len(arguments) :]
-        call = call_of(arguments) if arguments[0].is_cuda else None
-        if call is None or not (_Launcher.repeat or _load_launcher())(call):
-            fresh(arguments, call)
+        first = arguments[0]
+        call = None
+        if first.is_cuda and (contract is None or not checked(first)):
+            call = call_of(arguments, tensors_of(arguments))
+            if (_Launcher.repeat or _load_repeat())(call):
+                return
+        fresh(arguments, call)
 
     def eager(*arguments: Any) -> None:
         # Past torch's dispatcher, which is 1.5 us of a call, where that changes nothing: for plain CUDA
-        # tensors with gradients off, as engines run, and where nothing traces or intercepts.
-        first = arguments[0]
+        # tensors with gradients off, as engines run, and where nothing traces, transforms or profiles.
         if (
-            type(first) is Tensor
-            and first.is_cuda
+            not _tracing()
+            and _plain(map(type, tensors := tensors_of(arguments)))
+            and tensors[0].is_cuda
             and not _gradients_on()
-            and not _compiling()
             and not _dispatch_modes()
+            and not _profiler._is_profiler_enabled
+            and settings().past_dispatcher
         ):
-            call = call_of(arguments)
-            if call is None or not (_Launcher.repeat or _load_launcher())(call):
-                fresh(arguments, call)
-        else:
-            op(*arguments)
+            call = call_of(arguments, tensors)
+            if (_Launcher.repeat or _load_repeat())(call):
+                return
+            # These are of the plain type, and no call with one was ever remembered.
+            if not any(map(torch._is_functional_tensor, call[1])):
+                return fresh(arguments, call)
+        op(*arguments)
 
     for key, implementation in (("CPU", run), ("CUDA", run), ("Meta", fake)):
         _library.impl(name, implementation, key)
     OPS[name] = Op(eager, run, names, cuda)
     return eager
+
+
+#: All arguments of a call, and the tensors among them -> what the call is remembered by.
+_CallOf: TypeAlias = Callable[[tuple[Any, ...], tuple[Any, ...]], Call]
+
+
+def _call_of(name: str, names: tuple[str, ...], kinds: list[str], varying: tuple[str, ...]) -> _CallOf:
+    scalars_of = _getter([at for at, kind in enumerate(kinds) if "Tensor" not in kind])
+    shapes_of = _getter([0, *(names.index(one) for one in varying)])
+
+    # This is on the path of every call: a way for each kind of op takes less time than one way for all.
+    def plain(arguments: tuple[Any, ...], tensors: tuple[Any, ...]) -> Call:
+        return (name, tensors[0].shape, *scalars_of(arguments), *map(_data_ptr, tensors)), tensors
+
+    def with_shapes(arguments: tuple[Any, ...], tensors: tuple[Any, ...]) -> Call:
+        shapes = map(_shape, shapes_of(arguments))
+        return (name, *shapes, *scalars_of(arguments), *map(_data_ptr, tensors)), tensors
+
+    def with_optional(arguments: tuple[Any, ...], tensors: tuple[Any, ...]) -> Call:
+        given = [tensor is not None for tensor in tensors]
+        tensors = tuple([tensor for tensor in tensors if tensor is not None])
+        shapes = map(_shape, shapes_of(arguments))
+        return (name, *shapes, *given, *scalars_of(arguments), *map(_data_ptr, tensors)), tensors
+
+    if "Optional[Tensor]" in kinds:
+        return with_optional
+    return with_shapes if varying else plain
 
 
 def _getter(positions: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

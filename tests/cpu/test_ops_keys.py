@@ -201,7 +201,10 @@ class _Kernel:
     def __init__(self) -> None:
         self.launches: list[tuple[int, int, bytes]] = []
 
-    def launch(self, grid: int, stream: int, params: Any) -> None:
+    def prepare(self, device: int) -> None:
+        assert device == -1
+
+    def launch(self, grid: int, stream: int, params: Any, device: int) -> None:
         self.launches.append((grid, stream, ctypes.string_at(params.address, params.size)))
 
 

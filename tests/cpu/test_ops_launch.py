@@ -1,0 +1,163 @@
+"""Launches from any thread, on any device, and of plain tensors alone, on a stand-in for libcuda."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moe_fp8.jit import driver
+from moe_fp8.jit.driver import ParamBlock
+from moe_fp8.ops import registry
+from moe_fp8.ops.keys import Call
+from tests import cases
+from tests.cpu.test_jit_driver import _ARTIFACT, FakeDriver
+
+
+class StrictDriver(FakeDriver):
+    """Counts launches that fail, as one does that a capture would not survive."""
+
+    failed = 0
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, params: int, extra: int) -> Any:
+        result = super().cuLaunchKernelEx(config, function, params, extra)
+        self.failed += int(result[0]) != 0
+        return result
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> StrictDriver:
+    api = StrictDriver()
+    monkeypatch.setattr(driver, "_driver", lambda: api)
+    return api
+
+
+@pytest.fixture
+def launch(fake: StrictDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """`moe_fp8.ops.launch` with one kernel, loaded on device 0; the current device is the context's."""
+    for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice"):
+        if not hasattr(torch._C, name):
+            monkeypatch.setattr(torch._C, name, None, raising=False)
+    module = importlib.import_module("moe_fp8.ops.launch")
+    kernel = driver.load(_ARTIFACT, 100_000, 128)
+    monkeypatch.setattr(module, "get_kernel", lambda spec: kernel)
+    monkeypatch.setattr(module, "_raw_stream", lambda device: 0x7000)
+    monkeypatch.setattr(module, "_current_device", lambda: max(fake._current() - 100, 0))
+    monkeypatch.setattr(module, "_launches", {})
+    yield module
+
+
+def in_a_thread(function: Any, *arguments: Any) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function(*arguments)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_tensor_maps_are_encoded_in_a_context(launch: ModuleType, fake: StrictDriver) -> None:
+    def prepare(*_: object) -> Any:
+        assert fake._current() == 100, "cuTensorMapEncodeTiled needs one"
+        return None, 1, ParamBlock(16)
+
+    in_a_thread(launch.first, prepare, (), 0, None)
+    assert len(fake.launches) == 1
+
+
+def test_a_repeated_launch_of_a_new_thread_finds_its_context(launch: ModuleType, fake: StrictDriver) -> None:
+    call: Call = ("op", 1), (torch.zeros(1),)
+    launch.first(lambda *_: (None, 1, ParamBlock(16)), (), 0, call)
+
+    def again() -> None:
+        assert launch.repeat(call)
+        assert fake._current() == 100
+
+    in_a_thread(again)
+    assert len(fake.launches) == 2
+
+
+def test_the_context_is_that_of_the_tensors_device(fake: StrictDriver) -> None:
+    kernel = driver.load(_ARTIFACT, 100_000, 128)
+
+    def run() -> None:
+        kernel.launch(1, 0, ParamBlock(16), 1)
+        assert fake._current() == 101
+
+    in_a_thread(run)
+    in_a_thread(lambda: driver.ensure_context(1) and fake.cuCtxGetDevice()[1] == 1)
+
+
+def test_the_first_use_on_a_second_device_fails_no_launch(launch: ModuleType, fake: StrictDriver) -> None:
+    fake.cuCtxSetCurrent(101)
+    launch.first(lambda *_: (None, 1, ParamBlock(16)), (), 1, None)
+    assert (fake.failed, len(fake.launches)) == (0, 1), "inside a capture a failed launch ends it"
+    assert fake.smem_limits == {0: 100_000, 1: 100_000}
+
+
+class Watched(torch.Tensor):
+    """A subclass that sees the ops that it is an operand of."""
+
+    seen: tuple[str, ...] = ()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> None:
+        cls.seen += (func._schema.name,)
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """CPU tensors say that they are on a GPU; the calls that go past torch's dispatcher."""
+    calls: list[Call] = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(registry._Launcher, "repeat", lambda call: calls.append(call) or True)
+    return calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("argument", range(5))
+def test_a_subclass_goes_through_the_dispatcher_whichever_operand_it_is(
+    eager: list[Call], argument: int
+) -> None:
+    case = cases.dense_case(3, 64, 256)
+    operands = [case.a, case.a_scale, case.b, case.b_scale, case.poisoned()]
+    gemm = registry.OPS["gemm_fp8"].call
+    gemm(*operands, None)
+    gemm(*[torch.nn.Parameter(operand, requires_grad=False) for operand in operands], None)
+    assert len(eager) == 2, "parameters are plain tensors"
+    operands[argument] = torch.Tensor._make_subclass(Watched, operands[argument])
+    Watched.seen = ()
+    gemm(*operands, None)
+    assert Watched.seen == ("moe_fp8::gemm_fp8",)
+    assert len(eager) == 2
+
+
+@torch.no_grad()
+def test_a_fake_tensor_is_never_launched(eager: list[Call]) -> None:
+    case = cases.dense_case(3, 64, 256)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        b = torch.empty(64, 256, dtype=torch.float8_e4m3fn)
+    registry.OPS["gemm_fp8"].call(case.a, case.a_scale, b, case.b_scale, case.poisoned(), None)
+    assert eager == []
+
+
+@torch.no_grad()
+def test_an_active_profiler_sees_the_ops(eager: list[Call]) -> None:
+    case = cases.dense_case(3, 64, 256)
+    arguments = case.a, case.a_scale, case.b, case.b_scale, case.poisoned(), None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        registry.OPS["gemm_fp8"].call(*arguments)
+    assert "moe_fp8::gemm_fp8" in {event.key for event in profile.key_averages()}
