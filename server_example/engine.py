@@ -92,7 +92,15 @@ class Engine:
             max_waiting=options.max_waiting,
             max_context=max_context,
         )
-        self.metrics = Metrics(self)
+        scheduler = self.scheduler
+        self.metrics = Metrics(
+            {
+                "server_requests_waiting": ("Requests in the queue", lambda: len(scheduler.waiting)),
+                "server_requests_running": ("Requests in the batch", lambda: len(scheduler.running)),
+                "server_pages_free": ("Cache pages that no request holds", lambda: scheduler.pool.free),
+                "server_graph_replays": ("Decode graphs replayed", lambda: self.runner.replays),
+            }
+        )
         self.failure: str | None = None
         self._texts: dict[int, TextStream] = {}
         self._wake = threading.Condition()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 import moe_fp8
-
-if TYPE_CHECKING:
-    from server_example.engine import Engine
 
 _STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
@@ -31,7 +27,8 @@ class _Kernels(Collector):
 
 
 class Metrics:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, gauges: Mapping[str, tuple[str, Callable[[], float]]]) -> None:
+        """`gauges`: what the engine knows at any time, by name: its text and how to read it."""
         self.registry = CollectorRegistry()
         registry = self.registry
         self.requests = Counter(
@@ -42,16 +39,12 @@ class Metrics:
         self.step_seconds = Histogram(
             "server_step_seconds", "Engine steps", ["phase"], buckets=_STEP_BUCKETS, registry=registry
         )
-        scheduler = engine.scheduler
-        for name, text, value in (
-            ("server_requests_waiting", "Requests in the queue", lambda: len(scheduler.waiting)),
-            ("server_requests_running", "Requests in the batch", lambda: len(scheduler.running)),
-            ("server_pages_free", "Cache pages that no request holds", lambda: scheduler.pool.free),
-            ("server_graph_replays", "Decode graphs replayed", lambda: engine.runner.replays),
-            ("moe_fp8_jit_compiles", "Kernels compiled", lambda: moe_fp8.counters().compiles),
-            ("moe_fp8_jit_loads", "Kernels loaded", lambda: moe_fp8.counters().loads),
-            ("moe_fp8_jit_misses", "Kernels missed while frozen", lambda: moe_fp8.counters().misses),
-        ):
+        kernels: dict[str, tuple[str, Callable[[], float]]] = {
+            "moe_fp8_jit_compiles": ("Kernels compiled", lambda: moe_fp8.counters().compiles),
+            "moe_fp8_jit_loads": ("Kernels loaded", lambda: moe_fp8.counters().loads),
+            "moe_fp8_jit_misses": ("Kernels missed while frozen", lambda: moe_fp8.counters().misses),
+        }
+        for name, (text, value) in {**gauges, **kernels}.items():
             Gauge(name, text, registry=registry).set_function(value)
         registry.register(_Kernels())
 

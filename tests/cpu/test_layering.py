@@ -34,12 +34,11 @@ ALLOWED = {
     "tune": {"errors", "settings", "problems", "heuristics", "specs", "jit", "ops", "warmup"},
     "doctor": {"errors", "settings", "jit"},
     "cli": {"errors", "settings", "problems", "specs", "jit", "warmup", "doctor", "tune"},
-    "integrations": {"errors", "settings", "ops", "warmup"},
     # The names of `__init__` load on first use; their homes are imported for type checkers only.
     "__init__": {"errors", "jit", "ops"},
 }
 
-MAY_IMPORT_TORCH = {"ops", "graph", "integrations", "tune"}
+MAY_IMPORT_TORCH = {"ops", "graph", "tune"}
 
 #: Outside the package, only these modules and only their public names are for use.
 PUBLIC_MODULES = {"moe_fp8", "moe_fp8.errors", "moe_fp8.graph", "moe_fp8.warmup"}
@@ -89,7 +88,7 @@ def test_a_part_imports_only_what_is_below_it(path: Path) -> None:
     part = part_of(path)
     assert part in ALLOWED, f"{part} is a new part of the package: say here what it may import"
     above = set(imported_parts(path)) - ALLOWED[part] - {part}
-    if part in ("graph", "integrations", "cli"):
+    if part in ("graph", "cli"):
         above.discard("__init__")  # the public names, as any user has them
     assert not above, f"{part} may not import {sorted(above)}"
 
@@ -137,6 +136,28 @@ def test_outside_code_uses_public_names(folder: str) -> None:
             assert f"{module}.{name}" in PUBLIC_MODULES or module in allowed, where
             if module in PUBLIC_MODULES and name is not None and f"{module}.{name}" not in PUBLIC_MODULES:
                 assert name in public_names(module), f"{where} is not public"
+
+
+@pytest.mark.parametrize("folder", ["moe_fp8", "server_example", "benchmarks"])
+def test_no_imports_run_in_a_circle(folder: str) -> None:
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in (ROOT / folder).rglob("*.py")
+        # A package's __init__ gathers the names of its modules, which may use each other.
+        if path.name != "__init__.py"
+    }
+    below: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        named = {name for base, one in imports(path) for name in (base, f"{base}.{one}")}
+        below[module] = named & set(modules) - {module}
+
+    def walk(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, f"a circle: {' -> '.join((*above, module))}"
+        for other in below.pop(module, ()):
+            walk(other, (*above, module))
+
+    for module in modules:
+        walk(module, ())
 
 
 def public_names(module: str) -> set[str]:
