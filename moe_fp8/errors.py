@@ -63,7 +63,7 @@ class UnsupportedError(MoeFp8Error, NotImplementedError):
 
 
 class ConfigError(MoeFp8Error, ValueError):
-    """A setting, an environment variable or a model config is missing, malformed or contradictory."""
+    """What was configured is missing, malformed or contradictory: an option, or what the subclasses name."""
 
     def __init__(self, field: str, expected: str, got: Any, remedy: str = "") -> None:
         self.field = field
@@ -72,6 +72,18 @@ class ConfigError(MoeFp8Error, ValueError):
         self.remedy = remedy
         message = f"{field}: expected {expected}, got {got!r}"
         super().__init__(f"{message}; {remedy}" if remedy else message)
+
+
+class SettingError(ConfigError):
+    """A MOE_FP8_* environment variable has an unknown name or a bad value, or does not fit what is asked."""
+
+
+class ModelError(ConfigError):
+    """A model's config or checkpoint is missing, malformed or describes what no kernel serves."""
+
+
+class TileError(ConfigError):
+    """A `config` names no tile that the GEMM may use."""
 
 
 class JitError(MoeFp8Error, RuntimeError):

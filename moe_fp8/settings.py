@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from moe_fp8.errors import ConfigError
+from moe_fp8.errors import SettingError
 
 _PREFIX = "MOE_FP8_"
 
@@ -49,16 +49,16 @@ class Settings:
 
 @cache
 def settings() -> Settings:
-    """The process's settings, read at the first call; raises ConfigError."""
+    """The process's settings, read at the first call; raises SettingError."""
     return parse_settings(os.environ)
 
 
 def parse_settings(environ: Mapping[str, str]) -> Settings:
-    """Settings from `environ`; raises ConfigError for an unknown MOE_FP8_* name or a bad value."""
+    """Settings from `environ`; raises SettingError for an unknown MOE_FP8_* name or a bad value."""
     given = {name: value for name, value in environ.items() if name.startswith(_PREFIX)}
     unknown = sorted(set(given) - set(_PARSERS))
     if unknown:
-        raise ConfigError(
+        raise SettingError(
             unknown[0],
             f"one of {', '.join(sorted(_PARSERS))}",
             given[unknown[0]],
@@ -89,7 +89,7 @@ def _default_cache_dir(environ: Mapping[str, str]) -> Path | None:
 def _parse_path(name: str, value: str) -> Path:
     path = Path(value).expanduser() if value else Path()
     if not path.is_absolute():
-        raise ConfigError(name, "an absolute path", value)
+        raise SettingError(name, "an absolute path", value)
     return path
 
 
@@ -98,18 +98,18 @@ def _parse_bool(name: str, value: str) -> bool:
     try:
         return known[value.lower()]
     except KeyError:
-        raise ConfigError(name, "1, true, on, 0, false or off", value) from None
+        raise SettingError(name, "1, true, on, 0, false or off", value) from None
 
 
 def _parse_jobs(name: str, value: str) -> int:
     if not (value.isascii() and value.isdigit() and int(value) >= 1):
-        raise ConfigError(name, "a whole number of processes, 1 or more", value)
+        raise SettingError(name, "a whole number of processes, 1 or more", value)
     return int(value)
 
 
 def _parse_miss(name: str, value: str) -> MissPolicy:
     if value not in ("compile", "warn", "strict"):
-        raise ConfigError(name, "compile, warn or strict", value)
+        raise SettingError(name, "compile, warn or strict", value)
     return value  # type: ignore[return-value]
 
 

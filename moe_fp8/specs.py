@@ -163,7 +163,7 @@ class Selection(Generic[Config]):
 
 
 def select_gemm(problem: GemmProblem) -> Selection[heuristics.GemmConfig]:
-    """Raises ConfigError where `problem.config` names no config that it may use."""
+    """Raises TileError where `problem.config` names no config that it may use."""
     config = heuristics.gemm_config(problem)
     grid = heuristics.gemm_grid(config, problem.layout, problem.m, problem.n, problem.num_sms)
     return Selection(_gemm_spec(problem.layout, config, problem.out_dtype), grid, config)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
-from moe_fp8.errors import ConfigError, ToolchainError
+from moe_fp8.errors import ConfigError, SettingError, ToolchainError
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit import preload
 from moe_fp8.jit.driver import DeviceInfo
@@ -48,7 +48,7 @@ def tune(
             "tuning times kernels and there is no Hopper GPU here; see what `moe-fp8 doctor` says"
         )
     if settings().batch_invariant:
-        raise ConfigError("MOE_FP8_BATCH_INVARIANT", "off while tuning", True, "unset it")
+        raise SettingError("MOE_FP8_BATCH_INVARIANT", "off while tuning", True, "unset it")
     path = _table_path(out, device)
     check_writable(path)
     old = read_rows(path)

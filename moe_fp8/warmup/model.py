@@ -1,7 +1,7 @@
 """Hugging Face `config.json` -> `ModelDescription`: the dimensions that decide which kernels run.
 
 Parsing is strict: a field that is missing, of the wrong type or at odds with another one is a
-`ConfigError`; nothing is guessed from a model's name.
+`ModelError`; nothing is guessed from a model's name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from moe_fp8.errors import ConfigError
+from moe_fp8.errors import ModelError
 from moe_fp8.problems import SCALE_BLOCK, InDtype
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -93,43 +93,43 @@ class _Fields:
         if value is None:
             if default is not None:
                 return default
-            raise ConfigError(name, f"an integer >= {least}", None, "the model's config.json must have it")
+            raise ModelError(name, f"an integer >= {least}", None, "the model's config.json must have it")
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(name, f"an integer >= {least}", value)
+            raise ModelError(name, f"an integer >= {least}", value)
         return value
 
     def alias(self, *names: str) -> int:
         """The one value of a field that has several spellings."""
         found = {name: self.number(name) for name in names if self.has(name)}
         if not found:
-            raise ConfigError(" | ".join(names), "one of these fields", None, "is this a MoE model's config?")
+            raise ModelError(" | ".join(names), "one of these fields", None, "is this a MoE model's config?")
         if len(set(found.values())) > 1:
-            raise ConfigError(" | ".join(found), "one value", found, "remove the field that is wrong")
+            raise ModelError(" | ".join(found), "one value", found, "remove the field that is wrong")
         return next(iter(found.values()))
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """The JSON object in `path`: a config file, or a model folder that has a `config.json`.
 
-    Raises ConfigError where there is none, it cannot be read, or it is not a JSON object.
+    Raises ModelError where there is none, it cannot be read, or it is not a JSON object.
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(
+        raise ModelError(
             str(file), "a readable config.json", error.strerror, "pass a model folder or its config.json"
         ) from error
     except ValueError as error:
-        raise ConfigError(str(file), "a JSON object", str(error)) from error
+        raise ModelError(str(file), "a JSON object", str(error)) from error
     if not isinstance(config, dict):
-        raise ConfigError(str(file), "a JSON object", type(config).__name__)
+        raise ModelError(str(file), "a JSON object", type(config).__name__)
     return cast("dict[str, Any]", config)
 
 
 def load_model(path: str | Path) -> ModelDescription:
-    """Description of the model in a folder, or of a config file. Raises ConfigError."""
+    """Description of the model in a folder, or of a config file. Raises ModelError."""
     path = Path(path)
     name = path.name if path.is_dir() else path.stem
     return describe(read_config(path), name=name or path.resolve().name)
@@ -138,7 +138,7 @@ def load_model(path: str | Path) -> ModelDescription:
 def describe(config: Mapping[str, Any], *, name: str = "model") -> ModelDescription:
     """Description of the model that a parsed `config.json` defines.
 
-    Attention is latent where `kv_lora_rank` is given, else grouped-query. Raises ConfigError for a
+    Attention is latent where `kv_lora_rank` is given, else grouped-query. Raises ModelError for a
     missing, malformed or contradictory field, and where the weights are not FP8 in 128 x 128 blocks.
     """
     fields = _Fields(config)
@@ -147,7 +147,7 @@ def describe(config: Mapping[str, Any], *, name: str = "model") -> ModelDescript
     num_experts = fields.alias("n_routed_experts", "num_experts")
     experts_per_token = fields.number("num_experts_per_tok")
     if experts_per_token > num_experts:
-        raise ConfigError(
+        raise ModelError(
             "num_experts_per_tok", f"at most the number of experts ({num_experts})", experts_per_token
         )
     dense = _has_dense_layers(fields, num_layers)
@@ -171,7 +171,7 @@ def describe(config: Mapping[str, Any], *, name: str = "model") -> ModelDescript
 def _architecture(fields: _Fields) -> str:
     value = fields.raw("model_type")
     if not isinstance(value, str) or not value:
-        raise ConfigError("model_type", "a string", value, "the model's config.json must have it")
+        raise ModelError("model_type", "a string", value, "the model's config.json must have it")
     return value
 
 
@@ -179,12 +179,12 @@ def _dtype(fields: _Fields) -> InDtype:
     names = [name for name in ("dtype", "torch_dtype") if fields.has(name)]
     values = {fields.raw(name) for name in names if isinstance(fields.raw(name), str)}
     if len(values) > 1:
-        raise ConfigError(" | ".join(names), "one value", sorted(values), "remove the field that is wrong")
+        raise ModelError(" | ".join(names), "one value", sorted(values), "remove the field that is wrong")
     if not values:
-        raise ConfigError("torch_dtype", f"one of {', '.join(_DTYPES)}", fields.raw("torch_dtype"))
+        raise ModelError("torch_dtype", f"one of {', '.join(_DTYPES)}", fields.raw("torch_dtype"))
     value = values.pop()
     if value not in _DTYPES:
-        raise ConfigError(names[0], f"one of {', '.join(_DTYPES)}", value)
+        raise ModelError(names[0], f"one of {', '.join(_DTYPES)}", value)
     return cast(InDtype, value)
 
 
@@ -200,12 +200,12 @@ def _attention(fields: _Fields) -> Attention:
             v_head_dim=fields.number("v_head_dim"),
         )
     if fields.has("q_lora_rank"):
-        raise ConfigError(
+        raise ModelError(
             "kv_lora_rank", "an integer beside q_lora_rank", None, "latent attention needs both ranks"
         )
     num_kv_heads = fields.number("num_key_value_heads")
     if num_heads % num_kv_heads:
-        raise ConfigError("num_key_value_heads", f"a divisor of {num_heads} attention heads", num_kv_heads)
+        raise ModelError("num_key_value_heads", f"a divisor of {num_heads} attention heads", num_kv_heads)
     return GqaAttention(num_heads, num_kv_heads, fields.number("head_dim"))
 
 
@@ -214,13 +214,13 @@ def _indexer(fields: _Fields) -> Indexer | None:
     given = [name for name in names if fields.has(name)]
     if not given:
         if fields.raw("model_type") == "deepseek_v32":
-            raise ConfigError(", ".join(names), "integers, as deepseek_v32 has an indexer", None)
+            raise ModelError(", ".join(names), "integers, as deepseek_v32 has an indexer", None)
         return None
     if len(given) < len(names):
         missing = ", ".join(name for name in names if name not in given)
-        raise ConfigError(missing, f"an integer beside {', '.join(given)}", None)
+        raise ModelError(missing, f"an integer beside {', '.join(given)}", None)
     if not fields.has("kv_lora_rank") or not fields.has("q_lora_rank"):
-        raise ConfigError(
+        raise ModelError(
             "kv_lora_rank, q_lora_rank", "integers beside index_n_heads", None,
             "the indexer projects its queries from latent attention's",
         )  # fmt: skip
@@ -231,10 +231,10 @@ def _has_dense_layers(fields: _Fields, num_layers: int) -> bool:
     """Whether a layer has a plain MLP: the first ones (DeepSeek, GLM), or listed ones (Qwen)."""
     first = fields.number("first_k_dense_replace", least=0, default=0)
     if first > num_layers:
-        raise ConfigError("first_k_dense_replace", f"at most num_hidden_layers ({num_layers})", first)
+        raise ModelError("first_k_dense_replace", f"at most num_hidden_layers ({num_layers})", first)
     listed = fields.raw("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
-        raise ConfigError("mlp_only_layers", "a list of layer numbers", listed)
+        raise ModelError("mlp_only_layers", "a list of layer numbers", listed)
     step = fields.number("decoder_sparse_step", default=1)
     frequency = fields.number("moe_layer_freq", default=1)
     return first > 0 or bool(listed) or step > 1 or frequency > 1
@@ -243,11 +243,11 @@ def _has_dense_layers(fields: _Fields, num_layers: int) -> bool:
 def _check_quantization(value: Any) -> None:
     remedy = "use the FP8 checkpoint of the model: its weights are float8_e4m3fn in 128 x 128 blocks"
     if not isinstance(value, dict):
-        raise ConfigError("quantization_config", "an object", value, remedy)
+        raise ModelError("quantization_config", "an object", value, remedy)
     if value.get("quant_method") != "fp8":
-        raise ConfigError("quantization_config.quant_method", "'fp8'", value.get("quant_method"), remedy)
+        raise ModelError("quantization_config.quant_method", "'fp8'", value.get("quant_method"), remedy)
     expected = [SCALE_BLOCK, SCALE_BLOCK]
     if value.get("weight_block_size") != expected:
-        raise ConfigError(
+        raise ModelError(
             "quantization_config.weight_block_size", str(expected), value.get("weight_block_size"), remedy
         )

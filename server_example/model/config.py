@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from moe_fp8.errors import ConfigError
+from moe_fp8.errors import ModelError
 from moe_fp8.warmup import read_config
 
 FP8_BLOCK = 128
@@ -100,11 +100,11 @@ class ModelConfig(BaseModel):
 
     @classmethod
     def load(cls, folder: Path) -> ModelConfig:
-        """Reads `folder/config.json`. Raises `ConfigError` naming the field at fault."""
+        """Reads `folder/config.json`. Raises `ModelError` naming the field at fault."""
         raw = read_config(folder)
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"]) or "config.json"
-            raise ConfigError(field, first["msg"], first["input"] if first["loc"] else str(folder)) from None
+            raise ModelError(field, first["msg"], first["input"] if first["loc"] else str(folder)) from None

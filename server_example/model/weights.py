@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moe_fp8.errors import ConfigError
+from moe_fp8.errors import ModelError
 from server_example.model.config import ModelConfig
 from server_example.model.indexer import IndexerWeights
 from server_example.model.layers import Fp8Weight
@@ -17,7 +17,7 @@ from server_example.model.transformer import LayerWeights, ModelWeights
 
 
 class Checkpoint:
-    """Tensors by name, over all `*.safetensors` of a folder. Every mismatch is a `ConfigError`."""
+    """Tensors by name, over all `*.safetensors` of a folder. Every mismatch is a `ModelError`."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.device = device
@@ -27,23 +27,23 @@ class Checkpoint:
                 with safe_open(path, framework="pt") as file:
                     found = {name: file.get_tensor(name) for name in list(file.keys())}
             except (OSError, SafetensorError) as error:
-                raise ConfigError(str(path), "a readable safetensors file", str(error)) from error
+                raise ModelError(str(path), "a readable safetensors file", str(error)) from error
             if twice := sorted(found.keys() & self._tensors.keys()):
-                raise ConfigError(twice[0], "one tensor of this name", "another in " + path.name)
+                raise ModelError(twice[0], "one tensor of this name", "another in " + path.name)
             self._tensors |= found
         if not self._tensors:
-            raise ConfigError("model", "a folder with *.safetensors", str(folder))
+            raise ModelError("model", "a folder with *.safetensors", str(folder))
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
         """The tensor on the CPU, checked. `dtype` None: bf16, fp16 or fp32, converted to fp32."""
         tensor = self._tensors.pop(name, None)
         if tensor is None:
-            raise ConfigError(name, f"a tensor of shape {shape}", None, "the checkpoint lacks it")
+            raise ModelError(name, f"a tensor of shape {shape}", None, "the checkpoint lacks it")
         # An FP8 tensor without its scale, or an integer one, would load as numbers without meaning.
         allowed = (torch.bfloat16, torch.float16, torch.float32) if dtype is None else (dtype,)
         if tuple(tensor.shape) != shape or tensor.dtype not in allowed:
             names = " or ".join(str(one).removeprefix("torch.") for one in allowed)
-            raise ConfigError(name, f"{names} of shape {shape}", f"{tensor.dtype} {tuple(tensor.shape)}")
+            raise ModelError(name, f"{names} of shape {shape}", f"{tensor.dtype} {tuple(tensor.shape)}")
         return tensor if dtype else tensor.float()
 
     def full(self, name: str, *shape: int) -> torch.Tensor:
@@ -65,7 +65,7 @@ class Checkpoint:
     def finish(self) -> None:
         """Raises if a tensor was never taken: the config then describes another model."""
         if self._tensors:
-            raise ConfigError(
+            raise ModelError(
                 "model", "a checkpoint with only the tensors of its config", sorted(self._tensors)[:5]
             )
 
@@ -73,7 +73,7 @@ class Checkpoint:
 def _join(first: Fp8Weight, second: Fp8Weight) -> Fp8Weight:
     """Rows of `first`, then of `second`. Whole scale blocks of `first` only: blocks must not straddle."""
     if first.weight.shape[0] % 128:
-        raise ConfigError("weight", "a multiple of 128 rows to fuse behind", first.weight.shape[0])
+        raise ModelError("weight", "a multiple of 128 rows to fuse behind", first.weight.shape[0])
     # Joined as bytes: torch cannot concatenate fp8 on every backend.
     rows = torch.cat((first.weight.view(torch.uint8), second.weight.view(torch.uint8)))
     return Fp8Weight(rows.view(torch.float8_e4m3fn), torch.cat((first.scale, second.scale)))
@@ -145,7 +145,7 @@ def _indexer(checkpoint: Checkpoint, name: str, config: ModelConfig) -> IndexerW
 
 
 def load_weights(folder: Path, config: ModelConfig, device: torch.device) -> ModelWeights:
-    """All weights of `folder` on `device`. Raises `ConfigError` naming a tensor at fault."""
+    """All weights of `folder` on `device`. Raises `ModelError` naming a tensor at fault."""
     checkpoint = Checkpoint(folder, device)
     hidden, layers = config.hidden_size, []
     for number in range(config.num_hidden_layers):

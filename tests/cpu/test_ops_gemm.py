@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_fp8 import ConfigError, gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked
+from moe_fp8 import TileError, gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked
 from moe_fp8.ops.gemm import checks, reference
 from moe_fp8.settings import settings
 from tests import cases
@@ -137,7 +137,7 @@ def test_a_config_changes_no_result_of_the_reference() -> None:
 @pytest.mark.parametrize("m", [0, 5])
 def test_a_config_that_dense_cannot_use(config: str, m: int) -> None:
     case = cases.dense_case(m, 64, 256)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(TileError) as caught:
         gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, config=config)
     assert (caught.value.field, caught.value.got) == ("config", config)
     assert "64x128" in caught.value.expected
@@ -148,12 +148,12 @@ def test_no_grouped_gemm_divides_k(config: str) -> None:
     dense = cases.dense_case(4, 64, 1024)
     gemm_fp8(dense.a, dense.a_scale, dense.b, dense.b_scale, config=config)
     case = cases.contiguous_case("offsets", (3, 2), 64, 1024)
-    with pytest.raises(ConfigError, match="offsets"):
+    with pytest.raises(TileError, match="offsets"):
         grouped_gemm_fp8_contiguous(
             case.a, case.a_scale, case.b, case.b_scale, offsets=case.index, config=config
         )
     case = cases.masked_case((3, 2), 4, 64, 1024)
-    with pytest.raises(ConfigError, match="masked"):
+    with pytest.raises(TileError, match="masked"):
         grouped_gemm_fp8_masked(case.a, case.a_scale, case.b, case.b_scale, case.index, config=config)
 
 
@@ -162,5 +162,5 @@ def test_batch_invariant_mode_refuses_configs_that_divide_k(monkeypatch: pytest.
     monkeypatch.setattr(checks, "settings", lambda: on)
     case = cases.dense_case(4, 64, 1024)
     gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, config="8x128")
-    with pytest.raises(ConfigError, match="batch-invariant"):
+    with pytest.raises(TileError, match="batch-invariant"):
         gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, config="8x64")

@@ -27,7 +27,7 @@ __all__ = [
 def gemm_config(problem: GemmProblem) -> GemmConfig:
     """Tile for a GEMM: what the caller asks for, else what the device's table says, else the cheapest.
 
-    Raises ConfigError where `problem.config` names no config that it may use.
+    Raises TileError where `problem.config` names no config that it may use.
     """
     problem = problem.for_selection()
     if problem.config is not None:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moe_fp8.errors import ConfigError
+from moe_fp8.errors import TileError
 from moe_fp8.heuristics.gemm.tiles import GemmConfig, parse_gemm_config
 from moe_fp8.problems import GemmProblem
 
@@ -85,5 +85,5 @@ def find_row(problem: GemmProblem) -> tuple[int, int, GemmConfig] | None:
     rows, above, text = found[at]
     try:
         return rows, above, parse_gemm_config(text, problem)
-    except ConfigError:
+    except TileError:
         return None  # measured on more SMs, or in a layout with more tiles

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
 
-from moe_fp8.errors import ConfigError
+from moe_fp8.errors import TileError
 from moe_fp8.heuristics.sm90 import BARRIER_BYTES, SMEM_CAPACITY, WARPGROUP
 from moe_fp8.problems import GemmLayout, GemmProblem
 
@@ -190,12 +190,12 @@ def _by_text(layout: GemmLayout, k: int, batch_invariant: bool) -> dict[str, Gem
 
 
 def parse_gemm_config(text: str, problem: GemmProblem) -> GemmConfig:
-    """The config that `text` (see GemmConfig) names; ConfigError unless it is one that `problem` may use."""
+    """The config that `text` (see GemmConfig) names; TileError unless it is one that `problem` may use."""
     legal = _by_text(problem.layout, problem.k, problem.batch_invariant)
     config = legal.get(text)
     if config is not None and config.cluster <= problem.num_sms:
         return config
-    raise ConfigError(
+    raise TileError(
         "config",
         f"one of {', '.join(legal)} for layout {problem.layout}, K = {problem.k}"
         + (" and batch-invariant results" if problem.batch_invariant else ""),

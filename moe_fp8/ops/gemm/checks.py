@@ -164,7 +164,7 @@ def gemm_masked(
 
 
 def _config(layout: str, a: Tensor, b: Tensor, config: str) -> None:
-    """`config` names a tile that this GEMM may use; ConfigError otherwise. The operands have been checked."""
+    """`config` names a tile that this GEMM may use; TileError otherwise. The operands have been checked."""
     # Rows decide nothing here; sizes that are symbols while a call is traced become numbers.
     n, k = int(b.shape[-2]), int(a.shape[-1])
     experts = 1 if layout == "dense" else int(b.shape[0])

@@ -70,7 +70,7 @@ def _gemm_plan(
     config_text: str | None,
     device: int,
 ) -> _GemmPlan:
-    """Raises ConfigError where `config_text` names no config that this call may use."""
+    """Raises TileError where `config_text` names no config that this call may use."""
     problem = _gemm_problem(layout, m, n, k, num_experts, expected_m, fp32, config_text, device)
     chosen = select_gemm(problem)
     config = chosen.config

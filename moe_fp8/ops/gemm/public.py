@@ -48,7 +48,7 @@ def gemm_fp8(
 
     Returns out. Accumulates in fp32. No host synchronisation; safe to capture. `b` and `b_scale` may be read
     while the kernel before still runs (docs/graphs.md, "Launches that overlap").
-    Raises ArgumentError; ConfigError for a config that this call may not use; JitMissError after `freeze()`
+    Raises ArgumentError; TileError for a config that this call may not use; JitMissError after `freeze()`
     if warmup did not cover the shape: plans hold no configs that callers ask for.
     """
     if out is None:
@@ -110,7 +110,7 @@ def grouped_gemm_fp8_contiguous(
     Returns out. Rows of no expert may hold anything in `a` and `a_scale` (NaN included) and are unspecified
     in out. Experts may be empty. No host synchronisation; safe to capture: a replay reads the index anew.
     Raises ArgumentError; in checked mode ContractError, naming expert and row, when the index breaks the
-    rules above; ConfigError for a config that this call may not use; JitMissError after `freeze()` if warmup
+    rules above; TileError for a config that this call may not use; JitMissError after `freeze()` if warmup
     did not cover the shape or the config is not the selector's.
     """
     op = "grouped_gemm_fp8_contiguous"
@@ -175,7 +175,7 @@ def grouped_gemm_fp8_masked(
 
     Returns out. Rows from masked_m[e] on may hold anything in `a` and `a_scale` (NaN included) and are
     unspecified in out. No host synchronisation; safe to capture: a replay reads masked_m anew.
-    Raises ArgumentError; in checked mode ContractError naming the expert; ConfigError for a config that this
+    Raises ArgumentError; in checked mode ContractError naming the expert; TileError for a config that this
     call may not use; JitMissError after `freeze()` if its kernel was not loaded.
     """
     op = "grouped_gemm_fp8_masked"
