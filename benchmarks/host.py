@@ -56,7 +56,9 @@ def run_host(session: Session, peer: DeepGemm | None, step: int) -> None:
     if peer is not None:
         scale = peer.aligned(experts_a[1])
         theirs = partial(peer.grouped_masked, experts_a[0], scale, *experts_b, out3, masked_m, 16)
-    masked = partial(moe_fp8.grouped_gemm_fp8_masked, *experts_a, *experts_b, masked_m, 16, out3)
+    masked = partial(
+        moe_fp8.grouped_gemm_fp8_masked, *experts_a, *experts_b, masked_m, expected_m=16, out=out3
+    )
     _eager(session, "grouped_gemm_fp8_masked", masked, peer, theirs)
 
     x = torch.randn(64, 2048, device=inputs.DEVICE, dtype=torch.bfloat16)
@@ -69,14 +71,14 @@ def run_host(session: Session, peer: DeepGemm | None, step: int) -> None:
     _eager(session, "indexer_quantize_and_cache", write, None, None)
 
     paged = inputs.paged_inputs(PagedShape(4, 1024))
-    schedule = moe_fp8.paged_mqa_logits_metadata(paged.lengths, 64, num_sms())
+    schedule = moe_fp8.paged_mqa_logits_metadata(paged.lengths, block_size=64, num_sms=num_sms())
     arguments = (paged.q, paged.kv_cache, paged.weights, paged.lengths, paged.block_table)
     width = paged.max_context_len
     logits = torch.empty(4, width, device=inputs.DEVICE)
     if peer is not None:
         their_schedule = peer.paged_metadata(paged.lengths, 64, num_sms())
         theirs = partial(peer.paged_mqa_logits, *arguments, their_schedule, width)
-    call = partial(moe_fp8.paged_mqa_logits_fp8, *arguments, schedule, width, logits)
+    call = partial(moe_fp8.paged_mqa_logits_fp8, *arguments, schedule, max_context_len=width, out=logits)
     _eager(session, "paged_mqa_logits_fp8", call, peer, theirs)
 
 

@@ -90,12 +90,12 @@ def _paged(session: Session, peer: DeepGemm | None, shape: PagedShape, terms: di
     width = sets[0].max_context_len
     out = torch.full((shape.batch * shape.next_n, width), float("nan"), device=inputs.DEVICE)
     schedule = moe_fp8.paged_mqa_logits_metadata(
-        sets[0].lengths, shape.block_size, num_sms(), next_n=shape.next_n
+        sets[0].lengths, block_size=shape.block_size, num_sms=num_sms(), next_n=shape.next_n
     )
 
     def ours(s: PagedInputs) -> object:
         return moe_fp8.paged_mqa_logits_fp8(
-            s.q, s.kv_cache, s.weights, s.lengths, s.block_table, schedule, width, out=out
+            s.q, s.kv_cache, s.weights, s.lengths, s.block_table, schedule, max_context_len=width, out=out
         )
 
     def check_ours() -> float:
@@ -134,11 +134,13 @@ def _metadata(session: Session, peer: DeepGemm | None, shape: PagedShape) -> Non
     lengths = inputs.paged_lengths(shape)
 
     def ours() -> Tensor:
-        return moe_fp8.paged_mqa_logits_metadata(lengths, shape.block_size, num_sms(), next_n=shape.next_n)
+        return moe_fp8.paged_mqa_logits_metadata(
+            lengths, block_size=shape.block_size, num_sms=num_sms(), next_n=shape.next_n
+        )
 
     def check_ours() -> float:
         expected = moe_fp8.paged_mqa_logits_metadata(
-            lengths.cpu(), shape.block_size, num_sms(), next_n=shape.next_n
+            lengths.cpu(), block_size=shape.block_size, num_sms=num_sms(), next_n=shape.next_n
         )
         return 0.0 if torch.equal(ours().cpu(), expected) else float("inf")
 

@@ -58,7 +58,7 @@ def _prefill(session: Session, peer: DeepGemm | None) -> None:
     s = inputs.mqa_inputs(shape)
     x = torch.randn(m, shape.heads, shape.head_dim, device=inputs.DEVICE, dtype=torch.bfloat16)
     workspace = torch.empty(
-        moe_fp8.indexer_workspace_bytes(m, n, _TOPK, max_bytes=_WORKSPACE),
+        moe_fp8.indexer_workspace_bytes(num_queries=m, num_keys=n, topk=_TOPK, max_bytes=_WORKSPACE),
         device=inputs.DEVICE,
         dtype=torch.uint8,
     )
@@ -69,7 +69,7 @@ def _prefill(session: Session, peer: DeepGemm | None) -> None:
 
     def ours() -> Tensor:
         q, weights = _quantise(x, s.weights)
-        return moe_fp8.indexer_select(q, s.k, s.k_scale, weights, s.ks, s.ke, _TOPK, workspace=workspace)
+        return moe_fp8.indexer_select(q, s.k, s.k_scale, weights, s.ks, s.ke, topk=_TOPK, workspace=workspace)
 
     def theirs(peer: DeepGemm) -> list[Tensor]:
         q, weights = _quantise(x, s.weights)
@@ -117,7 +117,9 @@ def _decode(session: Session, peer: DeepGemm | None) -> None:
         shape.batch, shape.next_n, shape.heads, shape.head_dim, device=inputs.DEVICE, dtype=torch.bfloat16
     )
     workspace = torch.empty(
-        moe_fp8.indexer_workspace_bytes(rows, width, _TOPK, next_n=shape.next_n, num_sms=num_sms()),
+        moe_fp8.indexer_workspace_bytes(
+            num_queries=rows, num_keys=width, topk=_TOPK, next_n=shape.next_n, num_sms=num_sms()
+        ),
         device=inputs.DEVICE,
         dtype=torch.uint8,
     )
@@ -131,8 +133,8 @@ def _decode(session: Session, peer: DeepGemm | None) -> None:
             weights,
             s.lengths,
             s.block_table,
-            _TOPK,
-            width,
+            topk=_TOPK,
+            max_context_len=width,
             num_sms=num_sms(),
             workspace=workspace,
         )
@@ -149,9 +151,11 @@ def _decode(session: Session, peer: DeepGemm | None) -> None:
     def check(chosen: Tensor) -> float:
         s = sets[0]
         q, weights = _quantise(x, s.weights)
-        schedule = moe_fp8.paged_mqa_logits_metadata(s.lengths, shape.block_size, num_sms())
+        schedule = moe_fp8.paged_mqa_logits_metadata(
+            s.lengths, block_size=shape.block_size, num_sms=num_sms()
+        )
         logits = moe_fp8.paged_mqa_logits_fp8(
-            q, s.kv_cache, weights, s.lengths, s.block_table, schedule, width
+            q, s.kv_cache, weights, s.lengths, s.block_table, schedule, max_context_len=width
         )
         return _difference(chosen, hide(logits, s))
 

@@ -54,7 +54,7 @@ def _topk(session: Session, shape: TopkShape, terms: dict[str, Any]) -> None:
     out = torch.full((shape.rows, k), -2, device=inputs.DEVICE, dtype=torch.int32)
 
     def ours(logits: Tensor) -> object:
-        return moe_fp8.indexer_topk(logits, k, ends=ends, out=out)
+        return moe_fp8.indexer_topk(logits, topk=k, ke=ends, out=out)
 
     def check_ours() -> float:
         ours(sets[0])

@@ -72,6 +72,17 @@ def given_out(op: str, out: Tensor, dtype: torch.dtype | None) -> None:
         raise ArgumentError(op, "out", f"dtype {dtype} (out_dtype)", out.dtype, "leave out_dtype away")
 
 
+def workers(op: str, tensor: Tensor, num_sms: int | None) -> int:
+    """`num_sms`, or the number of SMs of the tensor's GPU where it is None."""
+    if num_sms is None:
+        if tensor.device.type != "cuda":
+            raise ArgumentError(op, "num_sms", f"a number of workers on {tensor.device}", None, "pass it")
+        return int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
+    if num_sms < 1:
+        raise ArgumentError(op, "num_sms", "at least 1", num_sms)
+    return num_sms
+
+
 def int32_vector(op: str, name: str, index: Tensor, length: int, expected: str) -> None:
     if index.shape != (length,):
         refuse_shape(op, name, index, f"[{length}]: {expected}")

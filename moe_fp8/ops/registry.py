@@ -51,6 +51,7 @@ class _Launcher:
     repeat: Callable[[Call], bool] | None = None
 
 
+@cache
 def _launcher() -> ModuleType:
     return importlib.import_module("moe_fp8.ops.launch")
 

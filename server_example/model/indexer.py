@@ -94,14 +94,16 @@ class Indexer:
                 head_weights,
                 batch.context_lens,
                 batch.block_table,
-                min(self.topk, batch.max_context_len),
-                batch.max_context_len,
+                topk=min(self.topk, batch.max_context_len),
+                max_context_len=batch.max_context_len,
                 num_sms=self.num_workers,
             )
         else:
             keys, key_scale = cache.read_index(batch.context_slots)
             topk = min(self.topk, keys.shape[0])
-            num_bytes = moe_fp8.indexer_workspace_bytes(tokens, keys.shape[0], topk, max_bytes=PREFILL_BYTES)
+            num_bytes = moe_fp8.indexer_workspace_bytes(
+                num_queries=tokens, num_keys=keys.shape[0], topk=topk, max_bytes=PREFILL_BYTES
+            )
             workspace = torch.empty(num_bytes, dtype=torch.uint8, device=x.device)
             chosen = moe_fp8.indexer_select(
                 queries,
@@ -110,7 +112,7 @@ class Indexer:
                 head_weights,
                 batch.key_start,
                 batch.key_end,
-                topk,
+                topk=topk,
                 workspace=workspace,
             )
         return Selection(batch.to_slots(chosen.clamp(min=0).long()), chosen >= 0)

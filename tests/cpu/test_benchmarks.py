@@ -53,7 +53,7 @@ class ReferencePeer:
         return scale
 
     def gemm(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> None:
-        moe_fp8.gemm_fp8(a, a_scale, b, b_scale, out)
+        moe_fp8.gemm_fp8(a, a_scale, b, b_scale, out=out)
 
     def grouped_contiguous(
         self,
@@ -72,7 +72,7 @@ class ReferencePeer:
         self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, *rest: Any
     ) -> None:
         masked_m, expected_m = rest
-        moe_fp8.grouped_gemm_fp8_masked(a, a_scale, b, b_scale, masked_m, expected_m, out)
+        moe_fp8.grouped_gemm_fp8_masked(a, a_scale, b, b_scale, masked_m, expected_m=expected_m, out=out)
 
     def mqa_logits(
         self, q: Tensor, k: Tensor, k_scale: Tensor, weights: Tensor, ks: Tensor, ke: Tensor, width: int
@@ -81,10 +81,11 @@ class ReferencePeer:
 
     def paged_metadata(self, context_lens: Tensor, block_size: int, num_sms: int) -> Tensor:
         assert context_lens.dim() == 2
-        return moe_fp8.paged_mqa_logits_metadata(context_lens, block_size, num_sms)
+        return moe_fp8.paged_mqa_logits_metadata(context_lens, block_size=block_size, num_sms=num_sms)
 
     def paged_mqa_logits(self, *arguments: Any) -> Tensor:
-        return moe_fp8.paged_mqa_logits_fp8(*arguments)
+        *operands, width = arguments
+        return moe_fp8.paged_mqa_logits_fp8(*operands, max_context_len=width)
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def _paged() -> dict[str, Any]:
         "weights": case.weights,
         "context_lens": case.context_lens,
         "block_table": case.block_table,
-        "metadata": moe_fp8.paged_mqa_logits_metadata(case.context_lens, 64, 3, next_n=2),
+        "metadata": moe_fp8.paged_mqa_logits_metadata(case.context_lens, block_size=64, num_sms=3, next_n=2),
         "max_context_len": 80,
         "out": torch.zeros(4, 80),
     }
@@ -305,9 +305,9 @@ def test_shapes_no_kernel_serves() -> None:
     with pytest.raises(UnsupportedError, match="heads"):
         moe_fp8.mqa_logits_fp8(**{**mqa, "q": mqa["q"][:, :4].contiguous()})
     with pytest.raises(UnsupportedError, match="block_size"):
-        moe_fp8.paged_mqa_logits_metadata(torch.zeros(3, dtype=I32), 16, 4)
+        moe_fp8.paged_mqa_logits_metadata(torch.zeros(3, dtype=I32), block_size=16, num_sms=4)
     with pytest.raises(UnsupportedError, match="next_n"):
-        moe_fp8.paged_mqa_logits_metadata(torch.zeros(3, dtype=I32), 64, 4, next_n=9)
+        moe_fp8.paged_mqa_logits_metadata(torch.zeros(3, dtype=I32), block_size=64, num_sms=4, next_n=9)
     cache = _cache()
     with pytest.raises(UnsupportedError, match="head dimension"):
         moe_fp8.indexer_quantize_and_cache(**{**cache, "k": cache["k"][:, :96]})

@@ -118,17 +118,25 @@ def test_paged_contexts(change: str, argument: str, row: int) -> None:
         block_table[2, 3] = case.kv_cache.shape[0]
     else:
         block_table = block_table[:, :3]
-    metadata = paged_mqa_logits_metadata(context_lens, 64, 2)
+    metadata = paged_mqa_logits_metadata(context_lens, block_size=64, num_sms=2)
     with pytest.raises(ContractError) as caught:
-        paged_mqa_logits_fp8(case.q, case.kv_cache, case.weights, context_lens, block_table, metadata, 200)
+        paged_mqa_logits_fp8(
+            case.q, case.kv_cache, case.weights, context_lens, block_table, metadata, max_context_len=200
+        )
     assert (caught.value.argument, caught.value.row) == (argument, row)
 
 
 def test_good_paged_contexts_pass() -> None:
     case = cases.paged_case([3, 0, 200], 1, 8, 64)
-    metadata = paged_mqa_logits_metadata(case.context_lens, 64, 2)
+    metadata = paged_mqa_logits_metadata(case.context_lens, block_size=64, num_sms=2)
     paged_mqa_logits_fp8(
-        case.q, case.kv_cache, case.weights, case.context_lens, case.block_table, metadata, 200
+        case.q,
+        case.kv_cache,
+        case.weights,
+        case.context_lens,
+        case.block_table,
+        metadata,
+        max_context_len=200,
     )
 
 

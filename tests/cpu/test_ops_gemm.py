@@ -38,7 +38,7 @@ def test_dense(m: int, n: int, k: int, out_dtype: torch.dtype) -> None:
 def test_dense_writes_the_output_it_is_given() -> None:
     case = cases.dense_case(7, 64, 128)
     out = case.poisoned(torch.float32)
-    assert gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, out) is out
+    assert gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, out=out) is out
     cases.check_gemm(case, out)
 
 
@@ -97,7 +97,9 @@ def test_layouts_agree() -> None:
 def test_masked(counts: tuple[int, ...], expected_m: int | None) -> None:
     case = cases.masked_case(counts, 16, 192, 256)
     out = case.poisoned()
-    grouped_gemm_fp8_masked(case.a, case.a_scale, case.b, case.b_scale, case.index, expected_m, out)
+    grouped_gemm_fp8_masked(
+        case.a, case.a_scale, case.b, case.b_scale, case.index, expected_m=expected_m, out=out
+    )
     for e, count in enumerate(counts):
         if count:
             a = _expand(case.a[e, :count], case.a_scale[e, :count])
@@ -108,7 +110,9 @@ def test_masked(counts: tuple[int, ...], expected_m: int | None) -> None:
 def test_the_shared_check_rejects_a_wrong_expert() -> None:
     case = cases.masked_case((4, 4), 8, 64, 128)
     out = case.poisoned()
-    grouped_gemm_fp8_masked(case.a, case.a_scale, case.b.flip(0), case.b_scale, case.index, None, out)
+    grouped_gemm_fp8_masked(
+        case.a, case.a_scale, case.b.flip(0), case.b_scale, case.index, expected_m=None, out=out
+    )
     with pytest.raises(AssertionError, match="expert 0"):
         cases.check_gemm(case, out)
 

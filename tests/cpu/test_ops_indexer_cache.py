@@ -130,8 +130,8 @@ def test_paged_logits_of_cached_keys_equal_those_of_quantised_ones(power_of_two:
     slots = table[0, positions // block_size] * block_size + positions % block_size
     indexer_quantize_and_cache(k, cache, slots, power_of_two=power_of_two)
     lens = torch.tensor([length], dtype=torch.int32)
-    metadata = paged_mqa_logits_metadata(lens, block_size, 2)
-    paged = paged_mqa_logits_fp8(q[None], cache, weights, lens, table, metadata, length)
+    metadata = paged_mqa_logits_metadata(lens, block_size=block_size, num_sms=2)
+    paged = paged_mqa_logits_fp8(q[None], cache, weights, lens, table, metadata, max_context_len=length)
     keys, scale = quantize_fp8(k, power_of_two=power_of_two)
     flat = mqa_logits_fp8(q, keys, scale[:, 0].contiguous(), weights, torch.zeros_like(lens), lens)
     assert torch.equal(paged, flat)

@@ -35,11 +35,11 @@ def _cache() -> dict[str, Any]:
 
 
 def _topk() -> dict[str, Any]:
-    names = ("starts", "ends", "out", "values")
+    names = ("ks", "ke", "out", "values")
     tensors = (torch.zeros(3, dtype=I32), torch.full((3,), 9, dtype=I32), torch.zeros(3, 4, dtype=I32))
     arguments = dict(zip(names, (*tensors, torch.zeros(3, 4)), strict=True))
     named = {"first_column": 0, "carried": torch.zeros(3, 2, dtype=I32)}
-    return {"logits": torch.zeros(3, 9), "k": 4, "by_value": False, **arguments, **named}
+    return {"logits": torch.zeros(3, 9), "topk": 4, "sorted": False, **arguments, **named}
 
 
 def _gemm() -> dict[str, Any]:
@@ -96,10 +96,12 @@ OPS: dict[str, Callable[[], dict[str, Any]]] = {
     "quantize_fp8": _quantize,
     "indexer_quantize_and_cache": _cache,
     "indexer_topk": _topk,
+    "_indexer_topk_chunk": _topk,
     "gemm_fp8": _dense,
     "grouped_gemm_fp8_contiguous": _contiguous,
     "grouped_gemm_fp8_masked": _gemm,
     "mqa_logits_fp8": _mqa,
+    "_mqa_logits_fp8_chunk": _mqa,
     "paged_mqa_logits_metadata": _metadata,
     "paged_mqa_logits_fp8": _paged,
 }
@@ -160,7 +162,8 @@ def test_every_attribute_of_every_argument_is_told_apart(op: str, monkeypatch: p
         run(op, arguments)
         return recorder.calls.pop()
 
-    first = next(iter(arguments := OPS[op]()))
+    arguments = {name: OPS[op]()[name] for name in registry.OPS[op].arguments}
+    first = next(iter(arguments))
     arguments[first] = arguments[first].as_subclass(_OnGpu)
     known, again = called(arguments), called(arguments)
     same = keys.attributes_like(known[1])
@@ -175,15 +178,15 @@ def test_every_attribute_of_every_argument_is_told_apart(op: str, monkeypatch: p
             assert changed[0] != known[0] or not same(*changed[1]), f"{name}: {attribute}"
 
 
-@pytest.mark.parametrize("name", ["starts", "ends", "values", "carried"])
+@pytest.mark.parametrize("name", ["ks", "ke", "values", "carried"])
 def test_which_tensors_are_given_is_told_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = _Recorder()
     monkeypatch.setattr(registry._Launcher, "repeat", recorder.repeat)
     tensor = torch.zeros(3, dtype=I32)
-    none = dict.fromkeys(("starts", "ends", "values", "carried"))
+    none = dict.fromkeys(("ks", "ke", "values", "carried"))
     arguments = {**_topk(), **none, "logits": torch.zeros(3, 9).as_subclass(_OnGpu)}
     for given in none:
-        run("indexer_topk", {**arguments, given: tensor})
+        run("_indexer_topk_chunk", {**arguments, given: tensor})
     assert len({call[0] for call in recorder.calls}) == len(none)
 
 
@@ -305,11 +308,11 @@ def test_a_launch_of_the_topk_packs_what_the_kernel_reads(cuda: _Cuda, given: bo
     storage = torch.zeros(3, 40_001)
     arguments = {**_topk(), "logits": storage[:, 1:]}
     if not given:
-        arguments = {**arguments, "starts": None, "ends": None, "values": None, "carried": None}
-    cuda.run("indexer_topk", arguments)
+        arguments = {**arguments, "ks": None, "ke": None, "values": None, "carried": None}
+    cuda.run("_indexer_topk_chunk", arguments)
     ((grid, _, params),) = cuda.kernel.launches
     assert grid == 3 * 8  # 2^16 columns, rounded up, are eight CTAs' work
-    tensors = (arguments[name] for name in ("logits", "starts", "ends", "out", "values", "carried"))
+    tensors = (arguments[name] for name in ("logits", "ks", "ke", "out", "values", "carried"))
     addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     assert struct.unpack("<7q5i52x", params) == (*addresses, 40_001, 40_000, 4, 0, 0, 2 if given else 0)
 

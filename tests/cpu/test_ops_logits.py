@@ -85,10 +85,17 @@ def test_paged_equals_unpaged(next_n: int, block_size: int, per_token: bool) -> 
     else:
         case = cases.paged_case(lengths, next_n, 8, block_size, page_padding=32)
         seen = [[max(0, length - (next_n - 1 - t)) for t in range(next_n)] for length in lengths]
-    metadata = paged_mqa_logits_metadata(case.context_lens, block_size, 7, next_n=next_n)
+    metadata = paged_mqa_logits_metadata(case.context_lens, block_size=block_size, num_sms=7, next_n=next_n)
     out = torch.full((len(lengths) * next_n, 301), cases.SENTINEL)
     paged_mqa_logits_fp8(
-        case.q, case.kv_cache, case.weights, case.context_lens, case.block_table, metadata, 301, out
+        case.q,
+        case.kv_cache,
+        case.weights,
+        case.context_lens,
+        case.block_table,
+        metadata,
+        max_context_len=301,
+        out=out,
     )
     for b, length in enumerate(lengths):
         keys, scales = [], []
@@ -118,10 +125,16 @@ def test_paged_equals_unpaged(next_n: int, block_size: int, per_token: bool) -> 
 
 def test_paged_without_requests() -> None:
     case = cases.paged_case([3], 1, 8, 64)
-    metadata = paged_mqa_logits_metadata(case.context_lens[:0], 64, 4)
+    metadata = paged_mqa_logits_metadata(case.context_lens[:0], block_size=64, num_sms=4)
     assert metadata.tolist() == [[0, 0]] * 5
     out = paged_mqa_logits_fp8(
-        case.q[:0], case.kv_cache, case.weights[:0], case.context_lens[:0], case.block_table[:0], metadata, 8
+        case.q[:0],
+        case.kv_cache,
+        case.weights[:0],
+        case.context_lens[:0],
+        case.block_table[:0],
+        metadata,
+        max_context_len=8,
     )
     assert out.shape == (0, 8)
 
@@ -136,7 +149,7 @@ def _metadata_by_definition(lengths: list[int], num_sms: int) -> list[list[int]]
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=20), st.integers(1, 40))
 def test_metadata_follows_the_definition(lengths: list[int], num_sms: int) -> None:
     context_lens = torch.tensor(lengths, dtype=torch.int32)
-    metadata = paged_mqa_logits_metadata(context_lens, 64, num_sms)
+    metadata = paged_mqa_logits_metadata(context_lens, block_size=64, num_sms=num_sms)
     assert metadata.dtype is torch.int32
     assert metadata.tolist() == _metadata_by_definition(lengths, num_sms)
     # Every worker has its share, to within one chunk.
@@ -147,7 +160,7 @@ def test_metadata_follows_the_definition(lengths: list[int], num_sms: int) -> No
 
 def test_metadata_counts_the_longest_token() -> None:
     per_token = torch.tensor([[1, 257], [0, 0], [600, 3]], dtype=torch.int32)
-    metadata = paged_mqa_logits_metadata(per_token, 64, 5)
+    metadata = paged_mqa_logits_metadata(per_token, block_size=64, num_sms=5)
     assert metadata.tolist() == [[0, 0], [0, 3], [2, 1], [2, 4], [2, 7], [3, 0]]
 
 

@@ -21,14 +21,14 @@ TOPK = 5
 
 def _budgets(rows: int, keys: int, topk: int, **paged: int) -> list[int | None]:
     """None, and budgets down to the least: some leave rows whole, some divide keys."""
-    whole = indexer_workspace_bytes(rows, keys, topk, **paged)
+    whole = indexer_workspace_bytes(num_queries=rows, num_keys=keys, topk=topk, **paged)
     least = _least(rows, keys, topk, **paged)
     return [None, whole, *sorted({least, *(least + (whole - least) * i // 5 for i in range(1, 5))})]
 
 
 def _least(rows: int, keys: int, topk: int, **paged: int) -> int:
     with pytest.raises(ArgumentError) as caught:
-        indexer_workspace_bytes(rows, keys, topk, max_bytes=1, **paged)
+        indexer_workspace_bytes(num_queries=rows, num_keys=keys, topk=topk, max_bytes=1, **paged)
     return int(str(caught.value).split("at least ")[1].split(" bytes")[0].replace(",", ""))
 
 
@@ -47,12 +47,12 @@ def test_prefill_does_not_depend_on_the_workspace(kind: str, in_order: bool) -> 
     m, n = 40, 2900
     case = exact_cases.mqa(m, n, 8, kind)
     logits = mqa_logits_fp8(*case.arguments(), fill=True)
-    expected = indexer_topk(logits, TOPK, starts=case.ks, ends=case.ke, sorted=in_order)
+    expected = indexer_topk(logits, topk=TOPK, ks=case.ks, ke=case.ke, sorted=in_order)
     divided = 0
     for budget in _budgets(m, n, TOPK):
         plan = selection_plan(m, n, TOPK, budget)
         divided += plan.carried > 0
-        chosen = indexer_select(*case.arguments(), TOPK, sorted=in_order, workspace=_workspace(budget))
+        chosen = indexer_select(*case.arguments(), topk=TOPK, sorted=in_order, workspace=_workspace(budget))
         assert torch.equal(chosen, expected), plan
     assert divided
 
@@ -67,7 +67,7 @@ def test_decode_does_not_depend_on_the_workspace(next_n: int, per_token: bool) -
     logits = torch.full((rows, columns), float("nan"))
     exact_cases.paged_logits(case, logits)
     ends = exact_cases.token_lengths(case).flatten().int()
-    expected = indexer_topk(logits, TOPK, ends=ends)
+    expected = indexer_topk(logits, topk=TOPK, ke=ends)
     divided = 0
     for budget in _budgets(rows, columns, TOPK, next_n=next_n, num_sms=7):
         plan = selection_plan(rows, columns, TOPK, budget, next_n, 7)
@@ -78,8 +78,8 @@ def test_decode_does_not_depend_on_the_workspace(next_n: int, per_token: bool) -
             case.weights,
             case.context_lens,
             case.block_table,
-            TOPK,
-            columns,
+            topk=TOPK,
+            max_context_len=columns,
             num_sms=7,
             workspace=_workspace(budget),
         )
@@ -97,18 +97,23 @@ def test_plans_fit_their_budget_and_repeat(rows: int, keys: int, topk: int) -> N
             assert plan.num_bytes <= budget
             assert plan.carried == 0 or plan.columns < keys
             assert selection_plan(rows, keys, topk, plan.num_bytes) == plan
-        assert indexer_workspace_bytes(rows, keys, topk, max_bytes=budget) == plan.num_bytes
+        assert (
+            indexer_workspace_bytes(num_queries=rows, num_keys=keys, topk=topk, max_bytes=budget)
+            == plan.num_bytes
+        )
 
 
 def test_a_million_keys_fit_64_mib() -> None:
-    assert indexer_workspace_bytes(4096, 1 << 20, 2048, max_bytes=64 << 20) <= 64 << 20
+    assert (
+        indexer_workspace_bytes(num_queries=4096, num_keys=1 << 20, topk=2048, max_bytes=64 << 20) <= 64 << 20
+    )
 
 
 def test_no_queries_and_no_keys() -> None:
     q, k, k_scale, weights, ks, ke = exact_cases.mqa(4, 5, 8, "causal").arguments()
-    assert indexer_select(q[:0], k, k_scale, weights[:0], ks[:0], ke[:0], 3).shape == (0, 3)
+    assert indexer_select(q[:0], k, k_scale, weights[:0], ks[:0], ke[:0], topk=3).shape == (0, 3)
     zero = torch.zeros_like(ks)
-    assert (indexer_select(q, k[:0], k_scale[:0], weights, zero, zero, 3) == -1).all()
+    assert (indexer_select(q, k[:0], k_scale[:0], weights, zero, zero, topk=3) == -1).all()
 
 
 def test_no_keys_in_any_workspace() -> None:
@@ -117,7 +122,9 @@ def test_no_keys_in_any_workspace() -> None:
     zero = torch.zeros_like(ks)
     for budget in _budgets(600, 0, 64):
         out = torch.full((600, 64), 123, dtype=torch.int32)
-        indexer_select(q, k[:0], k_scale[:0], weights, zero, zero, 64, workspace=_workspace(budget), out=out)
+        indexer_select(
+            q, k[:0], k_scale[:0], weights, zero, zero, topk=64, workspace=_workspace(budget), out=out
+        )
         assert (out == -1).all()
 
 
@@ -131,8 +138,8 @@ def test_lengths_beyond_the_table_find_no_leftovers() -> None:
             case.weights,
             case.context_lens,
             case.block_table[:, :11],
-            16,
-            700,
+            topk=16,
+            max_context_len=700,
             num_sms=7,
             workspace=_workspace(budget),
         )
@@ -152,9 +159,9 @@ def test_arguments_that_are_too_long_are_refused(name: str) -> None:
 
 def test_bad_workspaces_are_named() -> None:
     case = exact_cases.mqa(4, 500, 8, "causal")
-    whole = indexer_workspace_bytes(4, 500, TOPK)
+    whole = indexer_workspace_bytes(num_queries=4, num_keys=500, topk=TOPK)
     good = _workspace(whole + 256)
     assert good is not None
     for bad in (good[:100], good[1:], good.view(torch.int8), good.view(2, -1), good[::2]):
         with pytest.raises(ArgumentError, match="workspace"):
-            indexer_select(*case.arguments(), TOPK, workspace=bad)
+            indexer_select(*case.arguments(), topk=TOPK, workspace=bad)

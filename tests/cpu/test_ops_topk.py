@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moe_fp8 import ArgumentError, ContractError, indexer_topk
+from moe_fp8.ops.indexer.topk import topk_chunk_op
 from tests import topk_cases
 from tests.topk_cases import TopkCase
 
@@ -20,7 +21,7 @@ I32 = torch.int32
 def _check(case: TopkCase, k: int, by_value: bool = False) -> None:
     columns, values = topk_cases.expected(case, k, by_value)
     got_values = torch.full((case.logits.shape[0], k), 7, dtype=case.logits.dtype)
-    got = indexer_topk(case.logits, k, starts=case.starts, ends=case.ends, sorted=by_value, values=got_values)
+    got = indexer_topk(case.logits, topk=k, ks=case.starts, ke=case.ends, sorted=by_value, values=got_values)
     assert (got.dtype, got.tolist()) == (I32, columns)
     exact = torch.tensor(values, dtype=case.logits.dtype).reshape(got_values.shape)
     assert torch.equal(got_values.nan_to_num(nan=1e30), exact.nan_to_num(nan=1e30))
@@ -44,14 +45,14 @@ def test_row_strides(dtype: torch.dtype, stride: int, offset: int) -> None:
 
 def test_one_row_for_all() -> None:
     row = torch.randn(1, 20)
-    assert indexer_topk(row.expand(3, -1), 5).tolist() == indexer_topk(row, 5).tolist() * 3
+    assert indexer_topk(row.expand(3, -1), topk=5).tolist() == indexer_topk(row, topk=5).tolist() * 3
 
 
 def test_values_agree_with_torch() -> None:
     # No two are equal: which of those torch.topk takes is not said.
     logits = torch.stack([torch.randperm(1000).float() - 500 for _ in range(5)])
     values = torch.empty(5, 64)
-    columns = indexer_topk(logits, 64, sorted=True, values=values)
+    columns = indexer_topk(logits, topk=64, sorted=True, values=values)
     best, at = logits.topk(64)
     assert torch.equal(values, best)
     assert torch.equal(columns.long(), at)
@@ -60,17 +61,10 @@ def test_values_agree_with_torch() -> None:
 @pytest.mark.parametrize("by_value", [False, True])
 def test_what_columns_are_called(by_value: bool) -> None:
     case = topk_cases.topk_case(5, 60, torch.float32, "ties", "random")
-    plain = indexer_topk(case.logits, 9, starts=case.starts, ends=case.ends, sorted=by_value)
+    plain = indexer_topk(case.logits, topk=9, ks=case.starts, ke=case.ends, sorted=by_value)
     carried = torch.randint(0, 1 << 20, (5, 20), dtype=I32)
-    got = indexer_topk(
-        case.logits,
-        9,
-        starts=case.starts,
-        ends=case.ends,
-        sorted=by_value,
-        first_column=700,
-        carried=carried,
-    )
+    got = torch.empty(5, 9, dtype=I32)
+    topk_chunk_op(case.logits, 9, case.starts, case.ends, by_value, got, None, 700, carried)
     for row in range(5):
         names = [
             -1 if j < 0 else 700 + j if j < 40 else int(carried[row, j - 40]) for j in plain[row].tolist()
@@ -80,51 +74,51 @@ def test_what_columns_are_called(by_value: bool) -> None:
 
 def test_equal_values_go_to_the_lower_columns() -> None:
     logits = torch.tensor([[1.0, 0.0, -0.0, 2.0, 0.0, -0.0]])
-    assert indexer_topk(logits, 4).tolist() == [[0, 1, 2, 3]]
-    assert indexer_topk(logits, 5, sorted=True).tolist() == [[3, 0, 1, 2, 4]]
+    assert indexer_topk(logits, topk=4).tolist() == [[0, 1, 2, 3]]
+    assert indexer_topk(logits, topk=5, sorted=True).tolist() == [[3, 0, 1, 2, 4]]
 
 
 def test_nan_is_above_infinity_and_minus_infinity_a_value() -> None:
     logits = torch.tensor([[math.inf, -math.inf, math.nan, -math.nan, 3.0]])
-    assert indexer_topk(logits, 2).tolist() == [[2, 3]]
-    assert indexer_topk(logits, 6, sorted=True).tolist() == [[2, 3, 0, 4, 1, -1]]
+    assert indexer_topk(logits, topk=2).tolist() == [[2, 3]]
+    assert indexer_topk(logits, topk=6, sorted=True).tolist() == [[2, 3, 0, 4, 1, -1]]
 
 
 def test_ranges_are_clamped() -> None:
     logits = torch.arange(8.0).expand(4, 8)
     starts = torch.tensor([-3, 5, 9, 6], dtype=I32)
     ends = torch.tensor([2, 100, 12, 1], dtype=I32)
-    got = indexer_topk(logits, 3, starts=starts, ends=ends)
+    got = indexer_topk(logits, topk=3, ks=starts, ke=ends)
     assert got.tolist() == [[0, 1, -1], [5, 6, 7], [-1] * 3, [-1] * 3]
 
 
 def test_no_rows_and_no_columns() -> None:
-    assert indexer_topk(torch.empty(0, 9), 4).shape == (0, 4)
+    assert indexer_topk(torch.empty(0, 9), topk=4).shape == (0, 4)
     values = torch.zeros(2, 3)
-    assert indexer_topk(torch.empty(2, 0), 3, values=values).tolist() == [[-1] * 3] * 2
+    assert indexer_topk(torch.empty(2, 0), topk=3, values=values).tolist() == [[-1] * 3] * 2
     assert (values == -math.inf).all()
 
 
 def test_a_given_out_is_returned() -> None:
     out = torch.zeros(2, 3, dtype=I32)
-    assert indexer_topk(torch.randn(2, 9), 3, out=out) is out
+    assert indexer_topk(torch.randn(2, 9), topk=3, out=out) is out
 
 
 def _arguments() -> dict[str, Any]:
-    ranges = {"starts": torch.zeros(3, dtype=I32), "ends": torch.full((3,), 9, dtype=I32)}
-    return {"logits": torch.randn(3, 9), "k": 4, **ranges, "out": torch.zeros(3, 4, dtype=I32)}
+    ranges = {"ks": torch.zeros(3, dtype=I32), "ke": torch.full((3,), 9, dtype=I32)}
+    return {"logits": torch.randn(3, 9), "topk": 4, **ranges, "out": torch.zeros(3, 4, dtype=I32)}
 
 
 BAD: dict[str, tuple[str, Callable[[], Any]]] = {
     "rank": ("logits", lambda: torch.randn(9)),
     "dtype": ("logits", lambda: torch.randn(3, 9).half()),
     "columns apart": ("logits", lambda: torch.randn(3, 18)[:, ::2]),
-    "k of 0": ("k", lambda: 0),
-    "a large k": ("k", lambda: 4097),
-    "starts as int64": ("starts", lambda: torch.zeros(3, dtype=torch.int64)),
-    "too few starts": ("starts", lambda: torch.zeros(2, dtype=I32)),
-    "ends as a column": ("ends", lambda: torch.zeros(3, 1, dtype=I32)),
-    "ends apart": ("ends", lambda: torch.zeros(6, dtype=I32)[::2]),
+    "k of 0": ("topk", lambda: 0),
+    "a large k": ("topk", lambda: 4097),
+    "starts as int64": ("ks", lambda: torch.zeros(3, dtype=torch.int64)),
+    "too few starts": ("ks", lambda: torch.zeros(2, dtype=I32)),
+    "ends as a column": ("ke", lambda: torch.zeros(3, 1, dtype=I32)),
+    "ends apart": ("ke", lambda: torch.zeros(6, dtype=I32)[::2]),
     "out of another width": ("out", lambda: torch.zeros(3, 5, dtype=I32)),
     "out as int64": ("out", lambda: torch.zeros(3, 4, dtype=torch.int64)),
     "rows of out apart": ("out", lambda: torch.zeros(3, 8, dtype=I32)[:, :4]),
@@ -137,15 +131,15 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
 def test_a_bad_argument_is_named(name: str, make: Callable[[], Any]) -> None:
     arguments = {**_arguments(), name: make()}
     with pytest.raises(ArgumentError) as caught:
-        indexer_topk(arguments.pop("logits"), arguments.pop("k"), **arguments)
+        indexer_topk(arguments.pop("logits"), **arguments)
     assert caught.value.argument == name
 
 
-@pytest.mark.parametrize("without_out", [{"k": 0}, {"logits": torch.randn(9)}])
+@pytest.mark.parametrize("without_out", [{"topk": 0}, {"logits": torch.randn(9)}])
 def test_what_out_is_allocated_from_is_checked_first(without_out: dict[str, Any]) -> None:
-    arguments = {"logits": torch.randn(3, 9), "k": 4, **without_out}
+    arguments = {"logits": torch.randn(3, 9), "topk": 4, **without_out}
     with pytest.raises(ArgumentError):
-        indexer_topk(**arguments)
+        indexer_topk(arguments.pop("logits"), **arguments)
 
 
 @pytest.mark.usefixtures("checked_mode")
@@ -155,20 +149,20 @@ def test_checked_mode_names_the_row(start: int, end: int) -> None:
     starts = torch.tensor([0, 9, start], dtype=I32)
     ends = torch.tensor([9, 9, end], dtype=I32)
     with pytest.raises(ContractError, match="row 2") as caught:
-        indexer_topk(logits, 4, starts=starts, ends=ends)
+        indexer_topk(logits, topk=4, ks=starts, ke=ends)
     assert caught.value.row == 2
-    indexer_topk(logits[:2], 4, starts=starts[:2], ends=ends[:2])
+    indexer_topk(logits[:2], topk=4, ks=starts[:2], ke=ends[:2])
     if start > 9 or end > 9:
-        alone = {"starts": starts} if end <= 9 else {"ends": ends}
+        alone = {"ks": starts} if end <= 9 else {"ke": ends}
         with pytest.raises(ContractError, match="row 2"):
-            indexer_topk(logits, 4, **alone)
+            indexer_topk(logits, topk=4, **alone)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_call_equals_an_eager_one(dynamic: bool) -> None:
     def layer(logits: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values = torch.zeros(logits.shape[0], 5)
-        return indexer_topk(logits * 2, 5, ends=ends, sorted=True, values=values), values
+        return indexer_topk(logits * 2, topk=5, ke=ends, sorted=True, values=values), values
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for rows in (3, 6):
@@ -178,5 +172,5 @@ def test_a_compiled_call_equals_an_eager_one(dynamic: bool) -> None:
 
 
 def test_meta_tensors_give_shapes() -> None:
-    out = indexer_topk(torch.empty(3, 9, device="meta"), 4)
+    out = indexer_topk(torch.empty(3, 9, device="meta"), topk=4)
     assert (out.shape, out.dtype, out.device.type) == ((3, 4), I32, "meta")

@@ -41,7 +41,7 @@ def _metadata() -> tuple[Any, ...]:
 
 def _paged() -> tuple[Any, ...]:
     case = cases.paged_case([64, 128], 1, 8, 64)
-    metadata = moe_fp8.paged_mqa_logits_metadata(case.context_lens, 64, 3)
+    metadata = moe_fp8.paged_mqa_logits_metadata(case.context_lens, block_size=64, num_sms=3)
     out = torch.zeros(2, 128)
     return case.q, case.kv_cache, case.weights, case.context_lens, case.block_table, metadata, out
 
@@ -66,11 +66,13 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "grouped_gemm_fp8_contiguous": _contiguous,
     "grouped_gemm_fp8_masked": _masked,
     "mqa_logits_fp8": _mqa,
+    "_mqa_logits_fp8_chunk": lambda: (*_mqa(), 8, 18),
     "paged_mqa_logits_fp8": _paged,
     "paged_mqa_logits_metadata": _metadata,
     "quantize_fp8": _quantize,
     "indexer_quantize_and_cache": _cache,
     "indexer_topk": _topk,
+    "_indexer_topk_chunk": lambda: (*_topk(), 3, torch.zeros(3, 2, dtype=torch.int32)),
 }
 
 
@@ -128,7 +130,7 @@ def test_compiled_calls_equal_eager_ones(dynamic: bool) -> None:
         batched = q[None].expand(3, -1, -1).contiguous()
         batched_scale = scale[None].expand(3, -1, -1).contiguous()
         masked = moe_fp8.grouped_gemm_fp8_masked(
-            batched, batched_scale, b, b_scale, counts, 2, config="16x128"
+            batched, batched_scale, b, b_scale, counts, expected_m=2, config="16x128"
         )
         rows = torch.arange(x.shape[0])[None, :, None] < counts[:, None, None]
         return dense, grouped, torch.where(rows, masked, 0)
@@ -148,10 +150,17 @@ def test_compiled_logits_equal_eager_ones() -> None:
 
     def indexer(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         prefill = moe_fp8.mqa_logits_fp8(*arguments, fill=True)
-        metadata = moe_fp8.paged_mqa_logits_metadata(case.context_lens, 64, 4, next_n=2)
+        metadata = moe_fp8.paged_mqa_logits_metadata(case.context_lens, block_size=64, num_sms=4, next_n=2)
         decode = torch.zeros(6, 128)
         moe_fp8.paged_mqa_logits_fp8(
-            case.q, case.kv_cache, case.weights, case.context_lens, case.block_table, metadata, 128, decode
+            case.q,
+            case.kv_cache,
+            case.weights,
+            case.context_lens,
+            case.block_table,
+            metadata,
+            max_context_len=128,
+            out=decode,
         )
         return prefill, decode
 

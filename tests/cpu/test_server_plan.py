@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moe_fp8
-from moe_fp8.ops.indexer import select, topk
+from moe_fp8.ops.indexer import select
 from moe_fp8.problems import (
     GemmProblem,
     IndexerCacheProblem,
@@ -35,10 +35,10 @@ MAX_BATCH = 8
 
 #: Where a selection finds the ops that it is made of.
 SELECTION = {
-    "mqa_logits_fp8": (select, "mqa_logits_op"),
+    "mqa_logits_fp8": (select, "mqa_logits_chunk_op"),
     "paged_mqa_logits_metadata": (select, "metadata_op"),
     "paged_mqa_logits_fp8": (select, "paged_logits_op"),
-    "indexer_topk": (topk, "topk_op"),
+    "indexer_topk": (select, "topk_chunk_op"),
 }
 
 

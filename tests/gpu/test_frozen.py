@@ -82,11 +82,13 @@ def run_prefill(planned: Plan, device: str, rng: random.Random) -> None:
         m, keys = rng.randint(1, options.max_tokens), rng.randint(1, 20_000)
         case = cases.mqa_case(m, m + keys, indexer.num_heads, "causal", device, dim=indexer.head_dim)
         logits = moe_fp8.mqa_logits_fp8(*case.arguments(), out_dtype=rng.choice((None, torch.bfloat16)))
-        moe_fp8.indexer_topk(logits, 2048, starts=case.ks, ends=case.ke)
-        workspace = moe_fp8.indexer_workspace_bytes(m, m + keys, 2048, max_bytes=64 << 20)
+        moe_fp8.indexer_topk(logits, topk=2048, ks=case.ks, ke=case.ke)
+        workspace = moe_fp8.indexer_workspace_bytes(
+            num_queries=m, num_keys=m + keys, topk=2048, max_bytes=64 << 20
+        )
         memory = torch.empty(workspace, dtype=torch.uint8, device=device)
         moe_fp8.indexer_select(
-            case.q, case.k, case.k_scale, case.weights, case.ks, case.ke, 2048, workspace=memory
+            case.q, case.k, case.k_scale, case.weights, case.ks, case.ke, topk=2048, workspace=memory
         )
         rows = cache_cases.cache_case(m, indexer.head_dim, options.block_size).to(device)
         moe_fp8.indexer_quantize_and_cache(rows.k, rows.kv_cache, rows.slot_mapping)
@@ -107,8 +109,8 @@ def run_decode(planned: Plan, device: str, rng: random.Random) -> None:
                 case.weights,
                 case.context_lens,
                 case.block_table,
-                2048,
-                4096,
+                topk=2048,
+                max_context_len=4096,
                 num_sms=options.num_sms,
             )
 

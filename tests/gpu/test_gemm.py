@@ -11,7 +11,7 @@ from tests import cases
 
 def _run(case: cases.GemmCase, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     out = case.poisoned(dtype)
-    assert gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, out) is out
+    assert gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, out=out) is out
     return out
 
 
@@ -77,7 +77,7 @@ def test_split_along_k(m: int, k: int) -> None:
 def test_writes_nothing_outside_of_the_output() -> None:
     case = cases.dense_case(37, 576, 256, "cuda")
     storage = torch.full((39, 576), float("nan"), dtype=torch.bfloat16, device="cuda")
-    gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, storage[1:38])
+    gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, out=storage[1:38])
     cases.check_gemm(case, storage[1:38])
     assert storage[0].isnan().all() and storage[38].isnan().all()
 
@@ -127,7 +127,7 @@ def test_replay_reads_new_values() -> None:
     out = _run(static)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        gemm_fp8(static.a, static.a_scale, static.b, static.b_scale, out)
+        gemm_fp8(static.a, static.a_scale, static.b, static.b_scale, out=out)
     for seed in (1, 2):
         fresh = cases.dense_case(20, 576, 512, "cuda", seed=seed)
         static.a.copy_(fresh.a)

@@ -20,7 +20,7 @@ LAYOUTS = ("m_indices", "psum", "offsets", "masked")
 
 def _dense(case: cases.GemmCase, config: str | None, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     out = case.poisoned(dtype)
-    gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, out, config=config)
+    gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, out=out, config=config)
     return out
 
 
@@ -102,7 +102,7 @@ def test_a_row_does_not_depend_on_rows_neighbours_or_layout(layout: str) -> None
         rows = slice(start, end)
         alone = torch.empty_like(out[rows])
         scale = case.a_scale[rows].contiguous()
-        gemm_fp8(case.a[rows], scale, case.b[expert], case.b_scale[expert], alone, config="64x128")
+        gemm_fp8(case.a[rows], scale, case.b[expert], case.b_scale[expert], out=alone, config="64x128")
         assert torch.equal(alone, out[rows])
 
 
@@ -217,7 +217,7 @@ def test_a_graph_keeps_its_config() -> None:
     out = case.poisoned()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, out, config="64x64/2k")
+        gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, out=out, config="64x64/2k")
     for _ in range(3):
         out.fill_(float("nan"))
         graph.replay()

@@ -40,7 +40,9 @@ def _masked(
 ) -> torch.Tensor:
     out = case.poisoned(dtype)
     assert case.index is not None
-    grouped_gemm_fp8_masked(case.a, case.a_scale, case.b, case.b_scale, case.index, expected_m, out)
+    grouped_gemm_fp8_masked(
+        case.a, case.a_scale, case.b, case.b_scale, case.index, expected_m=expected_m, out=out
+    )
     return out
 
 
@@ -233,7 +235,9 @@ def test_masked_replay_reads_masked_m_anew(expected_m: int | None) -> None:
     assert case.index is not None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        grouped_gemm_fp8_masked(case.a, case.a_scale, case.b, case.b_scale, case.index, expected_m, out)
+        grouped_gemm_fp8_masked(
+            case.a, case.a_scale, case.b, case.b_scale, case.index, expected_m=expected_m, out=out
+        )
     for seed in range(5):
         case.a.copy_(fresh.a)
         case.a_scale.copy_(fresh.a_scale)
@@ -270,7 +274,9 @@ def test_checked_mode_reads_the_index_except_while_capturing() -> None:
     assert case.index is not None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        grouped_gemm_fp8_masked(case.a, case.a_scale, case.b, case.b_scale, case.index, None, out)
+        grouped_gemm_fp8_masked(
+            case.a, case.a_scale, case.b, case.b_scale, case.index, expected_m=None, out=out
+        )
     out.fill_(float("nan"))
     graph.replay()
     cases.check_gemm(case, out)

@@ -10,7 +10,7 @@ import torch
 
 from moe_fp8 import mqa_logits_fp8, paged_mqa_logits_fp8, paged_mqa_logits_metadata
 from moe_fp8.ops.indexer import reference
-from moe_fp8.ops.indexer.logits import mqa_logits_op
+from moe_fp8.ops.indexer.logits import mqa_logits_chunk_op
 from tests import cases
 
 HEADS = (8, 16, 32, 64)
@@ -39,7 +39,7 @@ def _mqa_with_terms(
     """As a chunk of a call that is large enough for the kernel with terms."""
     width = case.k.shape[0] if columns is None else columns
     out = _sentinel(case.q.shape[0], width).to(dtype)
-    mqa_logits_op(*case.arguments(), columns is not None, fill, out, 1 << 20, 1 << 20)
+    mqa_logits_chunk_op(*case.arguments(), columns is not None, fill, out, 1 << 20, 1 << 20)
     return out
 
 
@@ -182,7 +182,7 @@ def test_mqa_replay_reads_ranges_anew(compressed: bool) -> None:
 
 def _metadata(case: cases.PagedCase, num_sms: int | None = None) -> torch.Tensor:
     return paged_mqa_logits_metadata(
-        case.context_lens, case.block_size, num_sms or _num_sms(), next_n=case.next_n
+        case.context_lens, block_size=case.block_size, num_sms=num_sms or _num_sms(), next_n=case.next_n
     )
 
 
@@ -197,8 +197,8 @@ def _paged(
         case.context_lens,
         case.block_table,
         _metadata(case, num_sms),
-        columns,
-        out,
+        max_context_len=columns,
+        out=out,
     )
     assert got is out
     return out
@@ -221,20 +221,22 @@ def test_metadata_equals_the_reference(batch: int, next_n: int, num_sms: int) ->
         for context_lens in (lengths, per_token):
             expected = torch.empty(num_sms + 1, 2, dtype=torch.int32)
             reference.paged_mqa_logits_metadata(context_lens, num_sms, next_n, expected)
-            got = paged_mqa_logits_metadata(context_lens.cuda(), 64, num_sms, next_n=next_n)
+            got = paged_mqa_logits_metadata(
+                context_lens.cuda(), block_size=64, num_sms=num_sms, next_n=next_n
+            )
             assert torch.equal(got.cpu(), expected)
 
 
 def test_metadata_without_requests() -> None:
     none = torch.empty(0, dtype=torch.int32, device="cuda")
-    assert (paged_mqa_logits_metadata(none, 64, 132) == 0).all()
+    assert (paged_mqa_logits_metadata(none, block_size=64, num_sms=132) == 0).all()
 
 
 @pytest.mark.sanitizer
 def test_metadata_small() -> None:
     lengths = torch.tensor([0, 700, 3, 0, 4000], dtype=torch.int32)
-    got = paged_mqa_logits_metadata(lengths.cuda(), 64, 20)
-    assert torch.equal(got.cpu(), paged_mqa_logits_metadata(lengths, 64, 20))
+    got = paged_mqa_logits_metadata(lengths.cuda(), block_size=64, num_sms=20)
+    assert torch.equal(got.cpu(), paged_mqa_logits_metadata(lengths, block_size=64, num_sms=20))
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -270,11 +272,11 @@ def test_paged_in_bf16(next_n: int) -> None:
         case.context_lens,
         case.block_table,
         _metadata(case),
-        704,
     )
-    paged_mqa_logits_fp8(*arguments, out)
+    paged_mqa_logits_fp8(*arguments, max_context_len=704, out=out)
     cases.check_logits(out, cases.paged_expected(case, 704))
-    assert paged_mqa_logits_fp8(*arguments, out_dtype=torch.bfloat16).dtype is torch.bfloat16
+    made = paged_mqa_logits_fp8(*arguments, max_context_len=704, out_dtype=torch.bfloat16)
+    assert made.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("next_n", [1, 2, 4, 7])
@@ -382,8 +384,8 @@ def test_paged_replay_reads_lengths_and_tables_anew(next_n: int) -> None:
             static.context_lens,
             static.block_table,
             _metadata(static),
-            columns,
-            out,
+            max_context_len=columns,
+            out=out,
         )
     for case in fresh:
         static.q.copy_(case.q)

@@ -30,20 +30,22 @@ def test_prefill_in_chunks(kind: str, in_order: bool) -> None:
     m, n = 700, 9000
     case = cases.mqa_case(m, n, 64, kind, "cuda")
     logits = mqa_logits_fp8(*case.arguments())
-    expected = indexer_topk(logits, TOPK, starts=case.ks, ends=case.ke, sorted=in_order)
-    assert torch.equal(indexer_select(*case.arguments(), TOPK, sorted=in_order), expected)
+    expected = indexer_topk(logits, topk=TOPK, ks=case.ks, ke=case.ke, sorted=in_order)
+    assert torch.equal(indexer_select(*case.arguments(), topk=TOPK, sorted=in_order), expected)
     for budget in (20 << 20, 5 << 20, 1 << 20, 64 << 10):
         plan = selection_plan(m, n, TOPK, budget)
-        chosen = indexer_select(*case.arguments(), TOPK, sorted=in_order, workspace=_workspace(budget))
+        chosen = indexer_select(*case.arguments(), topk=TOPK, sorted=in_order, workspace=_workspace(budget))
         assert torch.equal(chosen, expected), plan
 
 
 def test_prefill_equals_the_reference() -> None:
     on_cpu, on_gpu = (exact_cases.mqa(90, 3000, 32, "random", device) for device in ("cpu", "cuda"))
-    expected = indexer_select(*on_cpu.arguments(), TOPK)
+    expected = indexer_select(*on_cpu.arguments(), topk=TOPK)
     for budget in (None, 500_000, 200_000):
         workspace = None if budget is None else _workspace(budget)
-        assert torch.equal(indexer_select(*on_gpu.arguments(), TOPK, workspace=workspace).cpu(), expected)
+        assert torch.equal(
+            indexer_select(*on_gpu.arguments(), topk=TOPK, workspace=workspace).cpu(), expected
+        )
 
 
 def _decode(case: cases.PagedCase, columns: int, budget: int | None) -> torch.Tensor:
@@ -53,8 +55,8 @@ def _decode(case: cases.PagedCase, columns: int, budget: int | None) -> torch.Te
         case.weights,
         case.context_lens,
         case.block_table,
-        TOPK,
-        columns,
+        topk=TOPK,
+        max_context_len=columns,
         num_sms=132,
         workspace=None if budget is None else _workspace(budget),
     )
@@ -66,12 +68,19 @@ def test_decode_in_chunks(next_n: int, block_size: int) -> None:
     columns = 5000
     case = cases.paged_case([0, 3, 4999, 700, 2561, 64], next_n, 64, block_size, "cuda")
     logits = torch.full((6 * next_n, columns), float("nan"), device="cuda")
-    metadata = paged_mqa_logits_metadata(case.context_lens, block_size, 132, next_n=next_n)
+    metadata = paged_mqa_logits_metadata(case.context_lens, block_size=block_size, num_sms=132, next_n=next_n)
     paged_mqa_logits_fp8(
-        case.q, case.kv_cache, case.weights, case.context_lens, case.block_table, metadata, columns, logits
+        case.q,
+        case.kv_cache,
+        case.weights,
+        case.context_lens,
+        case.block_table,
+        metadata,
+        max_context_len=columns,
+        out=logits,
     )
     ends = exact_cases.token_lengths(case).flatten().int()
-    expected = indexer_topk(logits, TOPK, ends=ends)
+    expected = indexer_topk(logits, topk=TOPK, ke=ends)
     for budget in (None, 100_000, 40_000):
         assert torch.equal(_decode(case, columns, budget), expected)
 
@@ -86,10 +95,12 @@ def test_decode_replays_with_other_lengths() -> None:
     case = cases.paged_case([900] * 5, 1, 64, 64, "cuda")
     out = _decode(case, 900, 40_000)
     workspace = _workspace(40_000)
-    arguments = (case.q, case.kv_cache, case.weights, case.context_lens, case.block_table, TOPK, 900)
+    arguments = (case.q, case.kv_cache, case.weights, case.context_lens, case.block_table)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        paged_indexer_select(*arguments, num_sms=132, workspace=workspace, out=out)
+        paged_indexer_select(
+            *arguments, topk=TOPK, max_context_len=900, num_sms=132, workspace=workspace, out=out
+        )
     for lengths in ([900, 0, 5, 300, 899], [1, 900, 64, 65, 0]):
         case.context_lens.copy_(torch.tensor(lengths))
         graph.replay()
@@ -104,15 +115,15 @@ def test_a_million_keys_stay_within_the_budget() -> None:
     k_scale = torch.rand(n, device="cuda")
     ks = torch.zeros(m, dtype=torch.int32, device="cuda")
     ke = torch.arange(n - m + 1, n + 1, dtype=torch.int32, device="cuda")
-    workspace = _workspace(indexer_workspace_bytes(m, n, 2048, max_bytes=budget))
+    workspace = _workspace(indexer_workspace_bytes(num_queries=m, num_keys=n, topk=2048, max_bytes=budget))
     out = torch.empty(m, 2048, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    indexer_select(q, k, k_scale, weights, ks, ke, 2048, workspace=workspace, out=out)
+    indexer_select(q, k, k_scale, weights, ks, ke, topk=2048, workspace=workspace, out=out)
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() == before
     assert workspace.numel() <= budget
     some = [0, 255, 511]
     logits = mqa_logits_fp8(q[some], k, k_scale, weights[some], ks[some], ke[some])
-    assert torch.equal(out[some], indexer_topk(logits, 2048, ends=ke[some]))
+    assert torch.equal(out[some], indexer_topk(logits, topk=2048, ke=ke[some]))

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 import moe_fp8
 from moe_fp8.graph import BatchBuckets, BufferSpec, GraphRunner
-from moe_fp8.ops.indexer import select, topk
+from moe_fp8.ops.indexer import select
 from server_example.__main__ import prepare_engine
 from server_example.backend import choose_backend
 from server_example.engine import Engine, EngineOptions
@@ -92,10 +92,10 @@ WRITTEN = {
 
 #: Where a selection finds the ops that it is made of.
 SELECTION = {
-    "mqa_logits_fp8": (select, "mqa_logits_op"),
+    "mqa_logits_fp8": (select, "mqa_logits_chunk_op"),
     "paged_mqa_logits_metadata": (select, "metadata_op"),
     "paged_mqa_logits_fp8": (select, "paged_logits_op"),
-    "indexer_topk": (topk, "topk_op"),
+    "indexer_topk": (select, "topk_chunk_op"),
 }
 
 

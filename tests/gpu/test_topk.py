@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_fp8 import ContractError, heuristics, indexer_topk
+from moe_fp8.ops.indexer.topk import topk_chunk_op
 from moe_fp8.problems import IndexerTopkProblem
 from tests import topk_cases
 from tests.topk_cases import TopkCase
@@ -16,14 +17,14 @@ KS = (1, 7, 512, 1000, 2048, 4096)
 
 def _choose(case: TopkCase, k: int, by_value: bool) -> tuple[torch.Tensor, torch.Tensor]:
     values = torch.full((case.logits.shape[0], k), 7, dtype=case.logits.dtype, device=case.logits.device)
-    out = indexer_topk(case.logits, k, starts=case.starts, ends=case.ends, sorted=by_value, values=values)
+    out = indexer_topk(case.logits, topk=k, ks=case.starts, ke=case.ends, sorted=by_value, values=values)
     return out, values
 
 
 def _check(case: TopkCase, k: int, by_value: bool = False) -> None:
     on_gpu = case.to("cuda")
     got, wanted = _choose(on_gpu, k, by_value), _choose(case, k, by_value)
-    plain = indexer_topk(on_gpu.logits, k, starts=on_gpu.starts, ends=on_gpu.ends, sorted=by_value)
+    plain = indexer_topk(on_gpu.logits, topk=k, ks=on_gpu.starts, ke=on_gpu.ends, sorted=by_value)
     assert torch.equal(got[0].cpu(), wanted[0])
     assert torch.equal(plain.cpu(), wanted[0])
     as_bits = torch.int32 if case.logits.dtype is torch.float32 else torch.int16
@@ -82,7 +83,9 @@ def test_strides_and_alignments(dtype: torch.dtype, stride: int, offset: int) ->
 
 def test_one_row_for_all() -> None:
     row = torch.randn(1, 20_000, device="cuda")
-    assert torch.equal(indexer_topk(row.expand(300, -1), 512), indexer_topk(row, 512).expand(300, -1))
+    assert torch.equal(
+        indexer_topk(row.expand(300, -1), topk=512), indexer_topk(row, topk=512).expand(300, -1)
+    )
 
 
 def test_elements_past_two_gigabytes() -> None:
@@ -90,20 +93,20 @@ def test_elements_past_two_gigabytes() -> None:
     storage = torch.full((5 * (1 << 29) + columns,), float("nan"), dtype=torch.bfloat16, device="cuda")
     logits = storage.as_strided((6, columns), (1 << 29, 1))
     logits.copy_(topk_cases.draw("normal", 6, columns))
-    assert torch.equal(indexer_topk(logits, 512).cpu(), indexer_topk(logits.cpu(), 512))
+    assert torch.equal(indexer_topk(logits, topk=512).cpu(), indexer_topk(logits.cpu(), topk=512))
 
 
 def test_ranges_are_clamped() -> None:
     logits = torch.arange(8.0, device="cuda").repeat(4, 1)
     starts = torch.tensor([-3, 5, 9, 6], dtype=torch.int32, device="cuda")
     ends = torch.tensor([2, 100, 12, 1], dtype=torch.int32, device="cuda")
-    got = indexer_topk(logits, 3, starts=starts, ends=ends)
+    got = indexer_topk(logits, topk=3, ks=starts, ke=ends)
     assert got.tolist() == [[0, 1, -1], [5, 6, 7], [-1] * 3, [-1] * 3]
 
 
 def test_no_rows_and_no_columns() -> None:
-    assert indexer_topk(torch.empty(0, 9, device="cuda"), 4).shape == (0, 4)
-    assert indexer_topk(torch.empty(2, 0, device="cuda"), 3).tolist() == [[-1] * 3] * 2
+    assert indexer_topk(torch.empty(0, 9, device="cuda"), topk=4).shape == (0, 4)
+    assert indexer_topk(torch.empty(2, 0, device="cuda"), topk=3).tolist() == [[-1] * 3] * 2
 
 
 @pytest.mark.parametrize("kind", ["normal", "few"])
@@ -122,7 +125,7 @@ def test_replay_reads_logits_and_ranges_anew(rows: int, columns: int) -> None:
     out, values = _choose(static, 600, False)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        indexer_topk(static.logits, 600, starts=static.starts, ends=static.ends, out=out, values=values)
+        indexer_topk(static.logits, topk=600, ks=static.starts, ke=static.ends, out=out, values=values)
     for seed in range(4):
         case = topk_cases.topk_case(rows, columns, seed=seed)
         for ours, fresh in (
@@ -155,10 +158,16 @@ def test_small_with_more_columns_than_candidates() -> None:
 def test_checked_mode_names_the_row() -> None:
     case = topk_cases.topk_case(3, 9, of_ranges="full").to("cuda")
     ends = torch.tensor([9, 0, 9], dtype=torch.int32, device="cuda")
-    indexer_topk(case.logits, 4, ends=ends)
+    indexer_topk(case.logits, topk=4, ke=ends)
     ends[1] = 10
     with pytest.raises(ContractError, match="row 1"):
-        indexer_topk(case.logits, 4, ends=ends)
+        indexer_topk(case.logits, topk=4, ke=ends)
+
+
+def _named(case: topk_cases.TopkCase, by_value: bool, carried: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(case.logits.shape[0], 40, dtype=torch.int32, device=case.logits.device)
+    topk_chunk_op(case.logits, 40, case.starts, case.ends, by_value, out, None, 700, carried)
+    return out.cpu()
 
 
 @pytest.mark.parametrize("rows, columns", [(5, 60), (1, 70_001), (200, 9000)])
@@ -167,15 +176,6 @@ def test_what_columns_are_called(rows: int, columns: int) -> None:
     carried = torch.randint(0, 1 << 20, (rows, 50), dtype=torch.int32)
     for by_value in (False, True):
         named = [
-            indexer_topk(
-                logits.logits,
-                40,
-                starts=logits.starts,
-                ends=logits.ends,
-                sorted=by_value,
-                first_column=700,
-                carried=carried.to(logits.logits.device),
-            ).cpu()
-            for logits in (case, case.to("cuda"))
+            _named(logits, by_value, carried.to(logits.logits.device)) for logits in (case, case.to("cuda"))
         ]
         assert torch.equal(*named)

@@ -29,8 +29,8 @@ def gemm_fp8(
     a_scale: Tensor,
     b: Tensor,
     b_scale: Tensor,
-    out: Tensor | None = None,
     *,
+    out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     config: str | None = None,
 ) -> Tensor:
@@ -158,10 +158,10 @@ def grouped_gemm_fp8_masked(
     b: Tensor,
     b_scale: Tensor,
     masked_m: Tensor,
+    *,
     expected_m: int | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    *,
     config: str | None = None,
 ) -> Tensor:
     """The first `masked_m[e]` rows of each expert's buffer times its weights.

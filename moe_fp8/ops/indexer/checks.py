@@ -272,10 +272,10 @@ def paged_inputs(
     cache_address(op, kv_cache)
 
 
-def topk_width(k: int) -> None:
+def topk_width(topk: int) -> None:
     """A row may be asked for this many columns."""
-    if not 1 <= k <= heuristics.TOPK_MAX_K:
-        raise ArgumentError(TOPK, "k", f"1 to {heuristics.TOPK_MAX_K}", k)
+    if not 1 <= topk <= heuristics.TOPK_MAX_K:
+        raise ArgumentError(TOPK, "topk", f"1 to {heuristics.TOPK_MAX_K}", topk)
 
 
 def _topk_operand(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, remedy: str) -> None:
@@ -289,16 +289,16 @@ def _topk_operand(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torc
 
 def indexer_topk(
     logits: Tensor,
-    k: int,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    by_value: bool,
+    topk: int,
+    ks: Tensor | None,
+    ke: Tensor | None,
+    in_order: bool,
     out: Tensor,
     values: Tensor | None,
-    first_column: int,
-    carried: Tensor | None,
+    first_column: int = 0,
+    carried: Tensor | None = None,
 ) -> None:
-    """logits fp32/bf16 [M,N]; starts, ends int32 [M]; out, carried int32 [M,k], [M,W]; values [M,k]."""
+    """logits fp32/bf16 [M,N]; ks, ke int32 [M]; out, carried int32 [M,topk], [M,W]; values [M,topk]."""
     if logits.dim() != 2:
         refuse_shape(TOPK, "logits", logits, "[M, N]", "flatten the leading dimensions")
     rows, columns = logits.shape
@@ -310,22 +310,22 @@ def indexer_topk(
     if (column_stride != 1 and columns > 1) or (row_stride < 0 and rows > 1):
         got = f"stride {logits.stride()}"
         raise ArgumentError(TOPK, "logits", "contiguous rows", got, "call .contiguous() on it")
-    topk_width(k)
+    topk_width(topk)
     ints = "call .int() on it"
-    _topk_operand("out", out, (rows, k), torch.int32, "allocate it as int32")
-    if starts is not None:
-        _topk_operand("starts", starts, (rows,), torch.int32, ints)
-    if ends is not None:
-        _topk_operand("ends", ends, (rows,), torch.int32, ints)
+    _topk_operand("out", out, (rows, topk), torch.int32, "allocate it as int32")
+    if ks is not None:
+        _topk_operand("ks", ks, (rows,), torch.int32, ints)
+    if ke is not None:
+        _topk_operand("ke", ke, (rows,), torch.int32, ints)
     if values is not None:
-        _topk_operand("values", values, (rows, k), logits.dtype, "allocate it with the dtype of logits")
+        _topk_operand("values", values, (rows, topk), logits.dtype, "allocate it with the dtype of logits")
     if carried is not None:
         if carried.dim() != 2 or carried.shape[1] > columns:
             refuse_shape(TOPK, "carried", carried, f"[{rows}, at most {columns}]")
         _topk_operand("carried", carried, (rows, carried.shape[1]), torch.int32, ints)
     if not 0 <= first_column <= _INT32_MAX - columns:
         raise ArgumentError(TOPK, "first_column", f"0 to {_INT32_MAX - columns}", first_column)
-    others = {"starts": starts, "ends": ends, "out": out, "values": values, "carried": carried}
+    others = {"ks": ks, "ke": ke, "out": out, "values": values, "carried": carried}
     for name, tensor in others.items():
         if tensor is not None and tensor.get_device() != logits.get_device():
             refuse_device(TOPK, logits, **{name: tensor})

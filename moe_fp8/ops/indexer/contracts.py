@@ -22,17 +22,17 @@ def cache_slots(slot_mapping: Tensor, num_slots: int) -> None:
             )
 
 
-def column_ranges(starts: Tensor | None, ends: Tensor | None, rows: int, columns: int) -> None:
-    """0 <= starts[i] <= ends[i] <= N."""
-    firsts = [0] * rows if starts is None else starts.tolist()
-    lasts = [columns] * rows if ends is None else ends.tolist()
+def column_ranges(ks: Tensor | None, ke: Tensor | None, rows: int, columns: int) -> None:
+    """0 <= ks[i] <= ke[i] <= N."""
+    firsts = [0] * rows if ks is None else ks.tolist()
+    lasts = [columns] * rows if ke is None else ke.tolist()
     for row, (start, end) in enumerate(zip(firsts, lasts, strict=True)):
         if not 0 <= start <= end <= columns:
             raise ContractError(
                 "indexer_topk",
-                "starts, ends",
-                f"0 <= starts <= ends <= {columns} (columns of logits)",
-                f"starts {start}, ends {end} at row {row}",
+                "ks, ke",
+                f"0 <= ks <= ke <= {columns} (columns of logits)",
+                f"ks {start}, ke {end} at row {row}",
                 "use equal ends for an empty row",
                 row=row,
             )

@@ -40,8 +40,8 @@ def mqa_logits(
     compressed: bool,
     fill: bool,
     out: Tensor,
-    whole_queries: int,
-    whole_keys: int,
+    whole_queries: int = 0,
+    whole_keys: int = 0,
 ) -> Prepared:
     """Prefill indexer logits; q [M,H,D], k [N,D], weights [M,H], out [M, N or max_seqlen_k].
 
@@ -196,16 +196,16 @@ def indexer_quantize_and_cache(
 
 def indexer_topk(
     logits: Tensor,
-    k: int,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    by_value: bool,
+    topk: int,
+    ks: Tensor | None,
+    ke: Tensor | None,
+    in_order: bool,
     out: Tensor,
     values: Tensor | None,
-    first_column: int,
-    carried: Tensor | None,
+    first_column: int = 0,
+    carried: Tensor | None = None,
 ) -> Prepared:
-    """logits [M,N] -> out [M,k], values [M,k] or None; starts and ends [M], carried [M,W] or None."""
+    """logits [M,N] -> out [M,topk], values [M,topk] or None; ks and ke [M], carried [M,W] or None."""
     rows, columns = logits.shape
     num_sms = launch.num_sms(logits.get_device())
     chosen = select_indexer_topk(IndexerTopkProblem(rows, columns, _OUT_DTYPES[logits.dtype], num_sms))
@@ -214,15 +214,15 @@ def indexer_topk(
         block.buffer,
         0,
         logits.data_ptr(),
-        0 if starts is None else starts.data_ptr(),
-        0 if ends is None else ends.data_ptr(),
+        0 if ks is None else ks.data_ptr(),
+        0 if ke is None else ke.data_ptr(),
         out.data_ptr(),
         0 if values is None else values.data_ptr(),
         0 if carried is None else carried.data_ptr(),
         logits.stride(0),
         columns,
-        k,
-        by_value,
+        topk,
+        in_order,
         first_column,
         0 if carried is None else carried.shape[1],
     )

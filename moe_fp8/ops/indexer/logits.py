@@ -6,6 +6,8 @@ of q is folded into `weights` by the caller (DeepSeek-V3.2 technical report, arX
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,8 +27,7 @@ def _no_scores(
     compressed: bool,
     fill: bool,
     out: Tensor,
-    whole_queries: int,
-    whole_keys: int,
+    *_: int,
 ) -> bool:
     if out.numel() == 0:
         return True
@@ -35,20 +36,29 @@ def _no_scores(
     return k.shape[0] == 0
 
 
-# whole_queries, whole_keys: of the selection that a call is a chunk of, whose bits it gets; 0 for none.
-mqa_logits_op = register(
-    "mqa_logits_fp8(Tensor q, Tensor k, Tensor k_scale, Tensor weights, Tensor ks, Tensor ke, "
-    "bool compressed, bool fill, Tensor(a!) out, SymInt whole_queries=0, SymInt whole_keys=0) -> ()",
-    check=checks.mqa_logits,
-    contract=lambda q, k, k_scale, weights, ks, ke, compressed, fill, out, *_: contracts.query_ranges(
+_MQA_LOGITS = (
+    "Tensor q, Tensor k, Tensor k_scale, Tensor weights, Tensor ks, Tensor ke, bool compressed, bool fill, "
+    "Tensor(a!) out"
+)
+_mqa_logits_parts: dict[str, Any] = {
+    "check": checks.mqa_logits,
+    "contract": lambda q, k, k_scale, weights, ks, ke, compressed, fill, out, *_: contracts.query_ranges(
         ks, ke, k.shape[0], out.shape[1]
     ),
-    empty=_no_scores,
-    reference=lambda q, k, k_scale, weights, ks, ke, compressed, fill, out, *_: reference.mqa_logits(
+    "empty": _no_scores,
+    "reference": lambda q, k, k_scale, weights, ks, ke, compressed, fill, out, *_: reference.mqa_logits(
         q, k, k_scale, weights, ks, ke, out, compressed, fill
     ),
-    cuda="moe_fp8.ops.indexer.cuda:mqa_logits",
-    varying=("k", "out"),
+    "cuda": "moe_fp8.ops.indexer.cuda:mqa_logits",
+    "varying": ("k", "out"),
+}
+
+mqa_logits_op = register(f"mqa_logits_fp8({_MQA_LOGITS}) -> ()", **_mqa_logits_parts)
+
+#: A chunk of a selection of so many queries and keys: it gets the kernel of the whole, and so its bits.
+mqa_logits_chunk_op = register(
+    f"_mqa_logits_fp8_chunk({_MQA_LOGITS}, SymInt whole_queries, SymInt whole_keys) -> ()",
+    **_mqa_logits_parts,
 )
 
 
@@ -100,7 +110,7 @@ def mqa_logits_fp8(
         )
     else:
         arguments.given_out("mqa_logits_fp8", out, out_dtype)
-    mqa_logits_op(q, k, k_scale, weights, ks, ke, max_seqlen_k is not None, fill, out, 0, 0)
+    mqa_logits_op(q, k, k_scale, weights, ks, ke, max_seqlen_k is not None, fill, out)
     return out
 
 
@@ -122,12 +132,18 @@ metadata_op = register(
 
 
 def paged_mqa_logits_metadata(
-    context_lens: Tensor, block_size: int, num_sms: int, *, next_n: int = 1
+    context_lens: Tensor,
+    *,
+    block_size: int,
+    num_sms: int | None = None,
+    next_n: int = 1,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Divide a batch's KV evenly among `num_sms` workers, on the device.
 
     context_lens: int32 `[B]` or `[B, next_n]`, contiguous; zero is allowed. block_size: tokens of a page (32,
-    64 or 128). num_sms: workers, at least 1. next_n: tokens of a request, taken from the shape if 2-D.
+    64 or 128). num_sms: workers, at least 1; by default the SMs of the tensor's GPU. next_n: tokens of a
+    request, taken from the shape if 2-D. out: int32 `[num_sms + 1, 2]`, contiguous, or None.
 
     Returns int32 `[num_sms + 1, 2]`: worker s does what lies from row s to row s + 1, each (request, chunk of
     64 tokens). Requests have ceil(longest token's length / 64) chunks; worker s starts at flattened chunk
@@ -136,11 +152,14 @@ def paged_mqa_logits_metadata(
     No host synchronisation; safe to capture: rebuilt from context_lens at each replay.
     Raises ArgumentError, UnsupportedError.
     """
-    if num_sms < 1:
-        raise ArgumentError("paged_mqa_logits_metadata", "num_sms", "at least 1", num_sms)
+    op = "paged_mqa_logits_metadata"
     if context_lens.dim() == 2:
         next_n = context_lens.shape[1]
-    out = torch.empty((num_sms + 1, 2), dtype=torch.int32, device=context_lens.device)
+    if out is None:
+        rows = arguments.workers(op, context_lens, num_sms) + 1
+        out = torch.empty((rows, 2), dtype=torch.int32, device=context_lens.device)
+    elif num_sms is not None and (out.dim() == 0 or out.shape[0] != num_sms + 1):
+        raise ArgumentError(op, "out", f"{num_sms + 1} rows (num_sms + 1)", list(out.shape))
     metadata_op(context_lens, block_size, next_n, out)
     return out
 
@@ -170,9 +189,9 @@ def paged_mqa_logits_fp8(
     context_lens: Tensor,
     block_table: Tensor,
     metadata: Tensor,
+    *,
     max_context_len: int,
     out: Tensor | None = None,
-    *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Decode indexer logits of each request's tokens over its own paged keys.

@@ -150,22 +150,22 @@ def topk_keys(values: Tensor) -> Tensor:
 
 def indexer_topk(
     logits: Tensor,
-    k: int,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    by_value: bool,
+    topk: int,
+    ks: Tensor | None,
+    ke: Tensor | None,
+    in_order: bool,
     out: Tensor,
     values: Tensor | None,
     first_column: int = 0,
     carried: Tensor | None = None,
 ) -> None:
-    """out int32 [M,k]: columns of the k greatest of starts[i] <= j < ends[i]; values: those logits.
+    """out int32 [M,topk]: columns of the greatest of ks[i] <= j < ke[i]; values: those logits.
 
     Column j is called first_column + j, the last W columns what `carried` [M,W] says.
     """
     rows, columns = logits.shape
-    firsts = [0] * rows if starts is None else starts.clamp(0, columns).tolist()
-    lasts = [columns] * rows if ends is None else ends.clamp(0, columns).tolist()
+    firsts = [0] * rows if ks is None else ks.clamp(0, columns).tolist()
+    lasts = [columns] * rows if ke is None else ke.clamp(0, columns).tolist()
     out.fill_(-1)
     if values is not None:
         values.fill_(float("-inf"))
@@ -174,8 +174,8 @@ def indexer_topk(
             continue
         candidates = logits[row, start:end]
         # A stable sort leaves equal keys in order of columns.
-        chosen = topk_keys(candidates).sort(descending=True, stable=True).indices[:k]
-        if not by_value:
+        chosen = topk_keys(candidates).sort(descending=True, stable=True).indices[:topk]
+        if not in_order:
             chosen = chosen.sort().values
         names = chosen + start + first_column
         if carried is not None:

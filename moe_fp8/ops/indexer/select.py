@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
+from moe_fp8.ops.arguments import workers
 from moe_fp8.ops.indexer import checks, contracts
-from moe_fp8.ops.indexer.logits import metadata_op, mqa_logits_op, paged_logits_op
-from moe_fp8.ops.indexer.topk import indexer_topk
+from moe_fp8.ops.indexer.logits import metadata_op, mqa_logits_chunk_op, paged_logits_op
+from moe_fp8.ops.indexer.topk import topk_chunk_op
 from moe_fp8.ops.registry import checked
 
 #: Chunks of keys are whole chunks of the paged schedule, and so whole pages and whole tiles.
@@ -107,10 +108,10 @@ def selection_plan(
 
 
 def indexer_workspace_bytes(
+    *,
     num_queries: int,
     num_keys: int,
     topk: int,
-    *,
     max_bytes: int | None = None,
     next_n: int = 1,
     num_sms: int = 0,
@@ -150,7 +151,7 @@ def _select(
         low, high = bounds(rows, starts[:count])
         if plan.carried == 0:
             score(rows, 0, keys, low, high, table[:, :keys])
-            indexer_topk(table[:, :keys], topk, starts=low, ends=high, sorted=in_order, out=out[rows])
+            topk_chunk_op(table[:, :keys], topk, low, high, in_order, out[rows], None, 0, None)
             continue
         left = values[: count * topk].view(torch.float32).view(count, topk)
         now, before = (buffer[: count * topk].view(count, topk) for buffer in positions)
@@ -172,16 +173,16 @@ def _select(
             score(rows, begin, stop, chunk_low, chunk_end, table[:, : stop - begin])
             if stop < keys:
                 table[:, plan.columns :].copy_(left)
-            indexer_topk(
+            topk_chunk_op(
                 table,
                 topk,
-                starts=chunk_low,
-                ends=end,
-                sorted=in_order and begin == 0,
-                out=out[rows] if begin == 0 else now,
-                values=left if begin > 0 else None,
-                first_column=begin,
-                carried=before if stop < keys else None,
+                chunk_low,
+                end,
+                in_order and begin == 0,
+                out[rows] if begin == 0 else now,
+                left if begin > 0 else None,
+                begin,
+                before if stop < keys else None,
             )
             now, before = before, now
 
@@ -204,17 +205,17 @@ def indexer_select(
     weights: Tensor,
     ks: Tensor,
     ke: Tensor,
-    topk: int,
     *,
+    topk: int,
     sorted: bool = False,
     workspace: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Prefill: the topk keys of each query, `mqa_logits_fp8` and `indexer_topk` within a workspace.
 
-    q, k, k_scale, weights, ks, ke: as in `mqa_logits_fp8`. topk, sorted: as k and sorted of `indexer_topk`.
+    q, k, k_scale, weights, ks, ke: as in `mqa_logits_fp8`. topk, sorted: as in `indexer_topk`.
     workspace: uint8 `[bytes]`, contiguous, 16-byte aligned, of any size from what
-    `indexer_workspace_bytes(M, N, topk, max_bytes=...)` returns: queries and keys are taken in as few chunks
+    `indexer_workspace_bytes` returns for M, N and topk: queries and keys are taken in as few chunks
     as fit. Its contents are lost. None: allocated, in one piece. out: int32 `[M, topk]`, contiguous, or None.
 
     Returns out: columns of k, -1 behind the last. The same bits for every workspace. Beside the workspace and
@@ -234,7 +235,7 @@ def indexer_select(
     def score(rows: slice, begin: int, end: int, low: Tensor | None, high: Tensor, logits: Tensor) -> None:
         assert low is not None
         chunk = slice(begin, end)
-        mqa_logits_op(
+        mqa_logits_chunk_op(
             q[rows], k[chunk], k_scale[chunk], weights[rows], low, high, False, False, logits, num_rows, keys
         )
 
@@ -248,10 +249,10 @@ def paged_indexer_select(
     weights: Tensor,
     context_lens: Tensor,
     block_table: Tensor,
+    *,
     topk: int,
     max_context_len: int,
-    *,
-    num_sms: int,
+    num_sms: int | None = None,
     sorted: bool = False,
     workspace: Tensor | None = None,
     out: Tensor | None = None,
@@ -259,16 +260,16 @@ def paged_indexer_select(
     """Decode: the topk cached positions of each token, paged logits and `indexer_topk` in a workspace.
 
     q, kv_cache, weights, context_lens, block_table, max_context_len: as in `paged_mqa_logits_fp8`; num_sms:
-    workers of its schedule. The rest as in `indexer_select`, with `indexer_workspace_bytes(B * next_n,
-    max_context_len, topk, next_n=next_n, num_sms=num_sms)`.
+    workers of its schedule, by default the SMs of the tensors' GPU. The rest as in `indexer_select`, with
+    `indexer_workspace_bytes` of B * next_n queries, max_context_len keys, next_n and num_sms.
 
     Returns out: int32 `[B * next_n, topk]`, positions in the context, -1 behind the last.
     """
     checks.paged_inputs("paged_indexer_select", q, kv_cache, weights, context_lens, block_table)
     batch, next_n = q.shape[:2]
-    for name, least, got in (("max_context_len", 0, max_context_len), ("num_sms", 1, num_sms)):
-        if got < least:
-            raise ArgumentError("paged_indexer_select", name, f"at least {least}", got)
+    num_sms = workers("paged_indexer_select", q, num_sms)
+    if max_context_len < 0:
+        raise ArgumentError("paged_indexer_select", "max_context_len", "at least 0", max_context_len)
     if checked(q):
         contracts.paged_contexts(
             context_lens, next_n, block_table, kv_cache.shape[1], kv_cache.shape[0], max_context_len
