@@ -242,7 +242,7 @@ def test_startup_script_can_insist_on_a_gpu(built: Path, capsys: pytest.CaptureF
 def test_startup_script_reports_a_bad_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert startup.main(["--model", "/nowhere"]) == 2
     said = capsys.readouterr()
-    assert json.loads(said.out)["error"] == "ConfigError"
+    assert json.loads(said.out)["error"] == "ModelError"
     assert said.err.startswith("error: ")
 
 
