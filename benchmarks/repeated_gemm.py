@@ -32,7 +32,7 @@ def dense(shape: DenseShape, config: str | None = None, out_dtype: str = "bfloat
     a, b = inputs.activations(shape.m, shape.k), inputs.weights(shape.n, shape.k)
 
     def call(out: Tensor) -> None:
-        moe_fp8.gemm_fp8(*a, *b, out, config=config)
+        moe_fp8.gemm_fp8(*a, *b, out=out, config=config)
 
     return Work(call, (shape.m, shape.n), getattr(torch, out_dtype), inputs.DEVICE)
 
@@ -69,7 +69,9 @@ def masked(shape: GroupedShape, config: str | None = None, out_dtype: str = "bfl
     masked_m = _int32(counts)
 
     def call(out: Tensor) -> None:
-        moe_fp8.grouped_gemm_fp8_masked(*a, *b, masked_m, shape.rows_per_expert, out, config=config)
+        moe_fp8.grouped_gemm_fp8_masked(
+            *a, *b, masked_m, expected_m=shape.rows_per_expert, out=out, config=config
+        )
 
     rows = torch.arange(m_max, device=inputs.DEVICE)
     defined = (rows < masked_m[:, None])[:, :, None]
@@ -98,7 +100,7 @@ def quantize_and_multiply(shape: DenseShape, config: str | None = None) -> Work:
     def call(out: Tensor) -> None:
         moe_fp8.quantize_fp8(others, out=a)
         moe_fp8.quantize_fp8(x, out=a)
-        moe_fp8.gemm_fp8(*a, *b, out, config=config)
+        moe_fp8.gemm_fp8(*a, *b, out=out, config=config)
 
     return Work(call, (shape.m, shape.n), torch.bfloat16, inputs.DEVICE)
 

@@ -56,12 +56,14 @@ def mqa(
 def paged(shape: PagedShape, out_dtype: str = "float32", schedule_ahead: bool = False) -> Work:
     """The schedule is made ahead, or before each call by the kernel in front of it."""
     given = inputs.paged_inputs(shape)
-    made = moe_fp8.paged_mqa_logits_metadata(given.lengths, shape.block_size, num_sms())
+    made = moe_fp8.paged_mqa_logits_metadata(given.lengths, block_size=shape.block_size, num_sms=num_sms())
 
     def call(out: Tensor) -> None:
         schedule = made
         if not schedule_ahead:
-            schedule = moe_fp8.paged_mqa_logits_metadata(given.lengths, shape.block_size, num_sms())
+            schedule = moe_fp8.paged_mqa_logits_metadata(
+                given.lengths, block_size=shape.block_size, num_sms=num_sms()
+            )
         _paged_logits(given, schedule, out)
 
     size = (shape.batch * shape.next_n, given.max_context_len)
@@ -76,8 +78,8 @@ def _paged_logits(given: inputs.PagedInputs, schedule: Tensor, out: Tensor) -> N
         given.lengths,
         given.block_table,
         schedule,
-        given.max_context_len,
-        out,
+        max_context_len=given.max_context_len,
+        out=out,
     )
 
 
@@ -90,7 +92,7 @@ def metadata(shape: PagedShape) -> Work:
     lengths = inputs.paged_lengths(shape)
 
     def call(out: Tensor) -> None:
-        out.copy_(moe_fp8.paged_mqa_logits_metadata(lengths, shape.block_size, num_sms()))
+        moe_fp8.paged_mqa_logits_metadata(lengths, block_size=shape.block_size, num_sms=num_sms(), out=out)
 
     return Work(call, (num_sms() + 1, 2), torch.int32, inputs.DEVICE)
 
@@ -118,7 +120,9 @@ def cache_and_score(shape: PagedShape) -> Work:
     others, k = (torch.randn(num_slots, shape.head_dim, device=inputs.DEVICE).bfloat16() for _ in range(2))
 
     def call(out: Tensor) -> None:
-        schedule = moe_fp8.paged_mqa_logits_metadata(given.lengths, shape.block_size, num_sms())
+        schedule = moe_fp8.paged_mqa_logits_metadata(
+            given.lengths, block_size=shape.block_size, num_sms=num_sms()
+        )
         moe_fp8.indexer_quantize_and_cache(others, given.kv_cache, slots)
         moe_fp8.indexer_quantize_and_cache(k, given.kv_cache, slots)
         _paged_logits(given, schedule, out)
@@ -135,7 +139,7 @@ def topk(shape: TopkShape, in_dtype: str = "float32", ties: bool = False, in_ord
     values = logits.new_empty(shape.rows, shape.k)
 
     def call(out: Tensor) -> None:
-        moe_fp8.indexer_topk(logits, shape.k, ends=ends, sorted=in_order, out=out[0], values=values)
+        moe_fp8.indexer_topk(logits, topk=shape.k, ke=ends, sorted=in_order, out=out[0], values=values)
         out[1].view(torch.float32).copy_(values)
 
     return Work(call, (2, shape.rows, shape.k), torch.int32, inputs.DEVICE)
@@ -154,7 +158,7 @@ def select(shape: MqaShape, topk: int, max_bytes: int | None = None) -> Work:
             given.weights,
             given.ks,
             given.ke,
-            topk,
+            topk=topk,
             workspace=workspace,
             out=out,
         )
@@ -177,8 +181,8 @@ def paged_select(shape: PagedShape, topk: int, max_bytes: int | None = None) -> 
             given.weights,
             given.lengths,
             given.block_table,
-            topk,
-            given.max_context_len,
+            topk=topk,
+            max_context_len=given.max_context_len,
             num_sms=num_sms(),
             workspace=workspace,
             out=out,
@@ -188,7 +192,9 @@ def paged_select(shape: PagedShape, topk: int, max_bytes: int | None = None) -> 
 
 
 def _workspace(rows: int, keys: int, topk: int, max_bytes: int | None, **paged: int) -> Tensor:
-    size = moe_fp8.indexer_workspace_bytes(rows, keys, topk, max_bytes=max_bytes, **paged)
+    size = moe_fp8.indexer_workspace_bytes(
+        num_queries=rows, num_keys=keys, topk=topk, max_bytes=max_bytes, **paged
+    )
     return torch.empty(size, device=inputs.DEVICE, dtype=torch.uint8)
 
 
