@@ -102,7 +102,9 @@ def _dense(session: Session, peer: DeepGemm | None, shape: DenseShape, row: Row)
         return Contestant(name, calls, check)
 
     outs = [_poisoned(m, n) for _ in range(num_sets)]
-    calls: list[Call] = [partial(moe_fp8.gemm_fp8, *a[i], *b[i], out=outs[i]) for i in range(num_sets)]
+    calls: list[Call] = [
+        partial(moe_fp8.gemm_fp8, *a[i], *b[i], out=outs[i], constant_weights=True) for i in range(num_sets)
+    ]
     contestants = [contestant("moe_fp8", outs, calls)]
     if peer is not None:
         outs = [_poisoned(m, n) for _ in range(num_sets)]
@@ -112,7 +114,10 @@ def _dense(session: Session, peer: DeepGemm | None, shape: DenseShape, row: Row)
     # The mode is a setting of the process; what it changes is the config.
     invariant = str(gemm_config(GemmProblem("dense", m, n, k, batch_invariant=True)))
     outs = [_poisoned(m, n) for _ in range(num_sets)]
-    calls = [partial(moe_fp8.gemm_fp8, *a[i], *b[i], out=outs[i], config=invariant) for i in range(num_sets)]
+    calls = [
+        partial(moe_fp8.gemm_fp8, *a[i], *b[i], out=outs[i], config=invariant, constant_weights=True)
+        for i in range(num_sets)
+    ]
     contestants.append(replace(contestant(BATCH_INVARIANT, outs, calls), aside=True))
     session.compare(row, contestants, num_calls, TOLERANCE)
 

@@ -46,7 +46,13 @@ def run_host(session: Session, peer: DeepGemm | None, step: int) -> None:
     theirs: Call | None = None
     if peer is not None:
         theirs = partial(peer.gemm, a, peer.aligned(a_scale), b, b_scale, out)
-    _eager(session, "gemm_fp8", partial(moe_fp8.gemm_fp8, a, a_scale, b, b_scale, out=out), peer, theirs)
+    _eager(
+        session,
+        "gemm_fp8",
+        partial(moe_fp8.gemm_fp8, a, a_scale, b, b_scale, out=out, constant_weights=True),
+        peer,
+        theirs,
+    )
 
     counts = expert_counts(8, 16, "spread")
     experts_a = inputs.expert_activations(8, 64, 2048)

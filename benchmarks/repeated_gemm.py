@@ -32,7 +32,7 @@ def dense(shape: DenseShape, config: str | None = None, out_dtype: str = "bfloat
     a, b = inputs.activations(shape.m, shape.k), inputs.weights(shape.n, shape.k)
 
     def call(out: Tensor) -> None:
-        moe_fp8.gemm_fp8(*a, *b, out=out, config=config)
+        moe_fp8.gemm_fp8(*a, *b, out=out, config=config, constant_weights=True)
 
     return Work(call, (shape.m, shape.n), getattr(torch, out_dtype), inputs.DEVICE)
 
@@ -101,6 +101,20 @@ def quantize_and_multiply(shape: DenseShape, config: str | None = None) -> Work:
         moe_fp8.quantize_fp8(others, out=a)
         moe_fp8.quantize_fp8(x, out=a)
         moe_fp8.gemm_fp8(*a, *b, out=out, config=config)
+
+    return Work(call, (shape.m, shape.n), torch.bfloat16, inputs.DEVICE)
+
+
+def quantize_weights_and_multiply(shape: DenseShape) -> Work:
+    """The same with the weights: what the GEMM may read ahead of the kernel before it, if they are constant."""
+    others, w = (torch.randn(shape.n, shape.k, device=inputs.DEVICE).bfloat16() for _ in range(2))
+    a, b_scale = inputs.activations(shape.m, shape.k), inputs.weights(shape.n, shape.k)[1]
+    b, unused = moe_fp8.quantize_fp8(w)
+
+    def call(out: Tensor) -> None:
+        moe_fp8.quantize_fp8(others, out=(b, unused))
+        moe_fp8.quantize_fp8(w, out=(b, unused))
+        moe_fp8.gemm_fp8(*a, b, b_scale, out=out)
 
     return Work(call, (shape.m, shape.n), torch.bfloat16, inputs.DEVICE)
 
@@ -178,6 +192,8 @@ _QUANTIZE = [
     Case("quantize_fp8", QuantizeShape(16384, 7168), quantize),
     Case("quantize_fp8 + gemm_fp8", DenseShape(16, 2112, 7168), quantize_and_multiply),
     Case("quantize_fp8 + gemm_fp8", DenseShape(1024, 4096, 2048), quantize_and_multiply),
+    Case("quantize_fp8 of weights + gemm_fp8", DenseShape(16, 2112, 7168), quantize_weights_and_multiply),
+    Case("quantize_fp8 of weights + gemm_fp8", DenseShape(1024, 4096, 2048), quantize_weights_and_multiply),
 ]
 
 CASES = [*_FEW_TOKENS, *_MANY_TOKENS, *_CONTIGUOUS, *_MASKED, *_QUANTIZE]

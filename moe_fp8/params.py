@@ -68,6 +68,7 @@ GEMM = ParamStruct(
     "int n",
     "int k",
     "int num_experts",
+    "int constant_weights",
 )
 
 MQA_LOGITS = ParamStruct(

@@ -28,7 +28,7 @@ namespace moe_fp8 {
 
 constexpr int kThreadsPerRow = HEAD_DIM / kQuantizeValues;
 constexpr int kRows = NUM_THREADS / kThreadsPerRow;
-static_assert(HEAD_DIM == 32 || HEAD_DIM == 64 || HEAD_DIM == 128, "see checks_cache.py");
+static_assert(HEAD_DIM == 32 || HEAD_DIM == 64 || HEAD_DIM == 128, "see ops/indexer/checks.py");
 static_assert(NUM_THREADS % kWarp == 0 && CLUSTER_SIZE == 1 && SMEM_BYTES == 0, "see specs.py");
 
 }  // namespace moe_fp8

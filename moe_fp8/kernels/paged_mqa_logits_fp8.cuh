@@ -65,8 +65,11 @@ struct Walk {
     bool loaded = false;
 
     DEVICE explicit Walk(const PagedMqaLogitsParams& params) : p(params) {
+        // A schedule that is none names requests and chunks that there are not: clamped, it reads and writes nothing out of bounds.
         const int2 begin = p.metadata[blockIdx.x], end = p.metadata[blockIdx.x + 1];
-        request = begin.x, chunk = begin.y, last_request = end.x, last_chunk = end.y;
+        const int most = ceil_div(p.width, CHUNK_KV);
+        request = max(begin.x, 0), chunk = min(max(begin.y, 0), most);
+        last_request = end.x, last_chunk = min(max(end.y, 0), most);
     }
 
     DEVICE bool next(Item& item) {

@@ -140,7 +140,7 @@ class _Calls:
         out = torch.empty(rows, target.n, device=_DEVICE, dtype=torch.bfloat16)
 
         def run(config: str, weights: Quantized) -> object:
-            return gemm_fp8(*a, weights[0][0], weights[1][0], out=out, config=config)
+            return gemm_fp8(*a, weights[0][0], weights[1][0], out=out, config=config, constant_weights=True)
 
         return cls(run, out, torch.arange(rows, device=_DEVICE))
 

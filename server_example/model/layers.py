@@ -36,7 +36,7 @@ class Quantiser:
     def linear(self, x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
         """x [M,K] @ weight^T -> fp32 [M,N] holding bf16 values."""
         quantised, scale = self(x)
-        return moe_fp8.gemm_fp8(quantised, scale, weight.weight, weight.scale).float()
+        return moe_fp8.gemm_fp8(quantised, scale, weight.weight, weight.scale, constant_weights=True).float()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -57,7 +57,7 @@ def _gemm() -> dict[str, Any]:
 def _dense() -> dict[str, Any]:
     case = cases.dense_case(3, 64, 256)
     arguments = {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale}
-    return {**arguments, "out": case.poisoned(), "config": None}
+    return {**arguments, "out": case.poisoned(), "config": None, "constant_weights": False}
 
 
 def _contiguous() -> dict[str, Any]:

@@ -343,6 +343,28 @@ def test_paged_without_requests() -> None:
     assert _paged(none, 64).shape == (0, 64)
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("entry", [-7, -(2**31), 2**31 - 1, 1000])
+def test_paged_schedule_that_is_none_reads_and_writes_nothing_out_of_bounds(entry: int) -> None:
+    case = cases.paged_case([300, 64, 500], 1, 32, 64, "cuda")
+    schedule = torch.full((133, 2), entry, dtype=torch.int32, device="cuda")
+    schedule[::2, 0] = 1
+    columns = int(case.context_lens.max())
+    out = torch.full((3 + 2, columns), float("nan"), device="cuda")
+    paged_mqa_logits_fp8(
+        case.q,
+        case.kv_cache,
+        case.weights,
+        case.context_lens,
+        case.block_table,
+        schedule,
+        max_context_len=columns,
+        out=out[1:4],
+    )
+    torch.cuda.synchronize()
+    assert out[0].isnan().all() and out[4].isnan().all()
+
+
 def test_paged_repeats_bit_for_bit() -> None:
     case = cases.paged_case(_lengths(64, 4000, 1), 1, 64, 64, "cuda")
     first = _paged(case, 4000)

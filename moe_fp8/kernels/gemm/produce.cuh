@@ -74,10 +74,11 @@ DEVICE void meet_parts() {
     if constexpr (kSplitK) __syncwarp(), ptx::cluster_wait();
 }
 
-// The walk also copies the first stages' weights, since it knows first which they are. They do not depend on the kernel before, and
-// where the tiles do not either, they are on their way while it ends.
+// The walk also copies the first stages' weights, since it knows first which they are. Constant ones do not depend on the kernel
+// before, and where the tiles do not either, they are on their way while it ends. Neither do their scales, which another warp
+// reads for tiles that it gets from this one.
 DEVICE void walk_tiles(const GemmParams& p, Shared& shared) {
-    if constexpr (kLayout != sched::Layout::kDense) ptx::grid_dependency_wait();
+    if (kLayout != sched::Layout::kDense || !p.constant_weights) ptx::grid_dependency_wait();
     const uint32_t rank = cluster_rank();
     const KRange range(p, rank);
     Walk walk(p.index, p.num_experts, p.m, p.n, rank);

@@ -43,7 +43,7 @@ constexpr int kMathWarpgroups = kBlockM > 64 ? kBlockM / 64 : kBlockM == 64 ? kB
 constexpr bool kAlternate = kBlockN == 64 && kBlockM <= 32;
 // A warpgroup tells a stage's laps by parity, so it must see them all: stages whose laps went to one and the other could be
 // taken for full a lap early, when copies land out of order.
-static_assert(!kAlternate || kStages % kMathWarpgroups == 0, "see heuristics/tiles.py");
+static_assert(!kAlternate || kStages % kMathWarpgroups == 0, "see heuristics/gemm/tiles.py");
 static_assert(!kAlternate || (kLayout == sched::Layout::kDense && !kPaired), "a tile without rows would be passed by both");
 // Parts in which a tile's sum comes about, and the columns of a fragment in groups of eight, which are dealt to them.
 constexpr int kParts = kClusterK * (kAlternate ? kMathWarpgroups : 1);
@@ -117,8 +117,8 @@ struct Shared {
         }
     }
 };
-// gemm_smem_bytes of heuristics/tiles.py computes the same from its own constants, with 1 KiB for what is small.
-static_assert(sizeof(Shared) <= SMEM_BYTES && SMEM_BYTES <= sizeof(Shared) + 1024, "see tiles.py");
+// gemm_smem_bytes of heuristics/gemm/tiles.py computes the same from its own constants, with 1 KiB for what is small.
+static_assert(sizeof(Shared) <= SMEM_BYTES && SMEM_BYTES <= sizeof(Shared) + 1024, "see heuristics/gemm/tiles.py");
 
 }  // namespace moe_fp8
 
@@ -135,6 +135,7 @@ struct GemmParams {
     int n;
     int k;
     int num_experts;
+    int constant_weights;        // dense: no kernel that may still run writes `b` or `b_scale`
 };
 
 namespace moe_fp8 {

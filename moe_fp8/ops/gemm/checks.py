@@ -83,7 +83,13 @@ Others: TypeAlias = tuple[Any, ...] | None
 
 
 def gemm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, config: str | None = None
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    out: Tensor,
+    config: str | None = None,
+    constant_weights: bool = False,
 ) -> Others:
     """Dense operands. The arguments are returned with `a_scale` MN-major where it is not."""
     if a.dim() != 2:
@@ -94,7 +100,7 @@ def gemm(
     mn_major = _gemm_operands("gemm_fp8", a, a_scale, b, b_scale, out, (m,), (), b.shape[0], k)
     if config is not None:
         _config("dense", a, b, config)
-    return None if mn_major is a_scale else (a, mn_major, b, b_scale, out, config)
+    return None if mn_major is a_scale else (a, mn_major, b, b_scale, out, config, constant_weights)
 
 
 def gemm_contiguous(
@@ -174,15 +180,14 @@ def _config(layout: str, a: Tensor, b: Tensor, config: str) -> None:
     )
 
 
-def traced_config(layout: str | None) -> Callable[..., None]:
+def traced_config(layout: str | None, position: int) -> Callable[..., None]:
     """The meta implementation of a GEMM, which says at least that there is no such config.
 
-    `layout` None: the call names it.
+    `layout` None: the call names it. `position` of the config among the arguments behind the weights.
     """
 
     def fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: Any) -> None:
-        *others, config = rest  # the last argument, if it is given
-        if isinstance(config, str):
-            _config(layout or others[1], a, b, config)
+        if len(rest) > position and rest[position] is not None:
+            _config(layout or rest[1], a, b, rest[position])
 
     return fake

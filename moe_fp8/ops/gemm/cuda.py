@@ -85,10 +85,16 @@ def _gemm_plan(
 
 
 def dense(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, config: str | None
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    out: Tensor,
+    config: str | None,
+    constant_weights: bool,
 ) -> Prepared:
     """a [M,K], b [N,K], out [M,N]."""
-    return _gemm("dense", a, a_scale, b, b_scale, out, None, None, config)
+    return _gemm("dense", a, a_scale, b, b_scale, out, None, None, config, constant_weights)
 
 
 def contiguous(
@@ -130,6 +136,7 @@ def _gemm(
     index: Tensor | None,
     expected_m: int | None,
     config: str | None,
+    constant_weights: bool = False,
 ) -> Prepared:
     device = a.get_device()
     k = a.shape[-1]
@@ -160,5 +167,6 @@ def _gemm(
         n,
         k,
         num_experts,
+        constant_weights,
     )
     return plan.spec, plan.grid, block

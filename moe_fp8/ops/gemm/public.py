@@ -15,12 +15,13 @@ from moe_fp8.ops.gemm import checks, contracts, reference
 from moe_fp8.ops.registry import register
 
 gemm_op = register(
-    "gemm_fp8(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(a!) out, str? config=None) -> ()",
+    "gemm_fp8(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(a!) out, str? config=None, "
+    "bool constant_weights=False) -> ()",
     check=checks.gemm,
-    empty=lambda a, a_scale, b, b_scale, out, config: out.numel() == 0,
-    reference=lambda a, a_scale, b, b_scale, out, config: reference.gemm(a, a_scale, b, b_scale, out),
+    empty=lambda a, a_scale, b, b_scale, out, *_: out.numel() == 0,
+    reference=lambda a, a_scale, b, b_scale, out, *_: reference.gemm(a, a_scale, b, b_scale, out),
     cuda="moe_fp8.ops.gemm.cuda:dense",
-    fake=checks.traced_config("dense"),
+    fake=checks.traced_config("dense", 1),
 )
 
 
@@ -33,6 +34,7 @@ def gemm_fp8(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     config: str | None = None,
+    constant_weights: bool = False,
 ) -> Tensor:
     """Dense product of quantised activations and weights: out = (a * a_scale) @ (b * b_scale)^T.
 
@@ -45,9 +47,11 @@ def gemm_fp8(
     config: the tile as text, such as "64x128" or "64x64/3k" (docs/tuning.md), or None for the selector's
     choice. It never changes more than the last bits: configs that divide K (a "k" at the end, or 64 weight
     rows) round parts of the sum on their own.
+    constant_weights: True says that no kernel which may still run writes `b` or `b_scale`, as of weights that
+    were loaded long before. They are then read while the kernel before ends, which shortens a short call
+    (docs/graphs.md, "Launches that overlap"). Where they are being written, the result is wrong.
 
-    Returns out. Accumulates in fp32. No host synchronisation; safe to capture. `b` and `b_scale` may be read
-    while the kernel before still runs (docs/graphs.md, "Launches that overlap").
+    Returns out. Accumulates in fp32. No host synchronisation; safe to capture.
     Raises ArgumentError; TileError for a config that this call may not use; JitMissError after `freeze()`
     if warmup did not cover the shape: plans hold no configs that callers ask for.
     """
@@ -59,7 +63,7 @@ def gemm_fp8(
         out = torch.empty((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
     elif out_dtype is not None:
         arguments.given_out("gemm_fp8", out, out_dtype)
-    gemm_op(a, a_scale, b, b_scale, out, config)
+    gemm_op(a, a_scale, b, b_scale, out, config, constant_weights)
     return out
 
 
@@ -77,7 +81,7 @@ contiguous_op = register(
         reference.gemm_contiguous(layout, a, a_scale, b, b_scale, index, out)
     ),
     cuda="moe_fp8.ops.gemm.cuda:contiguous",
-    fake=checks.traced_config(None),
+    fake=checks.traced_config(None, 4),
 )
 
 
@@ -148,7 +152,7 @@ masked_op = register(
         a, a_scale, b, b_scale, masked_m, out
     ),
     cuda="moe_fp8.ops.gemm.cuda:masked",
-    fake=checks.traced_config("masked"),
+    fake=checks.traced_config("masked", 3),
 )
 
 
