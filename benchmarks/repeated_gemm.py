@@ -106,7 +106,7 @@ def quantize_and_multiply(shape: DenseShape, config: str | None = None) -> Work:
 
 
 def quantize_weights_and_multiply(shape: DenseShape) -> Work:
-    """The same with the weights: what the GEMM may read ahead of the kernel before it, if they are constant."""
+    """The same with the weights, which a GEMM may read ahead of the kernel before it if they are constant."""
     others, w = (torch.randn(shape.n, shape.k, device=inputs.DEVICE).bfloat16() for _ in range(2))
     a, b_scale = inputs.activations(shape.m, shape.k), inputs.weights(shape.n, shape.k)[1]
     b, unused = moe_fp8.quantize_fp8(w)
