@@ -9,6 +9,26 @@
 // shares one tile along K: each CTA sums a part of K, and the parts are added in the order of rank, so that results repeat
 // bit for bit.
 //
+// Warps (kernel body at the end of this file):
+//
+//   0      copies tokens, their scales and, but for the first stages, weights (`produce`)
+//   1      stores the weights' scales (`produce_scales`)
+//   2      walks the tiles and copies the first stages' weights (`walk_tiles`)
+//   3      rests
+//   4 on   one to three math warpgroups (`consume`)
+//
+// Barriers; the phase is that of the ring's lap, or of the tile for parts:
+//
+//   full[stage]        2 arrivals: the warp that announces the copies' bytes, and warp 1. Math warps wait.
+//   empty[stage]       4 arrivals, one a warp, of each math warpgroup that reads the stage; of a pair those of both CTAs. Warps 0, 1 wait.
+//   tiles.full[slot]   1 arrival: warp 2. All others but warp 3 wait.
+//   tiles.empty[slot]  1 arrival of each of these warps. Warp 2 waits.
+//   parts_full         in a CTA every thread of the other warpgroup, in a cluster the bytes that the other CTAs store. Math warps wait.
+//   parts_free         every thread, or in a cluster a lane of each warp, that has got parts from this warpgroup. It waits.
+//
+// Main loops of `Accumulator`: tiles of one fragment take `run_block_by_block` or, of three warpgroups and where a tile could have had
+// two, `run_one_by_one`; of two fragments `run_side_by_side`, or `begin` and `finish` where there are registers for one partial sum.
+//
 // Who overwrites what, after which arrival, and why every read is done by then:
 //
 //   weights, tokens          TMA copies; `empty` of the stage. Only wgmma reads them, and a warp arrives after `wgmma_wait`.
@@ -31,27 +51,31 @@
 
 namespace moe_fp8 {
 
+// Registers of a thread, of the copying warpgroup and of the math warpgroups.
+constexpr int kCopyRegisters = kMathWarpgroups <= 2 ? 40 : 32, kMathRegisters = kMathWarpgroups <= 2 ? 232 : 160;
+static_assert(kWarpgroup * (kCopyRegisters + kMathWarpgroups * kMathRegisters) <= 65536, "the registers of an SM");
+
 // The reader's tile and the whole ones that follow it, each begun before the last store of the one before. That of the last is
 // left, and so is its tile.
 DEVICE void consume_whole(const GemmParams& p, Shared& shared, int warpgroup, int num_blocks, Accumulator& accumulator,
                           TileReader& reader, Fragments::Sum (&sum)[kWaves]) {
     // Known beforehand, it leaves ptxas enough uniform registers for the descriptors of four wgmma at once.
-    const mma::Part part = Fragments::whole(warpgroup);
+    const mma::Owned owned = Fragments::whole(warpgroup);
     Fragments::Sum partial;
     Fragments::Scales scales;
-    accumulator.begin(part, partial, scales);
+    accumulator.begin(owned, partial, scales);
     while (true) {
         const sched::Tile* tile = reader.front();
-        accumulator.finish(num_blocks, part, sum, partial, scales, [&](const Fragments::Sum& first) {
-            store_fragment<0>(p, shared, *tile, part, 0, warpgroup, first);
+        accumulator.finish(num_blocks, owned, sum, partial, scales, [&](const Fragments::Sum& first) {
+            store_fragment<0>(p, shared, *tile, owned, 0, warpgroup, first);
         });
         const sched::Tile* next = reader.second();
-        if (next == nullptr || Fragments::part(warpgroup, next->end_row, next->width).fragments < kWaves) return;
+        if (next == nullptr || Fragments::owned(warpgroup, next->end_row, next->width).fragments < kWaves) return;
         // (Were there one store for this and for the last tile, ptxas would have the product waited for.)
-        accumulator.begin(part, partial, scales);
+        accumulator.begin(owned, partial, scales);
         const sched::Tile copy = *tile;
         reader.pop(copy);
-        store_fragment<kWaves - 1>(p, shared, copy, part, kWaves - 1, warpgroup, sum[kWaves - 1]);
+        store_fragment<kWaves - 1>(p, shared, copy, owned, kWaves - 1, warpgroup, sum[kWaves - 1]);
         __syncwarp();  // as in `WeightsOnM::store`
     }
 }
@@ -66,27 +90,27 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
     while (const sched::Tile* front = reader.front()) {
         const sched::Tile seen = *front;
         if (kKept) reader.pop(seen);
-        const mma::Part part = Fragments::part(warpgroup, seen.end_row, seen.width);
-        if (part.token >= seen.end_row) {
+        const mma::Owned owned = Fragments::owned(warpgroup, seen.end_row, seen.width);
+        if (owned.token >= seen.end_row) {
             accumulator.skip(range.end - range.begin);
             if (!kKept) reader.pop(seen);
             continue;
         }
         Fragments::Sum sum[kWaves];
-        if (!kBothPartials && part.fragments == kWaves) {
+        if (!kBothPartials && owned.fragments == kWaves) {
             consume_whole(p, shared, warpgroup, range.end - range.begin, accumulator, reader, sum);
         } else {
-            accumulator.run(range.end - range.begin, part, sum, [&](const Fragments::Sum& first) {
-                store_fragment<0>(p, shared, *front, part, 0, warpgroup, first);
+            accumulator.run(range.end - range.begin, owned, sum, [&](const Fragments::Sum& first) {
+                store_fragment<0>(p, shared, *front, owned, 0, warpgroup, first);
             });
         }
         if constexpr (kParts > 1) {
-            add_parts(shared, sum[kWaves - 1], warpgroup, Share(cluster_rank(), warpgroup), parts_phase);
+            add_parts(shared, sum[kWaves - 1], warpgroup, OwnGroups(cluster_rank(), warpgroup), parts_phase);
             parts_phase ^= 1;
         }
         const sched::Tile tile = kKept ? seen : *reader.front();
         if (!kKept) reader.pop(tile);
-        store_fragment<kWaves - 1>(p, shared, tile, part, part.fragments - 1, warpgroup, sum[kWaves - 1]);
+        store_fragment<kWaves - 1>(p, shared, tile, owned, owned.fragments - 1, warpgroup, sum[kWaves - 1]);
     }
     if constexpr (kStaged) ptx::bulk_wait_read();
     // As for the stages: the last arrivals of the cluster's other CTAs.
@@ -120,13 +144,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
     if constexpr (kPaired) ptx::cluster_wait();
 
     if (warp < 4) {
-        ptx::registers_release<kMathWarpgroups <= 2 ? 40 : 32>();
+        ptx::registers_release<kCopyRegisters>();
         if (warp == 0) produce(p, shared);
         if (warp == 1) produce_scales(p, shared);
         if (warp == 2) walk_tiles(p, shared);
         if (warp == 3) meet_parts();
     } else {
-        ptx::registers_acquire<kMathWarpgroups <= 2 ? 232 : 160>();
+        ptx::registers_acquire<kMathRegisters>();
         meet_parts();
         consume(p, shared, warp / 4 - 1);
     }

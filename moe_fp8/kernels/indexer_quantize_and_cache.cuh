@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     using namespace moe_fp8;
     ptx::grid_dependency_wait();
     ptx::launch_dependents();
-    const int part = static_cast<int>(threadIdx.x) % kThreadsPerRow;
+    const int within = static_cast<int>(threadIdx.x) % kThreadsPerRow;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + static_cast<int>(threadIdx.x) / kThreadsPerRow;
 
     // The values of a row that is skipped are read too, so that no load waits for the slot.
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     int64_t slot = -1;
     if (row < p.num_rows) {
         slot = p.wide_slots ? static_cast<const int64_t*>(p.slot_mapping)[row] : static_cast<const int*>(p.slot_mapping)[row];
-        load_values<IN_DTYPE>(p.k, row * p.k_stride + part * kQuantizeValues, v);
+        load_values<IN_DTYPE>(p.k, row * p.k_stride + within * kQuantizeValues, v);
     }
     uint2 packed;
     const float scale = quantize_group<kThreadsPerRow, POWER_OF_TWO != 0>(v, packed);
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
         const int offset = static_cast<int>(slot) & ((1 << p.page_shift) - 1);
         uint8_t* keys = p.kv_cache + static_cast<int64_t>(page) * p.page_stride;
         float* scales = reinterpret_cast<float*>(keys + (HEAD_DIM << p.page_shift));
-        *reinterpret_cast<uint2*>(keys + offset * HEAD_DIM + part * kQuantizeValues) = packed;
-        if (part == 0) scales[offset] = scale;
+        *reinterpret_cast<uint2*>(keys + offset * HEAD_DIM + within * kQuantizeValues) = packed;
+        if (within == 0) scales[offset] = scale;
     }
 }

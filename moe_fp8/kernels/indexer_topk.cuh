@@ -39,35 +39,35 @@ namespace moe_fp8::topk {
 
 static_assert(MAX_K * 8 <= kCapacity * 8, "the chosen are sorted where the candidates were");
 
-// The threshold among all logits of the share, read again for each step.
-DEVICE Threshold search_whole(const State& state, const Share& share, int k, int level) {
+// The threshold among all logits of the slice, read again for each step.
+DEVICE Threshold search_whole(const State& state, const Slice& slice, int k, int level) {
     Interval in(kLowestKey, kLargestKey, kLargestKey);
     for (int rank = k;;) {
         Threshold threshold;
-        const Bin bin = narrow<true>(state, level++, in, rank, Whole{share});
+        const Bin bin = narrow<true>(state, level++, in, rank, Whole{slice});
         if (found(bin, threshold)) return threshold;
         in = Interval(bin.low, bin.high, bin.high);
         rank = bin.rank;
     }
 }
 
-// Looks for the threshold among few logits in shared memory: a sample of a long share, narrowed down twice, gives the bound
+// Looks for the threshold among few logits in shared memory: a sample of a long slice, narrowed down twice, gives the bound
 // for the list of candidates; a short one is listed whole. `count` of the list. (One loop over both, since what it calls is
 // compiled for every place that calls it.)
-DEVICE Threshold search_listed(const State& state, const Share& share, int k, int& level, int& count) {
+DEVICE Threshold search_listed(const State& state, const Slice& slice, int k, int& level, int& count) {
     Interval in(kLowestKey, kLargestKey, kLargestKey);
     int rank = k, narrowings = 0;
     // Alike in all CTAs of the row, as is everything that decides whether a barrier comes next.
-    if (int64_t(share.most_vectors) * kVector + share.edges > kCapacity) {
-        const int stride = sample_stride(share);
-        count = take_sample(state, share, stride);
+    if (int64_t(slice.most_vectors) * kVector + slice.edges > kCapacity) {
+        const int stride = sample_stride(slice);
+        count = take_sample(state, slice, stride);
         rank = sample_rank(k, stride);
         narrowings = 2;
     }
     uint32_t bound = kLowestKey, top = kLargestKey;
     for (bool listed = false;;) {
         if (narrowings == 0 && !listed) {
-            collect(state, share, bound);
+            collect(state, slice, bound);
             listed = true;
             rank = k;
             in = Interval(bound, kLargestKey, top);
@@ -90,12 +90,12 @@ DEVICE Threshold search_listed(const State& state, const Share& share, int k, in
 }
 
 // The k greatest of a range of more than k; `out` is the row's.
-DEVICE void select(const State& state, const Share& share, int k, int rank, int* out) {
+DEVICE void select(const State& state, const Slice& slice, int k, int rank, int* out) {
     int level = 0, count = 0;
-    Threshold threshold = search_listed(state, share, k, level, count);
+    Threshold threshold = search_listed(state, slice, k, level, count);
     const bool listed = threshold.found;
-    if (!listed) threshold = search_whole(state, share, k, level);
-    emit(state, share, threshold, listed, count, rank, out);
+    if (!listed) threshold = search_whole(state, slice, k, level);
+    emit(state, slice, threshold, listed, count, rank, out);
 }
 
 }  // namespace moe_fp8::topk
@@ -129,33 +129,33 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_THREADS <= 512 ? 2
     const int rank = kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
     const int begin = p.starts == nullptr ? 0 : min(max(p.starts[row], 0), p.num_columns);
     const int end = p.ends == nullptr ? p.num_columns : min(max(p.ends[row], begin), p.num_columns);
-    const Share share(p.logits, row * p.stride, begin, end, rank);
+    const Slice slice(p.logits, row * p.stride, begin, end, rank);
     int* out = p.out + static_cast<int64_t>(row) * p.k;
 
-    const int count = min(p.k, share.length);
+    const int count = min(p.k, slice.length);
     const int thread = rank * kThreads + static_cast<int>(threadIdx.x);
 #pragma unroll 1
     for (int i = count + thread; i < p.k; i += kCluster * kThreads) {
         out[i] = -1;
         if (p.values != nullptr) static_cast<Bits*>(p.values)[int64_t(row) * p.k + i] = kMinusInfinity;
     }
-    if (share.length <= p.k) {
+    if (slice.length <= p.k) {
 #pragma unroll 1
         for (int i = thread; i < count; i += kCluster * kThreads) out[i] = begin + i;
     } else {
-        select(state, share, p.k, rank, out);
+        select(state, slice, p.k, rank, out);
     }
 
     if (p.sorted) {
         row_sync();
-        if (rank == 0) sort_by_value(state, share.row, out, count);
+        if (rank == 0) sort_by_value(state, slice.row, out, count);
     }
     if (p.values != nullptr || p.first_column != 0 || p.num_carried > 0) {
         row_sync();
         const int split = p.num_columns - p.num_carried;
         for (int i = thread; i < count; i += kCluster * kThreads) {
             const int column = out[i];
-            if (p.values != nullptr) static_cast<Bits*>(p.values)[int64_t(row) * p.k + i] = share.row[column];
+            if (p.values != nullptr) static_cast<Bits*>(p.values)[int64_t(row) * p.k + i] = slice.row[column];
             out[i] = column < split ? p.first_column + column : p.carried[int64_t(row) * p.num_carried + column - split];
         }
     }

@@ -32,12 +32,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) quantize_fp8(const __g
     ptx::grid_dependency_wait();
     ptx::launch_dependents();
     const int groups = p.k / kBlockK;
-    const int part = static_cast<int>(threadIdx.x) % kThreadsPerGroup;
+    const int within = static_cast<int>(threadIdx.x) % kThreadsPerGroup;
     const int64_t tiles = static_cast<int64_t>(ceil_div(p.m, kRows)) * groups;
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const int block = static_cast<int>(tile / groups), group = static_cast<int>(tile - static_cast<int64_t>(block) * groups);
         const int row = block * kRows + static_cast<int>(threadIdx.x) / kThreadsPerGroup;
-        const int column = group * kBlockK + part * kQuantizeValues;
+        const int column = group * kBlockK + within * kQuantizeValues;
         const bool inside = row < p.m;
 
         float v[kQuantizeValues] = {};
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) quantize_fp8(const __g
         const float scale = quantize_group<kThreadsPerGroup, POWER_OF_TWO != 0>(v, packed);
         if (inside) {
             *reinterpret_cast<uint2*>(p.q + static_cast<int64_t>(row) * p.k + column) = packed;
-            if (part == 0) p.scale[group * p.scale_stride + row] = scale;
+            if (within == 0) p.scale[group * p.scale_stride + row] = scale;
         }
     }
 }

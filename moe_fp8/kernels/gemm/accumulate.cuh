@@ -17,7 +17,7 @@ DEVICE void release_stage(Shared& shared, uint32_t stage, const Read&... read) {
     }
 }
 
-// The sum of a part of one tile over this CTA's part of K: `num_blocks` > 0 stages. A stage's scales are read before the
+// The sum of what a warpgroup owns of one tile, over this CTA's range of K: `num_blocks` > 0 stages. A stage's scales are read before the
 // tensor core is given work: while it is busy they would wait for shared memory, and it then for them.
 class Accumulator {
    public:
@@ -27,14 +27,14 @@ class Accumulator {
 
     // `first_done` is called with the first of two fragments as soon as it is whole. A single one is the last of `sum`.
     template <typename FirstDone>
-    DEVICE void run(int num_blocks, mma::Part part, Fragments::Sum (&sum)[kWaves], FirstDone first_done) {
-        part_ = part;
+    DEVICE void run(int num_blocks, mma::Owned owned, Fragments::Sum (&sum)[kWaves], FirstDone first_done) {
+        owned_ = owned;
         clear(sum);
         if constexpr (kAlternate) {
             const int mine = (num_blocks + (next_ == warpgroup_)) / 2;
             next_ ^= num_blocks & 1;
             if (mine > 0) run_block_by_block(mine, sum[kLast]);
-        } else if (part.fragments == 1) {
+        } else if (owned.fragments == 1) {
             if constexpr (kWaves == 1 && kMathWarpgroups <= 2) {
                 run_block_by_block(num_blocks, sum[kLast]);
             } else {
@@ -48,17 +48,17 @@ class Accumulator {
 
     // Two fragments, but registers for one partial sum: one warpgroup promotes while the other multiplies. `begin` gives the tensor
     // core the first product, and what then has `partial` and `scales` is left to `finish`.
-    DEVICE void begin(mma::Part part, Fragments::Sum& partial, Fragments::Scales& scales) {
-        part_ = part;
+    DEVICE void begin(mma::Owned owned, Fragments::Sum& partial, Fragments::Scales& scales) {
+        owned_ = owned;
         wait(ring_, scales);
         broadcast(scales);
         multiply<0>(partial, ring_);
     }
 
     template <typename FirstDone>
-    DEVICE void finish(int num_blocks, mma::Part part, Fragments::Sum (&sum)[kWaves], Fragments::Sum& partial,
+    DEVICE void finish(int num_blocks, mma::Owned owned, Fragments::Sum (&sum)[kWaves], Fragments::Sum& partial,
                        Fragments::Scales& scales, FirstDone first_done) {
-        part_ = part;
+        owned_ = owned;
         clear(sum);
         while (true) {
             collect<0, 0>(partial);
@@ -197,7 +197,7 @@ class Accumulator {
         load(ring, scales);
     }
     DEVICE void load(const Ring& ring, Scales& scales) {
-        scales.load(shared_.token_scales[ring.slot], shared_.weight_scales[ring.slot], part_, kPaired || lane_index() == 0);
+        scales.load(shared_.token_scales[ring.slot], shared_.weight_scales[ring.slot], owned_, kPaired || lane_index() == 0);
     }
     // A warp's first lane hands its stages back, and so it alone reads the weights' scales that a lane of the producers
     // stored. (All could: `__syncwarp` comes between. But where a warp is known to be converged that leaves no machine code,
@@ -216,8 +216,8 @@ class Accumulator {
     DEVICE void multiply(Sum& partial, const Ring& ring) {
         const uint8_t* weights = shared_.weights[ring.slot] + kWave * Fragments::kColumns * kBlockK;
         const uint8_t* tokens = shared_.tokens[ring.slot];
-        const uint64_t a = ptx::wgmma_descriptor<kBlockK>(Fragments::m_operand(weights, tokens, part_));
-        const uint64_t b = ptx::wgmma_descriptor<kBlockK>(Fragments::n_operand(weights, tokens, part_));
+        const uint64_t a = ptx::wgmma_descriptor<kBlockK>(Fragments::m_operand(weights, tokens, owned_));
+        const uint64_t b = ptx::wgmma_descriptor<kBlockK>(Fragments::n_operand(weights, tokens, owned_));
         ptx::Wgmma<Fragments::kColumnsOf<kWave>>::template start<kBlockK / 32>(used<kWave>(partial), a, b);
     }
 
@@ -231,7 +231,7 @@ class Accumulator {
     Shared& shared_;
     const int warpgroup_;
     int next_ = 0;  // the warpgroup that takes the next block, where they alternate
-    mma::Part part_;
+    mma::Owned owned_;
     Ring ring_;
 };
 

@@ -7,11 +7,11 @@
 
 namespace moe_fp8 {
 
-// The column groups [first, end) that warpgroup `warpgroup` of CTA `rank` adds up and stores, as `part` of kParts.
-struct Share {
+// The column groups [first, end) that warpgroup `warpgroup` of CTA `rank` adds up and stores, as part `part` of the sum, of kParts.
+struct OwnGroups {
     int part = 0, first = 0, end = kColumnGroups;
 
-    DEVICE Share(uint32_t rank, int warpgroup) {
+    DEVICE OwnGroups(uint32_t rank, int warpgroup) {
         if constexpr (kParts > 1) {
             part = kAlternate ? (kSplitK ? rank * kMathWarpgroups : 0) + warpgroup : rank;
             first = ceil_div(part * kColumnGroups, kParts), end = ceil_div((part + 1) * kColumnGroups, kParts);
@@ -21,28 +21,28 @@ struct Share {
 
 DEVICE ptx::Barrier* parts_free(Shared& shared, int warpgroup) { return &shared.parts_free[kAlternate ? 0 : warpgroup]; }
 
-// Adds the parts of the tile, in the order of their numbers: every warpgroup sends each other its share and gets its own.
-// What this does to groups of other shares has no meaning. (No branch depends on whose a group is: where each has one group
-// the compiler would index `sum` by it, and put it in local memory.)
-DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const Share& share, uint32_t phase) {
+// Adds the parts of the tile, in the order of their numbers: every warpgroup sends each other the groups that are the other's and
+// gets its own. What this does to the groups of others has no meaning. (No branch depends on whose a group is: where each has one
+// group the compiler would index `sum` by it, and put it in local memory.)
+DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const OwnGroups& groups, uint32_t phase) {
     const int thread = mma::warpgroup_thread();
     ptx::Barrier* free = parts_free(shared, warpgroup);
     ptx::barrier_wait(free, phase ^ 1);
     if (kCluster > 1 && ptx::elect_one() && thread < kWarp) {
         ptx::barrier_arrive_expect(&shared.parts_full[warpgroup],
-                                   (kParts - 1) * (share.end - share.first) * kWarpgroup * sizeof(float4));
+                                   (kParts - 1) * (groups.end - groups.first) * kWarpgroup * sizeof(float4));
     }
 #pragma unroll
     for (int j = 0; j < kColumnGroups; ++j) {
         const int to = j * kParts / kColumnGroups, slot = j - ceil_div(to * kColumnGroups, kParts);
-        const int target = kAlternate ? to % kMathWarpgroups : warpgroup, from = share.part - (share.part > to);
-        float4* there = &shared.parts[target][(from * kMostShare + slot) * kWarpgroup + thread];
+        const int target = kAlternate ? to % kMathWarpgroups : warpgroup, from = groups.part - (groups.part > to);
+        float4* there = &shared.parts[target][(from * kMostGroups + slot) * kWarpgroup + thread];
         const float4 value = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
         if constexpr (kCluster > 1) {
-            ptx::store_cluster_async(to != share.part, there, value, &shared.parts_full[target],
+            ptx::store_cluster_async(to != groups.part, there, value, &shared.parts_full[target],
                                      kAlternate ? to / kMathWarpgroups : to);
         } else {
-            ptx::store_if(to != share.part, there, value);
+            ptx::store_if(to != groups.part, there, value);
         }
     }
     if constexpr (kCluster == 1) ptx::barrier_arrive(&shared.parts_full[1 - warpgroup]);
@@ -56,7 +56,7 @@ DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const 
         for (int part = 0; part < kParts; ++part) {
             float4 value = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
             const int from = part - (part > to);
-            if (part != to) value = shared.parts[warpgroup][(from * kMostShare + slot) * kWarpgroup + thread];
+            if (part != to) value = shared.parts[warpgroup][(from * kMostGroups + slot) * kWarpgroup + thread];
             total.x += value.x, total.y += value.y, total.z += value.z, total.w += value.w;
         }
         read[j] = total.x;
@@ -108,15 +108,15 @@ DEVICE void store_staged(const GemmParams& p, const typename Fragments::Sum& sum
     }
 }
 
-// Stores fragment kWave of this warpgroup's part of `tile`, or its share of it. It lies where fragment `wave` does: a single
+// Stores fragment kWave of this warpgroup's own of `tile`, or its own groups of it. It lies where fragment `wave` does: a single
 // fragment of a wide tile is taken for the last and lies where the first would.
 template <int kWave>
-DEVICE void store_fragment(const GemmParams& p, Shared& shared, const sched::Tile& tile, mma::Part part, int wave,
+DEVICE void store_fragment(const GemmParams& p, Shared& shared, const sched::Tile& tile, mma::Owned owned, int wave,
                            int warpgroup, const Fragments::Sum& sum) {
-    const Share share(cluster_rank(), warpgroup);  // anew: not in registers over the main loop
-    const Fragments::Region region(tile.begin_row - part.token, tile.end_row - part.token, share.first,
-                                   min(share.end, Fragments::kColumnsOf<kWave> / 8));
-    const int row = tile.row + part.token, column = tile.n + part.weight + wave * Fragments::kColumns;
+    const OwnGroups groups(cluster_rank(), warpgroup);  // anew: not in registers over the main loop
+    const Fragments::Region region(tile.begin_row - owned.token, tile.end_row - owned.token, groups.first,
+                                   min(groups.end, Fragments::kColumnsOf<kWave> / 8));
+    const int row = tile.row + owned.token, column = tile.n + owned.weight + wave * Fragments::kColumns;
     if constexpr (kStaged) {
         store_staged<kWave, Fragments>(p, sum, shared.staging[warpgroup], row, column, region);
     } else {

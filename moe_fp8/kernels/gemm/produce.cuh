@@ -10,7 +10,7 @@ namespace moe_fp8 {
 DEVICE int copied_tokens(const sched::Tile& tile) {
     return kBlockM > kTokenBox ? max(align_up(tile.end_row, kTokenBox), kTokenBox) : kBlockM;
 }
-DEVICE int copied_weights(const sched::Tile& tile) { return kDivided ? tile.width : kBlockN; }
+DEVICE int copied_weights(const sched::Tile& tile) { return kPieces ? tile.width : kBlockN; }
 
 DEVICE uint32_t stage_bytes(const sched::Tile& tile) {
     return (copied_weights(tile) + copied_tokens(tile)) * kBlockK + kBlockM * sizeof(float);

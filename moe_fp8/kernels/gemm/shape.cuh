@@ -48,7 +48,7 @@ static_assert(!kAlternate || (kLayout == sched::Layout::kDense && !kPaired), "a 
 // Parts in which a tile's sum comes about, and the columns of a fragment in groups of eight, which are dealt to them.
 constexpr int kParts = kClusterK * (kAlternate ? kMathWarpgroups : 1);
 constexpr int kColumnGroups = Fragments::kColumns / 8;
-constexpr int kMostShare = ceil_div(kColumnGroups, kParts);
+constexpr int kMostGroups = ceil_div(kColumnGroups, kParts);
 static_assert(kParts == 1 || kWaves == 1, "one fragment");
 static_assert(NUM_THREADS == kWarpgroup * (1 + kMathWarpgroups), "one producer warpgroup");
 static_assert(kMathWarpgroups <= 2 || (kMathWarpgroups == 3 && kWaves == 1), "registers: see gemm_fp8.cuh");
@@ -58,8 +58,8 @@ constexpr bool kBothPartials = kBlockN <= 192;
 static_assert(kBothPartials || Fragments::kColumnsOf<kWaves - 1> == Fragments::kColumns, "a single fragment is taken for the last");
 
 // The widest tiles come in halves and quarters, too.
-constexpr bool kDivided = kBlockN == 256;
-using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kPaired, kClusterK, kDivided>;
+constexpr bool kPieces = kBlockN == 256;
+using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kPaired, kClusterK, kPieces>;
 constexpr int kTileReaders = 2 + kMathWarpgroups * 4;  // both producers and the math warps
 using Tiles = sched::TileRing<kTileReaders>;
 using TileWriter = sched::TileWriter<kTileReaders>;
@@ -67,7 +67,7 @@ using TileReader = sched::TileReader<kTileReaders>;
 
 // Rows that TMA copies at once. Of a tile only the boxes that hold some are copied: experts' last tiles have few tokens.
 constexpr int kTokenBox = kBlockM < 64 ? kBlockM : 64;
-constexpr int kWeightBox = kDivided ? kBlockN / 2 : kBlockN;
+constexpr int kWeightBox = kPieces ? kBlockN / 2 : kBlockN;
 
 // Whether outputs are staged for TMA, which stores so many tokens at once.
 constexpr bool kStaged = Fragments::kHasStaging && !OUT_FP32;
@@ -86,8 +86,8 @@ struct Shared {
     uint8_t tokens[kStages][kBlockM * kBlockK];
     uint8_t staging[kMathWarpgroups][staging_bytes<Fragments>()];
     alignas(128) float token_scales[kStages][align_up(kBlockM, 32)];
-    // For each warpgroup, from every other part of the sum, its share of it: [part][column group][thread].
-    alignas(16) float4 parts[kMathWarpgroups][kParts > 1 ? (kParts - 1) * kMostShare * kWarpgroup : 1];
+    // For each warpgroup, from every other part of the sum, its own groups of it: [part][column group][thread].
+    alignas(16) float4 parts[kMathWarpgroups][kParts > 1 ? (kParts - 1) * kMostGroups * kWarpgroup : 1];
     float weight_scales[kStages][kWeightScales];
     Tiles tiles;
     ptx::Barrier parts_full[kMathWarpgroups];  // the others' parts have come

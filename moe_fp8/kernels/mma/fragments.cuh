@@ -4,11 +4,11 @@
 //   WeightsOnM  few tokens: they are the columns, so that 8 tokens cost 8 columns and not 64 padded rows.
 //   TokensOnM   many tokens: a thread's rows are two tokens, so promotion needs two token scales and not one a column.
 //
-// Each math warpgroup owns a part of the tile in kWaves fragments: 64 x kColumns, the last perhaps of fewer (kColumnsOf).
+// Each math warpgroup owns some of the tile, in kWaves fragments: 64 x kColumns, the last perhaps of fewer (kColumnsOf).
 // (Beside a promotion one of 192 takes the tensor core as long as one of 256.) `promote` is the second level of accumulation:
 // the tensor core's sum over 128 of K enters the fp32 sum times both scales.
 //
-// `store` writes one fragment to `out`, the element of the part's first token and the fragment's first weight row; of its weight rows
+// `store` writes one fragment to `out`, the element of its first token and the fragment's first weight row; of its weight rows
 // there are `columns`. Where there are many tokens bf16 goes by way of shared memory (kHasStaging): `stage` writes a warp's tokens of
 // one fragment to the warpgroup's staging, for each kBoxRows weight rows a box of kStagedTokens tokens x kBoxBytes, swizzled as TMA
 // expects it.
@@ -34,7 +34,7 @@ DEVICE int staged_chunk(int token, int chunk) {
 DEVICE int warpgroup_thread() { return static_cast<int>(threadIdx.x) % kWarpgroup; }
 
 // What a warpgroup owns of a tile: from this token and this weight row on, so many fragments.
-struct Part {
+struct Owned {
     int token, weight, fragments;
 };
 
@@ -59,19 +59,19 @@ struct WeightsOnM {
             : Stored{max(begin, first_group * 8), min(end, end_group * 8), 0, 64} {}
     };
 
-    static DEVICE Part whole(int warpgroup) { return {0, kBlockN == 128 ? warpgroup * 64 : 0, 1}; }
-    static DEVICE Part part(int warpgroup, int, int) { return whole(warpgroup); }
-    static DEVICE const uint8_t* m_operand(const uint8_t* weights, const uint8_t*, Part part) {
-        return weights + part.weight * kBlockK;
+    static DEVICE Owned whole(int warpgroup) { return {0, kBlockN == 128 ? warpgroup * 64 : 0, 1}; }
+    static DEVICE Owned owned(int warpgroup, int, int) { return whole(warpgroup); }
+    static DEVICE const uint8_t* m_operand(const uint8_t* weights, const uint8_t*, Owned owned) {
+        return weights + owned.weight * kBlockK;
     }
-    static DEVICE const uint8_t* n_operand(const uint8_t*, const uint8_t* tokens, Part) { return tokens; }
+    static DEVICE const uint8_t* n_operand(const uint8_t*, const uint8_t* tokens, Owned) { return tokens; }
 
     struct Scales {
         float2 tokens[kColumns / 8];
         float weight;
 
         // The weights' scales only in lanes that `read_weights`; `broadcast` gives those of the first lane to all.
-        DEVICE void load(const float* token_scales, const float* weight_scales, Part, bool read_weights) {
+        DEVICE void load(const float* token_scales, const float* weight_scales, Owned, bool read_weights) {
             const float2* source = reinterpret_cast<const float2*>(token_scales) + lane_index() % 4;
 #pragma unroll
             for (int j = 0; j < kColumns / 8; ++j) tokens[j] = ptx::load_here(&source[j * 4]);
@@ -139,33 +139,33 @@ struct TokensOnM {
     };
 
     // Of a whole tile, and of one of so many tokens and weight rows.
-    static DEVICE Part whole(int warpgroup) {
-        return kBlockM == 64 ? Part{0, warpgroup * 64, 1} : Part{warpgroup * 64, 0, kWaves};
+    static DEVICE Owned whole(int warpgroup) {
+        return kBlockM == 64 ? Owned{0, warpgroup * 64, 1} : Owned{warpgroup * 64, 0, kWaves};
     }
-    static DEVICE Part part(int warpgroup, int tokens, int width) {
+    static DEVICE Owned owned(int warpgroup, int tokens, int width) {
         if (kBlockN == 256 && width == kColumns) return {warpgroup * 64, 0, 1};
-        return kBlockN == 256 && tokens <= 64 ? Part{0, warpgroup * kColumns, 1} : whole(warpgroup);
+        return kBlockN == 256 && tokens <= 64 ? Owned{0, warpgroup * kColumns, 1} : whole(warpgroup);
     }
-    static DEVICE const uint8_t* m_operand(const uint8_t*, const uint8_t* tokens, Part part) {
-        return tokens + part.token * kBlockK;
+    static DEVICE const uint8_t* m_operand(const uint8_t*, const uint8_t* tokens, Owned owned) {
+        return tokens + owned.token * kBlockK;
     }
-    static DEVICE const uint8_t* n_operand(const uint8_t* weights, const uint8_t*, Part part) {
-        return weights + part.weight * kBlockK;
+    static DEVICE const uint8_t* n_operand(const uint8_t* weights, const uint8_t*, Owned owned) {
+        return weights + owned.weight * kBlockK;
     }
 
-    // This thread's upper token within the part; its lower one is 8 further on.
+    // This thread's upper token within what is owned; its lower one is 8 further on.
     static DEVICE int upper_token() { return warpgroup_thread() / kWarp * 16 + lane_index() / 4; }
 
     struct Scales {
         float upper, lower, weights[kScales];
 
         // As for the other shape.
-        DEVICE void load(const float* token_scales, const float* weight_scales, Part part, bool read_weights) {
-            const float* source = token_scales + part.token + upper_token();
+        DEVICE void load(const float* token_scales, const float* weight_scales, Owned owned, bool read_weights) {
+            const float* source = token_scales + owned.token + upper_token();
             upper = ptx::load_here(source), lower = ptx::load_here(source + 8);
 #pragma unroll
             for (int i = 0; i < kScales; ++i) {
-                if (read_weights) weights[i] = ptx::load_here(&weight_scales[i == 0 ? part.weight / kScaleColumns : i]);
+                if (read_weights) weights[i] = ptx::load_here(&weight_scales[i == 0 ? owned.weight / kScaleColumns : i]);
             }
         }
         DEVICE void broadcast() {

@@ -8,6 +8,10 @@
 
 namespace moe_fp8 {
 
+// Registers of a thread, of the first warpgroup and of the math warpgroups.
+constexpr int kCopyRegisters = 56, kMathRegisters = 152;
+static_assert(kWarpgroup * (kCopyRegisters + kMathWarpgroups * kMathRegisters) <= 65536, "the registers of an SM");
+
 // `plan(shared)` runs in all warps once the kernel before has ended. Then `copy_keys(shared, warp)` and
 // `prepare_queries(shared, warp)` run in the warps of the first warpgroup, the math warps score, after `begin_math(math_warp)`.
 template <typename Tile, bool kCompressed, typename Shared, typename Params, typename Plan, typename CopyKeys,
@@ -31,14 +35,14 @@ DEVICE void run_block(const Params& p, Plan plan, CopyKeys copy_keys, PrepareQue
     plan(shared);
     __syncthreads();
     if (warp < 4) {
-        ptx::registers_release<56>();
+        ptx::registers_release<kCopyRegisters>();
         if (warp < Tile::kKeyWarps) {
             copy_keys(shared, warp);
         } else {
             prepare_queries(shared, warp - Tile::kKeyWarps);
         }
     } else {
-        ptx::registers_acquire<152>();
+        ptx::registers_acquire<kMathRegisters>();
         begin_math(warp - 4);
         score_tasks<Tile, kCompressed>(shared, p.logits, p.logits_stride, warp - 4);
     }

@@ -30,8 +30,8 @@ DEVICE void write_terms(typename Tile::Shared& shared, int slot, int warp) {
     for (int first = 0; first < Tile::kTokens; first += kAtOnce) {
         // Those past the last token take part in the exchange.
         const bool mine = first + thread / kThreads < Tile::kTokens;
-        const int token = mine ? first + thread / kThreads : 0, within = token % Tile::kPartTokens;
-        uint8_t* rows = &shared.queries[slot][token / Tile::kPartTokens * Tile::kPartBytes];
+        const int token = mine ? first + thread / kThreads : 0, within = token % Tile::kPassTokens;
+        uint8_t* rows = &shared.queries[slot][token / Tile::kPassTokens * Tile::kPassBytes];
         const float4* weights = reinterpret_cast<const float4*>(&shared.weights[slot][token * kHeads]);
 
         // Rows of a head group begin at multiples of the swizzle's period.
@@ -97,9 +97,9 @@ class Tasks {
         if (ptx::elect_one()) {
             ptx::barrier_arrive_expect(full, Tile::kColumns * (Tile::kHeadDim + sizeof(float)));
 #pragma unroll
-            for (int part = 0; part < Tile::kParts; ++part) {
-                ptx::tma_load_2d(&p_.q, full, &shared_.queries[ring_.slot][part * Tile::kPartBytes], 0,
-                                 row * Tile::kHeads + part * Tile::kHeadColumns, hint_);
+            for (int pass = 0; pass < Tile::kPasses; ++pass) {
+                ptx::tma_load_2d(&p_.q, full, &shared_.queries[ring_.slot][pass * Tile::kPassBytes], 0,
+                                 row * Tile::kHeads + pass * Tile::kHeadColumns, hint_);
             }
             ptx::tma_load_2d(&p_.weights, full, shared_.weights[ring_.slot], 0, row, hint_);
         }

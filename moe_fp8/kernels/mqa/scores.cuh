@@ -28,20 +28,20 @@ DEVICE void score_tasks(typename Tile::Shared& shared, Logit* logits, int64_t st
         Logit* row = logits + (task.row + Tile::token(0)) * stride + (kCompressed ? 0 : task.first_key);
         asm volatile("" : "+l"(row));  // else it is worked out anew for each store
 
-        float weights[Tile::kColumns / 4], sums[Tile::kPartTokens] = {};
-        // Exchanges and stores what has been summed of a part; beside the next product, whose result takes no registers till then.
-        const auto finish = [&](int part, int number) {
+        float weights[Tile::kColumns / 4], sums[Tile::kPassTokens] = {};
+        // Exchanges and stores what has been summed in a pass; beside the next product, whose result takes no registers till then.
+        const auto finish = [&](int pass, int number) {
             const int first = number * kBlockKv, key = first + mma::score_key(math_warp);
-            float scores[Tile::kPartScores];
-            mma::score_exchange<Tile::kPartTokens>(scores, sums);
+            float scores[Tile::kPassScores];
+            mma::score_exchange<Tile::kPassTokens>(scores, sums);
             const bool inside = all_begin <= first && first + kBlockKv <= all_end;  // of every token's range
 #pragma unroll
-            for (int k = 0; k < Tile::kPartScores; ++k) {
-                const int i = part * Tile::kPartScores + k, token = Tile::token(i);
+            for (int k = 0; k < Tile::kPassScores; ++k) {
+                const int i = pass * Tile::kPassScores + k, token = Tile::token(i);
                 const bool taken = inside || (task.begin[token] <= key && key < task.end[token]);
                 const int column = kCompressed ? key - task.begin[token] : key;
-                if (taken && mma::score_owner<Tile::kPartTokens>()) {
-                    store_logit(row + column + i * (mma::kScoreStep<Tile::kPartTokens> * stride), scores[k]);
+                if (taken && mma::score_owner<Tile::kPassTokens>()) {
+                    store_logit(row + column + i * (mma::kScoreStep<Tile::kPassTokens> * stride), scores[k]);
                 }
             }
         };
@@ -51,27 +51,27 @@ DEVICE void score_tasks(typename Tile::Shared& shared, Logit* logits, int64_t st
             ptx::barrier_wait(&shared.key_full[ring.slot], ring.phase);
             const float k_scale = ptx::load_here(&shared.key_scales[ring.slot][mma::score_key(math_warp)]);
 #pragma unroll
-            for (int part = 0; part < Tile::kParts; ++part) {
-                float products[Tile::kPartColumns / 2];
-                mma::score_mma<Tile::kPartColumns, Tile::kHeadDim>(
-                    products, shared.keys[ring.slot], &shared.queries[queries.slot][part * Tile::kPartBytes]);
-                if (part > 0) {
-                    finish(part - 1, number);
+            for (int pass = 0; pass < Tile::kPasses; ++pass) {
+                float products[Tile::kPassColumns / 2];
+                mma::score_mma<Tile::kPassColumns, Tile::kHeadDim>(
+                    products, shared.keys[ring.slot], &shared.queries[queries.slot][pass * Tile::kPassBytes]);
+                if (pass > 0) {
+                    finish(pass - 1, number);
                 } else if (last >= 0) {
-                    finish(Tile::kParts - 1, last);
+                    finish(Tile::kPasses - 1, last);
                 } else {
                     mma::load_weights<Tile::kColumns>(weights, shared.weights[queries.slot]);
                 }
                 ptx::wgmma_wait<0>();
                 ptx::wgmma_pin(products);
-                if (part == Tile::kParts - 1) sched::release(&shared.key_empty[ring.slot], k_scale);
-                mma::score_sum<Tile::kPartTokens, Tile::kHeads, Tile::kWithTerms>(
-                    sums, products, weights + part * Tile::kHeadColumns / 4,
-                    term_scales + part * Tile::kPartTokens * mma::kTerms + lane_index() % mma::kTerms, k_scale);
+                if (pass == Tile::kPasses - 1) sched::release(&shared.key_empty[ring.slot], k_scale);
+                mma::score_sum<Tile::kPassTokens, Tile::kHeads, Tile::kWithTerms>(
+                    sums, products, weights + pass * Tile::kHeadColumns / 4,
+                    term_scales + pass * Tile::kPassTokens * mma::kTerms + lane_index() % mma::kTerms, k_scale);
             }
             last = number;
         });
-        if (last >= 0) finish(Tile::kParts - 1, last);
+        if (last >= 0) finish(Tile::kPasses - 1, last);
         sched::release_each(&shared.query_empty[queries.slot], sums, task.row);
         queries.step();
     }

@@ -15,6 +15,15 @@ constexpr int kMathWarps = kMathWarpgroups * 4;
 constexpr int kQueryArrivals = 1 + kWarp;  // of whoever copies, and of the warp that writes the task
 static_assert(NUM_THREADS == (1 + kMathWarpgroups) * kWarpgroup && CLUSTER_SIZE == 1, "see heuristics/mqa.py");
 
+// Barriers; the phase is that of the ring's lap, of key stages or of the two query tiles:
+//
+//   key_full[stage]    1 arrival: the key warp that announces the copies' bytes. The four warps wait of the warpgroup whose turn it is.
+//   key_empty[stage]   4 arrivals: one for each of those warps. The key warp waits.
+//   query_full[slot]   33 arrivals: the lane that announces the copies' bytes, and every lane of the first query warp. All who read wait.
+//   terms_full[slot]   every lane of every query warp, if there are terms. Math warps wait.
+//   query_empty[slot]  every lane of every math warp. The first query warp waits.
+//   early[warp]        1 arrival: the key warp itself, for what it copies before it knows the ranges (prefill, one item a CTA).
+//
 // Who overwrites what, after which arrival, and why every read is done by then:
 //
 //   keys                 TMA copies; `key_empty` of the stage. Only wgmma reads them, and a warp arrives after `wgmma_wait`.
@@ -26,27 +35,27 @@ static_assert(NUM_THREADS == (1 + kMathWarpgroups) * kWarpgroup && CLUSTER_SIZE 
 //   tasks                stores of the first query warp; `query_empty`. The arrival takes the row. A token's range has decided by then
 //                        which scores are stored, and the number of stages when the task ends.
 //
-// A query tile of kTokens x kHeads columns. A wide one is multiplied in two parts of half of the tokens each, for want of
-// registers; behind the columns of a part's heads are those of its terms (`mma/score.cuh`), if kWithTerms.
+// A query tile of kTokens x kHeads columns. A wide one is multiplied in two passes of half of the tokens each, for want of
+// registers; behind the columns of a pass's heads are those of its terms (`mma/score.cuh`), if kWithTerms.
 template <int kTokens_, int kHeads_, int kHeadDim_, int kStages_, bool kWithTerms_>
 struct QueryTile {
     static constexpr int kTokens = kTokens_, kHeads = kHeads_, kHeadDim = kHeadDim_, kStages = kStages_;
     static constexpr bool kWithTerms = kWithTerms_;
     static constexpr int kColumns = kTokens * kHeads;
-    static constexpr int kParts = kColumns > 128 ? 2 : 1;
-    static constexpr int kPartTokens = kTokens / kParts;
-    static constexpr int kHeadColumns = kPartTokens * kHeads;
-    static constexpr int kPartColumns = kHeadColumns + mma::kTermColumns<kPartTokens, kWithTerms>;
-    static constexpr int kPartBytes = kPartColumns * kHeadDim;
+    static constexpr int kPasses = kColumns > 128 ? 2 : 1;
+    static constexpr int kPassTokens = kTokens / kPasses;
+    static constexpr int kHeadColumns = kPassTokens * kHeads;
+    static constexpr int kPassColumns = kHeadColumns + mma::kTermColumns<kPassTokens, kWithTerms>;
+    static constexpr int kPassBytes = kPassColumns * kHeadDim;
 
     // Warps of the first warpgroup: those that copy keys, and those that prepare queries, where the terms are the work.
     static constexpr int kKeyWarps = kWithTerms ? 1 : 3;
     static constexpr int kQueryWarps = 4 - kKeyWarps;
 
-    // Scores of a part and a key that a thread gets, and the token of each.
-    static constexpr int kPartScores = mma::kTokensPerThread<kPartTokens>;
-    static constexpr int kScores = kParts * kPartScores;
-    static DEVICE int token(int i) { return mma::score_token<kPartTokens>() + i * mma::kScoreStep<kPartTokens>; }
+    // Scores of a pass and a key that a thread gets, and the token of each.
+    static constexpr int kPassScores = mma::kTokensPerThread<kPassTokens>;
+    static constexpr int kScores = kPasses * kPassScores;
+    static DEVICE int token(int i) { return mma::score_token<kPassTokens>() + i * mma::kScoreStep<kPassTokens>; }
 
     // A run of keys for the tokens of one tile.
     struct Task {
@@ -61,7 +70,7 @@ struct QueryTile {
         // A warpgroup tells a stage's laps by parity, so all of them must be its own: else it could take one for full a lap
         // early, when copies land out of order.
         static_assert(kStages % kMathWarpgroups == 0, "see heuristics/mqa.py");
-        uint8_t queries[2][kParts * kPartBytes];
+        uint8_t queries[2][kPasses * kPassBytes];
         uint8_t keys[kStages][kBlockKv * kHeadDim];
         alignas(128) float weights[2][align_up(kColumns, 32)];  // TMA writes at multiples of 128 bytes
         alignas(128) float key_scales[kStages][kBlockKv];

@@ -154,8 +154,8 @@ struct alignas(16) Tile {
 // share along K. Within a segment units go in groups of kGroupN along N, the last of which takes what is left, too, so that
 // CTAs running together share tokens and weights in L2. Where the last round is of no more units than half of the clusters,
 // these take a half of one each, of half as many weight rows; where of no more than a quarter, a quarter, of half as many tokens
-// too (kDivided).
-template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, int kClusterK, bool kDivided>
+// too (kPieces).
+template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, int kClusterK, bool kPieces>
 class TileWalk {
    public:
     DEVICE TileWalk(const int* index, int num_experts, int m, int n, uint32_t cluster_rank)
@@ -167,10 +167,10 @@ class TileWalk {
           rank_(kPaired ? static_cast<int>(cluster_rank) : 0),
           unit_(static_cast<int>(blockIdx.x) / kCtas) {
         if constexpr (kGrouped) window_.start();
-        if constexpr (kDivided) {
+        if constexpr (kPieces) {
             const int units = kGrouped ? window_.total() : Division(m_).units(columns_);
             const int clusters = static_cast<int>(gridDim.x) / kCtas, last = units % clusters;
-            if (2 * last <= clusters) divided_ = units - last;
+            if (2 * last <= clusters) first_piece_ = units - last;
             if (4 * last <= clusters) pieces_ = 4;
         }
     }
@@ -179,8 +179,8 @@ class TileWalk {
     DEVICE bool next(Tile& tile) {
         while (true) {
             Segment segment;
-            const bool divided = kDivided && unit_ >= divided_;
-            const int unit = divided ? divided_ + (unit_ - divided_) / pieces_ : unit_;
+            const bool in_pieces = kPieces && unit_ >= first_piece_;
+            const int unit = in_pieces ? first_piece_ + (unit_ - first_piece_) / pieces_ : unit_;
             if constexpr (kGrouped) {
                 if (!window_.find(unit, segment)) return false;
             } else {
@@ -207,8 +207,8 @@ class TileWalk {
             }
             // Pieces are the left and the right half of the weight rows; quarters are those of the upper half of the tokens, then of
             // the lower.
-            const int piece = divided ? (unit_ - divided_) % pieces_ : 0, right = piece % 2;
-            const int height = divided && pieces_ == 4 ? kBlockM / 2 : kBlockM, above = tile_m * kBlockM + piece / 2 * height;
+            const int piece = in_pieces ? (unit_ - first_piece_) % pieces_ : 0, right = piece % 2;
+            const int height = in_pieces && pieces_ == 4 ? kBlockM / 2 : kBlockM, above = tile_m * kBlockM + piece / 2 * height;
             unit_ += static_cast<int>(gridDim.x) / kCtas;
 
             tile.expert = segment.expert;
@@ -216,12 +216,12 @@ class TileWalk {
             tile.begin_row = above == 0 ? early : 0;
             tile.end_row = min(height, segment.num_rows + early - above);
             tile.scale_row = kLayout == Layout::kMasked ? above : tile.row;
-            tile.width = divided ? kBlockN / 2 : kBlockN;
+            tile.width = in_pieces ? kBlockN / 2 : kBlockN;
             tile.n = (group * kGroupN + tile_n) * kBlockN + right * tile.width;
             if constexpr (kLayout == Layout::kMIndices) {
                 if (!find_expert(tile, height)) continue;
             }
-            if (kDivided && tile.end_row <= 0) {
+            if (kPieces && tile.end_row <= 0) {
                 // The lower half of few tokens. Where that of its pair has some it goes along.
                 if (tile.common != Common::kWeights) continue;
                 tile.end_row = 0;
@@ -274,7 +274,7 @@ class TileWalk {
     SegmentWindow<kLayout, Division> window_;
     const int* index_;
     int num_experts_, m_, rank_, unit_;
-    int divided_ = 1 << 30, pieces_ = 2;  // from this unit on they are taken in so many pieces
+    int first_piece_ = 1 << 30, pieces_ = 2;  // from this unit on they are taken in so many pieces
 };
 
 }  // namespace moe_fp8::sched

@@ -1,4 +1,4 @@
-// Where the keys of a search come from: a sample of the share, the candidates that pass a bound, or the whole share.
+// Where the keys of a search come from: a sample of the slice, the candidates that pass a bound, or the whole slice.
 #pragma once
 
 #include "topk/search.cuh"
@@ -8,8 +8,8 @@ namespace moe_fp8::topk {
 // One vector in this many is sampled, or fewer where the sample would not fit.
 constexpr int kSampleStride = 16;
 
-DEVICE int sample_stride(const Share& share) {
-    return max(kSampleStride, ceil_div(share.most_vectors, 2 * kCapacity / kVector));
+DEVICE int sample_stride(const Slice& slice) {
+    return max(kSampleStride, ceil_div(slice.most_vectors, 2 * kCapacity / kVector));
 }
 
 // The rank in the sample of a key that at least k keys of the row reach: four standard deviations below the k-th, so that one
@@ -20,11 +20,11 @@ DEVICE int sample_rank(int k, int stride) {
 }
 
 // Keys of the sample; returns how many. A CTA barrier must follow.
-DEVICE int take_sample(const State& state, const Share& share, int stride) {
-    const int vectors = share.num_vectors / stride;
+DEVICE int take_sample(const State& state, const Slice& slice, int stride) {
+    const int vectors = slice.num_vectors / stride;
     for (int i = threadIdx.x; i < vectors; i += kThreads) {
         float values[kVector];
-        unpack(__ldg(share.vectors + (i * stride + stride / 2)), values);
+        unpack(__ldg(slice.vectors + (i * stride + stride / 2)), values);
 #pragma unroll
         for (int j = 0; j < kVector; ++j) state.keys[i * kVector + j] = key_of(values[j]);
     }
@@ -71,11 +71,11 @@ struct Append {
     }
 };
 
-// All logits of the share whose keys are at least `bound`. A CTA barrier must follow.
-DEVICE void collect(const State& state, const Share& share, uint32_t bound) {
+// All logits of the slice whose keys are at least `bound`. A CTA barrier must follow.
+DEVICE void collect(const State& state, const Slice& slice, uint32_t bound) {
     const Append append{state, bound, bound_of(bound)};
-    share.each_vector<kBf16 ? 1 : kUnroll>(0, share.num_vectors, append);
-    share.each_at_the_edges(append);
+    slice.each_vector<kBf16 ? 1 : kUnroll>(0, slice.num_vectors, append);
+    slice.each_at_the_edges(append);
 }
 
 // The first `count` keys of the list. visit(valid, key) is called by whole warps, as by the source below.
@@ -92,9 +92,9 @@ struct Listed {
     }
 };
 
-// Every key of the share, from global memory.
+// Every key of the slice, from global memory.
 struct Whole {
-    const Share& share;
+    const Slice& slice;
 
     template <typename Visit>
     struct Keys {
@@ -110,8 +110,8 @@ struct Whole {
     template <typename Visit>
     DEVICE void each(Visit visit) const {
         const Keys<Visit> keys{visit};
-        share.each_vector(0, share.num_vectors, keys);
-        share.each_at_the_edges(keys);
+        slice.each_vector(0, slice.num_vectors, keys);
+        slice.each_at_the_edges(keys);
     }
 };
 

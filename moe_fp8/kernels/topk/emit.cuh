@@ -1,4 +1,4 @@
-// The chosen columns in ascending order. Windows of the share become two bitmaps, of logits above the threshold and of
+// The chosen columns in ascending order. Windows of the slice become two bitmaps, of logits above the threshold and of
 // those at it; counting their bits gives every chosen logit its place, and tells which of the equal ones come first.
 #pragma once
 
@@ -14,9 +14,9 @@ static_assert(kWords * 32 == 1 << kWindowBits);
 constexpr int kEqualBits = kWindowBits + 1;
 static_assert(MAX_K < 1 << (32 - kEqualBits));
 
-// How many logits above and at the threshold lie in the shares before this one. With clusters only, where it is also the
+// How many logits above and at the threshold lie in the slices before this one. With clusters only, where it is also the
 // barrier after which the histograms may be overwritten.
-DEVICE void count_before(const State& state, const Share& share, const Threshold& threshold, bool listed, int count,
+DEVICE void count_before(const State& state, const Slice& slice, const Threshold& threshold, bool listed, int count,
                          int rank, uint32_t& greater, uint32_t& equal) {
     uint32_t own_greater = 0, own_equal = 0;
     const auto visit = [&](bool valid, uint32_t key) {
@@ -26,7 +26,7 @@ DEVICE void count_before(const State& state, const Share& share, const Threshold
     if (listed) {
         Listed{state, count}.each(visit);
     } else {
-        Whole{share}.each(visit);
+        Whole{slice}.each(visit);
     }
     __syncwarp();
     own_greater = __reduce_add_sync(0xffffffffu, own_greater);
@@ -70,32 +70,32 @@ struct Mark {
         }
     }
 
-    DEVICE void all(const State& state, const Share& share, bool listed, int count) const {
+    DEVICE void all(const State& state, const Slice& slice, bool listed, int count) const {
         if (listed) {
             for (int i = threadIdx.x; i < count; i += kThreads) set(state.numbers[i], state.keys[i]);
             return;
         }
         constexpr int kVectors = (1 << kWindowBits) / kVector;
         const int first = max(static_cast<int>(window) * kVectors - 1, 0);
-        share.each_vector(first, min(static_cast<int>(window + 1) * kVectors - 1, share.num_vectors), *this);
-        share.each_at_the_edges(*this);
+        slice.each_vector(first, min(static_cast<int>(window + 1) * kVectors - 1, slice.num_vectors), *this);
+        slice.each_at_the_edges(*this);
     }
 };
 
-// `listed`: all that may be chosen is among the `count` candidates; otherwise the share is read once more.
-DEVICE void emit(const State& state, const Share& share, const Threshold& threshold, bool listed, int count, int rank,
+// `listed`: all that may be chosen is among the `count` candidates; otherwise the slice is read once more.
+DEVICE void emit(const State& state, const Slice& slice, const Threshold& threshold, bool listed, int count, int rank,
                  int* out) {
     uint32_t greater = 0, equal = 0;  // before the window
-    if constexpr (kCluster > 1) count_before(state, share, threshold, listed, count, rank, greater, equal);
+    if constexpr (kCluster > 1) count_before(state, slice, threshold, listed, count, rank, greater, equal);
     const uint32_t ties = static_cast<uint32_t>(threshold.ties);
     uint32_t* above = state.bins;
     uint32_t* at = state.bins + kWords;
-    const uint32_t extent = share.extent();
+    const uint32_t extent = slice.extent();
     for (uint32_t window = 0; window < ceil_div(extent, 1u << kWindowBits); ++window) {
         const int words = static_cast<int>(min(ceil_div(extent - (window << kWindowBits), 32u), uint32_t(kWords)));
         for (int i = threadIdx.x; i < words; i += kThreads) above[i] = at[i] = 0;
         __syncthreads();
-        Mark{threshold, window, above, at}.all(state, share, listed, count);
+        Mark{threshold, window, above, at}.all(state, slice, listed, count);
         __syncthreads();
         const int own = ceil_div(words, kThreads);
         const int first = static_cast<int>(threadIdx.x) * own, last = min(first + own, words);
@@ -111,7 +111,7 @@ DEVICE void emit(const State& state, const Share& share, const Threshold& thresh
                 const bool is_greater = above[i] >> bit & 1;
                 if (is_greater || equal_before < ties) {
                     out[greater_before + min(equal_before, ties)] =
-                        static_cast<int>(share.column + (window << kWindowBits) + i * 32 + bit);
+                        static_cast<int>(slice.column + (window << kWindowBits) + i * 32 + bit);
                 }
                 greater_before += is_greater;
                 equal_before += !is_greater;

@@ -3,7 +3,7 @@
 
 #include "common/scan.cuh"
 #include "ptx/sync.cuh"
-#include "topk/share.cuh"
+#include "topk/slice.cuh"
 
 namespace moe_fp8::topk {
 
@@ -22,7 +22,7 @@ struct Bin {
 };
 
 struct State {
-    // Candidates, in no order: keys and, behind them, numbers within the share. A sample's keys take the room of both.
+    // Candidates, in no order: keys and, behind them, numbers within the slice. A sample's keys take the room of both.
     uint32_t* keys;
     uint32_t* numbers;
     // Two histograms; later two bitmaps over numbers.

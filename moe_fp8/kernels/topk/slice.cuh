@@ -1,8 +1,8 @@
-// One CTA's share of a row's range, and the walks over it. A row may start at any element: the 16-byte vectors that lie
+// One CTA's slice of a row's range, and the walks over it. A row may start at any element: the 16-byte vectors that lie
 // wholly in the range are divided among the CTAs of the cluster, and the few logits before and after them go to the first
 // and to the last CTA. Nothing outside the range is read.
 //
-// Logits have a number within the share, in order of columns: vector i's are (i + 1) * kVector and on, those before the
+// Logits have a number within the slice, in order of columns: vector i's are (i + 1) * kVector and on, those before the
 // first vector end below kVector. So a vector's numbers never straddle a multiple of kVector.
 #pragma once
 
@@ -17,18 +17,18 @@ constexpr int kWarps = kThreads / kWarp;
 // Vectors that a thread loads before it looks at the first: 1024 threads have 64 KiB in flight.
 constexpr int kUnroll = 4;
 
-struct Share {
+struct Slice {
     const Bits* row;       // column 0
-    const uint4* vectors;  // of this share
+    const uint4* vectors;  // of this slice
     int num_vectors;
-    int most_vectors;   // of any share of the row
+    int most_vectors;   // of any slice of the row
     uint32_t column;    // of number 0, modulo 2^32
     int head, tail;     // logits before and after the vectors
     int tail_column;    // of the first logit after them
     int begin, length;  // of the row's whole range
     int edges;          // logits of it in no vector
 
-    DEVICE Share(const void* logits, int64_t offset, int begin_, int end, int rank) {
+    DEVICE Slice(const void* logits, int64_t offset, int begin_, int end, int rank) {
         row = static_cast<const Bits*>(logits) + offset;
         begin = begin_;
         length = end - begin_;
