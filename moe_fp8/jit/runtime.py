@@ -21,10 +21,6 @@ FreezeMode = Literal["compile", "warn", "strict"]
 
 _logger = logging.getLogger(__name__)
 
-# Lookups by identity hold on to their spec. Specs come from a cached selector, so there are few objects;
-# a caller that makes new equal ones all the time must not grow the table without end.
-_MAX_ALIASES = 65536
-
 
 @dataclass(frozen=True)
 class JitCounters:
@@ -46,8 +42,6 @@ class KernelRuntime:
     ) -> None:
         self._store = store
         self._loader = loader
-        self._by_id: dict[int, LoadedKernel] = {}
-        self._pinned: list[KernelSpec] = []
         self._by_spec: dict[KernelSpec, LoadedKernel] = {}
         self._loading: dict[KernelSpec, threading.Lock] = {}
         self._lock = threading.Lock()
@@ -58,21 +52,13 @@ class KernelRuntime:
         """The loaded kernel of `spec`; compiles and loads it first if need be and allowed.
 
         Raises JitMissError when frozen strictly, CompileError, DriverError, ToolchainError. A
-        loaded kernel is found without lock or hash, so that this may sit on every launch.
+        loaded kernel is found without a lock.
         """
-        kernel = self._by_id.get(id(spec))
-        return kernel if kernel is not None else self._find(spec)
-
-    def _find(self, spec: KernelSpec) -> LoadedKernel:
         kernel = self._by_spec.get(spec)
         if kernel is None:
             if self._mode is not None:
                 self._miss(spec, self._mode)
             kernel = self._load(spec)
-        with self._lock:
-            if len(self._pinned) < _MAX_ALIASES and id(spec) not in self._by_id:
-                self._pinned.append(spec)
-                self._by_id[id(spec)] = kernel
         return kernel
 
     def _load(self, spec: KernelSpec, just_built: bool = False) -> LoadedKernel:

@@ -6,6 +6,7 @@ Nothing here waits for the device, reads device data or allocates. Given the cal
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
@@ -50,8 +51,9 @@ class _Launch(NamedTuple):
 
 _launches: dict[Key, _Launch] = {}
 # Allocators hand out the same addresses again and again; where they do not, launches remembered in vain
-# must not grow without end. One takes about 3.5 KiB.
+# must not grow without end: the oldest goes. One takes about 3.5 KiB.
 _MAX_LAUNCHES = 8192
+_remembering = threading.Lock()
 
 
 @cache
@@ -113,10 +115,12 @@ def launch(spec: KernelSpec, grid: int, block: ParamBlock, device: int, call: Ca
     kernel.prepare(device)
     kernel.launch(grid, _raw_stream(device), block, device)
     if call is not None:
-        if len(_launches) >= _MAX_LAUNCHES:
-            _launches.clear()
         key, tensors = call
-        _launches[key] = _Launch(attributes_like(tensors), kernel, grid, device, block)
+        made = _Launch(attributes_like(tensors), kernel, grid, device, block)
+        with _remembering:
+            while len(_launches) >= _MAX_LAUNCHES:
+                del _launches[next(iter(_launches))]
+            _launches[key] = made
 
 
 def new_block(params: ParamStruct) -> ParamBlock:

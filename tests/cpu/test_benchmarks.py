@@ -217,7 +217,7 @@ def test_compile_and_warmup_run_without_a_gpu(
 def test_a_wrong_result_is_not_timed(
     damage: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def broken(*arguments: Tensor, out: Tensor) -> None:
+    def broken(*arguments: Tensor, out: Tensor, constant_weights: bool) -> None:
         if damage == "wrong":
             out.normal_()
 

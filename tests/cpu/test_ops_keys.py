@@ -334,6 +334,8 @@ def test_remembered_launches_are_bounded(cuda: _Cuda, monkeypatch: pytest.Monkey
         cuda.quantize(**arguments, call=_call(arguments))
         assert cuda.repeat(_call(arguments))
         assert len(cuda.launch._launches) <= 3
+    known = [cuda.repeat(_call(arguments)) for arguments in kept]
+    assert known == [False, False, True, True, True], "the oldest went"
 
 
 def _plan(cuda: _Cuda, config: str | None = None) -> dict[str, int]:
