@@ -136,7 +136,7 @@ def test_a_subclass_goes_through_the_dispatcher_whichever_operand_it_is(
     operands = [case.a, case.a_scale, case.b, case.b_scale, case.poisoned()]
     gemm = registry.OPS["gemm_fp8"].call
     gemm(*operands, None, False)
-    gemm(*[torch.nn.Parameter(operand, requires_grad=False) for operand in operands], None)
+    gemm(*[torch.nn.Parameter(operand, requires_grad=False) for operand in operands], None, False)
     assert len(eager) == 2, "parameters are plain tensors"
     operands[argument] = torch.Tensor._make_subclass(Watched, operands[argument])
     Watched.seen = ()
