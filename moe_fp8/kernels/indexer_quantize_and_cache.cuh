@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
         slot = p.wide_slots ? static_cast<const int64_t*>(p.slot_mapping)[row] : static_cast<const int*>(p.slot_mapping)[row];
         load_values<IN_DTYPE>(p.k, row * p.k_stride + within * kQuantizeValues, v);
     }
-    uint2 packed;
+    uint32_t packed[kQuantizeValues / 4];
     const float scale = quantize_group<kThreadsPerRow, POWER_OF_TWO != 0>(v, packed);
 
     // As an unsigned number a negative slot lies past every page.
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
         const int offset = static_cast<int>(slot) & ((1 << p.page_shift) - 1);
         uint8_t* keys = p.kv_cache + static_cast<int64_t>(page) * p.page_stride;
         float* scales = reinterpret_cast<float*>(keys + (HEAD_DIM << p.page_shift));
-        *reinterpret_cast<uint2*>(keys + offset * HEAD_DIM + within * kQuantizeValues) = packed;
+        *reinterpret_cast<uint2*>(keys + offset * HEAD_DIM + within * kQuantizeValues) = make_uint2(packed[0], packed[1]);
         if (within == 0) scales[offset] = scale;
     }
 }

@@ -42,10 +42,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) quantize_fp8(const __g
 
         float v[kQuantizeValues] = {};
         if (inside) load_values<IN_DTYPE>(p.x, row * p.x_stride + column, v);
-        uint2 packed;
+        uint32_t packed[kQuantizeValues / 4];
         const float scale = quantize_group<kThreadsPerGroup, POWER_OF_TWO != 0>(v, packed);
         if (inside) {
-            *reinterpret_cast<uint2*>(p.q + static_cast<int64_t>(row) * p.k + column) = packed;
+            *reinterpret_cast<uint2*>(p.q + static_cast<int64_t>(row) * p.k + column) = make_uint2(packed[0], packed[1]);
             if (within == 0) p.scale[group * p.scale_stride + row] = scale;
         }
     }

@@ -13,9 +13,15 @@ _lock = threading.Lock()
 _implicit = 0
 
 
-def empty_mn_major(m: int, groups: int, like: Tensor) -> Tensor:
-    """Uninitialised fp32 scales [m, groups], stride (1, align(m, 4)), on `like`'s device."""
-    return torch.empty_strided((m, groups), (1, (m + 3) & -4), dtype=torch.float32, device=like.device)
+def empty_mn_major(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Uninitialised fp32 scales [M,G] or [E,M,G], MN-major (`is_mn_major`), on `like`'s device."""
+    return torch.empty_strided(shape, _mn_major_stride(shape), dtype=torch.float32, device=like.device)
+
+
+def _mn_major_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    m, groups = shape[-2:]
+    pitch = (m + 3) & -4
+    return (1, pitch) if len(shape) == 2 else (pitch * groups, 1, pitch)
 
 
 def is_mn_major(scale: Tensor) -> bool:
@@ -51,11 +57,8 @@ def to_mn_major(scale: Tensor) -> Tensor:
     """
     if is_mn_major(scale):
         return scale
-    m, groups = scale.shape[-2:]
-    pitch = (m + 3) & -4
-    stride = (1, pitch) if scale.dim() == 2 else (pitch * groups, 1, pitch)
-    out = torch.empty_strided(scale.shape, stride, dtype=scale.dtype, device=scale.device)
-    return out.copy_(scale)
+    stride = _mn_major_stride(scale.shape)
+    return torch.empty_strided(scale.shape, stride, dtype=scale.dtype, device=scale.device).copy_(scale)
 
 
 def converted(op: str, scale: Tensor) -> Tensor:

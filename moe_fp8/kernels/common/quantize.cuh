@@ -9,7 +9,7 @@
 
 namespace moe_fp8 {
 
-// Values of one thread: one or two loads of 16 bytes, one store of 8.
+// Values that one thread loads at once, in one or two loads of 16 bytes.
 constexpr int kQuantizeValues = 8;
 constexpr float kFp8Max = 448.0f;
 
@@ -67,13 +67,14 @@ DEVICE void unpack_fp8(float (&v)[4], uint32_t packed) {
 }
 
 // Returns the scale of the group that kThreads neighbouring lanes hold, rounded up to a power of two if kPowerOfTwo, and the
-// FP8 bytes of this thread's values in `q`. Every thread of the warp calls it.
-template <int kThreads, bool kPowerOfTwo>
-DEVICE float quantize_group(const float (&v)[kQuantizeValues], uint2& q) {
+// FP8 bytes of this thread's kValues values in `q`. Every thread of the warp calls it.
+template <int kThreads, bool kPowerOfTwo, int kValues>
+DEVICE float quantize_group(const float (&v)[kValues], uint32_t (&q)[kValues / 4]) {
+    static_assert(kValues % 4 == 0, "words of four bytes");
     static_assert(kThreads <= kWarp && (kThreads & (kThreads - 1)) == 0, "a group's threads exchange by xor within a warp");
     float amax = 1e-10f;
 #pragma unroll
-    for (int i = 0; i < kQuantizeValues; ++i) amax = max_nan(amax, fabsf(v[i]));
+    for (int i = 0; i < kValues; ++i) amax = max_nan(amax, fabsf(v[i]));
 #pragma unroll
     for (int distance = 1; distance < kThreads; distance *= 2) {
         amax = max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, distance));
@@ -86,8 +87,10 @@ DEVICE float quantize_group(const float (&v)[kQuantizeValues], uint2& q) {
         }
     }
     const float inverse = __fdiv_rn(1.0f, scale);
-    q.x = pack_fp8(v[0] * inverse, v[1] * inverse, v[2] * inverse, v[3] * inverse);
-    q.y = pack_fp8(v[4] * inverse, v[5] * inverse, v[6] * inverse, v[7] * inverse);
+#pragma unroll
+    for (int i = 0; i < kValues; i += 4) {
+        q[i / 4] = pack_fp8(v[i] * inverse, v[i + 1] * inverse, v[i + 2] * inverse, v[i + 3] * inverse);
+    }
     return scale;
 }
 

@@ -15,7 +15,7 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Prepare
     """x [M,K] -> q [M,K] fp8 and scale [M,K/128], MN-major or to be copied from scales that are."""
     if not scales.is_mn_major(scale):
         # torch's functionalisation may replace an output by a clone, which drops the padding of its stride.
-        padded = scales.empty_mn_major(scale.shape[0], scale.shape[1], scale)
+        padded = scales.empty_mn_major(scale.shape, scale)
         registry.OPS["quantize_fp8"].run(x, q, padded, power_of_two)
         scale.copy_(padded)
         return None

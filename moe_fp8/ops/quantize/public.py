@@ -46,7 +46,7 @@ def quantize_fp8(
         arguments.rank("quantize_fp8", "x", x, "[M, K]", 2)
     if out is None:
         m, k = x.shape
-        out = torch.empty_like(x, dtype=torch.float8_e4m3fn), empty_mn_major(m, k // 128, x)
+        out = torch.empty_like(x, dtype=torch.float8_e4m3fn), empty_mn_major((m, k // 128), x)
     q, scale = out
     quantize_op(x, q, scale, power_of_two)
     return out
