@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from . import gemm, host, logits, repeated, repetition, selection, topk
+from . import gemm, host, logits, repeated, repetition, selection, silu_mul, topk
 from .compare import Session
 from .peer import DeepGemm, load
 from .results import LISTED, RANDOM, RESULTS, ResultsFile, device_slug, git_commit, today
@@ -25,6 +25,7 @@ RUNNERS: dict[str, Callable[[Session, DeepGemm | None, int], None]] = {
     "dense": gemm.run_dense,
     "contiguous": gemm.run_contiguous,
     "masked": gemm.run_masked,
+    "silu_mul_quantize": silu_mul.run_silu_mul_quantize,
     "mqa_logits": logits.run_mqa_logits,
     "paged_mqa_logits": logits.run_paged_mqa_logits,
     "paged_metadata": logits.run_paged_metadata,

@@ -23,6 +23,7 @@ CLASSES = (
     "dense",
     "contiguous",
     "masked",
+    "silu_mul_quantize",
     "mqa_logits",
     "paged_mqa_logits",
     "paged_metadata",

@@ -77,6 +77,23 @@ class TopkShape:
         return [(row + 1) * self.columns // self.rows for row in range(self.rows)]
 
 
+@dataclass(frozen=True)
+class SiluMulShape:
+    """`m` rows of gate and up projection, `[m, 2 * intermediate]`.
+
+    With `num_experts` (masked), `m` is an expert's mean of the `buffer_rows` that its buffer has.
+    """
+
+    m: int
+    intermediate: int
+    num_experts: int | None = None
+    buffer_rows: int | None = None
+
+    def counts(self) -> list[int]:
+        """Valid rows: all, or of every expert."""
+        return [self.m] if self.num_experts is None else expert_counts(self.num_experts, self.m, "spread")
+
+
 def expert_counts(num_experts: int, mean: int, skew: Skew) -> list[int]:
     """`num_experts` counts with exactly that mean.
 
@@ -197,6 +214,12 @@ MASKED = [
     GroupedShape("masked", 8, 512, 4096, 7168, "spread"),
     GroupedShape("masked", 1, 1024, 7168, 2048, "spread"),
     GroupedShape("masked", 6, 1024, 4096, 7168, "spread"),
+]
+
+#: DeepSeek-V3's experts (2048) and Qwen3-30B's (768).
+SILU_MUL_QUANTIZE = [
+    *(SiluMulShape(m, k) for k in (2048, 768) for m in (64, 256, 1024, 4096, 8192)),
+    *(SiluMulShape(64, k, num_experts=32, buffer_rows=128) for k in (2048, 768)),
 ]
 
 MQA_LOGITS = [MqaShape(2048, 8192), MqaShape(4096, 16384), MqaShape(2048, 65536)]

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         paged_mqa_logits_metadata,
         quantize_fp8,
         quantize_fp8_blocks,
+        silu_mul_quantize,
         to_mn_major,
     )
 
@@ -78,6 +79,7 @@ __all__ = [
     "paged_mqa_logits_metadata",
     "quantize_fp8",
     "quantize_fp8_blocks",
+    "silu_mul_quantize",
     "to_mn_major",
     "unfreeze",
 ]

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from moe_fp8 import heuristics
 from moe_fp8.problems import SCALE_BLOCK, SEGMENT_ALIGNMENT
-from moe_fp8.specs import GEMM_LAYOUTS, QUANTIZE_ROWS, QUANTIZE_VALUES
+from moe_fp8.specs import GEMM_LAYOUTS, QUANTIZE_ROWS, QUANTIZE_VALUES, SILU_ROWS, SILU_VALUES
 
 #: Type -> (format of the struct module, bytes, alignment).
 _TYPES = {
@@ -21,14 +21,15 @@ _TYPES = {
     "pointer": ("Q", 8, 8),
     "int64": ("q", 8, 8),
     "int": ("i", 4, 4),
+    "float": ("f", 4, 4),
 }
 
 
 class ParamStruct:
     """`name` of the struct in device code, and its fields in order, each "type name".
 
-    Types are TensorMap, pointer, int64 and int. `pack_into(buffer, offset, *values)` takes a value for each:
-    128 bytes for a map, an address for a pointer. `size` is the struct's, padding included.
+    Types are TensorMap, pointer, int64, int and float. `pack_into(buffer, offset, *values)` takes a value for
+    each: 128 bytes for a map, an address for a pointer. `size` is the struct's, padding included.
     """
 
     def __init__(self, name: str, *fields: str) -> None:
@@ -129,6 +130,21 @@ QUANTIZE = ParamStruct(
     "int k",
 )
 
+SILU_MUL_QUANTIZE = ParamStruct(
+    "SiluMulQuantizeParams",
+    "pointer x",
+    "pointer masked_m",
+    "pointer q",
+    "pointer scale",
+    "int64 expert_stride",
+    "int64 row_stride",
+    "int64 scale_stride",
+    "int m",
+    "int k",
+    "int num_experts",
+    "float limit",
+)
+
 INDEXER_CACHE = ParamStruct(
     "IndexerCacheParams",
     "pointer k",
@@ -196,6 +212,14 @@ _KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
             "moe_fp8::kBlockK": SCALE_BLOCK,
             "moe_fp8::kRows": QUANTIZE_ROWS,
             "moe_fp8::kQuantizeValues": QUANTIZE_VALUES,
+        },
+    ),
+    "silu_mul_quantize": (
+        SILU_MUL_QUANTIZE,
+        {
+            "moe_fp8::kBlockK": SCALE_BLOCK,
+            "moe_fp8::kRows": SILU_ROWS,
+            "moe_fp8::kSiluValues": SILU_VALUES,
         },
     ),
     "indexer_quantize_and_cache": (INDEXER_CACHE, {"moe_fp8::kQuantizeValues": QUANTIZE_VALUES}),

@@ -175,6 +175,25 @@ class QuantizeProblem:
 
 
 @dataclass(frozen=True)
+class SiluMulQuantizeProblem:
+    """SiLU(gate) * up of `[m, 2k]`, quantised 1x128 to `[m, k]`.
+
+    `num_experts`: buffers of `m` rows each, of which the first `masked_m` count; None where there is one and
+    all its rows do.
+    """
+
+    m: int
+    k: int
+    num_experts: int | None = None
+    power_of_two: bool = False
+    num_sms: int = DEFAULT_NUM_SMS
+
+    def for_selection(self) -> SiluMulQuantizeProblem:
+        """The problem as the choice of a kernel sees it: `m` as `selection_extent`."""
+        return replace(self, m=selection_extent(self.m))
+
+
+@dataclass(frozen=True)
 class IndexerCacheProblem:
     """Quantisation of index keys into a paged cache, one scale a key."""
 
@@ -213,6 +232,7 @@ Problem: TypeAlias = (
     | PagedMqaLogitsProblem
     | PagedMqaMetadataProblem
     | QuantizeProblem
+    | SiluMulQuantizeProblem
     | IndexerCacheProblem
     | IndexerTopkProblem
 )

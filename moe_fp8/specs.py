@@ -23,6 +23,7 @@ from moe_fp8.problems import (
     PagedMqaMetadataProblem,
     Problem,
     QuantizeProblem,
+    SiluMulQuantizeProblem,
 )
 
 
@@ -51,6 +52,11 @@ class KernelSpec:
 QUANTIZE_VALUES = 8
 _QUANTIZE_THREADS = 256
 QUANTIZE_ROWS = _QUANTIZE_THREADS * QUANTIZE_VALUES // SCALE_BLOCK
+
+#: The same of the kernel that takes SiLU(gate) * up.
+SILU_VALUES = 16
+_SILU_THREADS = 128
+SILU_ROWS = _SILU_THREADS * SILU_VALUES // SCALE_BLOCK
 
 #: LAYOUT of a GEMM kernel by the problem's layout.
 GEMM_LAYOUTS = {"dense": 0, "m_indices": 1, "psum": 2, "offsets": 3, "masked": 4}
@@ -123,6 +129,11 @@ def _quantize_spec(in_dtype: str, power_of_two: bool) -> KernelSpec:
     return _spec(
         "quantize_fp8", _QUANTIZE_THREADS, 0, IN_DTYPE=_IN_DTYPES[in_dtype], POWER_OF_TWO=int(power_of_two)
     )
+
+
+@cache
+def _silu_mul_quantize_spec(masked: bool, power_of_two: bool) -> KernelSpec:
+    return _spec("silu_mul_quantize", _SILU_THREADS, 0, MASKED=int(masked), POWER_OF_TWO=int(power_of_two))
 
 
 @cache
@@ -205,6 +216,18 @@ def select_quantize(problem: QuantizeProblem) -> Selection[None]:
     return Selection(spec, min(tiles, problem.num_sms * _QUANTIZE_BLOCKS_PER_SM), None)
 
 
+#: Blocks of SiLU(gate) * up that their registers let share an SM.
+_SILU_BLOCKS_PER_SM = 10
+
+
+def select_silu_mul_quantize(problem: SiluMulQuantizeProblem) -> Selection[None]:
+    """Blocks take turns with tiles of `SILU_ROWS` rows and one group; how many rows count, they read."""
+    experts = 1 if problem.num_experts is None else problem.num_experts
+    tiles = experts * -(-problem.m // SILU_ROWS) * (problem.k // SCALE_BLOCK)
+    spec = _silu_mul_quantize_spec(problem.num_experts is not None, problem.power_of_two)
+    return Selection(spec, min(tiles, problem.num_sms * _SILU_BLOCKS_PER_SM), None)
+
+
 def select_indexer_cache(problem: IndexerCacheProblem) -> Selection[None]:
     """As many threads as quantise all rows."""
     spec = _indexer_cache_spec(problem.head_dim, problem.in_dtype, problem.power_of_two)
@@ -225,6 +248,7 @@ _SELECTORS: dict[type[Problem], Callable[[Any], Selection[object]]] = {
     PagedMqaLogitsProblem: select_paged_mqa_logits,
     PagedMqaMetadataProblem: select_paged_mqa_metadata,
     QuantizeProblem: select_quantize,
+    SiluMulQuantizeProblem: select_silu_mul_quantize,
     IndexerCacheProblem: select_indexer_cache,
     IndexerTopkProblem: select_indexer_topk,
 }

@@ -18,6 +18,7 @@ from moe_fp8.problems import (
     PagedMqaMetadataProblem,
     Problem,
     QuantizeProblem,
+    SiluMulQuantizeProblem,
 )
 from moe_fp8.specs import KernelSpec, kernel_spec
 from moe_fp8.warmup import Plan, PlanOptions, load_model, plan
@@ -63,6 +64,8 @@ def quantize_problems() -> Iterator[Problem]:
         yield QuantizeProblem(m, 7168, dtype, power_of_two)
         for head_dim in (32, 64, 128):
             yield IndexerCacheProblem(m, head_dim, dtype, power_of_two)
+        for experts in (None, 32):
+            yield SiluMulQuantizeProblem(m, 2048, experts, power_of_two)
 
 
 def model_plans() -> list[Plan]:

@@ -13,7 +13,7 @@ from moe_fp8.ops.indexer import (
     paged_mqa_logits_fp8,
     paged_mqa_logits_metadata,
 )
-from moe_fp8.ops.quantize import quantize_fp8, quantize_fp8_blocks
+from moe_fp8.ops.quantize import quantize_fp8, quantize_fp8_blocks, silu_mul_quantize
 from moe_fp8.ops.scales import implicit_scale_conversions, to_mn_major
 
 __all__ = [
@@ -31,5 +31,6 @@ __all__ = [
     "paged_mqa_logits_metadata",
     "quantize_fp8",
     "quantize_fp8_blocks",
+    "silu_mul_quantize",
     "to_mn_major",
 ]

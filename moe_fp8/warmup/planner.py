@@ -32,6 +32,7 @@ from moe_fp8.problems import (
     PagedMqaMetadataProblem,
     Problem,
     QuantizeProblem,
+    SiluMulQuantizeProblem,
     selection_extent,
     selection_rows,
 )
@@ -182,7 +183,7 @@ def plan(
     shapes = (*gemm_shapes(model, parallelism, pad_intermediate=options.pad_intermediate), *extra)
     bounds = _Bounds.of(model, options, parallelism)
     rows = [*_gemm_rows(shapes, bounds, options), *_quantize_rows(model, shapes, bounds, options)]
-    rows += _indexer_rows(model, options)
+    rows += [*_silu_mul_rows(shapes, bounds, options), *_indexer_rows(model, options)]
     return Plan(model, options, tuple(rows))
 
 
@@ -302,6 +303,26 @@ def _quantize_rows(
 
         for spec, ranges in _sweep(_runs(most, selection_extent), quantize):
             yield PlanRow("quantize_fp8", tuple(dict.fromkeys(what)), None, None, k, None, ranges, spec)
+
+
+def _silu_mul_rows(shapes: Iterable[GemmShape], bounds: _Bounds, options: PlanOptions) -> Iterator[PlanRow]:
+    """SiLU(gate) * up before each down projection: over all rows and, of routed experts, in their buffers."""
+    uses: dict[tuple[int, int | None], list[str]] = {}
+    for shape in shapes:
+        if shape.what.endswith(".down"):
+            for num_experts in dict.fromkeys((None, shape.num_experts)):
+                uses.setdefault((shape.k, num_experts), []).append(shape.what)
+    for ((k, num_experts), what), power_of_two in product(uses.items(), (False, True)):
+
+        def silu_mul(
+            rows: int, k: int = k, num_experts: int | None = num_experts, power_of_two: bool = power_of_two
+        ) -> Iterable[Problem]:
+            return (SiluMulQuantizeProblem(rows, k, num_experts, power_of_two, options.num_sms),)
+
+        most = max(bounds.contiguous, bounds.dense) if num_experts is None else bounds.masked
+        names = tuple(dict.fromkeys(what))
+        for spec, ranges in _sweep(_runs(most, selection_extent), silu_mul):
+            yield PlanRow("silu_mul_quantize", names, None, None, k, num_experts, ranges, spec)
 
 
 #: Both dtypes that logits may be asked for in.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import moe_fp8
-from benchmarks import compare, cublas, gemm, host, inputs, logits, random_shapes, topk
+from benchmarks import compare, cublas, gemm, host, inputs, logits, random_shapes, silu_mul, topk
 from benchmarks.compare import Session
 from benchmarks.results import CLASSES, Ceiling, ResultsFile, Row, device_slug
 from benchmarks.shapes import (
@@ -27,6 +27,7 @@ from benchmarks.shapes import (
     GroupedShape,
     MqaShape,
     PagedShape,
+    SiluMulShape,
     TopkShape,
     aligned_starts,
     expert_counts,
@@ -104,7 +105,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         compare, "alternate", lambda replays, turns: [float(i + 1) for i in range(len(replays))]
     )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for module in (gemm, logits, topk):
+    for module in (gemm, logits, silu_mul, topk):
         monkeypatch.setattr(module, "l2_bytes", lambda: 1)
     for module in (logits, host):
         monkeypatch.setattr(module, "num_sms", lambda: 4)
@@ -157,6 +158,23 @@ def test_class_runs_against_a_peer(
             expected |= {"batch-invariant rel_error", "batch-invariant us"}
         assert row["notes"].keys() == expected, "the peer was left out"
         assert 0 <= row["rel_error"] < 3e-3
+
+
+def test_silu_mul_runs_beside_its_parts(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shapes = [SiluMulShape(5, 256), SiluMulShape(4, 128, num_experts=3, buffer_rows=8)]
+    monkeypatch.setattr(silu_mul, "SILU_MUL_QUANTIZE", shapes)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    silu_mul.run_silu_mul_quantize(session, None, 1)
+    assert session.failures == []
+    rows, masked = _rows(tmp_path / "h200.json")
+    assert rows["peers"] == {"torch + quantize_fp8": 2.0} and rows["notes"]["copy us"] == 3.0
+    assert masked["peers"] == {} and masked["notes"]["copy us"] == 2.0
+    assert rows["gbs"] == pytest.approx(5 * (5 * 256 + 8) / 1e3, rel=1e-3)
+    assert masked["gbs"] == pytest.approx(12 * (5 * 128 + 4) / 1e3, rel=1e-3)
+    assert all(1e-2 < row["rel_error"] < 4e-2 for row in (rows, masked))
 
 
 def test_topk_runs_beside_torch(on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import moe_fp8
 from moe_fp8 import ArgumentError, UnsupportedError
 from moe_fp8.ops.gemm import checks
 from moe_fp8.ops.indexer import checks as indexer_checks
+from moe_fp8.ops.quantize import checks as quantize_checks
 from moe_fp8.ops.registry import OPS as REGISTERED
 from tests import cache_cases, cases
 
@@ -70,6 +71,12 @@ def _quantize() -> dict[str, Any]:
     return {"x": torch.zeros(3, 256)}
 
 
+def _silu_mul() -> dict[str, Any]:
+    out = torch.zeros(2, 3, 128, dtype=torch.float8_e4m3fn), torch.zeros(2, 3, 1)
+    x = torch.zeros(2, 3, 256, dtype=torch.bfloat16)
+    return {"x": x, "masked_m": torch.zeros(2, dtype=I32), "limit": 7.0, "out": out}
+
+
 def _cache() -> dict[str, Any]:
     case = cache_cases.cache_case(3)
     return {"k": case.k, "kv_cache": case.kv_cache, "slot_mapping": case.slot_mapping}
@@ -83,6 +90,7 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "paged_mqa_logits_fp8": (moe_fp8.paged_mqa_logits_fp8, _paged),
     "paged_mqa_logits_metadata": (moe_fp8.paged_mqa_logits_metadata, _metadata),
     "quantize_fp8": (moe_fp8.quantize_fp8, _quantize),
+    "silu_mul_quantize": (moe_fp8.silu_mul_quantize, _silu_mul),
     "indexer_quantize_and_cache": (moe_fp8.indexer_quantize_and_cache, _cache),
 }
 
@@ -162,6 +170,20 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("quantize_fp8", "x", lambda x: x[:, :0]),
     ("quantize_fp8", "x", lambda x: x[0]),
     ("quantize_fp8", "x", _strided),
+    ("silu_mul_quantize", "x", lambda x: x.half()),
+    ("silu_mul_quantize", "x", lambda x: x[0]),
+    ("silu_mul_quantize", "x", lambda x: x[..., :128]),
+    ("silu_mul_quantize", "x", lambda x: x[..., :0]),
+    ("silu_mul_quantize", "x", _strided),
+    ("silu_mul_quantize", "x", lambda x: torch.nn.functional.pad(x, (0, 4))[..., :256]),
+    ("silu_mul_quantize", "x", lambda x: torch.nn.functional.pad(x, (4, 4))[..., 4:260]),
+    ("silu_mul_quantize", "masked_m", lambda m: m.long()),
+    ("silu_mul_quantize", "masked_m", lambda m: m[1:]),
+    ("silu_mul_quantize", "masked_m", lambda m: m[:, None]),
+    ("silu_mul_quantize", "limit", lambda _: 0.0),
+    ("silu_mul_quantize", "limit", lambda _: -7.0),
+    ("silu_mul_quantize", "limit", lambda _: float("nan")),
+    ("silu_mul_quantize", "limit", lambda _: 1e39),
     ("indexer_quantize_and_cache", "k", lambda k: k.double()),
     ("indexer_quantize_and_cache", "k", lambda k: k[0]),
     ("indexer_quantize_and_cache", "k", _strided),
@@ -202,6 +224,12 @@ def test_a_bad_argument_is_named(op: str, argument: str, change: Change) -> None
     assert f"{op}: {argument}: expected {error.expected}, got {error.got}" in str(error)
 
 
+def _silu_mul_operands() -> dict[str, Any]:
+    arguments = _silu_mul()
+    q, scale = arguments.pop("out")
+    return {**arguments, "q": q, "scale": scale, "power_of_two": False}
+
+
 DEVICES = [
     *[(checks.gemm, _dense, name) for name in ("a_scale", "b", "b_scale", "out")],
     *[(checks.gemm_masked, _masked, name) for name in ("a_scale", "b", "masked_m", "out")],
@@ -210,6 +238,7 @@ DEVICES = [
         for name in ("kv_cache", "weights", "block_table", "metadata")
     ],
     *[(indexer_checks.mqa_logits, _mqa, name) for name in ("k", "k_scale", "weights", "ks", "ke", "out")],
+    *[(quantize_checks.silu_mul_quantize, _silu_mul_operands, name) for name in ("masked_m", "q", "scale")],
     *[(indexer_checks.indexer_quantize_and_cache, _cache, name) for name in ("kv_cache", "slot_mapping")],
 ]
 
@@ -289,6 +318,37 @@ def test_the_registered_op_checks_too() -> None:
         REGISTERED["quantize_fp8"].call(x, q, torch.empty(5, 3), False)
     with pytest.raises(ArgumentError, match="q: expected dtype"):
         REGISTERED["quantize_fp8"].call(x, torch.empty(5, 256), torch.empty(5, 2), False)
+
+
+@pytest.mark.parametrize(
+    "at, change, message",
+    [
+        (0, lambda q: q.float(), "q: expected dtype"),
+        (0, lambda q: q[..., :64], "q: expected shape"),
+        (0, _strided, "q: expected a contiguous tensor"),
+        (1, lambda scale: scale.double(), "scale: expected dtype"),
+        (1, lambda scale: scale[:, :2], "scale: expected shape"),
+    ],
+)
+def test_outputs_of_silu_mul(at: int, change: Change, message: str) -> None:
+    arguments = _silu_mul()
+    out = list(arguments["out"])
+    out[at] = change(out[at])
+    with pytest.raises(ArgumentError, match=message):
+        moe_fp8.silu_mul_quantize(**{**arguments, "out": out})
+
+
+def test_experts_of_silu_mul_come_with_their_counts() -> None:
+    x = _silu_mul()["x"]
+    with pytest.raises(ArgumentError, match=r"x: expected shape \[M, 2I\]"):
+        moe_fp8.silu_mul_quantize(x)
+    operands = torch.zeros(6, 128, dtype=torch.float8_e4m3fn), torch.zeros(6, 1)
+    with pytest.raises(ArgumentError, match=r"or pass masked_m"):
+        REGISTERED["silu_mul_quantize"].call(x, None, *operands, False, None)
+    with pytest.raises(ArgumentError, match="as masked_m is given"):
+        REGISTERED["silu_mul_quantize"].call(
+            x.flatten(0, 1), torch.zeros(6, dtype=I32), *operands, False, None
+        )
 
 
 def test_schedules_off_their_alignment_are_refused() -> None:

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import importlib
 import inspect
+import math
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +27,15 @@ def _quantize() -> dict[str, Any]:
     q = torch.zeros(5, 256, dtype=torch.float8_e4m3fn)
     scale = torch.empty_strided((5, 2), (1, 8)).zero_()
     return {"x": torch.zeros(5, 256), "q": q, "scale": scale, "power_of_two": False}
+
+
+def _silu_mul() -> dict[str, Any]:
+    x = torch.zeros(2, 5, 512, dtype=torch.bfloat16)
+    outputs = {
+        "q": torch.zeros(2, 5, 256, dtype=torch.float8_e4m3fn),
+        "scale": torch.zeros(2, 2, 8).mT[:, :5],
+    }
+    return {"x": x, "masked_m": torch.zeros(2, dtype=I32), **outputs, "power_of_two": False, "limit": None}
 
 
 def _cache() -> dict[str, Any]:
@@ -94,6 +104,7 @@ def _paged() -> dict[str, Any]:
 
 OPS: dict[str, Callable[[], dict[str, Any]]] = {
     "quantize_fp8": _quantize,
+    "silu_mul_quantize": _silu_mul,
     "indexer_quantize_and_cache": _cache,
     "indexer_topk": _topk,
     "_indexer_topk_chunk": _topk,
@@ -301,6 +312,23 @@ def test_a_launch_of_the_cache_op_packs_what_the_kernel_reads(cuda: _Cuda, slot_
     addresses = (case.k.data_ptr(), case.storage.data_ptr(), case.slot_mapping.data_ptr())
     wide = int(slot_dtype is torch.int64)
     assert struct.unpack("<6q3i4x", params) == (*addresses, 72, 32 * 68 + 16, 4, 33, 5, wide)
+
+
+@pytest.mark.parametrize("limit", [None, 7.0])
+def test_a_launch_of_silu_mul_packs_what_the_kernel_reads(cuda: _Cuda, limit: float | None) -> None:
+    arguments = {**_silu_mul(), "limit": limit}
+    arguments["x"] = x = torch.zeros(2, 9, 640, dtype=torch.bfloat16)[:, :5, 64:576]
+    cuda.run("silu_mul_quantize", arguments)
+    flat = {"x": x[1], "masked_m": None, "q": arguments["q"][1], "scale": arguments["scale"][1]}
+    cuda.run("silu_mul_quantize", {**arguments, **flat})
+    (masked, _, masked_params), (rows, _, params) = cuda.kernel.launches
+    assert (masked, rows) == (4, 2)  # tiles of up to sixteen rows and one of two groups
+    addresses = [arguments[name].data_ptr() for name in ("x", "masked_m", "q", "scale")]
+    rest = (640, 8, 5, 256)
+    clamp = math.inf if limit is None else limit
+    assert struct.unpack("<7q3if56x", masked_params) == (*addresses, 9 * 640, *rest, 2, clamp)
+    addresses = [x[1].data_ptr(), 0, *(flat[name].data_ptr() for name in ("q", "scale"))]
+    assert struct.unpack("<7q3if56x", params) == (*addresses, 0, *rest, 1, clamp)
 
 
 @pytest.mark.parametrize("given", [True, False])

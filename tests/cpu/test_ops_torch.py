@@ -51,6 +51,13 @@ def _quantize() -> tuple[Any, ...]:
     return torch.randn(5, 256), q, torch.empty_strided((5, 2), (1, 8)).zero_(), False
 
 
+def _silu_mul() -> tuple[Any, ...]:
+    q = torch.zeros(2, 5, 256, dtype=torch.float8_e4m3fn)
+    scale = torch.empty_strided((2, 5, 2), (16, 1, 8)).zero_()
+    masked_m = torch.tensor([2, 5], dtype=torch.int32)
+    return torch.randn(2, 5, 512).bfloat16(), masked_m, q, scale, False, 7.0
+
+
 def _cache() -> tuple[Any, ...]:
     case = cache_cases.cache_case(5)
     return case.k, case.kv_cache, case.slot_mapping, False
@@ -70,6 +77,7 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "paged_mqa_logits_fp8": _paged,
     "paged_mqa_logits_metadata": _metadata,
     "quantize_fp8": _quantize,
+    "silu_mul_quantize": _silu_mul,
     "indexer_quantize_and_cache": _cache,
     "indexer_topk": _topk,
     "_indexer_topk_chunk": lambda: (*_topk(), 3, torch.zeros(3, 2, dtype=torch.int32)),
@@ -133,15 +141,18 @@ def test_compiled_calls_equal_eager_ones(dynamic: bool) -> None:
             batched, batched_scale, b, b_scale, counts, expected_m=2, config="16x128"
         )
         rows = torch.arange(x.shape[0])[None, :, None] < counts[:, None, None]
-        return dense, grouped, torch.where(rows, masked, 0)
+        masked = torch.where(rows, masked, 0)
+        down, down_scale = moe_fp8.silu_mul_quantize(masked.repeat(1, 1, 4), masked_m=counts, limit=0.5)
+        last = torch.where(rows, down.float(), 0), torch.where(rows, down_scale, 0)
+        return dense, grouped, masked, *last, *moe_fp8.silu_mul_quantize(x, power_of_two=True)
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for m in (6, 9):
-        x = torch.randn(m, 256, generator=gen)
+        x = torch.randn(m, 256, generator=gen).bfloat16()
         offsets = torch.tensor([0, 2, 2, m], dtype=torch.int32)
         counts = torch.tensor([1, 0, m], dtype=torch.int32)
         for got, expected in zip(compiled(x, offsets, counts), layer(x, offsets, counts), strict=True):
-            assert torch.equal(got, expected)
+            assert torch.equal(got.float(), expected.float())
 
 
 def test_compiled_logits_equal_eager_ones() -> None:
@@ -173,6 +184,8 @@ def test_meta_tensors_give_shapes() -> None:
     x = torch.empty(7, 256, device="meta")
     q, scale = moe_fp8.quantize_fp8(x)
     assert (q.shape, q.dtype, scale.stride()) == ((7, 256), torch.float8_e4m3fn, (1, 8))
+    y, y_scale = moe_fp8.silu_mul_quantize(torch.empty(7, 512, device="meta", dtype=torch.bfloat16))
+    assert (y.shape, y.dtype, y_scale.stride()) == ((7, 256), torch.float8_e4m3fn, (1, 8))
     b = torch.empty(192, 256, dtype=torch.float8_e4m3fn, device="meta")
     out = moe_fp8.gemm_fp8(q, scale, b, torch.empty(2, 2, device="meta"))
     assert (out.shape, out.dtype, out.device.type) == ((7, 192), torch.bfloat16, "meta")

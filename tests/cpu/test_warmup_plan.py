@@ -28,6 +28,7 @@ from moe_fp8.problems import (
     PagedMqaMetadataProblem,
     Problem,
     QuantizeProblem,
+    SiluMulQuantizeProblem,
 )
 from moe_fp8.specs import KernelSpec, kernel_spec
 from moe_fp8.warmup import planner
@@ -165,6 +166,16 @@ def any_calls(planned: Plan, draw: st.DrawFn) -> Iterator[Problem]:
     rows = draw(st.integers(1, most_rows(planned, "psum")))
     yield QuantizeProblem(rows, shape.k, model.dtype, draw(st.booleans()), sms)
 
+    down = draw(st.sampled_from([shape for shape in gemms(planned) if shape.what.endswith(".down")]))
+    experts = draw(st.sampled_from((None, down.num_experts)))
+    yield SiluMulQuantizeProblem(
+        draw(st.integers(1, most_rows(planned, "masked" if experts else "psum"))),
+        down.k,
+        experts,
+        draw(st.booleans()),
+        sms,
+    )
+
     if model.indexer is None:
         return
     heads, dim = model.indexer.num_heads, model.indexer.head_dim
@@ -242,6 +253,8 @@ def test_specs_are_distinct_and_all_used(planned: Plan) -> None:
     assert {row.spec for row in planned.rows} == set(planned.specs)
     ops = {row.op for row in planned.rows}
     assert {"gemm_fp8", "grouped_gemm_fp8_contiguous", "grouped_gemm_fp8_masked", "quantize_fp8"} <= ops
+    masked = {row.num_experts is not None for row in planned.rows if row.op == "silu_mul_quantize"}
+    assert masked == {False, True}
     indexer = {
         "indexer_quantize_and_cache",
         "indexer_topk",

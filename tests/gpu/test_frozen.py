@@ -75,6 +75,23 @@ def run_masked(planned: Plan, device: str, rng: random.Random) -> None:
             )
 
 
+def run_silu_mul(planned: Plan, device: str, rng: random.Random) -> None:
+    for row in planned.rows:
+        if row.op != "silu_mul_quantize":
+            continue
+        assert row.k is not None
+        most = min(row.rows[-1][1], 4096)
+        for m in (1, rng.randint(1, most), most):
+            leading = (m,) if row.num_experts is None else (row.num_experts, m)
+            counts = [rng.randint(0, m) for _ in range(row.num_experts or 0)]
+            moe_fp8.silu_mul_quantize(
+                torch.randn(*leading, 2 * row.k, device=device, dtype=torch.bfloat16),
+                masked_m=torch.tensor(counts, dtype=torch.int32, device=device) if counts else None,
+                power_of_two=rng.random() < 0.5,
+                limit=rng.choice((None, 7.0)),
+            )
+
+
 def run_prefill(planned: Plan, device: str, rng: random.Random) -> None:
     indexer, options = planned.model.indexer, planned.options
     assert indexer is not None
@@ -126,6 +143,10 @@ def test_contiguous(frozen: Plan, layout: str) -> None:
 
 def test_masked(frozen: Plan) -> None:
     run_masked(frozen, "cuda", random.Random(3))
+
+
+def test_silu_mul(frozen: Plan) -> None:
+    run_silu_mul(frozen, "cuda", random.Random(6))
 
 
 def test_prefill_indexer(frozen: Plan) -> None:

@@ -1,5 +1,7 @@
-"""FP8 quantisation of activations (`quantize_fp8`) and of weights (`quantize_fp8_blocks`)."""
+"""FP8 quantisation: `quantize_fp8` of activations, `silu_mul_quantize` of what SiLU makes of them,
+`quantize_fp8_blocks` of weights.
+"""
 
-from moe_fp8.ops.quantize.public import quantize_fp8, quantize_fp8_blocks
+from moe_fp8.ops.quantize.public import quantize_fp8, quantize_fp8_blocks, silu_mul_quantize
 
-__all__ = ["quantize_fp8", "quantize_fp8_blocks"]
+__all__ = ["quantize_fp8", "quantize_fp8_blocks", "silu_mul_quantize"]

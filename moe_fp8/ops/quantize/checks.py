@@ -1,11 +1,24 @@
-"""Checks of the quantiser's arguments."""
+"""Checks of the quantisers' arguments."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from moe_fp8.ops.arguments import BF16, F32, FP8, refuse_device, refuse_dtype, refuse_layout, refuse_shape
+from moe_fp8.errors import ArgumentError
+from moe_fp8.ops.arguments import (
+    BF16,
+    F32,
+    FP8,
+    int32_vector,
+    refuse_address,
+    refuse_device,
+    refuse_dtype,
+    refuse_layout,
+    refuse_shape,
+)
+
+_F32_MAX = torch.finfo(F32).max
 
 
 def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
@@ -21,15 +34,57 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
         refuse_shape(op, "x", x, "[M, K] with K a positive multiple of 128", "pad K with zeros")
     if not x.is_contiguous() or x.data_ptr() & 15:
         refuse_layout(op, "x", x)
-    if q.shape != (m, k):
-        refuse_shape(op, "q", q, f"[{m}, {k}]")
+    _outputs(op, q, scale, (m, k))
+    if not x.get_device() == q.get_device() == scale.get_device():
+        refuse_device(op, x, q=q, scale=scale)
+
+
+def _outputs(op: str, q: Tensor, scale: Tensor, shape: tuple[int, ...]) -> None:
+    """q fp8 of `shape`, contiguous; scale fp32 with one column for each 128 of q's; devices are left out."""
+    if q.shape != shape:
+        refuse_shape(op, "q", q, f"{list(shape)}")
     if q.dtype is not FP8:
         refuse_dtype(op, "q", q, "float8_e4m3fn")
     if not q.is_contiguous() or q.data_ptr() & 15:
         refuse_layout(op, "q", q)
-    if scale.shape != (m, k // 128):
-        refuse_shape(op, "scale", scale, f"[{m}, {k // 128}]")
+    groups = (*shape[:-1], shape[-1] // 128)
+    if scale.shape != groups:
+        refuse_shape(op, "scale", scale, f"{list(groups)}")
     if scale.dtype is not F32:
         refuse_dtype(op, "scale", scale, "float32")
+
+
+def silu_mul_quantize(
+    x: Tensor, masked_m: Tensor | None, q: Tensor, scale: Tensor, power_of_two: bool, limit: float | None
+) -> None:
+    """x bf16 [M,2I], with masked_m int32 [E] [E,M,2I]; q fp8 and scale fp32, [..,I] and [..,I/128]."""
+    op = "silu_mul_quantize"
+    if masked_m is None:
+        if x.dim() != 2:
+            refuse_shape(op, "x", x, "[M, 2I]", "flatten the leading dimensions, or pass masked_m")
+    else:
+        if x.dim() != 3:
+            refuse_shape(op, "x", x, "[E, Mmax, 2I], as masked_m is given")
+        int32_vector(op, "masked_m", masked_m, x.shape[0], "the valid rows of each expert")
+    if x.dtype is not BF16:
+        refuse_dtype(op, "x", x, "bfloat16")
+    *leading, width = x.shape
+    if width % 256 or width == 0:
+        refuse_shape(
+            op, "x", x, "[..., 2I] with I a positive multiple of 128", "pad gate and up with zeros each"
+        )
+    *strides, column_stride = x.stride()
+    if column_stride != 1:
+        raise ArgumentError(op, "x", "contiguous rows", f"stride {x.stride()}", "call .contiguous() on it")
+    # Where a dimension has one entry, its stride plays no part.
+    if any(stride & 7 for stride, size in zip(strides, leading, strict=True) if size > 1):
+        raise ArgumentError(op, "x", "rows that are multiples of 16 bytes apart", f"stride {x.stride()}")
+    if limit is not None and not 0 < limit <= _F32_MAX:
+        raise ArgumentError(op, "limit", "a positive number that float32 has, or None", limit)
     if not x.get_device() == q.get_device() == scale.get_device():
         refuse_device(op, x, q=q, scale=scale)
+    if masked_m is not None and masked_m.get_device() != x.get_device():
+        refuse_device(op, x, masked_m=masked_m)
+    if x.data_ptr() & 15:
+        refuse_address(op, "x", x)
+    _outputs(op, q, scale, (*leading, width // 2))

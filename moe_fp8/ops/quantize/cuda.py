@@ -1,14 +1,16 @@
-"""CUDA launch of the quantiser: problem -> spec, grid and the one struct that the kernel takes."""
+"""CUDA launches of the quantisers: problem -> spec, grid and the one struct that the kernel takes."""
 
 from __future__ import annotations
+
+import math
 
 from torch import Tensor
 
 from moe_fp8.ops import launch, registry, scales
 from moe_fp8.ops.launch import Prepared
-from moe_fp8.params import QUANTIZE
-from moe_fp8.problems import QuantizeProblem
-from moe_fp8.specs import select_quantize
+from moe_fp8.params import QUANTIZE, SILU_MUL_QUANTIZE
+from moe_fp8.problems import QuantizeProblem, SiluMulQuantizeProblem
+from moe_fp8.specs import select_quantize, select_silu_mul_quantize
 
 
 def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Prepared | None:
@@ -24,4 +26,37 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Prepare
     chosen = select_quantize(QuantizeProblem(m, k, launch.IN_DTYPES[x.dtype], power_of_two, num_sms))
     block = launch.new_block(QUANTIZE)
     QUANTIZE.pack_into(block.buffer, 0, x.data_ptr(), q.data_ptr(), scale.data_ptr(), k, (m + 3) & -4, m, k)
+    return chosen.spec, chosen.grid, block
+
+
+def silu_mul_quantize(
+    x: Tensor, masked_m: Tensor | None, q: Tensor, scale: Tensor, power_of_two: bool, limit: float | None
+) -> Prepared | None:
+    """x [M,2I] or [E,M,2I] -> q fp8 [...,I] and scale [...,I/128], as in `quantize`."""
+    if not scales.is_mn_major(scale):
+        # A copy: rows that are not written keep what they have.
+        padded = scales.to_mn_major(scale)
+        registry.OPS["silu_mul_quantize"].run(x, masked_m, q, padded, power_of_two, limit)
+        scale.copy_(padded)
+        return None
+    num_experts = None if masked_m is None else x.shape[0]
+    m, k = q.shape[-2:]
+    problem = SiluMulQuantizeProblem(m, k, num_experts, power_of_two, launch.num_sms(x.get_device()))
+    chosen = select_silu_mul_quantize(problem)
+    block = launch.new_block(SILU_MUL_QUANTIZE)
+    SILU_MUL_QUANTIZE.pack_into(
+        block.buffer,
+        0,
+        x.data_ptr(),
+        0 if masked_m is None else masked_m.data_ptr(),
+        q.data_ptr(),
+        scale.data_ptr(),
+        0 if masked_m is None else x.stride(0),
+        x.stride(-2),
+        (m + 3) & -4,
+        m,
+        k,
+        num_experts or 1,
+        math.inf if limit is None else limit,
+    )
     return chosen.spec, chosen.grid, block

@@ -1,4 +1,4 @@
-"""FP8 quantisation: activations per 1 x 128 group, weights per 128 x 128 block.
+"""FP8 quantisation: activations per 1 x 128 group, alone or behind SiLU; weights per 128 x 128 block.
 
 The definition is DeepSeek-V3's (arXiv 2412.19437, section 3.3.2): scale = amax / 448, value = fp8 x scale.
 """
@@ -49,6 +49,62 @@ def quantize_fp8(
         out = torch.empty_like(x, dtype=torch.float8_e4m3fn), empty_mn_major((m, k // 128), x)
     q, scale = out
     quantize_op(x, q, scale, power_of_two)
+    return out
+
+
+silu_mul_quantize_op = register(
+    "silu_mul_quantize(Tensor x, Tensor? masked_m, Tensor(a!) q, Tensor(b!) scale, bool power_of_two, "
+    "float? limit) -> ()",
+    check=checks.silu_mul_quantize,
+    empty=lambda x, masked_m, q, scale, power_of_two, limit: q.numel() == 0,
+    reference=reference.silu_mul_quantize,
+    cuda="moe_fp8.ops.quantize.cuda:silu_mul_quantize",
+)
+
+
+def silu_mul_quantize(
+    x: Tensor,
+    *,
+    masked_m: Tensor | None = None,
+    power_of_two: bool = False,
+    limit: float | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """SiLU(gate) * up, quantised as by `quantize_fp8`: from an MLP's first GEMM to the input of its second.
+
+    x: bf16 `[M, 2I]`, the gate in columns 0 to I - 1 and the up projection in the others, as the product with
+    w1 stacked over w3 has them; I a positive multiple of 128, M = 0 allowed. Rows are contiguous in
+    themselves, 16-byte aligned, and may lie further apart than 2I.
+    masked_m: int32 `[E]`, contiguous, on x's device; x is then `[E, Mmax, 2I]`, and only the first
+    `masked_m[e]` rows of each expert, clamped to 0 to Mmax, are read and written. Others may hold anything
+    (NaN included) and keep what they have in out.
+    power_of_two: round scales up to powers of two, as in `quantize_fp8`.
+    limit: None, or the positive number of DeepSeek-V4's clamp: gate = min(gate, limit) and
+    up = clamp(up, -limit, limit), ahead of SiLU.
+    out: `(q, scale)` as they are returned, to write to, or None.
+
+    Returns `(q, scale)`: q float8_e4m3fn `[M, I]` or `[E, Mmax, I]`, contiguous; scale fp32 `[..., I/128]`,
+    MN-major: stride `(1, align(M, 4))` or `(align(Mmax, 4) * I/128, 1, align(Mmax, 4))`, what the GEMMs read
+    without conversion. `q * scale` is about `gate / (1 + exp(-gate)) * up`, computed in fp32 and not rounded
+    to bf16 in between; the unit is x's, squared.
+
+    The CUDA kernel's exp and reciprocal are the hardware's, within 5e-6 of fp32's. Beside the CPU reference a
+    scale therefore differs by some units in the last place (one that is rounded up to a power of two may be
+    the next one), and a value by one rounding step of FP8 at most. Gates below -87 give 0. A group that
+    holds NaN or infinity is unspecified; other groups are unaffected.
+
+    One kernel, no host synchronisation; safe to capture: a replay reads masked_m anew. Raises ArgumentError.
+    """
+    dims = 2 if masked_m is None else 3
+    if x.dim() != dims:
+        expected = "[M, 2I]" if masked_m is None else "[E, Mmax, 2I], as masked_m is given"
+        arguments.rank("silu_mul_quantize", "x", x, expected, dims)
+    if out is None:
+        shape = *x.shape[:-1], x.shape[-1] // 2
+        q = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
+        out = q, empty_mn_major((*shape[:-1], shape[-1] // 128), x)
+    q, scale = out
+    silu_mul_quantize_op(x, masked_m, q, scale, power_of_two, limit)
     return out
 
 

@@ -42,6 +42,26 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
     scale.copy_(group_scale)
 
 
+def silu_mul(x: Tensor, limit: float | None) -> Tensor:
+    """x [..., 2K], first the gate -> SiLU(gate) * up in fp32, [..., K]; both are clamped to `limit`."""
+    gate, up = x.float().chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def silu_mul_quantize(
+    x: Tensor, masked_m: Tensor | None, q: Tensor, scale: Tensor, power_of_two: bool, limit: float | None
+) -> None:
+    """`quantize` of `silu_mul`: of all rows or, with `masked_m`, of each expert's first ones alone."""
+    if masked_m is None:
+        quantize(silu_mul(x, limit), q, scale, power_of_two)
+        return
+    for e, count in enumerate(masked_m.tolist()):
+        rows = slice(0, max(count, 0))  # a slice ends with the buffer
+        quantize(silu_mul(x[e, rows], limit), q[e, rows], scale[e, rows], power_of_two)
+
+
 def quantize_blocks(w: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """w [N,K] -> fp8 [N,K], fp32 [ceil(N/128), ceil(K/128)]."""
     n, k = w.shape

@@ -1,0 +1,154 @@
+// x [.., 2k] bf16 -> SiLU(gate) * up -> FP8 e4m3 with one scale for each 1 x 128 group, scales MN-major. The gate is columns 0 to
+// k - 1 of a row, up the others. In fp32, with common/quantize.cuh's formula behind it:
+//
+//   gate = min(gate, limit);  up = clamp(up, -limit, limit);  y = gate / (1 + exp(-gate)) * up
+//
+// exp and the reciprocal are the hardware's. Their relative error is below 5e-6: it moves a scale by some units in the last place,
+// and a value by one rounding step at most. For gates below -87 the reciprocal is 0, and so is y.
+//
+// A tile is kRows rows of one group. Eight threads share a group of a row. Each takes values 8 i and 64 + 8 i on, so that each of
+// its four loads of 16 bytes, all in flight at once, is a part of a whole line; neighbours then exchange eight bytes for one
+// store of 16. The experts of the masked layout are walked as the GEMM walks them (sched/segments.cuh): a window of 32 at a
+// time, in which those without rows cost nothing.
+//
+// The clamp is no macro: without it `limit` is infinite.
+//
+// Specialised by: MASKED, POWER_OF_TWO.
+#pragma once
+
+#include "common/quantize.cuh"
+#include "common/types.cuh"
+#include "ptx/sync.cuh"
+#include "sched/segments.cuh"
+
+struct SiluMulQuantizeParams {
+    const void* x;
+    const int* masked_m;    // [num_experts] if MASKED
+    uint8_t* q;             // [num_experts, m, k] contiguous
+    float* scale;           // [num_experts, m, k / 128], a whole matrix for each expert
+    int64_t expert_stride;  // elements between experts of x
+    int64_t row_stride;     // elements between rows of x
+    int64_t scale_stride;   // elements between groups
+    int m;                  // rows of one expert's buffer
+    int k;
+    int num_experts;
+    float limit;
+};
+
+namespace moe_fp8 {
+
+constexpr int kSiluValues = 2 * kQuantizeValues;
+constexpr int kThreadsPerGroup = kBlockK / kSiluValues;
+constexpr int kRows = NUM_THREADS / kThreadsPerGroup;
+static_assert(NUM_THREADS % kWarp == 0 && CLUSTER_SIZE == 1 && SMEM_BYTES == 0, "see specs.py");
+
+// Minimum that keeps NaN, so that a NaN shows in its group's scale.
+DEVICE float min_nan(float a, float b) {
+    float result;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+
+DEVICE float exp2_approx(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+DEVICE float reciprocal_approx(float x) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+DEVICE float silu_mul(float gate, float up, float limit) {
+    constexpr float kLog2E = 1.44269504f;
+    gate = min_nan(gate, limit);
+    up = max_nan(min_nan(up, limit), -limit);
+    return gate * reciprocal_approx(1.0f + exp2_approx(-kLog2E * gate)) * up;
+}
+
+// What a tile covers.
+struct Rows {
+    int expert = 0;
+    int first = 0;  // within the expert's buffer
+    int end = 0;    // behind the expert's last
+    int group = 0;
+};
+
+// Walks the tiles of one CTA, whole warps at a time. Tiles are fewer than 2^31: each has 128 bytes of q or more.
+class Walk {
+   public:
+    DEVICE explicit Walk(const SiluMulQuantizeParams& p)
+        : window_(p.masked_m, p.num_experts, p.m, p.k / kBlockK), m_(p.m), groups_(p.k / kBlockK) {
+        if constexpr (MASKED != 0) window_.start();
+    }
+
+    DEVICE bool next(Rows& rows) {
+        sched::Segment segment;
+        segment.num_rows = m_;
+        if constexpr (MASKED != 0) {
+            if (!window_.find(tile_, segment)) return false;
+        } else if (tile_ >= ceil_div(m_, kRows) * groups_) {
+            return false;
+        }
+        const uint32_t local = tile_ - segment.first_unit, block = local / static_cast<uint32_t>(groups_);
+        rows.expert = segment.expert, rows.first = block * kRows, rows.end = segment.num_rows;
+        rows.group = local - block * groups_;
+        tile_ += static_cast<int>(gridDim.x);
+        return true;
+    }
+
+   private:
+    sched::SegmentWindow<sched::Layout::kMasked, sched::Division<kRows, false>> window_;
+    int m_, groups_, tile_ = static_cast<int>(blockIdx.x);
+};
+
+}  // namespace moe_fp8
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+    silu_mul_quantize(const __grid_constant__ SiluMulQuantizeParams p) {
+    using namespace moe_fp8;
+    ptx::grid_dependency_wait();
+    ptx::launch_dependents();
+    const int part = static_cast<int>(threadIdx.x) % kThreadsPerGroup;
+    Walk walk(p);
+    Rows rows;
+    while (walk.next(rows)) {
+        const int row = rows.first + static_cast<int>(threadIdx.x) / kThreadsPerGroup;
+        const bool inside = row < rows.end;
+
+        float v[kSiluValues] = {};
+        if (inside) {
+            const int64_t gate = rows.expert * p.expert_stride + row * p.row_stride + rows.group * kBlockK + part * kQuantizeValues;
+            float gates[2][kQuantizeValues], ups[2][kQuantizeValues];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                load_values<0>(p.x, gate + half * (kBlockK / 2), gates[half]);
+                load_values<0>(p.x, gate + p.k + half * (kBlockK / 2), ups[half]);
+            }
+#pragma unroll
+            for (int i = 0; i < kSiluValues; ++i) {
+                const int half = i / kQuantizeValues, at = i % kQuantizeValues;
+                v[i] = silu_mul(gates[half][at], ups[half][at], p.limit);
+            }
+        }
+        uint32_t packed[kSiluValues / 4];
+        const float scale = quantize_group<kThreadsPerGroup, POWER_OF_TWO != 0>(v, packed);
+
+        // An even thread gets its neighbour's lower eight bytes and gives its upper ones.
+        const bool odd = part % 2 != 0;
+        const uint32_t x = __shfl_xor_sync(0xffffffffu, odd ? packed[0] : packed[2], 1);
+        const uint32_t y = __shfl_xor_sync(0xffffffffu, odd ? packed[1] : packed[3], 1);
+        if (inside) {
+            const int64_t out_row = static_cast<int64_t>(rows.expert) * p.m + row;
+            const int column = odd ? kBlockK / 2 + (part - 1) * kQuantizeValues : part * kQuantizeValues;
+            *reinterpret_cast<uint4*>(p.q + out_row * p.k + rows.group * kBlockK + column) =
+                odd ? make_uint4(x, y, packed[2], packed[3]) : make_uint4(packed[0], packed[1], x, y);
+            if (part == 0) {
+                const int64_t matrix = rows.expert * p.scale_stride * (p.k / kBlockK);
+                p.scale[matrix + rows.group * p.scale_stride + row] = scale;
+            }
+        }
+    }
+}
