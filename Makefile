@@ -12,7 +12,7 @@ help:
 	@echo "make test           every test this machine can run (tests/gpu needs a Hopper GPU)"
 	@echo "make lint           ruff and mypy"
 	@echo "make bench          time every class on this GPU into benchmarks/results/; PEER=FOLDER: beside DeepGEMM"
-	@echo "make tables         rewrite the README's tables and plots from benchmarks/results/"
+	@echo "make tables         rewrite the tables and plots of README.md and docs/ from benchmarks/results/"
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)

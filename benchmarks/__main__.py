@@ -19,7 +19,17 @@ import torch
 from . import gemm, host, logits, repeated, repetition, selection, silu_mul, topk
 from .compare import Session
 from .peer import DeepGemm, load
-from .results import LISTED, RANDOM, RESULTS, ResultsFile, device_slug, git_commit, today
+from .results import (
+    LISTED,
+    RESULTS,
+    SETS,
+    UNSEEN,
+    ResultsFile,
+    device_slug,
+    full_commit,
+    git_commit,
+    today,
+)
 
 RUNNERS: dict[str, Callable[[Session, DeepGemm | None, int], None]] = {
     "dense": gemm.run_dense,
@@ -37,7 +47,7 @@ RUNNERS: dict[str, Callable[[Session, DeepGemm | None, int], None]] = {
     "repetition": repeated.run_repetition,
 }
 
-HAVE_RANDOM = ("dense", "contiguous", "masked", "mqa_logits", "paged_mqa_logits", "topk")
+HAVE_DRAWN = ("dense", "contiguous", "masked", "mqa_logits", "paged_mqa_logits", "topk")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,14 +61,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--set",
         dest="sets",
-        choices=[LISTED, RANDOM, "all"],
+        choices=[*SETS, "all"],
         default=LISTED,
-        help="shapes of the classes that have both; random: seeded draws, 10 replays each (default: listed)",
+        help="which shapes; development: seeded draws, 10 replays each; unseen: the same, drawn from the "
+        "hash of the commit that is measured (default: listed)",
     )
     parser.add_argument("--quick", action="store_true", help="every third shape, 5 replays: a smoke test")
     parser.add_argument("--out", type=Path, help="results file (default: benchmarks/results/DEVICE.json)")
     parser.add_argument("--peer", type=Path, help="folder with deep_gemm/ or deep_gemm.zip")
-    parser.add_argument("--commit", help="what is measured, where this is not a git clone")
+    parser.add_argument(
+        "--commit",
+        help="what is measured, where this is not a git clone; for unseen shapes the full hash",
+    )
     parser.add_argument("--seed", type=int, default=20_261)
     parser.add_argument(
         "--seconds",
@@ -74,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def environment(commit: str | None) -> dict[str, str]:
+def environment(commit: str) -> dict[str, str]:
     """What the numbers depend on: the head of the results file."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
@@ -83,7 +97,7 @@ def environment(commit: str | None) -> dict[str, str]:
         "driver": _driver_version(),
         "cuda": str(torch.version.cuda),
         "torch": torch.__version__,
-        "commit": commit or git_commit(),
+        "commit": commit,
         "date": today(),
     }
 
@@ -103,12 +117,16 @@ def main() -> int:
     unknown = [name for name in classes if name not in RUNNERS]
     if unknown:
         parser.error(f"unknown class {', '.join(unknown)}: choose from {', '.join(RUNNERS)}")
+    sets = SETS if options.sets == "all" else (options.sets,)
+    try:
+        commit = full_commit(options.commit) if UNSEEN in sets else options.commit or git_commit()
+    except ValueError as error:
+        parser.error(str(error))
     if not torch.cuda.is_available():
         parser.error("no CUDA device: benchmarks run on a Hopper GPU")
     torch.manual_seed(options.seed)
-    facts = environment(options.commit)
+    facts = environment(commit)
     path = options.out or RESULTS / f"{facts['device']}.json"
-    sets = (LISTED, RANDOM) if options.sets == "all" else (options.sets,)
     session = Session(ResultsFile(path, facts), replays=5 if options.quick else 20, failures=[], sets=sets)
     peer = load(options.peer)
     print(f"{facts} peer={peer.name if peer else None}", flush=True)
@@ -116,8 +134,8 @@ def main() -> int:
         repeated.run_repetition, seconds=options.seconds, seed=options.seed, only=options.only
     )
     for name in classes:
-        if name not in HAVE_RANDOM and LISTED not in sets:
-            print(f"-- {name}: has no random shapes", flush=True)
+        if name not in HAVE_DRAWN and LISTED not in sets:
+            print(f"-- {name}: has listed shapes alone", flush=True)
             continue
         started = time.perf_counter()
         try:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .results import LISTED, RANDOM, ResultsFile, Row, four_digits, set_of, shape_dict
+from .results import DEVELOPMENT, LISTED, UNSEEN, ResultsFile, Row, four_digits, set_of, shape_dict
 from .timing import Call, Replay, alternate
 
 _Shape = TypeVar("_Shape")
@@ -17,8 +17,8 @@ _Shape = TypeVar("_Shape")
 _SHOWN = ("us", "tflops", "gbs", "ceiling_share", "ratio", "rel_error")
 
 
-#: The random set has many shapes and is read as a whole.
-_RANDOM_REPLAYS = 10
+#: The drawn sets have many shapes and are read as a whole.
+_DRAWN_REPLAYS = 10
 
 
 class WrongResult(Exception):
@@ -60,11 +60,22 @@ class Session:
     sets: tuple[str, ...] = (LISTED,)
 
     def shapes(
-        self, step: int, listed: Sequence[_Shape], drawn: Sequence[_Shape] = ()
+        self,
+        step: int,
+        listed: Sequence[_Shape],
+        development: Sequence[_Shape],
+        unseen: Callable[[str], Sequence[_Shape]],
     ) -> Iterator[tuple[dict[str, Any], _Shape]]:
-        """Every `step`-th shape of the chosen sets, each with the terms of its row."""
-        for name, shapes in ((LISTED, listed), (RANDOM, drawn)):
-            for shape in shapes[::step] if name in self.sets else ():
+        """Every `step`-th shape of the chosen sets, each with the terms of its row.
+
+        `unseen` draws that set's shapes from the hash of the commit that is measured.
+        """
+        for name in self.sets:
+            if name == UNSEEN:
+                shapes = unseen(str(self.results.environment["commit"]))
+            else:
+                shapes = {LISTED: listed, DEVELOPMENT: development}[name]
+            for shape in shapes[::step]:
                 yield shape_dict(shape) | ({} if name == LISTED else {"set": name}), shape
 
     def compare(self, row: Row, contestants: Sequence[Contestant], num_calls: int, tolerance: float) -> None:
@@ -90,9 +101,9 @@ class Session:
                 timed.append(peer)
             except Exception as error:
                 row.notes[f"{peer.name} left out"] = f"{type(error).__name__}: {error}"[:300]
-        is_random = set_of(row.shape) == RANDOM
+        is_listed = set_of(row.shape) == LISTED
         row.us, *peer_us = alternate(
-            replays, min(self.replays, _RANDOM_REPLAYS) if is_random else self.replays
+            replays, self.replays if is_listed else min(self.replays, _DRAWN_REPLAYS)
         )
         for peer, us in zip(timed, peer_us, strict=True):
             if peer.aside:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ import moe_fp8
 from moe_fp8.heuristics import gemm_config
 from moe_fp8.problems import GemmProblem
 
-from . import cublas, inputs, random_shapes
+from . import cublas, inputs, random_shapes, unseen_shapes
 from .compare import Contestant, Session
 from .inputs import Quantized
 from .peer import DeepGemm
@@ -43,19 +43,22 @@ CUBLAS: list[Callable[[list[Quantized], list[Quantized]], Contestant]] = [
 
 
 def run_dense(session: Session, peer: DeepGemm | None, step: int) -> None:
-    for row, shape in _rows("dense", session, step, DENSE, random_shapes.DENSE):
+    for row, shape in _rows("dense", session.shapes(step, DENSE, random_shapes.DENSE, unseen_shapes.dense)):
         _dense(session, peer, shape, row)
         torch.cuda.empty_cache()
 
 
 def run_contiguous(session: Session, peer: DeepGemm | None, step: int) -> None:
-    for row, shape in _rows("contiguous", session, step, CONTIGUOUS, random_shapes.CONTIGUOUS):
+    chosen = session.shapes(step, CONTIGUOUS, random_shapes.CONTIGUOUS, unseen_shapes.contiguous)
+    for row, shape in _rows("contiguous", chosen):
         _contiguous(session, peer, shape, row)
         torch.cuda.empty_cache()
 
 
 def run_masked(session: Session, peer: DeepGemm | None, step: int) -> None:
-    for row, shape in _rows("masked", session, step, MASKED, random_shapes.MASKED):
+    for row, shape in _rows(
+        "masked", session.shapes(step, MASKED, random_shapes.MASKED, unseen_shapes.masked)
+    ):
         _masked(session, peer, shape, row)
         torch.cuda.empty_cache()
 
@@ -67,11 +70,9 @@ def gemm_bytes(counts: Sequence[int], n: int, k: int) -> float:
     return active * weights + sum(counts) * (k + 4 * (k // 128) + 2 * n)
 
 
-def _rows(
-    cls: str, session: Session, step: int, listed: Sequence[_Shape], drawn: Sequence[_Shape]
-) -> Iterator[tuple[Row, _Shape]]:
-    """Every `step`-th shape of the chosen sets, each with its row to fill in."""
-    for terms, shape in session.shapes(step, listed, drawn):
+def _rows(cls: str, chosen: Iterable[tuple[dict[str, Any], _Shape]]) -> Iterator[tuple[Row, _Shape]]:
+    """Every chosen shape with its row to fill in; a shape comes with the terms of its row."""
+    for terms, shape in chosen:
         counts = [shape.m] if isinstance(shape, DenseShape) else shape.counts()
         flops = 2.0 * sum(counts) * shape.n * shape.k
         yield Row(cls, terms, 0.0, flops, gemm_bytes(counts, shape.n, shape.k)), shape

@@ -10,10 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 import moe_fp8
 from moe_fp8.jit.compiler import compile_kernel
@@ -25,10 +28,13 @@ from .logits import num_sms
 from .peer import DeepGemm
 from .results import ROOT, Row, four_digits
 from .shapes import PagedShape, expert_counts
+from .targets import AGAIN, NEW_ADDRESS, NEW_M
 from .timing import Call
 
-_CALLS = 200
-_ROUNDS = 100
+#: Calls a round and rounds.
+_CALLS, _ROUNDS = 200, 100
+#: The same for kinds whose calls all differ: fewer, so that a queue of them and their M stay small.
+_NEW_CALLS, _NEW_ROUNDS = 20, 25
 _COMPILES = 3
 #: Widths of weights that no class times: the peer has no kernel for them yet.
 _NEW_WIDTHS = (4416, 4672, 4928)
@@ -36,85 +42,211 @@ _MODEL = ROOT / "tests" / "configs" / "deepseek_v32.json"
 _TP, _EP = 8, 8
 
 
+class _Op(NamedTuple):
+    """What makes the calls of one op, ours and the peer's: functions of M and of an address.
+
+    The address counts pieces of 16 bytes from the start of the first operand's buffer. `usual_m` is the M of
+    the calls that do not vary it.
+    """
+
+    name: str
+    usual_m: int
+    ours: Callable[[int, int], Call]
+    theirs: Callable[[int, int], Call] | None = None
+
+
 @torch.inference_mode()
 def run_host(session: Session, peer: DeepGemm | None, step: int) -> None:
     """Host time of one eager call, in inference mode as engines make it: enqueued without waiting; small
-    shapes keep the queue short."""
-    a, a_scale = inputs.activations(64, 2048)
+    shapes keep the queue short.
+
+    An op has three rows. `again` makes one call over and over. `new address` moves the first operand each
+    time, as allocators do in a server that runs without graphs. `new m` has a number of rows (of requests,
+    for paged logits) that no call had before; its kernel is loaded.
+    """
+    for make in (_dense, _masked, _quantize, _cache, _paged):
+        try:
+            op = make(peer)
+        except Exception as error:
+            session.fail(f"host {make.__name__[1:]}", error)
+            continue
+        new = range(_NEW_CALLS * _NEW_ROUNDS)
+        again = [(op.usual_m, 0)] * _CALLS
+        moved = [(op.usual_m, 1 + i) for i in new]
+        # The clock sees odd M; the even ones that are called before it load the same kernels.
+        odd, even = [(2 * i + 1, 0) for i in new], [(2 * i + 2, 0) for i in new]
+        _eager(session, op, AGAIN, peer, [again] * _ROUNDS, again)
+        _eager(session, op, NEW_ADDRESS, peer, _rounds(moved), again)
+        _eager(session, op, NEW_M, peer, _rounds(odd), even)
+
+
+def _most_m() -> int:
+    """The largest M of any call, and not less than the number of addresses."""
+    return max(64, 2 * _NEW_CALLS * _NEW_ROUNDS)
+
+
+def _rounds(calls: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    return [calls[i : i + _NEW_CALLS] for i in range(0, len(calls), _NEW_CALLS)]
+
+
+def _buffer(*shape: int) -> Tensor:
+    """Random bf16 values for `shape` at any address."""
+    return torch.randn(math.prod(shape) + 16 * _most_m(), device=inputs.DEVICE, dtype=torch.bfloat16)
+
+
+def _view(buffer: Tensor, shape: tuple[int, ...], address: int) -> Tensor:
+    """The values of `shape` that begin `address` pieces of 16 bytes into the buffer."""
+    first = address * 16 // buffer.element_size()
+    return buffer[first : first + math.prod(shape)].view(shape)
+
+
+def _scales(*shape: int) -> Tensor:
+    """MN-major scales of that shape; their values do not matter."""
+    *experts, m, groups = shape
+    aligned = -(-m // 4) * 4
+    flat = torch.full((math.prod(experts) * groups * aligned,), 0.01, device=inputs.DEVICE)
+    return flat.as_strided(shape, (*[groups * aligned for _ in experts], 1, aligned))
+
+
+def _dense(peer: DeepGemm | None) -> _Op:
+    a = _buffer(_most_m(), 2048).to(inputs.FP8)
     b, b_scale = inputs.weights(576, 2048)
-    out = torch.empty(64, 576, device=inputs.DEVICE, dtype=torch.bfloat16)
-    theirs: Call | None = None
-    if peer is not None:
-        theirs = partial(peer.gemm, a, peer.aligned(a_scale), b, b_scale, out)
-    _eager(
-        session,
-        "gemm_fp8",
-        partial(moe_fp8.gemm_fp8, a, a_scale, b, b_scale, out=out, constant_weights=True),
-        peer,
-        theirs,
-    )
+    out = torch.empty(_most_m(), 576, device=inputs.DEVICE, dtype=torch.bfloat16)
 
-    counts = expert_counts(8, 16, "spread")
-    experts_a = inputs.expert_activations(8, 64, 2048)
-    experts_b = inputs.weights(576, 2048, 8)
-    masked_m = torch.tensor(counts, device=inputs.DEVICE, dtype=torch.int32)
-    out3 = torch.empty(8, 64, 576, device=inputs.DEVICE, dtype=torch.bfloat16)
-    if peer is not None:
-        scale = peer.aligned(experts_a[1])
-        theirs = partial(peer.grouped_masked, experts_a[0], scale, *experts_b, out3, masked_m, 16)
-    masked = partial(
-        moe_fp8.grouped_gemm_fp8_masked, *experts_a, *experts_b, masked_m, expected_m=16, out=out3
-    )
-    _eager(session, "grouped_gemm_fp8_masked", masked, peer, theirs)
+    def ours(m: int, address: int) -> Call:
+        moved = _view(a, (m, 2048), address)
+        return partial(
+            moe_fp8.gemm_fp8, moved, _scales(m, 16), b, b_scale, out=out[:m], constant_weights=True
+        )
 
-    x = torch.randn(64, 2048, device=inputs.DEVICE, dtype=torch.bfloat16)
-    _eager(session, "quantize_fp8", partial(moe_fp8.quantize_fp8, x, out=moe_fp8.quantize_fp8(x)), None, None)
+    def theirs(m: int, address: int) -> Call:
+        assert peer is not None
+        scale = peer.aligned(_scales(m, 16))
+        return partial(peer.gemm, _view(a, (m, 2048), address), scale, b, b_scale, out[:m])
 
-    keys = torch.randn(64, 128, device=inputs.DEVICE, dtype=torch.bfloat16)
-    cache = torch.zeros(2, 64, 1, 132, device=inputs.DEVICE, dtype=torch.uint8)
-    slots = torch.arange(64, device=inputs.DEVICE)
-    write = partial(moe_fp8.indexer_quantize_and_cache, keys, cache, slots)
-    _eager(session, "indexer_quantize_and_cache", write, None, None)
-
-    paged = inputs.paged_inputs(PagedShape(4, 1024))
-    schedule = moe_fp8.paged_mqa_logits_metadata(paged.lengths, block_size=64, num_sms=num_sms())
-    arguments = (paged.q, paged.kv_cache, paged.weights, paged.lengths, paged.block_table)
-    width = paged.max_context_len
-    logits = torch.empty(4, width, device=inputs.DEVICE)
-    if peer is not None:
-        their_schedule = peer.paged_metadata(paged.lengths, 64, num_sms())
-        theirs = partial(peer.paged_mqa_logits, *arguments, their_schedule, width)
-    call = partial(moe_fp8.paged_mqa_logits_fp8, *arguments, schedule, max_context_len=width, out=logits)
-    _eager(session, "paged_mqa_logits_fp8", call, peer, theirs)
+    return _Op("gemm_fp8", 64, ours, theirs if peer is not None else None)
 
 
-def _eager(session: Session, op: str, ours: Call, peer: DeepGemm | None, theirs: Call | None) -> None:
+def _masked(peer: DeepGemm | None) -> _Op:
+    experts = 8
+    a = _buffer(experts, _most_m(), 2048).to(inputs.FP8)
+    b, b_scale = inputs.weights(576, 2048, experts)
+    out = torch.empty(experts * _most_m() * 576, device=inputs.DEVICE, dtype=torch.bfloat16)
+    spread = torch.tensor(expert_counts(experts, 16, "spread"), device=inputs.DEVICE, dtype=torch.int32)
+
+    def ours(m: int, address: int) -> Call:
+        return partial(
+            moe_fp8.grouped_gemm_fp8_masked,
+            _view(a, (experts, m, 2048), address),
+            _scales(experts, m, 16),
+            b,
+            b_scale,
+            spread.clamp(max=m),
+            expected_m=16,
+            out=_view(out, (experts, m, 576), 0),
+        )
+
+    def theirs(m: int, address: int) -> Call:
+        assert peer is not None
+        operands = _view(a, (experts, m, 2048), address), peer.aligned(_scales(experts, m, 16)), b, b_scale
+        counts = spread.clamp(max=m)
+        return partial(peer.grouped_masked, *operands, _view(out, (experts, m, 576), 0), counts, 16)
+
+    return _Op("grouped_gemm_fp8_masked", 64, ours, theirs if peer is not None else None)
+
+
+def _quantize(peer: DeepGemm | None) -> _Op:
+    x = _buffer(_most_m(), 2048)
+    values = torch.empty(_most_m(), 2048, device=inputs.DEVICE, dtype=inputs.FP8)
+
+    def ours(m: int, address: int) -> Call:
+        out = values[:m], _scales(m, 16)
+        return partial(moe_fp8.quantize_fp8, _view(x, (m, 2048), address), out=out)
+
+    return _Op("quantize_fp8", 64, ours)
+
+
+def _cache(peer: DeepGemm | None) -> _Op:
+    keys = _buffer(_most_m(), 128)
+    pages = torch.zeros(-(-_most_m() // 64), 64, 1, 132, device=inputs.DEVICE, dtype=torch.uint8)
+    slots = torch.arange(_most_m(), device=inputs.DEVICE)
+
+    def ours(m: int, address: int) -> Call:
+        return partial(moe_fp8.indexer_quantize_and_cache, _view(keys, (m, 128), address), pages, slots[:m])
+
+    return _Op("indexer_quantize_and_cache", 64, ours)
+
+
+def _paged(peer: DeepGemm | None) -> _Op:
+    """The schedule is that of the first four requests, whatever the batch: more would only fill the queue."""
+    few = inputs.paged_inputs(PagedShape(4, 1024))
+    heads, dim, width = few.q.shape[2], few.q.shape[3], few.max_context_len
+    q = _buffer(_most_m(), 1, heads, dim).to(inputs.FP8)
+    weights = torch.randn(_most_m(), heads, device=inputs.DEVICE)
+    copies = -(-_most_m() // 4)
+    lengths, table = few.lengths.repeat(copies, 1), few.block_table.repeat(copies, 1)
+    logits = torch.empty(_most_m(), width, device=inputs.DEVICE)
+    schedules, their_schedules = [], []
+    for ends in (few.lengths[:m] for m in range(1, 5)):
+        schedules.append(moe_fp8.paged_mqa_logits_metadata(ends, block_size=64, num_sms=num_sms()))
+        if peer is not None:
+            their_schedules.append(peer.paged_metadata(ends, 64, num_sms()))
+
+    def operands(m: int, address: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return _view(q, (m, 1, heads, dim), address), few.kv_cache, weights[:m], lengths[:m], table[:m]
+
+    def ours(m: int, address: int) -> Call:
+        given = *operands(m, address), schedules[min(m, 4) - 1]
+        return partial(moe_fp8.paged_mqa_logits_fp8, *given, max_context_len=width, out=logits[:m])
+
+    def theirs(m: int, address: int) -> Call:
+        assert peer is not None
+        return partial(peer.paged_mqa_logits, *operands(m, address), their_schedules[min(m, 4) - 1], width)
+
+    return _Op("paged_mqa_logits_fp8", 4, ours, theirs if peer is not None else None)
+
+
+def _eager(
+    session: Session,
+    op: _Op,
+    kind: str,
+    peer: DeepGemm | None,
+    rounds: list[list[tuple[int, int]]],
+    before: list[tuple[int, int]],
+) -> None:
+    """Time `rounds` of calls, each an M and an address, after the calls `before`, which load the kernels."""
     try:
-        calls = [ours] if theirs is None else [ours, theirs]
-        times: list[list[float]] = [[] for _ in calls]
-        for call in calls:
-            _loop(call)
-        for _ in range(_ROUNDS):
-            for call, samples in zip(calls, times, strict=True):
-                samples.append(_loop(call))
+        contestants = [make for make in (op.ours, op.theirs) if make is not None]
+        times: list[list[float]] = [[] for _ in contestants]
+        for make in contestants:
+            _loop(_calls(make, before))
+        for calls in rounds:
+            for make, samples in zip(contestants, times, strict=True):
+                samples.append(_loop(_calls(make, calls)))
     except Exception as error:
-        session.fail(f"host {op}", error)
+        session.fail(f"host {op.name}, {kind}", error)
         return
-    row = Row("host", {"op": op}, statistics.median(times[0]))
-    if peer is not None and theirs is not None:
+    row = Row("host", {"op": op.name, "call": kind}, statistics.median(times[0]))
+    if peer is not None and op.theirs is not None:
         row.peers[peer.name] = statistics.median(times[1])
     session.store(row)
 
 
-def _loop(call: Call) -> float:
+def _calls(make: Callable[[int, int], Call], of: list[tuple[int, int]]) -> list[Call]:
+    """The calls of these M and addresses; the same M and address are the same call."""
+    made = {where: make(*where) for where in dict.fromkeys(of)}
+    return [made[where] for where in of]
+
+
+def _loop(calls: list[Call]) -> float:
     """Microseconds of host time a call; the device starts idle and is waited for outside the timing."""
     torch.cuda.synchronize()
     started = time.perf_counter()
-    for _ in range(_CALLS):
+    for call in calls:
         call()
     elapsed = time.perf_counter() - started
     torch.cuda.synchronize()
-    return elapsed / _CALLS * 1e6
+    return elapsed / len(calls) * 1e6
 
 
 def run_compile(session: Session, peer: DeepGemm | None, step: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import moe_fp8
 
-from . import inputs, random_indexer
+from . import inputs, random_indexer, unseen_shapes
 from .compare import Contestant, Session
 from .inputs import MqaInputs, PagedInputs
 from .peer import DeepGemm
@@ -23,13 +23,15 @@ TOLERANCE = 2e-3
 
 
 def run_mqa_logits(session: Session, peer: DeepGemm | None, step: int) -> None:
-    for terms, shape in session.shapes(step, MQA_LOGITS, random_indexer.MQA_LOGITS):
+    chosen = session.shapes(step, MQA_LOGITS, random_indexer.MQA_LOGITS, unseen_shapes.mqa_logits)
+    for terms, shape in chosen:
         _mqa(session, peer, shape, terms)
         torch.cuda.empty_cache()
 
 
 def run_paged_mqa_logits(session: Session, peer: DeepGemm | None, step: int) -> None:
-    for terms, shape in session.shapes(step, PAGED_MQA_LOGITS, random_indexer.PAGED_MQA_LOGITS):
+    development, unseen = random_indexer.PAGED_MQA_LOGITS, unseen_shapes.paged_mqa_logits
+    for terms, shape in session.shapes(step, PAGED_MQA_LOGITS, development, unseen):
         _paged(session, peer, shape, terms)
         torch.cuda.empty_cache()
 

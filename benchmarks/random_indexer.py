@@ -1,4 +1,4 @@
-"""The indexer's shapes that nobody chose: seeded draws, 20 a class. Standard library only."""
+"""Seeded draws of the indexer's shapes, 20 a class, and its `development` set. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def _between(rng: random.Random, least: int, most: int) -> int:
     return round(math.exp(rng.uniform(math.log(least), math.log(most))))
 
 
-def _mqa() -> list[MqaShape]:
-    rng = random.Random(_SEED)
+def mqa_shapes(rng: random.Random) -> list[MqaShape]:
     shapes = []
     for i in range(_SHAPES_A_CLASS):
         queries = _between(rng, 64, 4096)
@@ -34,8 +33,7 @@ def _mqa() -> list[MqaShape]:
     return shapes
 
 
-def _paged() -> list[PagedShape]:
-    rng = random.Random(_SEED + 1)
+def paged_shapes(rng: random.Random) -> list[PagedShape]:
     shapes = []
     for i in range(_SHAPES_A_CLASS):
         batch = _between(rng, 1, 256)
@@ -44,5 +42,5 @@ def _paged() -> list[PagedShape]:
     return shapes
 
 
-MQA_LOGITS = _mqa()
-PAGED_MQA_LOGITS = _paged()
+MQA_LOGITS = mqa_shapes(random.Random(_SEED))
+PAGED_MQA_LOGITS = paged_shapes(random.Random(_SEED + 1))

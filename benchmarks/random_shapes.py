@@ -1,26 +1,31 @@
-"""Shapes that nobody chose: seeded draws from the widths of real models. Standard library only.
+"""Seeded draws from the widths of real models, and the `development` set. Standard library only.
 
-`DENSE`, `CONTIGUOUS` and `MASKED`, 30 shapes each, and `TOPK`, 20, are the `random` set, the same on every
-machine. They exist to catch a selector that was fitted to the listed shapes: do not tune on them.
+`DENSE`, `CONTIGUOUS` and `MASKED`, 30 shapes each, and `TOPK`, 20, are the same on every machine. They catch
+a selector that was fitted to the listed shapes. Decisions have been made on them (benchmarks/notes/ names
+some of them), so they prove nothing about shapes that nobody looked at: `unseen_shapes` draws such shapes.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from .shapes import MOST_LOGITS, DenseShape, GroupedShape, Skew, TopkShape, aligned_starts
+
+Layout: TypeAlias = Literal["m_indices", "psum", "offsets", "masked"]
+
+CONTIGUOUS_LAYOUTS: tuple[Layout, ...] = ("m_indices", "psum", "offsets")
 
 _SHAPES_A_CLASS = 30
 _SEED = 20_261
 
-_MOST_ROWS = 16_384
+MOST_ROWS = 16_384
 #: Rows of one expert where each has a buffer of its own: more than that is prefill, which is not masked.
-_MOST_MASKED_ROWS = 1024
+MOST_MASKED_ROWS = 1024
 #: Rows of all experts together. With `_MOST_WEIGHTS` and `_MOST_BUFFER` it keeps a shape below 30 GB
 #: and a class, 10 replays each, below three minutes.
 _MOST_ROUTED_ROWS = 65_536
@@ -29,11 +34,11 @@ _MOST_WEIGHTS = 2 << 30
 _MOST_BUFFER = 4 << 30
 
 #: (TP, EP) of the experts' layers.
-_EXPERT_PARALLEL = ((1, 8), (1, 32))
+EXPERT_PARALLEL = ((1, 8), (1, 32))
 _TENSOR_PARALLEL = ((1, 1), (8, 1))
 
 #: Half uniform (0.7 to 1.3 of the mean), half Zipf; every other uniform one has empty experts.
-_SKEWS: tuple[Skew, ...] = ("spread", "zipf", "sparse", "zipf")
+SKEWS: tuple[Skew, ...] = ("spread", "zipf", "sparse", "zipf")
 
 
 @dataclass(frozen=True)
@@ -70,13 +75,35 @@ class Gqa:
 
 
 @dataclass(frozen=True)
+class CompressedMla:
+    """DeepSeek-V4: one latent head of keys and values, and an output projection of two factors.
+
+    The first factor of the output projection is grouped by heads and is no GEMM of this package.
+    """
+
+    heads: int
+    q_lora: int
+    head_dim: int
+    o_lora: int
+    o_groups: int
+    index_heads: int
+    index_dim: int = 128
+
+    def widths(self, hidden: int, tp: int) -> Iterator[tuple[int, int]]:
+        yield self.q_lora + self.head_dim, hidden
+        yield self.heads * self.head_dim // tp, self.q_lora
+        yield hidden, self.o_groups * self.o_lora // tp
+        yield self.index_heads * self.index_dim, self.q_lora
+
+
+@dataclass(frozen=True)
 class Model:
     """`shared` and `dense` are the intermediate sizes of the shared expert and of dense layers, 0: none."""
 
     hidden: int
     moe: int
     num_experts: int
-    attention: Mla | Gqa
+    attention: Mla | Gqa | CompressedMla
     shared: int = 0
     dense: int = 0
 
@@ -95,6 +122,7 @@ def _feed_forward(hidden: int, size: int) -> Iterator[tuple[int, int]]:
     yield hidden, size
 
 
+#: The models whose widths the cost model was fitted to.
 MODELS = {
     "DeepSeek-V3": Model(7168, 2048, 256, Mla(128, 1536, 512, 128, 64, 128), 2048, 18432),
     "DeepSeek-V3.2": Model(7168, 2048, 256, Mla(128, 1536, 512, 128, 64, 128, 64), 2048, 18432),
@@ -105,73 +133,79 @@ MODELS = {
     "Qwen3-30B": Model(2048, 768, 128, Gqa(32, 4)),
 }
 
+#: Models that nothing was ever fitted to or tuned on: keep it so.
+UNFITTED = {
+    "MiniMax-M2": Model(3072, 1536, 256, Gqa(48, 8)),
+    "DeepSeek-V4-Flash": Model(4096, 2048, 256, CompressedMla(64, 1024, 512, 1024, 8, 64), 2048),
+}
+
 
 def _served(n: int, k: int) -> bool:
     """Whether block scales fit these widths; Qwen3's expert of 192 columns at TP8 has to be padded."""
     return n % 64 == 0 and k % 128 == 0
 
 
-def dense_widths() -> list[tuple[int, int]]:
-    """(N, K) of every model's dense projections at TP1 and TP8."""
-    found = {width for model in MODELS.values() for tp in (1, 8) for width in model.dense_widths(tp)}
+def dense_widths(models: Iterable[Model] = MODELS.values()) -> list[tuple[int, int]]:
+    """(N, K) of the models' dense projections at TP1 and TP8."""
+    found = {width for model in models for tp in (1, 8) for width in model.dense_widths(tp)}
     return sorted(width for width in found if _served(*width))
 
 
 def expert_widths(
-    ranks: Sequence[tuple[int, int]] = (*_EXPERT_PARALLEL, *_TENSOR_PARALLEL),
+    ranks: Sequence[tuple[int, int]] = (*EXPERT_PARALLEL, *_TENSOR_PARALLEL),
+    models: Iterable[Model] = MODELS.values(),
 ) -> list[tuple[int, int, int]]:
-    """(experts here, N, K) of every model at these (TP, EP), where the weights fit."""
-    found = {width for model in MODELS.values() for tp, ep in ranks for width in model.expert_widths(tp, ep)}
+    """(experts here, N, K) of the models at these (TP, EP), where the weights fit."""
+    found = {width for model in models for tp, ep in ranks for width in model.expert_widths(tp, ep)}
     return sorted((e, n, k) for e, n, k in found if _served(n, k) and e * n * k <= _MOST_WEIGHTS)
 
 
-def _log_uniform(rng: random.Random, most: int) -> list[int]:
-    """1 to `most`, one draw from each of `_SHAPES_A_CLASS` equal parts of the logarithm."""
-    width = math.log(most) / _SHAPES_A_CLASS
-    return [round(math.exp((part + rng.random()) * width)) for part in range(_SHAPES_A_CLASS)]
+def log_uniform(rng: random.Random, most: int, count: int = _SHAPES_A_CLASS) -> list[int]:
+    """1 to `most`, one draw from each of `count` equal parts of the logarithm."""
+    width = math.log(most) / count
+    return [round(math.exp((part + rng.random()) * width)) for part in range(count)]
 
 
 def _dense() -> list[DenseShape]:
     rng = random.Random(_SEED)
     widths = rng.sample(dense_widths(), _SHAPES_A_CLASS)
-    return [DenseShape(m, n, k) for m, (n, k) in zip(_log_uniform(rng, _MOST_ROWS), widths, strict=True)]
+    return [DenseShape(m, n, k) for m, (n, k) in zip(log_uniform(rng, MOST_ROWS), widths, strict=True)]
+
+
+def fits(shape: GroupedShape) -> bool:
+    """Whether the rows of all experts stay within what a class may take."""
+    counts = shape.counts()
+    if shape.layout == "masked":
+        rows = shape.num_experts * max(MOST_MASKED_ROWS, *counts, 0)
+        return rows * (shape.k + 2 * shape.n) <= _MOST_BUFFER
+    return aligned_starts(counts)[-1] <= _MOST_ROUTED_ROWS
 
 
 def _contiguous() -> list[GroupedShape]:
-    layouts: tuple[Literal["m_indices", "psum", "offsets"], ...] = ("m_indices", "psum", "offsets")
-
-    def fits(shape: GroupedShape) -> bool:
-        return aligned_starts(shape.counts())[-1] <= _MOST_ROUTED_ROWS
-
-    return list(_grouped(random.Random(_SEED + 1), expert_widths(), layouts, _MOST_ROWS, fits))
+    return list(_grouped(random.Random(_SEED + 1), expert_widths(), CONTIGUOUS_LAYOUTS, MOST_ROWS))
 
 
 def _masked() -> list[GroupedShape]:
-    def fits(shape: GroupedShape) -> bool:
-        rows = shape.num_experts * max(_MOST_MASKED_ROWS, *shape.counts())
-        return rows * (shape.k + 2 * shape.n) <= _MOST_BUFFER
-
     # Masked buffers come from a low-latency dispatch between expert-parallel ranks.
-    pool = expert_widths(_EXPERT_PARALLEL)
-    return list(_grouped(random.Random(_SEED + 2), pool, ("masked",), _MOST_MASKED_ROWS, fits))
+    pool = expert_widths(EXPERT_PARALLEL)
+    return list(_grouped(random.Random(_SEED + 2), pool, ("masked",), MOST_MASKED_ROWS))
 
 
 def _grouped(
-    rng: random.Random,
-    pool: Sequence[tuple[int, int, int]],
-    layouts: Sequence[Literal["m_indices", "psum", "offsets", "masked"]],
-    most_rows: int,
-    fits: Callable[[GroupedShape], bool],
+    rng: random.Random, pool: Sequence[tuple[int, int, int]], layouts: Sequence[Layout], most_rows: int
 ) -> Iterator[GroupedShape]:
-    for i, rows in enumerate(_log_uniform(rng, most_rows)):
-        layout, skew = layouts[i % len(layouts)], _SKEWS[i % len(_SKEWS)]
+    for i, rows in enumerate(log_uniform(rng, most_rows)):
+        layout, skew = layouts[i % len(layouts)], SKEWS[i % len(SKEWS)]
         shapes = [GroupedShape(layout, e, rows, n, k, skew) for e, n, k in pool]
         yield rng.choice([shape for shape in shapes if fits(shape)])
 
 
-def _topk() -> Iterator[TopkShape]:
-    """Rows 1 to 4096, columns 4K to 1M, both log-uniform; k from 512 to 4096."""
-    rng = random.Random(_SEED + 3)
+def topk_shapes(rng: random.Random) -> list[TopkShape]:
+    """20 shapes of 1 to 4096 rows and 4K to 1M columns, both log-uniform; k from 512 to 4096."""
+    return list(islice(_topk(rng), 20))
+
+
+def _topk(rng: random.Random) -> Iterator[TopkShape]:
     while True:
         rows, columns = round(2 ** rng.uniform(0, 12)), round(2 ** rng.uniform(12, 20))
         k, skew = rng.choice((512, 1024, 2048, 4096)), rng.choice(("full", "causal"))
@@ -182,4 +216,4 @@ def _topk() -> Iterator[TopkShape]:
 DENSE = _dense()
 CONTIGUOUS = _contiguous()
 MASKED = _masked()
-TOPK = list(islice(_topk(), 20))
+TOPK = topk_shapes(random.Random(_SEED + 3))

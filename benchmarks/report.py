@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import plots, targets
-from .results import CLASSES, RANDOM, RESULTS, ROOT, set_of
+from .results import CLASSES, LISTED, RESULTS, ROOT, UNSEEN, set_of, short_commit
 
 BEGIN = "<!-- {name}: written by `make tables` -->"
 END = "<!-- end of {name} -->"
@@ -49,17 +49,45 @@ def load_results(folder: Path = RESULTS) -> Results:
 
 
 def summary(results: Results) -> str:
+    """Six lines a device."""
+    if not results:
+        return "No device has been measured yet."
+    parts = []
+    for device in results:
+        parts.append(
+            f"On one {_name(device)} ({_versions(device)}). A figure is the time of DeepGEMM, or of the peer "
+            "that the line names, over ours: above 1 we are faster."
+        )
+        parts.append(targets.headlines(device))
+        parts.append(_sets(device))
+    return "\n\n".join(parts)
+
+
+def _sets(device: dict[str, Any]) -> str:
+    """What the sets of the six lines are."""
+    listed = "Listed shapes were chosen by hand, and the kernels were tuned on them."
+    commits = sorted(
+        {short_commit(row["commit"]) for row in device["rows"] if set_of(row["shape"]) == UNSEEN}
+    )
+    if not commits:
+        return f"{listed} No unseen shapes have been measured yet."
+    unseen = f"Unseen shapes are drawn from the hash of the measured commit, `{'`, `'.join(commits)}`."
+    return f"{unseen} {listed}" if f" {LISTED} |" in targets.headlines(device) else unseen
+
+
+def accounting(results: Results) -> str:
     """Where every device stands against the targets, and its plots."""
     if not results:
         return "No device has been measured yet."
     parts = []
     for device in results:
-        parts.append(f"On one {_name(device)} ({_versions(device)}); peer time / ours where no unit stands:")
+        parts.append(f"This is one {_name(device)} ({_versions(device)}):")
         parts.append(targets.table(device))
         if earlier := _earlier(device):
-            parts.append(f"Of earlier runs: {earlier}.")
+            parts.append(f"These rows come from earlier runs: {earlier}.")
         for plot in plots.plots(device):
-            parts.append(f"![{plot.title}: share of the ceilings]({plot.path.relative_to(ROOT).as_posix()})")
+            path = plot.path.relative_to(ROOT / "docs").as_posix()
+            parts.append(f"![{plot.title}: share of the ceilings]({path})")
     return "\n\n".join(parts)
 
 
@@ -78,6 +106,7 @@ def full(results: Results) -> str:
 #: File, marker name, generator: one marked section each.
 TARGETS: list[tuple[Path, str, Callable[[Results], str]]] = [
     (ROOT / "README.md", "benchmarks", summary),
+    (ROOT / "docs" / "benchmarks.md", "targets", accounting),
     (ROOT / "docs" / "benchmarks.md", "results", full),
 ]
 
@@ -97,15 +126,15 @@ def _name(device: dict[str, Any]) -> str:
 def _versions(device: dict[str, Any]) -> str:
     return (
         f"driver {device['driver']}, CUDA {device['cuda']}, PyTorch {device['torch']}, "
-        f"{device['date']}, commit `{device['commit']}`"
+        f"{device['date']}, commit `{short_commit(device['commit'])}`"
     )
 
 
 def _earlier(device: dict[str, Any]) -> str:
-    """Classes whose rows come from another commit than the last run's, and which."""
+    """The classes whose rows come from another commit than the last run's, with that commit."""
     others: dict[str, list[str]] = {}
     for cls, rows in _by_class(device):
-        for commit in {row["commit"] for row in rows} - {device["commit"]}:
+        for commit in {short_commit(row["commit"]) for row in rows} - {short_commit(device["commit"])}:
             others.setdefault(commit, []).append(_TITLES[cls])
     return "; ".join(
         f"{', '.join(dict.fromkeys(titles))} (commit `{commit}`)" for commit, titles in sorted(others.items())
@@ -114,7 +143,8 @@ def _earlier(device: dict[str, Any]) -> str:
 
 def _table(cls: str, rows: Results) -> str:
     dimensions = list(dict.fromkeys(name for row in rows for name in row["shape"] if name != "set"))
-    title = _TITLES[cls] + (", random shapes" if set_of(rows[0]["shape"]) == RANDOM else "")
+    set_name = set_of(rows[0]["shape"])
+    title = _TITLES[cls] + ("" if set_name == LISTED else f", {set_name} shapes")
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     figures = [name for name in ("tflops", "gbs", "ceiling_share") if any(row[name] for row in rows)]
     checked = any(row["rel_error"] is not None for row in rows)
@@ -148,7 +178,7 @@ def _repetition(rows: Results) -> str:
 
 
 def _measured(rows: Results) -> str:
-    commits = sorted({f"{row['date']}, commit `{row['commit']}`" for row in rows})
+    commits = sorted({f"{row['date']}, commit `{short_commit(row['commit'])}`" for row in rows})
     return f"Measured {'; '.join(commits)}."
 
 
@@ -180,13 +210,11 @@ def rewritten(text: str, name: str, body: str) -> str:
 
 def stale(targets: Iterable[tuple[Path, str, Callable[[Results], str]]], results: Results) -> dict[Path, str]:
     """Files whose marked section is not what `results` give, with their right text."""
-    wrong = {}
+    texts: dict[Path, str] = {}
     for path, name, generate in targets:
-        text = path.read_text()
-        right = rewritten(text, name, generate(results))
-        if right != text:
-            wrong[path] = right
-    return wrong
+        text = texts.get(path) or path.read_text()
+        texts[path] = rewritten(text, name, generate(results))
+    return {path: text for path, text in texts.items() if text != path.read_text()}
 
 
 def main() -> int:

@@ -14,7 +14,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 
-LISTED, RANDOM = "listed", "random"
+LISTED, DEVELOPMENT, UNSEEN = SETS = ("listed", "development", "unseen")
+
+#: What older rows call the development set.
+_OLD_NAMES = {"random": DEVELOPMENT}
 
 #: The contestant that is ours with the config of the batch-invariant mode.
 BATCH_INVARIANT = "batch-invariant"
@@ -109,7 +112,8 @@ class RepetitionRow:
 
 def set_of(shape: dict[str, Any]) -> str:
     """Which set of shapes a row's shape belongs to."""
-    return str(shape.get("set", LISTED))
+    name = str(shape.get("set", LISTED))
+    return _OLD_NAMES.get(name, name)
 
 
 def shape_dict(shape: Any) -> dict[str, Any]:
@@ -124,7 +128,9 @@ class ResultsFile:
 
     The rows that an earlier run left of a class and set go when the first row of that class and set is
     added, so that its rows always come from one run; of class repetition only that of the same case and seed
-    goes. The others stay. Raises ValueError where the file belongs to another device.
+    goes. The others stay, except that a commit's first unseen row removes the unseen rows of all other
+    commits: each commit has unseen shapes of its own. Raises ValueError where the file belongs to another
+    device.
     """
 
     def __init__(self, path: Path, environment: dict[str, Any]) -> None:
@@ -146,11 +152,11 @@ class ResultsFile:
         group = _group(written)
         if group not in self._begun:
             self._begun.add(group)
-            self._rows = [old for old in self._rows if _group(old) != group]
+            self._rows = [old for old in self._rows if not self._replaced(old, group)]
         written["date"] = self.environment["date"]
         written["commit"] = self.environment["commit"]
         self._rows.append(written)
-        self._rows.sort(key=lambda old: (CLASSES.index(old["class"]), set_of(old["shape"]) != LISTED))
+        self._rows.sort(key=lambda old: (CLASSES.index(old["class"]), SETS.index(set_of(old["shape"]))))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".tmp")
         lines = ",\n".join("  " + json.dumps(old) for old in self._rows)
@@ -158,6 +164,11 @@ class ResultsFile:
         temporary.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
         os.replace(temporary, self.path)
         return written
+
+    def _replaced(self, old: dict[str, Any], group: tuple[str, ...]) -> bool:
+        """Whether the first row of `group` takes the place of the row `old`."""
+        both_unseen = group[1] == set_of(old["shape"]) == UNSEEN
+        return _group(old) == group or (both_unseen and old["commit"] != self.environment["commit"])
 
 
 def _group(row: dict[str, Any]) -> tuple[str, ...]:
@@ -182,12 +193,43 @@ def today() -> str:
 
 def git_commit() -> str:
     """The commit being measured, with '-dirty' where the tree differs from it; 'unknown' outside a clone."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return _git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or "unknown"
+
+
+def full_commit(commit: str | None) -> str:
+    """The hash, in full, of the commit being measured: `commit`, or the one that is checked out.
+
+    Raises ValueError where git does not know `commit` and it is not a full hash, and, without `commit`, where
+    what is measured differs from the commit that is checked out.
+    """
+    if commit is not None and re.fullmatch(r"[0-9a-f]{40}", commit):
+        return commit
+    if commit is None and _git(
+        "status", "--porcelain", "--", "moe_fp8", "benchmarks", ":!benchmarks/results"
+    ):
+        raise ValueError(
+            "the unseen shapes are drawn from a commit's hash: commit the changes, or give --commit"
+        )
+    found = _git("rev-parse", "--verify", "--quiet", f"{commit or 'HEAD'}^{{commit}}")
+    if not found:
+        raise ValueError(
+            f"git finds no commit {commit or 'HEAD'}: give --commit the full hash of what is measured"
+        )
+    return found
+
+
+def _git(*arguments: str) -> str:
+    """What git prints in this checkout, "" where it fails."""
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip() or "unknown"
+        return ""
+    return done.stdout.strip()
+
+
+def short_commit(commit: str) -> str:
+    """A full hash cut to the digits that `git_commit` gives; anything else as it is."""
+    return commit[:12] if re.fullmatch(r"[0-9a-f]{40}", commit) else commit
 
 
 def four_digits(value: float) -> float:

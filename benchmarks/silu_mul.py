@@ -23,7 +23,7 @@ TOLERANCE = 4e-2
 
 def run_silu_mul_quantize(session: Session, peer: DeepGemm | None, step: int) -> None:
     """`peer` has no such op; torch and `quantize_fp8` take its place."""
-    for terms, shape in session.shapes(step, SILU_MUL_QUANTIZE):
+    for terms, shape in session.shapes(step, SILU_MUL_QUANTIZE, (), lambda commit: ()):
         rows, k = sum(shape.counts()), shape.intermediate
         _silu_mul(session, shape, Row("silu_mul_quantize", terms, 0.0, nbytes=silu_mul_bytes(rows, k)))
         torch.cuda.empty_cache()

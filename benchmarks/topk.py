@@ -10,7 +10,7 @@ from torch import Tensor
 
 import moe_fp8
 
-from . import inputs, random_shapes
+from . import inputs, random_shapes, unseen_shapes
 from .compare import Contestant, Session
 from .peer import DeepGemm
 from .results import Row
@@ -22,7 +22,7 @@ _PEER = "torch.topk"
 
 def run_topk(session: Session, peer: DeepGemm | None, step: int) -> None:
     """`peer` has no such op; torch.topk without order takes its place."""
-    for terms, shape in session.shapes(step, TOPK, random_shapes.TOPK):
+    for terms, shape in session.shapes(step, TOPK, random_shapes.TOPK, unseen_shapes.topk):
         _topk(session, shape, terms)
         torch.cuda.empty_cache()
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import moe_fp8
 from benchmarks import compare, cublas, gemm, host, inputs, logits, random_shapes, silu_mul, topk
 from benchmarks.compare import Session
-from benchmarks.results import CLASSES, Ceiling, ResultsFile, Row, device_slug
+from benchmarks.results import CLASSES, Ceiling, ResultsFile, Row, device_slug, full_commit
 from benchmarks.shapes import (
     CONTIGUOUS,
     MASKED,
@@ -182,11 +182,11 @@ def test_topk_runs_beside_torch(on_cpu: None, monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(random_shapes, "TOPK", [TopkShape(2, 70, 9, "causal")])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     results = ResultsFile(tmp_path / "h200.json", ENVIRONMENT)
-    session = Session(results, replays=1, failures=[], sets=("listed", "random"))
+    session = Session(results, replays=1, failures=[], sets=("listed", "development"))
     topk.run_topk(session, None, 1)
     assert session.failures == []
     rows = _rows(tmp_path / "h200.json")
-    assert [row["shape"].get("set") for row in rows] == [None, None, "random"]
+    assert [row["shape"].get("set") for row in rows] == [None, None, "development"]
     for row in rows:
         assert row["peers"] == {"torch.topk": 2.0} and row["rel_error"] == 0
 
@@ -198,20 +198,44 @@ def test_topk_knows_a_wrong_choice() -> None:
 
 
 def test_host_class_times_every_op(on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host, "_CALLS", 1)
-    monkeypatch.setattr(host, "_ROUNDS", 1)
+    for name in ("_CALLS", "_ROUNDS", "_NEW_CALLS", "_NEW_ROUNDS"):
+        monkeypatch.setattr(host, name, 2)
     session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
     host.run_host(session, ReferencePeer(), 1)
     assert session.failures == []
     rows = _rows(tmp_path / "h200.json")
-    assert [row["shape"]["op"] for row in rows] == [
-        "gemm_fp8",
-        "grouped_gemm_fp8_masked",
-        "quantize_fp8",
-        "indexer_quantize_and_cache",
-        "paged_mqa_logits_fp8",
-    ]
-    assert [sorted(row["peers"]) for row in rows] == [["reference"], ["reference"], [], [], ["reference"]]
+    ops = {
+        "gemm_fp8": ["reference"],
+        "grouped_gemm_fp8_masked": ["reference"],
+        "quantize_fp8": [],
+        "indexer_quantize_and_cache": [],
+        "paged_mqa_logits_fp8": ["reference"],
+    }
+    kinds = ("again", "new address", "new m")
+    expected = [({"op": op, "call": kind}, peers) for op, peers in ops.items() for kind in kinds]
+    assert [(row["shape"], sorted(row["peers"])) for row in rows] == expected
+
+
+def test_calls_of_class_host_are_as_new_as_their_row_says(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(host, "_NEW_CALLS", 3)
+    monkeypatch.setattr(host, "_NEW_ROUNDS", 2)
+    seen: dict[str, list[tuple[int, int]]] = {}
+
+    def eager(session: Any, op: Any, kind: str, peer: Any, rounds: Any, before: Any) -> None:
+        if op.name == "gemm_fp8":
+            made = [op.ours(*where).args[0] for calls in (before, *rounds) for where in calls]
+            seen[kind] = [(a.shape[0], a.data_ptr()) for a in made]
+
+    monkeypatch.setattr(host, "_eager", eager)
+    host.run_host(Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), 1, []), None, 1)
+    assert len(set(seen["again"])) == 1
+    *usual, moved = seen["new address"][:-6], seen["new address"][-6:]
+    assert {m for m, _ in moved} == {64} and len({address for _, address in moved}) == 6
+    assert not set(moved) & set(usual[0]) and all(address % 16 == 0 for _, address in moved)
+    before, timed = [m for m, _ in seen["new m"][:6]], [m for m, _ in seen["new m"][6:]]
+    assert len(set(timed)) == 6 and not set(timed) & {64, *before}
 
 
 def test_compile_and_warmup_run_without_a_gpu(
@@ -262,7 +286,7 @@ def test_a_wrong_peer_is_left_out_with_the_reason(
     assert "relative error 1" in row["notes"]["reference left out"]
 
 
-def test_random_shapes_are_rows_of_their_own_set(
+def test_development_shapes_are_rows_of_their_own_set(
     on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(gemm, "DENSE", [DenseShape(3, 192, 256)])
@@ -276,9 +300,53 @@ def test_random_shapes_are_rows_of_their_own_set(
         assert session.failures == []
         return [(row["shape"].get("set", "listed"), row["commit"]) for row in _rows(path)]
 
-    assert run("a", "random") == [("random", "a")] * 2
-    assert run("b", "listed") == [("listed", "b"), ("random", "a"), ("random", "a")]
-    assert run("c", "listed", "random") == [("listed", "c"), ("random", "c"), ("random", "c")]
+    assert run("a", "development") == [("development", "a")] * 2
+    assert run("b", "listed") == [("listed", "b"), *[("development", "a")] * 2]
+    assert run("c", "listed", "development") == [("listed", "c"), *[("development", "c")] * 2]
+
+
+def test_random_is_an_older_name_of_the_development_set(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    results = ResultsFile(path, ENVIRONMENT)
+    results.add(Row("dense", {"m": 1, "set": "random"}, 10.0))
+    ResultsFile(path, ENVIRONMENT).add(Row("dense", {"m": 2, "set": "development"}, 10.0))
+    assert [row["shape"]["m"] for row in _rows(path)] == [2]
+
+
+def test_unseen_rows_are_of_one_commit(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    one, other = ({**ENVIRONMENT, "commit": digit * 40} for digit in "ab")
+    results = ResultsFile(path, one)
+    results.add(Row("dense", {"m": 1, "set": "unseen"}, 10.0))
+    results.add(Row("dense", {"m": 1}, 10.0))
+    results.add(Row("masked", {"m": 1, "set": "unseen"}, 10.0))
+    results = ResultsFile(path, one)
+    results.add(Row("dense", {"m": 2, "set": "unseen"}, 10.0))
+    assert [(row["class"], row["shape"]["m"]) for row in _rows(path)] == [
+        ("dense", 1),
+        ("dense", 2),
+        ("masked", 1),
+    ]
+    ResultsFile(path, other).add(Row("dense", {"m": 3, "set": "unseen"}, 10.0))
+    assert [(row["shape"]["m"], row["commit"][0]) for row in _rows(path)] == [(1, "a"), (3, "b")]
+
+
+def test_unseen_shapes_are_drawn_from_the_measured_commit(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gemm.unseen_shapes, "dense", lambda commit: [DenseShape(len(commit), 64, 128)])
+    path = tmp_path / "h200.json"
+    results = ResultsFile(path, {**ENVIRONMENT, "commit": "c" * 40})
+    gemm.run_dense(Session(results, replays=1, failures=[], sets=("unseen",)), None, 1)
+    (row,) = _rows(path)
+    assert row["shape"] == {"m": 40, "n": 64, "k": 128, "set": "unseen"} and row["commit"] == "c" * 40
+
+
+def test_an_unseen_set_needs_a_full_hash() -> None:
+    assert full_commit("0123456789" * 4) == "0123456789" * 4
+    for wrong in ("unknown", "no-such-commit", "abc-dirty"):
+        with pytest.raises(ValueError, match="full hash"):
+            full_commit(wrong)
 
 
 def test_cublas_is_a_peer_and_a_ceiling(

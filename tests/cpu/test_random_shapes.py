@@ -1,4 +1,4 @@
-"""The random shapes: the same everywhere, within the widths of real models, small enough to run."""
+"""The drawn shapes: the same everywhere, within the widths of real models, small enough to run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,24 @@ import sys
 
 import pytest
 
-from benchmarks import gemm, random_shapes, shapes
-from benchmarks.results import ROOT
+from benchmarks import gemm, random_shapes, report, shapes, unseen_shapes
+from benchmarks.results import ROOT, UNSEEN, set_of, shape_dict
 from benchmarks.shapes import GroupedShape, aligned_starts
 from benchmarks.timing import plan_rotation
 
 L2 = 60 << 20
+
+#: Hashes of two commits that never were.
+COMMITS = ("0123456789" * 4, "fedcba9876" * 4)
+
+DRAWS = {
+    "dense": unseen_shapes.dense,
+    "contiguous": unseen_shapes.contiguous,
+    "masked": unseen_shapes.masked,
+    "mqa_logits": unseen_shapes.mqa_logits,
+    "paged_mqa_logits": unseen_shapes.paged_mqa_logits,
+    "topk": unseen_shapes.topk,
+}
 
 
 def test_thirty_a_class_and_the_same_in_every_process() -> None:
@@ -75,7 +87,86 @@ def test_rows_go_from_one_to_many_and_experts_differ() -> None:
         assert sum(0 in shape.counts() for shape in drawn) >= 5
 
 
-@pytest.mark.parametrize("shape", [*random_shapes.CONTIGUOUS, *random_shapes.MASKED], ids=str)
+@pytest.mark.parametrize("cls", DRAWS)
+def test_a_commit_has_shapes_of_its_own(cls: str) -> None:
+    program = f"from benchmarks import unseen_shapes as u; print(u.{cls}({COMMITS[0]!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    one, other = (DRAWS[cls](commit) for commit in COMMITS)
+    assert done.stdout.strip() == str(one)
+    assert len(set(one)) == len(one) >= 20
+    assert len(set(one) & set(other)) <= 2
+
+
+@pytest.mark.parametrize("commit", ["abc", "0123456789" * 4 + "-dirty", ""])
+def test_unseen_shapes_need_a_full_hash(commit: str) -> None:
+    with pytest.raises(ValueError, match="40 hex digits"):
+        unseen_shapes.dense(commit)
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_unseen_shapes_are_new_and_of_models_that_nothing_was_fitted_to(commit: str) -> None:
+    assert (
+        len(random_shapes.UNFITTED) >= 2 and not random_shapes.UNFITTED.keys() & random_shapes.MODELS.keys()
+    )
+    own_dense = {
+        width for model in random_shapes.UNFITTED.values() for width in random_shapes.dense_widths([model])
+    }
+    drawn = unseen_shapes.dense(commit)
+    assert not set(drawn) & {*shapes.DENSE, *random_shapes.DENSE}
+    assert sum((shape.n, shape.k) in own_dense for shape in drawn) >= len(drawn) // 2
+    for name, model in random_shapes.UNFITTED.items():
+        own = {(n, k) for _, n, k in random_shapes.expert_widths(models=[model])}
+        for grouped in (unseen_shapes.contiguous(commit), unseen_shapes.masked(commit)):
+            assert any((shape.n, shape.k) in own for shape in grouped), name
+    assert not set(unseen_shapes.contiguous(commit)) & {*shapes.CONTIGUOUS, *random_shapes.CONTIGUOUS}
+    assert not set(unseen_shapes.masked(commit)) & {*shapes.MASKED, *random_shapes.MASKED}
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_unseen_shapes_include_few_experts_of_many_rows(commit: str) -> None:
+    for drawn in (unseen_shapes.contiguous(commit), unseen_shapes.masked(commit)):
+        for experts in (1, 2, 4):
+            few = [shape for shape in drawn if shape.num_experts == experts]
+            assert sum(200 <= shape.rows_per_expert <= 2000 for shape in few) >= 2
+
+
+@pytest.mark.parametrize(
+    ("width", "model"),
+    [
+        ((8192, 3072), "MiniMax-M2"),  # qkv
+        ((3072, 768), "MiniMax-M2"),  # the output projection at TP8
+        ((1536, 4096), "DeepSeek-V4-Flash"),  # fused q_a and kv
+        ((32768, 1024), "DeepSeek-V4-Flash"),  # q_b
+        ((4096, 1024), "DeepSeek-V4-Flash"),  # o_b at TP8, and q_b at TP8
+        ((8192, 1024), "DeepSeek-V4-Flash"),  # the indexer's queries
+        ((4096, 4096), "DeepSeek-V4-Flash"),  # the shared expert
+        ((4096, 2048), "DeepSeek-V4-Flash"),
+    ],
+)
+def test_the_widths_of_unfitted_models(width: tuple[int, int], model: str) -> None:
+    assert width in random_shapes.dense_widths([random_shapes.UNFITTED[model]])
+
+
+def test_published_unseen_shapes_are_those_of_their_commit() -> None:
+    for device in report.load_results():
+        for row in device["rows"]:
+            if set_of(row["shape"]) == UNSEEN:
+                drawn = [shape_dict(shape) for shape in DRAWS[row["class"]](row["commit"])]
+                assert {name: value for name, value in row["shape"].items() if name != "set"} in drawn
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *random_shapes.CONTIGUOUS,
+        *random_shapes.MASKED,
+        *(shape for commit in COMMITS for shape in unseen_shapes.contiguous(commit)),
+        *(shape for commit in COMMITS for shape in unseen_shapes.masked(commit)),
+    ],
+    ids=str,
+)
 def test_a_grouped_shape_fits_in_30_gb(shape: GroupedShape) -> None:
     e, n, k, counts = shape.num_experts, shape.n, shape.k, shape.counts()
     rows = e * max(gemm._MASKED_ROWS, *counts) if shape.layout == "masked" else aligned_starts(counts)[-1]
@@ -83,8 +174,8 @@ def test_a_grouped_shape_fits_in_30_gb(shape: GroupedShape) -> None:
     sets, _ = plan_rotation(e * n * k, L2, most_sets)
     # Weights, two activations (the peer's own for `offsets`) and two outputs a set.
     held = sets * (e * n * k + rows * (2 * k + 4 * n))
-    # float64 copies while the largest expert is checked, or bf16 while rows are quantised.
+    # float64 copies while the largest expert is checked, or bf16 while rows are quantized.
     checking = 24 * (max(counts) * (n + k) + n * k)
-    quantising = 4 * rows * k
-    assert held + max(checking, quantising) < 30e9
+    quantizing = 4 * rows * k
+    assert held + max(checking, quantizing) < 30e9
     assert 2 * sum(counts) * n * k < 4e12

@@ -40,7 +40,7 @@ def _dense(m: int, ours: float, peer: float | None, **more: str) -> Row:
     return Row("dense", {"m": m, "n": 64, "k": 128, **more}, ours, 5e9, 20e6, peers)
 
 
-def test_summary_says_how_far_every_target_is() -> None:
+def test_the_accounting_says_how_far_every_target_is() -> None:
     rows = [
         _dense(1, 10.0, 40.0),
         _dense(128, 10.0, 10.0),
@@ -49,15 +49,37 @@ def test_summary_says_how_far_every_target_is() -> None:
         _dense(2000, 10.0, 11.0),
         _dense(2, 10.0, 15.0, set="random"),
         Row("host", {"op": "a"}, 4.0),
-        Row("host", {"op": "b"}, 9.0),
+        Row("host", {"op": "b", "call": "again"}, 9.0),
+        Row("host", {"op": "b", "call": "new address"}, 12.0),
+        Row("host", {"op": "b", "call": "new m"}, 20.5),
     ]
-    text = report.summary([_device(*rows)])
+    text = report.accounting([_device(*rows)])
     assert "| dense, m <= 128 | 2 listed | 2.00 | 1.40 | 1.00 | 1.05 | no |" in text
-    assert "| dense, m <= 128 | 1 random | 1.50 | 1.40 | 1.50 | 1.05 | yes |" in text
+    assert "| dense, m <= 128 | 1 development | 1.50 | 1.40 | 1.50 | 1.05 | yes |" in text
     assert "| dense, m 129 to 1023 | 1 listed | 1.00 | - | 1.00 | - | - |" in text
     assert "| dense, m >= 1024 | 1 listed | 1.10 | 1.02 | 1.10 | 0.97 | yes |" in text
-    assert "| host time of an eager call | 2 listed | 6.00 us | - | 9.00 us | at most 8.00 | no |" in text
-    assert "masked" not in text and "docs/plots/h200_dense.svg" in text
+    host = "| host time of an eager call"
+    assert (
+        "| host time of the same eager call again | 2 listed | 6.00 us | - | 9.00 us | at most 8.00 | no |"
+        in text
+    )
+    assert f"{host} at a new address | 1 listed | 12.00 us | - | 12.00 us | at most 12.00 | yes |" in text
+    assert f"{host} with a new M | 1 listed | 20.50 us | - | 20.50 us | at most 20.00 | no |" in text
+    assert "masked" not in text and "(plots/h200_dense.svg)" in text
+
+
+def test_the_readme_publishes_as_unseen_only_rows_of_that_set() -> None:
+    rows = [_dense(1, 10.0, 13.0), _dense(2, 10.0, 20.0, set="random"), _dense(2000, 10.0, 11.0)]
+    text = report.summary([_device(*rows)])
+    assert "| `gemm_fp8`, up to 128 rows | 1 listed | 1.30 | 1.30 | missed by 7.1% |" in text
+    assert "| `gemm_fp8`, more rows | 1 listed | 1.10 | 1.10 | held |" in text
+    assert "No unseen shapes have been measured yet" in text and "drawn from" not in text
+    unseen = _device(_dense(3, 10.0, 15.0, set="unseen"))
+    unseen["rows"][0]["commit"] = "0123456789" * 4
+    text = report.summary([{**DEVICE, "rows": [*_device(*rows)["rows"], *unseen["rows"]]}])
+    assert "| `gemm_fp8`, up to 128 rows | 1 unseen | 1.50 | 1.50 | held |" in text
+    assert "| `gemm_fp8`, more rows | 1 listed | 1.10 | 1.10 | held |" in text
+    assert "the measured commit, `012345678901`. Listed shapes were chosen by hand" in text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,107 @@
+"""The `unseen` set: shapes drawn from the hash of the commit that is measured. Standard library only.
+
+A commit's hash depends on everything in it, so that nobody can have tuned that commit on the shapes that it
+is measured on. At least half of the GEMMs have the widths of models that nothing was ever fitted to, and some
+have one, two or four experts, whose tiles seldom fill whole rounds of the SMs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import re
+from collections.abc import Sequence
+from typing import TypeVar
+
+from . import random_indexer, shapes
+from . import random_shapes as drawn
+from .random_shapes import MODELS, UNFITTED, Layout
+from .shapes import DenseShape, GroupedShape, MqaShape, PagedShape, TopkShape
+
+_SHAPES_A_CLASS = 24
+#: Numbers of experts, and the rows of each expert, that a class has besides those.
+_FEW_EXPERTS = (1, 2, 4, 1, 2, 4)
+_FEW_EXPERTS_ROWS = (200, 2000)
+
+_Shape = TypeVar("_Shape")
+
+
+def seed(commit: str) -> int:
+    """The seed that belongs to a commit: SHA-256 of its hash. ValueError unless that has 40 hex digits."""
+    if not re.fullmatch(r"[0-9a-f]{40}", commit):
+        raise ValueError(
+            f"unseen shapes are drawn from a commit's full hash of 40 hex digits, got {commit!r}"
+        )
+    return int(hashlib.sha256(commit.encode()).hexdigest(), 16)
+
+
+def dense(commit: str) -> list[DenseShape]:
+    rng = random.Random(seed(commit))
+    pools = (drawn.dense_widths(UNFITTED.values()), drawn.dense_widths((MODELS | UNFITTED).values()))
+    known = {*shapes.DENSE, *drawn.DENSE}
+    found: list[DenseShape] = []
+    for i, m in enumerate(drawn.log_uniform(rng, drawn.MOST_ROWS, _SHAPES_A_CLASS + len(_FEW_EXPERTS))):
+        shapes_of_m = [DenseShape(m, n, k) for n, k in pools[i % 2]]
+        found.append(_new(rng, shapes_of_m, {*known, *found}))
+    return found
+
+
+def contiguous(commit: str) -> list[GroupedShape]:
+    rng = random.Random(seed(commit) + 1)
+    pools = (
+        drawn.expert_widths(models=UNFITTED.values()),
+        drawn.expert_widths(models=(MODELS | UNFITTED).values()),
+    )
+    known = {*shapes.CONTIGUOUS, *drawn.CONTIGUOUS}
+    return _grouped(rng, pools, drawn.CONTIGUOUS_LAYOUTS, drawn.MOST_ROWS, known)
+
+
+def masked(commit: str) -> list[GroupedShape]:
+    rng = random.Random(seed(commit) + 2)
+    pools = (
+        drawn.expert_widths(drawn.EXPERT_PARALLEL, UNFITTED.values()),
+        drawn.expert_widths(drawn.EXPERT_PARALLEL, (MODELS | UNFITTED).values()),
+    )
+    known = {*shapes.MASKED, *drawn.MASKED}
+    return _grouped(rng, pools, ("masked",), drawn.MOST_MASKED_ROWS, known)
+
+
+def topk(commit: str) -> list[TopkShape]:
+    return drawn.topk_shapes(random.Random(seed(commit) + 3))
+
+
+def mqa_logits(commit: str) -> list[MqaShape]:
+    return random_indexer.mqa_shapes(random.Random(seed(commit) + 4))
+
+
+def paged_mqa_logits(commit: str) -> list[PagedShape]:
+    return random_indexer.paged_shapes(random.Random(seed(commit) + 5))
+
+
+def _grouped(
+    rng: random.Random,
+    pools: Sequence[list[tuple[int, int, int]]],
+    layouts: Sequence[Layout],
+    most_rows: int,
+    known: set[GroupedShape],
+) -> list[GroupedShape]:
+    """Experts of the models' numbers first, then few experts of many rows."""
+    least, most = map(math.log, _FEW_EXPERTS_ROWS)
+    calls: list[tuple[int | None, int]] = [
+        (None, rows) for rows in drawn.log_uniform(rng, most_rows, _SHAPES_A_CLASS)
+    ]
+    calls += [(experts, round(math.exp(rng.uniform(least, most)))) for experts in _FEW_EXPERTS]
+    found: list[GroupedShape] = []
+    for i, (experts, rows) in enumerate(calls):
+        layout, skew = layouts[i % len(layouts)], drawn.SKEWS[i % len(drawn.SKEWS)]
+        # Whole turns of the skews, so that both pools have every skew.
+        pool = pools[i // len(drawn.SKEWS) % len(pools)]
+        candidates = [GroupedShape(layout, experts or e, rows, n, k, skew) for e, n, k in pool]
+        found.append(_new(rng, [shape for shape in candidates if drawn.fits(shape)], {*known, *found}))
+    return found
+
+
+def _new(rng: random.Random, candidates: Sequence[_Shape], known: set[_Shape]) -> _Shape:
+    """A draw from the candidates that are not among `known`."""
+    return rng.choice([shape for shape in candidates if shape not in known])
