@@ -1,6 +1,6 @@
 """Random inputs on the GPU, and the float64 meaning of an op on them.
 
-Values are normal and quantised as in serving; nothing is ever timed on zeros.
+Values are normal and quantized as in serving; nothing is ever timed on zeros.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def relative_error(out: Tensor, reference: Tensor) -> float:
 
 
 def gemm_error(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> float:
-    """Error of one expert's rows against the float64 product of the dequantised inputs."""
+    """Error of one expert's rows against the float64 product of the dequantized inputs."""
     return relative_error(out, dequantize_rows(a, a_scale) @ dequantize_blocks(b, b_scale).t())
 
 

@@ -1,6 +1,6 @@
 """Class indexer_select: from bf16 queries to the keys that sparse attention reads.
 
-Beside it the same made of DeepGEMM's logits and torch.topk, with our quantiser in front of both. Its prefill
+Beside it the same made of DeepGEMM's logits and torch.topk, with our quantizer in front of both. Its prefill
 takes queries in chunks whose logits fit the same bytes, and hides what a query must not see by adding a mask
 made ahead.
 """
@@ -38,7 +38,7 @@ def run_indexer_select(session: Session, peer: DeepGemm | None, step: int) -> No
     _decode(session, peer)
 
 
-def _quantise(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """x bf16 [..., D], weights fp32 [rows, H] -> fp8 of x's shape, weights times the queries' scales."""
     q, scale = moe_fp8.quantize_fp8(x.view(-1, x.shape[-1]))
     return q.view(x.shape), weights * scale.view_as(weights)
@@ -68,15 +68,15 @@ def _prefill(session: Session, peer: DeepGemm | None) -> None:
     )
 
     def ours() -> Tensor:
-        q, weights = _quantise(x, s.weights)
+        q, weights = _quantize(x, s.weights)
         return moe_fp8.indexer_select(q, s.k, s.k_scale, weights, s.ks, s.ke, topk=_TOPK, workspace=workspace)
 
     def theirs(peer: DeepGemm) -> list[Tensor]:
-        q, weights = _quantise(x, s.weights)
+        q, weights = _quantize(x, s.weights)
         return [_their_chunk(peer, s, q, weights, slice(i, i + rows), hidden) for i in range(0, m, rows)]
 
     def check(chosen: Tensor) -> float:
-        q, weights = _quantise(x, s.weights)
+        q, weights = _quantize(x, s.weights)
         some = slice(0, m, 64)
         # All of them, since fewer queries may be scored by another kernel.
         logits = moe_fp8.mqa_logits_fp8(q, s.k, s.k_scale, weights, s.ks, s.ke, fill=True)
@@ -126,7 +126,7 @@ def _decode(session: Session, peer: DeepGemm | None) -> None:
     columns = torch.arange(width, device=inputs.DEVICE, dtype=torch.int32)
 
     def ours(s: PagedInputs) -> Tensor:
-        q, weights = _quantise(x, s.weights)
+        q, weights = _quantize(x, s.weights)
         return moe_fp8.paged_indexer_select(
             q,
             s.kv_cache,
@@ -143,14 +143,14 @@ def _decode(session: Session, peer: DeepGemm | None) -> None:
         return logits.masked_fill_(columns >= s.lengths.view(-1, 1), -torch.inf)
 
     def theirs(peer: DeepGemm, s: PagedInputs) -> Tensor:
-        q, weights = _quantise(x, s.weights)
+        q, weights = _quantize(x, s.weights)
         schedule = peer.paged_metadata(s.lengths, shape.block_size, num_sms())
         logits = peer.paged_mqa_logits(q, s.kv_cache, weights, s.lengths, s.block_table, schedule, width)
         return hide(logits, s).topk(_TOPK, dim=1, sorted=False).indices
 
     def check(chosen: Tensor) -> float:
         s = sets[0]
-        q, weights = _quantise(x, s.weights)
+        q, weights = _quantize(x, s.weights)
         schedule = moe_fp8.paged_mqa_logits_metadata(
             s.lengths, block_size=shape.block_size, num_sms=num_sms()
         )

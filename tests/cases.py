@@ -1,7 +1,7 @@
 """Random cases of every op, their float64 answers and the tolerances: shared by the CPU and GPU tests.
 
 Padding is NaN everywhere it may be: rows, scales, page tails, keys that no query sees. Tensors are made
-with the reference quantiser, so that an op under test never makes its own inputs.
+with the reference quantizer, so that an op under test never makes its own inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_fp8.ops.indexer import reference as indexer_reference
 from moe_fp8.ops.quantize import reference as quantize_reference
 from moe_fp8.ops.scales import to_mn_major
 
-#: ||out - ref|| / ||ref|| of a GEMM against float64 on the same quantised inputs. Rounding to bf16 alone
+#: ||out - ref|| / ||ref|| of a GEMM against float64 on the same quantized inputs. Rounding to bf16 alone
 #: gives 1.7e-3.
 BF16_TOLERANCE = 3e-3
 

@@ -1,4 +1,4 @@
-"""FP8 quantisation by its written definition, in Python's own arithmetic."""
+"""FP8 quantization by its written definition, in Python's own arithmetic."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class ModelDescription:
 
     `moe_intermediate_size` is one routed expert's; `dense_intermediate_size` is that of layers
     without experts and None where every layer has them. `max_positions` is the longest context.
-    `dtype` is what the activations are before they are quantised.
+    `dtype` is what the activations are before they are quantized.
     """
 
     name: str

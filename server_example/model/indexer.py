@@ -10,7 +10,7 @@ import moe_fp8
 from server_example.cache import LayerCache
 from server_example.model.batch import DecodeBatch, PrefillBatch
 from server_example.model.config import ModelConfig
-from server_example.model.layers import Fp8Weight, Quantiser, Rope, layer_norm
+from server_example.model.layers import Fp8Weight, Quantizer, Rope, layer_norm
 
 #: What the logits of a prefill chunk may take, however long its context.
 PREFILL_BYTES = 256 << 20
@@ -38,14 +38,14 @@ class Indexer:
         self,
         config: ModelConfig,
         weights: IndexerWeights,
-        quantise: Quantiser,
+        quantize: Quantizer,
         rope: Rope,
         rotation: torch.Tensor,
         num_workers: int,
     ) -> None:
         """`rotation`: Hadamard matrix of the head dimension. `num_workers`: SMs that share a decode step."""
         self.weights = weights
-        self.quantise = quantise
+        self.quantize = quantize
         self.rope = rope
         self.rotation = rotation
         self.num_workers = num_workers
@@ -70,17 +70,17 @@ class Indexer:
         tokens = x.shape[0]
         positions = batch.positions
         keys = layer_norm(
-            self.quantise.linear(x, self.weights.wk), self.weights.k_norm, self.weights.k_norm_bias
+            self.quantize.linear(x, self.weights.wk), self.weights.k_norm, self.weights.k_norm_bias
         )
         moe_fp8.indexer_quantize_and_cache(
             self._rotate(keys[:, None], positions)[:, 0].to(torch.bfloat16),
             cache.index,
             batch.slots,
-            power_of_two=self.quantise.power_of_two,
+            power_of_two=self.quantize.power_of_two,
         )
 
-        queries = self.quantise.linear(q_latent, self.weights.wq_b).view(tokens, self.heads, self.dim)
-        queries, query_scale = self.quantise(self._rotate(queries, positions).flatten(0, 1))
+        queries = self.quantize.linear(q_latent, self.weights.wq_b).view(tokens, self.heads, self.dim)
+        queries, query_scale = self.quantize(self._rotate(queries, positions).flatten(0, 1))
         queries = queries.view(tokens, self.heads, self.dim)
         # A query's own FP8 scale folds into its head weight: relu is positively homogeneous.
         head_weights = (x.float() @ self.weights.weights_proj.T * query_scale.reshape(tokens, self.heads)) * (

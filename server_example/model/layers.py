@@ -16,14 +16,14 @@ class Fp8Weight:
     weight: torch.Tensor
     scale: torch.Tensor
 
-    def dequantised(self) -> torch.Tensor:
+    def dequantized(self) -> torch.Tensor:
         """fp32 [N,K]."""
         n, k = self.weight.shape
         scale = self.scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
         return self.weight.float() * scale
 
 
-class Quantiser:
+class Quantizer:
     """Activations to FP8 in the scale format that the model was made for."""
 
     def __init__(self, power_of_two: bool) -> None:
@@ -35,8 +35,8 @@ class Quantiser:
 
     def linear(self, x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
         """x [M,K] @ weight^T -> fp32 [M,N] holding bf16 values."""
-        quantised, scale = self(x)
-        return moe_fp8.gemm_fp8(quantised, scale, weight.weight, weight.scale, constant_weights=True).float()
+        quantized, scale = self(x)
+        return moe_fp8.gemm_fp8(quantized, scale, weight.weight, weight.scale, constant_weights=True).float()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -10,7 +10,7 @@ from server_example.cache import LayerCache
 from server_example.model.batch import DecodeBatch, PrefillBatch
 from server_example.model.config import ModelConfig
 from server_example.model.indexer import Indexer
-from server_example.model.layers import Fp8Weight, Quantiser, Rope, rms_norm
+from server_example.model.layers import Fp8Weight, Quantizer, Rope, rms_norm
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Mla:
         config: ModelConfig,
         weights: MlaWeights,
         indexer: Indexer,
-        quantise: Quantiser,
+        quantize: Quantizer,
         rope: Rope,
     ) -> None:
         self.config = config
         self.weights = weights
         self.indexer = indexer
-        self.quantise = quantise
+        self.quantize = quantize
         self.rope = rope
         self.scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
 
@@ -51,7 +51,7 @@ class Mla:
         """x [T, hidden], normalised -> fp32 [T, hidden]; writes the tokens into `cache`."""
         config, weights = self.config, self.weights
         tokens, positions = x.shape[0], batch.positions
-        q_latent, kv_latent, k_rope = self.quantise.linear(x, weights.qkv_a).split(
+        q_latent, kv_latent, k_rope = self.quantize.linear(x, weights.qkv_a).split(
             (config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim), dim=1
         )
         q_latent = rms_norm(q_latent, weights.q_norm, config.rms_norm_eps)
@@ -61,7 +61,7 @@ class Mla:
 
         selection = self.indexer.select(x, q_latent, batch, cache)
 
-        queries = self.quantise.linear(q_latent, weights.q_b).view(tokens, config.num_attention_heads, -1)
+        queries = self.quantize.linear(q_latent, weights.q_b).view(tokens, config.num_attention_heads, -1)
         q_nope, q_rope = queries.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=2)
         q_rope = self.rope(q_rope, positions, interleaved=True)
         q_absorbed = torch.einsum("thn,hnl->thl", q_nope, weights.k_up)
@@ -71,4 +71,4 @@ class Mla:
         scores = scores.masked_fill(~selection.valid[:, None], torch.finfo(torch.float32).min)
         attended = torch.einsum("thk,tkl->thl", scores.softmax(dim=-1), selected[..., : config.kv_lora_rank])
         values = torch.einsum("thl,hvl->thv", attended, weights.v_up)
-        return self.quantise.linear(values.flatten(1), weights.o)
+        return self.quantize.linear(values.flatten(1), weights.o)

@@ -9,7 +9,7 @@ import torch
 import moe_fp8
 from server_example.model.batch import DecodeBatch, PrefillBatch
 from server_example.model.config import ModelConfig
-from server_example.model.layers import Fp8Weight, Quantiser, silu_mul
+from server_example.model.layers import Fp8Weight, Quantizer, silu_mul
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class MlpWeights:
 
 
 class Mlp:
-    def __init__(self, weights: MlpWeights, quantise: Quantiser) -> None:
+    def __init__(self, weights: MlpWeights, quantize: Quantizer) -> None:
         self.weights = weights
-        self.quantise = quantise
+        self.quantize = quantize
 
     def __call__(self, x: torch.Tensor, batch: PrefillBatch | DecodeBatch) -> torch.Tensor:
         """x [T, hidden] -> fp32 [T, hidden]. `batch` is unused: the layer treats every row alike."""
-        hidden = silu_mul(self.quantise.linear(x, self.weights.gate_up))
-        return self.quantise.linear(hidden, self.weights.down)
+        hidden = silu_mul(self.quantize.linear(x, self.weights.gate_up))
+        return self.quantize.linear(hidden, self.weights.down)
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class MoeWeights:
 
 
 class Moe:
-    def __init__(self, config: ModelConfig, weights: MoeWeights, quantise: Quantiser) -> None:
+    def __init__(self, config: ModelConfig, weights: MoeWeights, quantize: Quantizer) -> None:
         self.config = config
         self.weights = weights
-        self.quantise = quantise
-        self.shared = Mlp(weights.shared, quantise)
+        self.quantize = quantize
+        self.shared = Mlp(weights.shared, quantize)
 
     def __call__(self, x: torch.Tensor, batch: PrefillBatch | DecodeBatch) -> torch.Tensor:
         """x [T, hidden] -> fp32 [T, hidden]."""
@@ -87,9 +87,9 @@ class Moe:
             (self.weights.experts.gate_up, silu_mul),
             (self.weights.experts.down, None),
         ):
-            quantised, scale = self.quantise(rows)
+            quantized, scale = self.quantize(rows)
             rows = moe_fp8.grouped_gemm_fp8_contiguous(
-                quantised, scale, weight.weight, weight.scale, offsets=offsets
+                quantized, scale, weight.weight, weight.scale, offsets=offsets
             )
             rows = activation(rows) if activation else rows.float()
         unsorted = torch.empty_like(rows).index_copy_(0, order, rows)
@@ -116,9 +116,9 @@ class Moe:
             (self.weights.experts.gate_up, silu_mul),
             (self.weights.experts.down, None),
         ):
-            quantised, scale = self.quantise(rows)
+            quantized, scale = self.quantize(rows)
             rows = moe_fp8.grouped_gemm_fp8_masked(
-                quantised.view(num_experts, tokens, -1),
+                quantized.view(num_experts, tokens, -1),
                 moe_fp8.to_mn_major(scale.view(num_experts, tokens, -1)),
                 weight.weight,
                 weight.scale,

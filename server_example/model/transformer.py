@@ -11,7 +11,7 @@ from server_example.cache import LayerCache
 from server_example.model.batch import DecodeBatch, PrefillBatch
 from server_example.model.config import ModelConfig
 from server_example.model.indexer import Indexer, IndexerWeights
-from server_example.model.layers import Quantiser, Rope, hadamard, rms_norm
+from server_example.model.layers import Quantizer, Rope, hadamard, rms_norm
 from server_example.model.mla import Mla, MlaWeights
 from server_example.model.moe import Mlp, MlpWeights, Moe, MoeWeights
 
@@ -62,18 +62,18 @@ class Transformer:
         self.config = config
         self.weights = weights
         self.device = weights.embedding.device
-        quantise = Quantiser(config.power_of_two_scales)
+        quantize = Quantizer(config.power_of_two_scales)
         rope = Rope(config.qk_rope_head_dim, config.rope_theta, max_positions, self.device)
         rotation = hadamard(config.index_head_dim, self.device)
         self.layers = []
         for layer in weights.layers:
-            indexer = Indexer(config, layer.indexer, quantise, rope, rotation, num_workers)
-            attention = Mla(config, layer.attention, indexer, quantise, rope)
+            indexer = Indexer(config, layer.indexer, quantize, rope, rotation, num_workers)
+            attention = Mla(config, layer.attention, indexer, quantize, rope)
             feed_forward: Mlp | Moe
             if isinstance(layer.feed_forward, MoeWeights):
-                feed_forward = Moe(config, layer.feed_forward, quantise)
+                feed_forward = Moe(config, layer.feed_forward, quantize)
             else:
-                feed_forward = Mlp(layer.feed_forward, quantise)
+                feed_forward = Mlp(layer.feed_forward, quantize)
             self.layers.append(Layer(layer, attention, feed_forward, config.rms_norm_eps))
 
     def _forward(self, batch: PrefillBatch | DecodeBatch, caches: list[LayerCache]) -> torch.Tensor:

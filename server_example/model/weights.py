@@ -1,4 +1,4 @@
-"""Reads a folder of FP8 block-quantised safetensors with Hugging Face names, and fuses what runs as one."""
+"""Reads a folder of FP8 block-quantized safetensors with Hugging Face names, and fuses what runs as one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Checkpoint:
         return tensor if dtype else tensor.float()
 
     def full(self, name: str, *shape: int) -> torch.Tensor:
-        """An unquantised tensor, as fp32 on the device."""
+        """An unquantized tensor, as fp32 on the device."""
         return self.take(name, shape).to(self.device)
 
     def fp8(self, name: str, n: int, k: int) -> Fp8Weight:
@@ -117,7 +117,7 @@ def _attention(checkpoint: Checkpoint, name: str, config: ModelConfig) -> MlaWei
     hidden, heads = config.hidden_size, config.num_attention_heads
     nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     kv_b = checkpoint.fp8(f"{name}.kv_b_proj", heads * (nope + value), config.kv_lora_rank)
-    k_up, v_up = kv_b.dequantised().view(heads, nope + value, -1).split((nope, value), dim=1)
+    k_up, v_up = kv_b.dequantized().view(heads, nope + value, -1).split((nope, value), dim=1)
     qkv_a = _join(
         checkpoint.fp8(f"{name}.q_a_proj", config.q_lora_rank, hidden),
         checkpoint.fp8(f"{name}.kv_a_proj_with_mqa", config.latent_dim, hidden),

@@ -118,7 +118,7 @@ def test_a_slot_that_rows_share_holds_bytes_of_theirs() -> None:
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
-def test_paged_logits_of_cached_keys_equal_those_of_quantised_ones(power_of_two: bool) -> None:
+def test_paged_logits_of_cached_keys_equal_those_of_quantized_ones(power_of_two: bool) -> None:
     length, block_size, heads = 150, 64, 8
     gen = cases.generator(3, "cpu")
     k = cache_cases.keys(length, 128, torch.bfloat16)

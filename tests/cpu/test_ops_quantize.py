@@ -98,7 +98,7 @@ def test_blocks_follow_the_definition(shape: tuple[int, ...], power_of_two: bool
                 assert got_q[0].view(torch.uint8).tolist() == expected
 
 
-def test_dequantised_values_are_close() -> None:
+def test_dequantized_values_are_close() -> None:
     x = torch.randn(64, 512, generator=generator(4, "cpu"))
     q, scale = quantize_fp8(x)
     back = (q.float().view(64, 4, 128) * scale[..., None]).view(64, 512)

@@ -34,7 +34,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 class DenseModel:
-    """The architecture in fp32 on dequantised weights: no cache, no sparsity, K, V expanded."""
+    """The architecture in fp32 on dequantized weights: no cache, no sparsity, K, V expanded."""
 
     def __init__(self, folder: Path) -> None:
         self.config = ModelConfig.load(folder)
@@ -115,7 +115,7 @@ def test_agrees_with_the_dense_model_while_all_tokens_are_selected(
     for seed, length in enumerate((1, 2, 17, 40, demo_model.config.index_topk)):
         tokens = random_tokens(length, seed)
         errors.append(difference(model_run(demo_model, length).prefill(tokens), dense.logits(tokens)))
-    # Quantising activations to FP8 alone makes about 3.7% per GEMM.
+    # Quantizing activations to FP8 alone makes about 3.7% per GEMM.
     assert max(errors) < 0.15, errors
     assert sorted(errors)[2] < 0.08, errors
 
@@ -170,10 +170,10 @@ def test_selection_is_the_best_of_the_visible_tokens(demo_model: Transformer) ->
     assert selection.valid.sum(1).tolist() == [min(row + 1, topk) for row in range(length)]
 
     weights = indexer.weights
-    keys = seen["x"] @ weights.wk.dequantised().T
+    keys = seen["x"] @ weights.wk.dequantized().T
     keys = torch.nn.functional.layer_norm(keys, keys.shape[-1:], weights.k_norm, weights.k_norm_bias)
     keys = indexer.rope(keys[:, None, :64], batch.positions, interleaved=False)[:, 0], keys[:, 64:]
-    queries = (seen["q_latent"] @ weights.wq_b.dequantised().T).view(length, indexer.heads, indexer.dim)
+    queries = (seen["q_latent"] @ weights.wq_b.dequantized().T).view(length, indexer.heads, indexer.dim)
     queries = torch.cat(
         (indexer.rope(queries[..., :64], batch.positions, interleaved=False), queries[..., 64:]), 2
     )

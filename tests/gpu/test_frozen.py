@@ -132,7 +132,7 @@ def run_decode(planned: Plan, device: str, rng: random.Random) -> None:
             )
 
 
-def test_dense_and_quantise(frozen: Plan) -> None:
+def test_dense_and_quantize(frozen: Plan) -> None:
     run_dense(frozen, "cuda", random.Random(1))
 
 

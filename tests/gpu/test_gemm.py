@@ -109,7 +109,7 @@ def test_other_scale_layouts_are_converted_and_counted(m: int) -> None:
         assert implicit_scale_conversions() == before + 1
 
 
-def test_quantise_then_multiply() -> None:
+def test_quantize_then_multiply() -> None:
     gen = cases.generator(4, "cuda")
     q, scale = quantize_fp8(torch.randn(77, 1024, generator=gen, device="cuda", dtype=torch.bfloat16))
     b, b_scale = cases.weights(1, 192, 1024, gen)

@@ -36,7 +36,7 @@ def gemm_fp8(
     config: str | None = None,
     constant_weights: bool = False,
 ) -> Tensor:
-    """Dense product of quantised activations and weights: out = (a * a_scale) @ (b * b_scale)^T.
+    """Dense product of quantized activations and weights: out = (a * a_scale) @ (b * b_scale)^T.
 
     a: float8_e4m3fn `[M, K]`, contiguous. a_scale: fp32 `[M, K/128]`; MN-major (stride
     `(1, align(M, 4))`, as `quantize_fp8` and `to_mn_major` give) is read as it is, any other stride is

@@ -1,6 +1,6 @@
 """What the GEMMs mean, in plain torch: the CPU implementation and the oracle of the tests.
 
-Values are dequantised and multiplied in `compute_dtype` (float32 here; the tests ask for float64).
+Values are dequantized and multiplied in `compute_dtype` (float32 here; the tests ask for float64).
 Padding rows and their scales are not read: they may hold NaN.
 """
 

@@ -1,4 +1,4 @@
-"""Index keys on their way into the indexer's paged cache, quantised with one scale a key.
+"""Index keys on their way into the indexer's paged cache, quantized with one scale a key.
 
 The definition is DeepSeek-V3's (arXiv 2412.19437, section 3.3.2): scale = amax / 448, value = fp8 x scale.
 """
@@ -25,7 +25,7 @@ cache_op = register(
 def indexer_quantize_and_cache(
     k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, power_of_two: bool = False
 ) -> None:
-    """Quantise index keys to FP8, one scale a row, and write them into the indexer's paged cache, in place.
+    """Quantize index keys to FP8, one scale a row, and write them into the indexer's paged cache, in place.
 
     k: bf16, fp16 or fp32 `[T, D]`, D one of 32, 64, 128; rows contiguous, a multiple of 16 bytes apart and
     16-byte aligned; T = 0 is allowed.
