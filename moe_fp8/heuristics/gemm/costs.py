@@ -1,7 +1,7 @@
 """What a GEMM costs with each config, as far as a model can tell; only good for comparing configs.
 
-The constants were fitted together to timings of about 2,700 shapes on H200s (benchmarks/notes/gemm.md), so that
-none of them by itself is a measured bandwidth or latency; times are in microseconds.
+The constants were fitted together to timings of about 2,700 shapes on H200s (benchmarks/notes/gemm.md), so
+that none of them alone is a measured bandwidth or latency. Times are in microseconds.
 """
 
 from __future__ import annotations
