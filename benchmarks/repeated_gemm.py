@@ -1,4 +1,4 @@
-"""Cases of `repetition`: the GEMMs, every family of tiles by its config, and the quantiser before them."""
+"""Cases of `repetition`: the GEMMs, every family of tiles by its config, and the quantizer before them."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class PagedMqaMetadataProblem:
 
 @dataclass(frozen=True)
 class QuantizeProblem:
-    """1x128 quantisation of `[m, k]` to FP8 with MN-major scales."""
+    """1x128 quantization of `[m, k]` to FP8 with MN-major scales."""
 
     m: int
     k: int
@@ -176,7 +176,7 @@ class QuantizeProblem:
 
 @dataclass(frozen=True)
 class SiluMulQuantizeProblem:
-    """SiLU(gate) * up of `[m, 2k]`, quantised 1x128 to `[m, k]`.
+    """SiLU(gate) * up of `[m, 2k]`, quantized 1x128 to `[m, k]`.
 
     `num_experts`: buffers of `m` rows each, of which the first `masked_m` count; None where there is one and
     all its rows do.
@@ -195,7 +195,7 @@ class SiluMulQuantizeProblem:
 
 @dataclass(frozen=True)
 class IndexerCacheProblem:
-    """Quantisation of index keys into a paged cache, one scale a key."""
+    """Quantization of index keys into a paged cache, one scale a key."""
 
     num_rows: int
     head_dim: int

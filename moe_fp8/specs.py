@@ -48,7 +48,7 @@ class KernelSpec:
         return f"{self.name}[{values}]"
 
 
-#: Values that one thread of the quantising kernels takes, threads of a block, and rows that it takes at once.
+#: Values that one thread of the quantizing kernels takes, threads of a block, and rows that it takes at once.
 QUANTIZE_VALUES = 8
 _QUANTIZE_THREADS = 256
 QUANTIZE_ROWS = _QUANTIZE_THREADS * QUANTIZE_VALUES // SCALE_BLOCK
@@ -205,7 +205,7 @@ def select_paged_mqa_metadata(problem: PagedMqaMetadataProblem) -> Selection[Non
     return Selection(_METADATA, 1, None)
 
 
-#: Blocks of the quantiser that share an SM.
+#: Blocks of the quantizer that share an SM.
 _QUANTIZE_BLOCKS_PER_SM = 8
 
 
@@ -229,7 +229,7 @@ def select_silu_mul_quantize(problem: SiluMulQuantizeProblem) -> Selection[None]
 
 
 def select_indexer_cache(problem: IndexerCacheProblem) -> Selection[None]:
-    """As many threads as quantise all rows."""
+    """As many threads as quantize all rows."""
     spec = _indexer_cache_spec(problem.head_dim, problem.in_dtype, problem.power_of_two)
     return Selection(
         spec, -(-problem.num_rows * problem.head_dim // (spec.num_threads * QUANTIZE_VALUES)), None

@@ -58,7 +58,7 @@ def exact(x: Tensor, limit: float | None = None) -> Tensor:
 
 
 def check_values(q: Tensor, scale: Tensor, y: Tensor, power_of_two: bool = False) -> None:
-    """(q, scale) are the float64 `y` [M, I], quantised: scales to rounding, values to half a step of e4m3."""
+    """(q, scale) are the float64 `y` [M, I], quantized: scales to rounding, values to half a step of e4m3."""
     m, width = y.shape
     groups = y.view(m, width // 128, 128)
     wanted = groups.abs().amax(-1).clamp_min(1e-10) / 448

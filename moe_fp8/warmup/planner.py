@@ -287,7 +287,7 @@ def _gemm_problems(
 def _quantize_rows(
     model: ModelDescription, shapes: Iterable[GemmShape], bounds: _Bounds, options: PlanOptions
 ) -> Iterator[PlanRow]:
-    """Activations are quantised before each GEMM, the indexer's queries before its logits."""
+    """Activations are quantized before each GEMM, the indexer's queries before its logits."""
     inputs: dict[int, list[str]] = {}
     for shape in shapes:
         inputs.setdefault(shape.k, []).append(shape.what)

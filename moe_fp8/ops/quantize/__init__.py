@@ -1,4 +1,4 @@
-"""FP8 quantisation: `quantize_fp8` of activations, `silu_mul_quantize` of what SiLU makes of them,
+"""FP8 quantization: `quantize_fp8` of activations, `silu_mul_quantize` of what SiLU makes of them,
 `quantize_fp8_blocks` of weights.
 """
 

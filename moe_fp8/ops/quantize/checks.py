@@ -1,4 +1,4 @@
-"""Checks of the quantisers' arguments."""
+"""Checks of the quantizers' arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA launches of the quantisers: problem -> spec, grid and the one struct that the kernel takes."""
+"""CUDA launches of the quantizers: problem -> spec, grid and the one struct that the kernel takes."""
 
 from __future__ import annotations
 

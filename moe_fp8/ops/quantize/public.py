@@ -1,4 +1,4 @@
-"""FP8 quantisation: activations per 1 x 128 group, alone or behind SiLU; weights per 128 x 128 block.
+"""FP8 quantization: activations per 1 x 128 group, alone or behind SiLU; weights per 128 x 128 block.
 
 The definition is DeepSeek-V3's (arXiv 2412.19437, section 3.3.2): scale = amax / 448, value = fp8 x scale.
 """
@@ -26,7 +26,7 @@ quantize_op = register(
 def quantize_fp8(
     x: Tensor, *, power_of_two: bool = False, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantise activations to FP8 with one scale per 1 x 128 group along K.
+    """Quantize activations to FP8 with one scale per 1 x 128 group along K.
 
     x: bf16, fp16 or fp32 `[M, K]`, contiguous, K a positive multiple of 128; M = 0 is allowed.
     power_of_two: round scales up to powers of two (UE8M0-representable), kept as fp32.
@@ -70,7 +70,7 @@ def silu_mul_quantize(
     limit: float | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """SiLU(gate) * up, quantised as by `quantize_fp8`: from an MLP's first GEMM to the input of its second.
+    """SiLU(gate) * up, quantized as by `quantize_fp8`: from an MLP's first GEMM to the input of its second.
 
     x: bf16 `[M, 2I]`, the gate in columns 0 to I - 1 and the up projection in the others, as the product with
     w1 stacked over w3 has them; I a positive multiple of 128, M = 0 allowed. Rows are contiguous in
@@ -109,7 +109,7 @@ def silu_mul_quantize(
 
 
 def quantize_fp8_blocks(w: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """Quantise weights to FP8 with one scale per 128 x 128 block; plain torch, meant for offline use.
+    """Quantize weights to FP8 with one scale per 128 x 128 block; plain torch, meant for offline use.
 
     w: bf16, fp16 or fp32 `[N, K]` or `[E, N, K]`; N and K need not be multiples of 128 (the blocks at
     the edge are smaller), though the GEMMs want K % 128 == 0 and N % 64 == 0.

@@ -1,4 +1,4 @@
-"""What the quantisers mean, in plain torch: the CPU implementation and the oracle of the tests."""
+"""What the quantizers mean, in plain torch: the CPU implementation and the oracle of the tests."""
 
 from __future__ import annotations
 
