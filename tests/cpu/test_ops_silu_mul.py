@@ -23,7 +23,7 @@ def test_values_follow_the_definition(
     silu_cases.check_values(q, scale, silu_cases.exact(x, limit), power_of_two)
 
 
-def test_it_is_the_quantisation_of_the_product() -> None:
+def test_it_is_the_quantization_of_the_product() -> None:
     x = silu_cases.rows(9, 256)
     gate, up = x.float().chunk(2, -1)
     expected, expected_scale = quantize_fp8(gate / (1 + (-gate).exp()) * up)
