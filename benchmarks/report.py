@@ -224,7 +224,9 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if anything is stale")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="print one results file beside the targets")
+    parser.add_argument(
+        "--show", type=Path, metavar="FILE", help="print how one results file stands against the targets"
+    )
     options = parser.parse_args()
     if options.show is not None:
         print(targets.table(json.loads(options.show.read_text())))

@@ -1,8 +1,8 @@
 """Class indexer_select: from bf16 queries to the keys that sparse attention reads.
 
-Beside it the same made of DeepGEMM's logits and torch.topk, with our quantizer in front of both. Its prefill
-takes queries in chunks whose logits fit the same bytes, and hides what a query must not see by adding a mask
-made ahead.
+The peer is made of DeepGEMM's logits and torch.topk, and our quantizer stands in front of both. The peer's
+prefill takes queries in chunks whose logits fit the same bytes, and it adds a mask made ahead to hide the
+keys that a query must not see.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each class is to reach beside its peer, and how far the results are. Standard library only."""
+"""What each class is to reach against its peer, and how far the results are. Standard library only."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def standings(device: Json) -> Iterator[Standing]:
 
 
 def table(device: Json) -> str:
-    """Markdown: geometric mean and worst of every target, beside what was promised."""
+    """Markdown: geometric mean and worst of every target, next to what was promised."""
     lines = [
         "| class | shapes | geometric mean | target | worst | bound for each | reached |",
         "|---|---|---|---|---|---|---|",

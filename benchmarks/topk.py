@@ -1,4 +1,4 @@
-"""Class topk: the choice of keys by the indexer's logits, beside torch.topk."""
+"""Class topk: the choice of keys by the indexer's logits, compared with torch.topk."""
 
 from __future__ import annotations
 

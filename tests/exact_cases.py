@@ -12,7 +12,7 @@ from tests import cases
 
 
 def mqa(m: int, n: int, heads: int, kind: str, device: str = "cpu", seed: int = 0) -> cases.MqaCase:
-    """Of small integers and powers of two: logits are exact in any order of adding, and often equal."""
+    """Small integers and powers of two: logits are exact in any order of adding, and often equal."""
     case = cases.mqa_case(m, n, heads, kind, "cpu", seed)
     gen = cases.generator(seed, "cpu")
     return cases.MqaCase(

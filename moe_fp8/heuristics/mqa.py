@@ -26,7 +26,7 @@ MQA_BLOCK_KV = 64
 #: Math warpgroups, which take turns with stages: ReLU and weights take longer than the product.
 MQA_MATH_WARPGROUPS = 3
 
-#: Beside them one that copies.
+#: A CTA has one more warpgroup, which copies.
 MQA_THREADS = (1 + MQA_MATH_WARPGROUPS) * WARPGROUP
 
 

@@ -8,5 +8,5 @@ SMEM_CAPACITY = 232_448
 #: Threads that issue one wgmma together.
 WARPGROUP = 128
 
-#: Room for the barriers and for the other small things that a kernel keeps beside its stages.
+#: Room for the barriers and for the other small things that a kernel keeps in addition to its stages.
 BARRIER_BYTES = 1024

@@ -1,7 +1,8 @@
 """Writes kernel bundles: whoever looks at the folder finds no bundle, the old one or the new one.
 
-A new bundle is made beside its place and renamed. One that is there gets new files first, which no manifest
-names yet, and then its manifest by a rename. The same kernels make the same bytes on every machine.
+A new bundle is made in a folder next to its place and renamed. A bundle that exists gets new files first,
+which no manifest names yet, and then its manifest by a rename. The same kernels make the same bytes on every
+machine.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def write_bundle(
                 old = existing_bundle(path, force=force, sources=sources, arch=arch)
                 plans = [coverage] if old is None else [*old.manifest.coverage, coverage]
                 there = () if old is None else old.manifest.kernels
-                # Of equal keys the later one stays: the one that is there.
+                # Where keys are equal, the later entry stays: it is the kernel that the bundle already has.
                 _update(path, Manifest.merged(toolchain, plans, (*entries, *there)), entries)
     except OSError as error:
         raise _unwritable(path, error) from error

@@ -117,8 +117,8 @@ def register(
     `cuda`, "module:function", prepares the launch: it returns (spec, grid, parameter block), or None where it
     has launched what was necessary itself. It is imported at the first CUDA call.
     `fake` is the meta implementation; outputs are given, so that most ops have nothing to do there.
-    `varying` names tensors, beside the first, whose shapes change from call to call where their addresses do
-    not, as of a cache that grows.
+    `varying` names tensors, in addition to the first, whose shapes change from call to call while their
+    addresses do not, such as a cache that grows.
 
     Around them every op does the same: a call like one made before is launched again from what was
     remembered (`launch`); otherwise it is checked, prepared, launched and remembered.

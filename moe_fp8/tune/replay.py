@@ -66,5 +66,5 @@ def alternate(contestants: Sequence[Replay], replays: int = 20, pause_s: float =
 
 
 def l2_bytes() -> int:
-    """Of the current device."""
+    """Bytes of the current device's L2."""
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)

@@ -28,7 +28,7 @@ def rows_below(rows: int) -> int:
 
 @dataclass(frozen=True)
 class Timing:
-    """The fastest config of one problem beside the cost model's choice, microseconds a call.
+    """The fastest config of one problem and the cost model's choice, with their microseconds a call.
 
     It stands for more than `above` and up to `rows` rows.
     """

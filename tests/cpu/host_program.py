@@ -19,9 +19,9 @@ needs_compiler = pytest.mark.skipif(
 
 
 def copy_headers(folder: Path, *names: str) -> None:
-    """Of the kernels' headers those named; cta_host.h as `host.h`.
+    """Copy the named headers of the kernels, and cta_host.h as `host.h`.
 
-    And `common/types.cuh` without what the host has its own of: names of integers, and DEVICE.
+    `common/types.cuh` is copied without the names of integers and DEVICE, which the host defines itself.
     """
     types = (KERNELS / "common" / "types.cuh").read_text()
     types = re.sub(r"^(using u?int\d+_t = .*|#define DEVICE .*)$", "", types, flags=re.M)
@@ -34,7 +34,7 @@ def copy_headers(folder: Path, *names: str) -> None:
 
 
 def run(name: str, folder: Path, defines: Mapping[str, int]) -> None:
-    """`name`.cpp beside this file, which finds fault by its exit code, with the headers in `folder`."""
+    """`name`.cpp of this folder, which reports a fault by its exit code, with the headers in `folder`."""
     program = folder / name
     given = [f"-D{key}={value}" for key, value in defines.items()]
     command = ["g++", "-std=c++20", "-O1", "-w", f"-I{folder}", *given]

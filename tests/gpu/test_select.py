@@ -1,4 +1,4 @@
-"""Selections on the GPU: the same bits for every workspace, and no memory beside it."""
+"""Selections on the GPU: the same bits for every workspace, and no memory but that."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from moe_fp8.heuristics.gemm.tiles import TOKEN_TILES, GemmConfig, gemm_configs
 from moe_fp8.problems import GemmLayout, GemmProblem
 
-#: For each 128 of K that a CTA multiplies, by tokens and weight rows of its tile; and once for every tile.
+#: What a CTA takes for each 128 of K, by tokens and weight rows of its tile, and what it takes once a tile.
 _BLOCK = {
     (8, 64): 0.0609,
     (16, 64): 0.0761,
@@ -34,10 +34,10 @@ _BLOCK = {
 }
 _TILE = {8: 0.037, 16: 0.236, 32: 0.512, 64: 0.451, 128: 0.511, 192: 0.584}
 
-#: For each element of a grouped tile, which is rarely stored whole, beside that.
+#: What each element of a grouped tile, which is rarely stored whole, adds to that.
 _TILE_ELEMENT = 1.08e-05
 
-#: Of a full tile: one of fewer tokens, by how many 64 of them there are, begun ones too.
+#: The share of a full tile's time that a tile of fewer tokens takes, by the number of 64s that they begin.
 _PARTLY = {
     (128, 64, 1): 0.832,
     (128, 96, 1): 0.912,
@@ -50,15 +50,15 @@ _PARTLY = {
     (192, 128, 2): 0.788,
 }
 
-#: Of a tile: one that a pair of CTAs copies together.
+#: The share of a block's time that remains where a pair of CTAs copies together.
 _PAIR = 0.755
 
-#: Of a round of tiles: the last one where it is taken in halves or, as if it were, in quarters.
+#: The share of a round that the last round takes in halves. Quarters are counted as halves.
 _HALF = 0.95
 
-#: Once a kernel: launch, first copies, last stores; what adding a tile's parts takes beside, by their
-#: number and for each element that one sends; and what a further round of clusters that do so takes, since it
-#: starts cold.
+#: What a kernel takes once: launch, first copies, last stores. Adding a tile's parts takes more, by the
+#: number of parts and for each element that a part sends. A further round of such clusters takes more again,
+#: since it starts cold.
 _KERNEL = 1.04
 _PARTS = {2: 0.749, 3: 0.527, 4: 0.624, 6: 1.21, 8: 0.975}
 _PART_ELEMENT = 0.00021
@@ -70,22 +70,23 @@ _CLUSTERS_OF_132 = {1: 132, 2: 66, 3: 36, 4: 28}
 #: Bytes a microsecond: of copies into one SM, of weights from memory, of copies into all SMs.
 _SM_RATE, _MEMORY_RATE, _L2_RATE = 163.1e3, 5.84e6, 11.7e6
 
-#: Weights that another token tile has read: what reading them again costs beside the first time.
+#: The share of a first read's time that reading weights again takes, after another token tile has read them.
 _REREAD = 0.568
 
-#: How much of the lesser of computing and reading shows beside the greater where there is one round of tiles,
-#: and with which power of the rounds that falls.
+#: The share of the lesser of computing and reading that adds to the greater where there is one round of
+#: tiles, and the power of the rounds with which this share falls.
 _OVERLAP = 0.667
 _OVERLAP_POWER = 0.0943
 
-#: Experts' rows as multiples of their mean, and which part of all experts has so many.
+#: Experts' rows as multiples of their mean, each with the part of all experts that has so many.
 _Shares = tuple[tuple[float, float], ...]
 
-#: Of more experts so many stand for all of an even spread; of a skewed one these come one by one.
+#: Where there are more experts, so many stand for all of an even spread, and so many of a skewed spread come
+#: one by one.
 _MOST_SHARES, _MOST_RANKS = 8, 4
 
-#: By how much an expert's rows may be off that, as a part of them; and how much of what this makes of the
-#: number of tiles does not cancel out. Rounds are counted for the mean and some quantiles of it.
+#: The share by which an expert's rows may be off that, and the share of its effect on the number of tiles
+#: that does not cancel out. Rounds are counted for the mean and for some quantiles of the number of tiles.
 _OFF, _LUCK = 0.07, 0.193
 _QUANTILES = (-1.28, -0.52, 0.0, 0.52, 1.28)
 

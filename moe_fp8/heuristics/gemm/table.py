@@ -47,7 +47,7 @@ def devices() -> tuple[str, ...]:
 
 
 def row_key(row: dict[str, Any]) -> Key:
-    """What a table's row is found by, beside its number of rows."""
+    """The key by which a row of the table is found, together with its number of rows."""
     return _key(row["layout"], row["n"], row["k"], row["num_experts"])
 
 

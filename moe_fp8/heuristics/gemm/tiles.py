@@ -82,7 +82,7 @@ class GemmConfig:
 
     @property
     def threads(self) -> int:
-        """Of a CTA: those and one warpgroup of producers."""
+        """Threads of a CTA: its math warpgroups and one warpgroup of producers."""
         return (1 + self.math_warpgroups) * WARPGROUP
 
     @cached_property

@@ -332,7 +332,7 @@ def indexer_topk(
 
 
 def selection_out(op: str, rows: int, topk: int, like: Tensor, out: Tensor | None) -> Tensor:
-    """`out`, int32 [rows, topk] beside `like`; allocated if None."""
+    """`out`, int32 [rows, topk] on the device of `like`; it is allocated if None."""
     topk_width(topk)
     if out is None:
         return torch.empty((rows, topk), dtype=torch.int32, device=like.device)

@@ -30,7 +30,7 @@ _ENOUGH_QUERIES = 512
 #: Chunks of keys are at least so many times top-k, since what is carried is read again with each.
 _LEAST_CHUNK = 4
 
-#: Of every buffer in the workspace.
+#: Every buffer in the workspace begins at a multiple of this.
 _ALIGNMENT = 256
 
 
@@ -218,8 +218,8 @@ def indexer_select(
     `indexer_workspace_bytes` returns for M, N and topk: queries and keys are taken in as few chunks
     as fit. Its contents are lost. None: allocated, in one piece. out: int32 `[M, topk]`, contiguous, or None.
 
-    Returns out: columns of k, -1 behind the last. The same bits for every workspace. Beside the workspace and
-    out nothing is allocated. No host synchronisation; safe to capture. Raises what both ops raise, and
+    Returns out: columns of k, -1 behind the last. Every workspace gives the same bits. Nothing is allocated
+    but the workspace and out. No host synchronisation; safe to capture. Raises what both ops raise, and
     ArgumentError for a workspace that is too small.
     """
     checks.mqa_inputs("indexer_select", q, k, k_scale, weights, ks, ke)

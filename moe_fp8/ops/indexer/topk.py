@@ -51,8 +51,8 @@ def indexer_topk(
     Neither may overlap another argument.
 
     Returns out: column numbers of logits, then -1 where a range has fewer than topk. values receives the
-    chosen logits, then -inf. Of equal logits the lower columns are chosen; -0 equals +0, -inf is a value like
-    any other and NaN is above +inf, as for `torch.topk`. Every call gives the same bits.
+    chosen logits, then -inf. Among equal logits the lower columns are chosen; -0 equals +0, -inf is a value
+    like any other and NaN is above +inf, as for `torch.topk`. Every call gives the same bits.
 
     One kernel, no workspace, no host synchronisation; safe to capture: a replay reads logits and ranges
     anew. M = 0 returns at once. Raises ArgumentError; in checked mode ContractError naming the row whose
