@@ -1,4 +1,4 @@
-"""Time moe_fp8's ops on this GPU, and DeepGEMM's where `--peer` names it, and count what does not repeat.
+"""Time moe_fp8's ops on this GPU, and DeepGEMM's where `--peer` names it; count what does not repeat.
 
 Exit code 0 where every shape was right and timed, 1 where some were not (they are listed last), 2 for
 bad arguments.
