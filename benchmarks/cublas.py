@@ -1,4 +1,4 @@
-"""cuBLASLt's FP8 GEMMs as torch calls them, for class dense: with block scales and with one scale a tensor."""
+"""cuBLASLt's FP8 GEMMs as torch calls them, for class dense: with scales of blocks and of a tensor."""
 
 from __future__ import annotations
 
