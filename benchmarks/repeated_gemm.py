@@ -1,4 +1,4 @@
-"""Cases of `repetition`: the GEMMs, every family of tiles by its config, and the quantizer before them."""
+"""Cases of `repetition`: the GEMMs, every family of tiles by its config, and the quantizers before them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import moe_fp8
 
 from . import inputs
 from .repetition import Case, Work
-from .shapes import DenseShape, GroupedShape, aligned_starts
+from .shapes import DenseShape, GroupedShape, SiluMulShape, aligned_starts
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,35 @@ def quantize(shape: QuantizeShape, power_of_two: bool = False, in_dtype: str = "
         moe_fp8.quantize_fp8(x, power_of_two=power_of_two, out=(q, scale))
 
     return Work(call, (m, k + k // 32), torch.uint8, inputs.DEVICE)
+
+
+def silu_mul(shape: SiluMulShape, power_of_two: bool = False, limit: float | None = None) -> Work:
+    """Of bytes: all values, then all scales, as `quantize`; rows behind an expert's count are not defined."""
+    counts, k = shape.counts(), shape.intermediate
+    if shape.num_experts is None:
+        experts, m, masked_m = 1, shape.m, None
+    else:
+        experts, m, masked_m = shape.num_experts, shape.buffer_rows or shape.m, _int32(counts)
+    x = torch.randn(experts, m, 2 * k, device=inputs.DEVICE).bfloat16()
+    valid = torch.arange(m, device=inputs.DEVICE) < _int32(counts)[:, None]
+    defined = torch.empty(experts * m * (k + k // 32), device=inputs.DEVICE, dtype=torch.bool)
+    values = experts * m * k
+    defined[:values].view(experts, m, k)[:] = valid[..., None]
+    defined[values:].view(experts, k // 128, m, 4)[:] = valid[:, None, :, None]
+
+    def call(out: Tensor) -> None:
+        data = out.view(-1)
+        q = data[:values].view(torch.float8_e4m3fn).view(experts, m, k)
+        scale = data[values:].view(torch.float32).view(experts, k // 128, m).mT
+        if masked_m is None:
+            moe_fp8.silu_mul_quantize(x[0], power_of_two=power_of_two, limit=limit, out=(q[0], scale[0]))
+        else:
+            moe_fp8.silu_mul_quantize(
+                x, masked_m=masked_m, power_of_two=power_of_two, limit=limit, out=(q, scale)
+            )
+
+    size = experts * m, k + k // 32
+    return Work(call, size, torch.uint8, inputs.DEVICE, defined.view(size))
 
 
 def quantize_and_multiply(shape: DenseShape, config: str | None = None) -> Work:
@@ -190,6 +219,9 @@ _QUANTIZE = [
     Case("quantize_fp8", QuantizeShape(64, 7168), quantize),
     Case("quantize_fp8", QuantizeShape(4096, 1536), quantize, {"power_of_two": True, "in_dtype": "float32"}),
     Case("quantize_fp8", QuantizeShape(16384, 7168), quantize),
+    Case("silu_mul_quantize", SiluMulShape(64, 2048), silu_mul),
+    Case("silu_mul_quantize", SiluMulShape(8192, 768), silu_mul, {"power_of_two": True, "limit": 7.0}),
+    Case("silu_mul_quantize", SiluMulShape(64, 2048, num_experts=32, buffer_rows=128), silu_mul),
     Case("quantize_fp8 + gemm_fp8", DenseShape(16, 2112, 7168), quantize_and_multiply),
     Case("quantize_fp8 + gemm_fp8", DenseShape(1024, 4096, 2048), quantize_and_multiply),
     Case("quantize_fp8 of weights + gemm_fp8", DenseShape(16, 2112, 7168), quantize_weights_and_multiply),

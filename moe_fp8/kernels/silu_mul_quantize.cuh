@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     using namespace moe_fp8;
     ptx::grid_dependency_wait();
     ptx::launch_dependents();
-    const int part = static_cast<int>(threadIdx.x) % kThreadsPerGroup;
+    const int within = static_cast<int>(threadIdx.x) % kThreadsPerGroup;
     Walk walk(p);
     Rows rows;
     while (walk.next(rows)) {
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 
         float v[kSiluValues] = {};
         if (inside) {
-            const int64_t gate = rows.expert * p.expert_stride + row * p.row_stride + rows.group * kBlockK + part * kQuantizeValues;
+            const int64_t gate = rows.expert * p.expert_stride + row * p.row_stride + rows.group * kBlockK + within * kQuantizeValues;
             float gates[2][kQuantizeValues], ups[2][kQuantizeValues];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -137,15 +137,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
         const float scale = quantize_group<kThreadsPerGroup, POWER_OF_TWO != 0>(v, packed);
 
         // An even thread gets its neighbour's lower eight bytes and gives its upper ones.
-        const bool odd = part % 2 != 0;
+        const bool odd = within % 2 != 0;
         const uint32_t x = __shfl_xor_sync(0xffffffffu, odd ? packed[0] : packed[2], 1);
         const uint32_t y = __shfl_xor_sync(0xffffffffu, odd ? packed[1] : packed[3], 1);
         if (inside) {
             const int64_t out_row = static_cast<int64_t>(rows.expert) * p.m + row;
-            const int column = odd ? kBlockK / 2 + (part - 1) * kQuantizeValues : part * kQuantizeValues;
+            const int column = odd ? kBlockK / 2 + (within - 1) * kQuantizeValues : within * kQuantizeValues;
             *reinterpret_cast<uint4*>(p.q + out_row * p.k + rows.group * kBlockK + column) =
                 odd ? make_uint4(x, y, packed[2], packed[3]) : make_uint4(packed[0], packed[1], x, y);
-            if (part == 0) {
+            if (within == 0) {
                 const int64_t matrix = rows.expert * p.scale_stride * (p.k / kBlockK);
                 p.scale[matrix + rows.group * p.scale_stride + row] = scale;
             }

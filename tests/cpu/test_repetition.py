@@ -21,7 +21,7 @@ from benchmarks.repeated_gemm import QuantizeShape
 from benchmarks.repeated_indexer import CacheShape
 from benchmarks.repetition import Case, Repetition, Work, repeat
 from benchmarks.results import RepetitionRow, ResultsFile
-from benchmarks.shapes import DenseShape, GroupedShape, MqaShape, PagedShape, TopkShape
+from benchmarks.shapes import DenseShape, GroupedShape, MqaShape, PagedShape, SiluMulShape, TopkShape
 from moe_fp8 import heuristics
 from moe_fp8.problems import GemmProblem, IndexerTopkProblem, MqaLogitsProblem
 
@@ -201,6 +201,7 @@ SMALL: dict[type, dict[str, int]] = {
     DenseShape: {"m": 5, "n": 64, "k": 128},
     GroupedShape: {"num_experts": 3, "rows_per_expert": 5, "n": 64, "k": 128},
     QuantizeShape: {"m": 4, "k": 256},
+    SiluMulShape: {"m": 4, "intermediate": 128},
     MqaShape: {"num_queries": 6, "context": 150},
     PagedShape: {"batch": 3, "context": 150},
     CacheShape: {"pages": 2},
