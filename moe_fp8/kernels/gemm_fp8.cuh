@@ -57,23 +57,23 @@ static_assert(kWarpgroup * (kCopyRegisters + kMathWarpgroups * kMathRegisters) <
 
 // The reader's tile and the whole ones that follow it, each begun before the last store of the one before. That of the last is
 // left, and so is its tile.
-DEVICE void consume_whole(const GemmParams& p, Shared& shared, int warpgroup, int num_blocks, Accumulator& accumulator,
-                          TileReader& reader, Fragments::Sum (&sum)[kWaves]) {
+DEVICE void consume_whole(const GemmParams& p, Shared& shared, int warpgroup, Accumulator& accumulator, TileReader& reader,
+                          Fragments::Sum (&sum)[kWaves]) {
     // Known beforehand, it leaves ptxas enough uniform registers for the descriptors of four wgmma at once.
     const mma::Owned owned = Fragments::whole(warpgroup);
     Fragments::Sum partial;
     Fragments::Scales scales;
     accumulator.begin(owned, partial, scales);
     while (true) {
-        const sched::Tile* tile = reader.front();
-        accumulator.finish(num_blocks, owned, sum, partial, scales, [&](const Fragments::Sum& first) {
+        const sched::TileRecord* tile = reader.front();
+        accumulator.finish(reader.tile(*tile).k_range.count(), owned, sum, partial, scales, [&](const Fragments::Sum& first) {
             store_fragment<0>(p, shared, *tile, owned, 0, warpgroup, first);
         });
-        const sched::Tile* next = reader.second();
+        const sched::TileRecord* next = reader.second();
         if (next == nullptr || Fragments::owned(warpgroup, next->end_row, next->width).fragments < kWaves) return;
         // (Were there one store for this and for the last tile, ptxas would have the product waited for.)
         accumulator.begin(owned, partial, scales);
-        const sched::Tile copy = *tile;
+        const sched::TileRecord copy = *tile;
         reader.pop(copy);
         store_fragment<kWaves - 1>(p, shared, copy, owned, kWaves - 1, warpgroup, sum[kWaves - 1]);
         __syncwarp();  // as in `WeightsOnM::store`
@@ -81,26 +81,25 @@ DEVICE void consume_whole(const GemmParams& p, Shared& shared, int warpgroup, in
 }
 
 DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
-    const KRange range(p, cluster_rank());
-    TileReader reader(shared.tiles);
+    TileReader reader = read_tiles(p, shared, cluster_rank());
     Accumulator accumulator(shared, warpgroup);
     uint32_t parts_phase = 0;
     // A tile of one fragment is kept in registers, one of two in its slot of the ring till it is stored.
     constexpr bool kKept = kWaves == 1;
-    while (const sched::Tile* front = reader.front()) {
-        const sched::Tile seen = *front;
+    while (const sched::TileRecord* front = reader.front()) {
+        const Tile seen = reader.tile(*front);
         if (kKept) reader.pop(seen);
         const mma::Owned owned = Fragments::owned(warpgroup, seen.end_row, seen.width);
         if (owned.token >= seen.end_row) {
-            accumulator.skip(range.end - range.begin);
+            accumulator.skip(seen.k_range.count());
             if (!kKept) reader.pop(seen);
             continue;
         }
         Fragments::Sum sum[kWaves];
         if (!kBothPartials && owned.fragments == kWaves) {
-            consume_whole(p, shared, warpgroup, range.end - range.begin, accumulator, reader, sum);
+            consume_whole(p, shared, warpgroup, accumulator, reader, sum);
         } else {
-            accumulator.run(range.end - range.begin, owned, sum, [&](const Fragments::Sum& first) {
+            accumulator.run(seen.k_range.count(), owned, sum, [&](const Fragments::Sum& first) {
                 store_fragment<0>(p, shared, *front, owned, 0, warpgroup, first);
             });
         }
@@ -108,7 +107,7 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
             add_parts(shared, sum[kWaves - 1], warpgroup, OwnGroups(cluster_rank(), warpgroup), parts_phase);
             parts_phase ^= 1;
         }
-        const sched::Tile tile = kKept ? seen : *reader.front();
+        const sched::TileRecord tile = kKept ? seen : *reader.front();
         if (!kKept) reader.pop(tile);
         store_fragment<kWaves - 1>(p, shared, tile, owned, owned.fragments - 1, warpgroup, sum[kWaves - 1]);
     }

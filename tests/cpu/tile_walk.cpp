@@ -29,7 +29,7 @@ bool holds(const Case& c) {
     gridDim.x = c.ctas;
     for (int cta = 0; cta < c.ctas; ++cta) {
         host::run(cta, lanes, [&] {
-            TileWalk<kLayout, kBlockM, kBlockN, kPaired, 1, kDivided> walk(c.index.data(), c.num_experts, c.m, c.n, kPaired ? cta % 2 : 0);
+            TileWalk<kLayout, kBlockM, kBlockN, kPaired, 1, kDivided> walk(c.index.data(), c.num_experts, c.m, c.n, 1, kPaired ? cta % 2 : 0);
             Tile tile;
             while (walk.next(tile)) {
                 if (threadIdx.x == 0) walks[cta].push_back(tile);
@@ -122,7 +122,26 @@ bool all_layouts_hold(const std::vector<int>& counts, int n, int ctas, int paddi
            all_hold<Layout::kDense>({{0}, std::vector<int>(rows, 0), 1, rows, n, ctas}, only_divided);
 }
 
+// The CTAs that share a tile along K sum each block of K once, and each of them sums some if there are enough.
+template <int kClusterK>
+bool shares_hold() {
+    for (int blocks = 1; blocks < 64; ++blocks) {
+        int end = 0;
+        for (int cta = 0; cta < kClusterK; ++cta) {
+            const KRange range = TileWalk<Layout::kDense, 64, 128, false, kClusterK, false>::k_range(blocks, cta);
+            if (range.begin != end || (blocks >= kClusterK && range.count() <= 0)) {
+                std::printf("%d blocks of K for %d CTAs: [%d, %d) for CTA %d\n", blocks, kClusterK, range.begin, range.end, cta);
+                return false;
+            }
+            end = range.end;
+        }
+        if (end != blocks) return false;
+    }
+    return true;
+}
+
 int main() {
+    if (!shares_hold<1>() || !shares_hold<2>() || !shares_hold<3>() || !shares_hold<4>()) return 1;
     std::mt19937 random(1);
     for (int round = 0; round < 12; ++round) {
         const int num_experts = 1 + random() % (round % 4 == 0 ? 70 : 7);

@@ -111,7 +111,7 @@ DEVICE void store_staged(const GemmParams& p, const typename Fragments::Sum& sum
 // Stores fragment kWave of this warpgroup's own of `tile`, or its own groups of it. It lies where fragment `wave` does: a single
 // fragment of a wide tile is taken for the last and lies where the first would.
 template <int kWave>
-DEVICE void store_fragment(const GemmParams& p, Shared& shared, const sched::Tile& tile, mma::Owned owned, int wave,
+DEVICE void store_fragment(const GemmParams& p, Shared& shared, const sched::TileRecord& tile, mma::Owned owned, int wave,
                            int warpgroup, const Fragments::Sum& sum) {
     const OwnGroups groups(cluster_rank(), warpgroup);  // anew: not in registers over the main loop
     const Fragments::Region region(tile.begin_row - owned.token, tile.end_row - owned.token, groups.first,

@@ -7,12 +7,12 @@
 namespace moe_fp8 {
 
 // Rows of a tile's tokens and weights that are copied.
-DEVICE int copied_tokens(const sched::Tile& tile) {
+DEVICE int copied_tokens(const Tile& tile) {
     return kBlockM > kTokenBox ? max(align_up(tile.end_row, kTokenBox), kTokenBox) : kBlockM;
 }
-DEVICE int copied_weights(const sched::Tile& tile) { return kPieces ? tile.width : kBlockN; }
+DEVICE int copied_weights(const Tile& tile) { return kPieces ? tile.width : kBlockN; }
 
-DEVICE uint32_t stage_bytes(const sched::Tile& tile) {
+DEVICE uint32_t stage_bytes(const Tile& tile) {
     return (copied_weights(tile) + copied_tokens(tile)) * kBlockK + kBlockM * sizeof(float);
 }
 
@@ -22,7 +22,7 @@ DEVICE bool others_turn(uint32_t rank, int block) { return (block & 1) != static
 // Stages whose weights the walking warp copies: where it does not wait for the kernel before, while that ends. Where it does, or tokens
 // are many, more would only compete with the first tokens.
 constexpr int kAhead = kLayout == sched::Layout::kDense && kBlockM < 128 ? kStages : 2;
-DEVICE int stages_ahead(const KRange& range) { return min(kAhead, range.end - range.begin); }
+DEVICE int stages_ahead(const Tile& tile) { return min(kAhead, tile.k_range.count()); }
 
 // Weights of tiles with many tokens are read again for other tokens; tokens are for other weights, so they stay in L2 longer. Where
 // experts have few, what they leave there would only be in the way of the next kernel.
@@ -40,8 +40,7 @@ DEVICE void load(bool common, const TensorMap& map, ptx::Barrier& full, void* de
 }
 
 // Copy one stage's weights, or tokens and their scales.
-DEVICE void load_weights(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t stage,
-                         int block) {
+DEVICE void load_weights(const GemmParams& p, Shared& shared, const Tile& tile, uint32_t rank, uint32_t stage, int block) {
     const bool common = kPaired && tile.common == sched::Common::kWeights;
     if (common && others_turn(rank, block)) return;
     const int row = tile.expert * p.n + tile.n;
@@ -53,8 +52,7 @@ DEVICE void load_weights(const GemmParams& p, Shared& shared, const sched::Tile&
     }
 }
 
-DEVICE void load_tokens(const GemmParams& p, Shared& shared, const sched::Tile& tile, uint32_t rank, uint32_t stage,
-                        int block) {
+DEVICE void load_tokens(const GemmParams& p, Shared& shared, const Tile& tile, uint32_t rank, uint32_t stage, int block) {
     const bool common = kPaired && tile.common == sched::Common::kTokens;
     if (common && others_turn(rank, block)) return;
     const int scale_row = (kLayout == sched::Layout::kMasked ? tile.expert * (p.k / kBlockK) : 0) + block;
@@ -80,19 +78,18 @@ DEVICE void meet_parts() {
 DEVICE void walk_tiles(const GemmParams& p, Shared& shared) {
     if (kLayout != sched::Layout::kDense || !p.constant_weights) ptx::grid_dependency_wait();
     const uint32_t rank = cluster_rank();
-    const KRange range(p, rank);
-    Walk walk(p.index, p.num_experts, p.m, p.n, rank);
+    Walk walk(p.index, p.num_experts, p.m, p.n, p.k / kBlockK, rank);
     TileWriter writer(shared.tiles);
-    sched::Tile tile;
+    Tile tile;
     bool first = true;
     while (walk.next(tile)) {
         writer.push(tile);
         if (!first) continue;
 #pragma unroll 1
-        for (int i = 0; i < stages_ahead(range); ++i) {
+        for (int i = 0; i < stages_ahead(tile); ++i) {
             if (ptx::elect_one()) {
                 ptx::barrier_arrive_expect(&shared.full[i], stage_bytes(tile));
-                load_weights(p, shared, tile, rank, i, range.begin + i);
+                load_weights(p, shared, tile, rank, i, tile.k_range.begin + i);
             }
         }
         meet_parts();
@@ -106,26 +103,25 @@ DEVICE void walk_tiles(const GemmParams& p, Shared& shared) {
 // loop over lanes around every copy, about 150 cycles each.)
 DEVICE void produce(const GemmParams& p, Shared& shared) {
     const uint32_t rank = cluster_rank();
-    const KRange range(p, rank);
-    TileReader reader(shared.tiles);
+    TileReader reader = read_tiles(p, shared, rank);
     Ring ring;
     bool waited = false;
-    while (const sched::Tile* front = reader.front()) {
-        const sched::Tile tile = *front;
+    while (const sched::TileRecord* front = reader.front()) {
+        const Tile tile = reader.tile(*front);
         reader.pop(tile);
-        int block = range.begin;
+        int block = tile.k_range.begin;
         if (!waited) {
             ptx::grid_dependency_wait();
             ptx::launch_dependents();
 #pragma unroll 1
-            for (const int ahead = block + stages_ahead(range); block < ahead; ++block, ring.step()) {
+            for (const int ahead = block + stages_ahead(tile); block < ahead; ++block, ring.step()) {
                 if (ptx::elect_one()) load_tokens(p, shared, tile, rank, ring.slot, block);
             }
             waited = true;
             meet_parts();
         }
 #pragma unroll 1
-        for (; block < range.end; ++block, ring.step()) {
+        for (; block < tile.k_range.end; ++block, ring.step()) {
             ptx::barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
             if (ptx::elect_one()) {
                 ptx::barrier_arrive_expect(&shared.full[ring.slot], stage_bytes(tile));
@@ -145,13 +141,12 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
 // round, and reads ahead what it puts there the next time. Pairs store asynchronously (accumulate.cuh, `broadcast`, says why).
 DEVICE void produce_scales(const GemmParams& p, Shared& shared) {
     static_assert(kStages <= kWarp, "a lane for each stage");
-    TileReader reader(shared.tiles);
-    const KRange range(p, cluster_rank());
+    TileReader reader = read_tiles(p, shared, cluster_rank());
     const int num_k_blocks = p.k / kBlockK, scale_rows = ceil_div(p.n, kBlockK);
     Ring ring;
     meet_parts();
-    while (const sched::Tile* front = reader.front()) {
-        const sched::Tile tile = *front;
+    while (const sched::TileRecord* front = reader.front()) {
+        const Tile tile = reader.tile(*front);
         reader.pop(tile);
         const float* rows[kWeightScales];
         float next[kWeightScales];
@@ -162,15 +157,15 @@ DEVICE void produce_scales(const GemmParams& p, Shared& shared) {
         }
         auto load = [&](int block) {
 #pragma unroll
-            for (int i = 0; i < kWeightScales; ++i) next[i] = __ldg(rows[i] + min(block + lane_index(), range.end - 1));
+            for (int i = 0; i < kWeightScales; ++i) next[i] = __ldg(rows[i] + min(block + lane_index(), tile.k_range.end - 1));
         };
-        load(range.begin);
-        for (int block = range.begin; block < range.end; block += kStages) {
+        load(tile.k_range.begin);
+        for (int block = tile.k_range.begin; block < tile.k_range.end; block += kStages) {
             float scales[kWeightScales];
 #pragma unroll
             for (int i = 0; i < kWeightScales; ++i) scales[i] = next[i];
             load(block + kStages);
-            const int count = min(kStages, range.end - block);
+            const int count = min(kStages, tile.k_range.end - block);
             const Ring mine = ring.ahead(min(lane_index(), kStages - 1));
             ptx::Barrier* full = &shared.full[mine.slot];
             bool done = lane_index() >= count;

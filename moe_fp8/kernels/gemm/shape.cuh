@@ -64,6 +64,7 @@ constexpr int kTileReaders = 2 + kMathWarpgroups * 4;  // both producers and the
 using Tiles = sched::TileRing<kTileReaders>;
 using TileWriter = sched::TileWriter<kTileReaders>;
 using TileReader = sched::TileReader<kTileReaders>;
+using sched::Tile;
 
 // Rows that TMA copies at once. Of a tile only the boxes that hold some are copied: experts' last tiles have few tokens.
 constexpr int kTokenBox = kBlockM < 64 ? kBlockM : 64;
@@ -142,14 +143,10 @@ namespace moe_fp8 {
 
 DEVICE uint32_t cluster_rank() { return kCluster > 1 ? ptx::cluster_rank() : 0; }
 
-// Blocks of K that this CTA sums.
-struct KRange {
-    int begin, end;
-    DEVICE KRange(const GemmParams& p, uint32_t rank) {
-        const int blocks = p.k / kBlockK, part = kSplitK ? static_cast<int>(rank) : 0;
-        begin = blocks * part / kClusterK, end = blocks * (part + 1) / kClusterK;
-    }
-};
+// A warp's own reader of the CTA's tiles.
+DEVICE TileReader read_tiles(const GemmParams& p, Shared& shared, uint32_t rank) {
+    return {shared.tiles, Walk::k_range(p.k / kBlockK, rank)};
+}
 
 using Ring = sched::RingCursor<kStages>;
 

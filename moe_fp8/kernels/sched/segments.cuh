@@ -132,8 +132,8 @@ class SegmentWindow {
 // What the two tiles of a pair have in common, and the CTAs take turns to load for both.
 enum class Common { kNothing, kWeights, kTokens };
 
-// One output tile: kBlockM tokens by kBlockN weight rows.
-struct alignas(16) Tile {
+// One output tile: kBlockM tokens by kBlockN weight rows. The tile ring holds this much of it.
+struct alignas(16) TileRecord {
     int expert;
     int row;        // first token, counted over all of `a`
     int begin_row;  // tokens of the tile to store, counted from `row`; none for the padding half of a pair
@@ -150,6 +150,17 @@ struct alignas(16) Tile {
     }
 };
 
+// Blocks [begin, end) of K.
+struct KRange {
+    int begin, end;
+    DEVICE int count() const { return end - begin; }
+};
+
+// A tile as a warp holds it: the record, and the blocks of K that the warp's CTA sums.
+struct Tile : TileRecord {
+    KRange k_range;
+};
+
 // Walks the tiles of one CTA. A unit is one tile, a pair of them for a cluster of two (kPaired), or one that kClusterK CTAs
 // share along K. Within a segment units go in groups of kGroupN along N, the last of which takes what is left, too, so that
 // CTAs running together share tokens and weights in L2. Where the last round is of no more units than half of the clusters,
@@ -158,14 +169,22 @@ struct alignas(16) Tile {
 template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, int kClusterK, bool kPieces>
 class TileWalk {
    public:
-    DEVICE TileWalk(const int* index, int num_experts, int m, int n, uint32_t cluster_rank)
+    // The range of K, which has `num_k_blocks`, of every tile that CTA `cluster_rank` takes. It is the same for all tiles of the CTA.
+    // Therefore the records do not hold it, and the readers of the tiles get it from here (`TileReader`).
+    static DEVICE KRange k_range(int num_k_blocks, uint32_t cluster_rank) {
+        const int part = kClusterK > 1 ? static_cast<int>(cluster_rank) : 0;
+        return {num_k_blocks * part / kClusterK, num_k_blocks * (part + 1) / kClusterK};
+    }
+
+    DEVICE TileWalk(const int* index, int num_experts, int m, int n, int num_k_blocks, uint32_t cluster_rank)
         : columns_(ceil_div(n, kBlockN)),
           window_(index, num_experts, m, columns_),
           index_(index),
           num_experts_(num_experts),
           m_(m),
           rank_(kPaired ? static_cast<int>(cluster_rank) : 0),
-          unit_(static_cast<int>(blockIdx.x) / kCtas) {
+          unit_(static_cast<int>(blockIdx.x) / kCtas),
+          k_range_(k_range(num_k_blocks, cluster_rank)) {
         if constexpr (kGrouped) window_.start();
         if constexpr (kPieces) {
             const int units = kGrouped ? window_.total() : Division(m_).units(columns_);
@@ -211,6 +230,7 @@ class TileWalk {
             const int height = in_pieces && pieces_ == 4 ? kBlockM / 2 : kBlockM, above = tile_m * kBlockM + piece / 2 * height;
             unit_ += static_cast<int>(gridDim.x) / kCtas;
 
+            tile.k_range = k_range_;
             tile.expert = segment.expert;
             tile.row = segment.first_row - early + above;
             tile.begin_row = above == 0 ? early : 0;
@@ -274,6 +294,7 @@ class TileWalk {
     SegmentWindow<kLayout, Division> window_;
     const int* index_;
     int num_experts_, m_, rank_, unit_;
+    const KRange k_range_;
     int first_piece_ = 1 << 30, pieces_ = 2;  // from this unit on they are taken in so many pieces
 };
 

@@ -15,7 +15,7 @@ template <int kReaders>
 struct TileRing {
     static constexpr int kSlots = 4;
 
-    Tile tiles[kSlots];
+    TileRecord tiles[kSlots];
     ptx::Barrier full[kSlots];
     ptx::Barrier empty[kSlots];
 
@@ -35,20 +35,20 @@ class TileWriter {
     DEVICE explicit TileWriter(TileRing<kReaders>& ring) : ring_(ring) {}
 
     // The cursor's slot is free whenever a call begins: from the start, and after each push.
-    DEVICE void push(const Tile& tile) {
+    DEVICE void push(const TileRecord& tile) {
         write(tile);
         cursor_.step();
         ptx::barrier_wait(&ring_.empty[cursor_.slot], cursor_.phase ^ 1);
     }
 
     DEVICE void finish() {
-        Tile none;
+        TileRecord none;
         none.expert = -1;
         write(none);
     }
 
    private:
-    DEVICE void write(const Tile& tile) {
+    DEVICE void write(const TileRecord& tile) {
         if (lane_index() == 0) {
             ring_.tiles[cursor_.slot] = tile;
             ptx::barrier_arrive(&ring_.full[cursor_.slot]);
@@ -64,16 +64,20 @@ class TileWriter {
 template <int kReaders>
 class TileReader {
    public:
-    DEVICE explicit TileReader(TileRing<kReaders>& ring) : ring_(ring) {}
+    // `k_range` is the range of K of every tile, from `TileWalk::k_range`.
+    DEVICE TileReader(TileRing<kReaders>& ring, KRange k_range) : ring_(ring), k_range_(k_range) {}
 
     // The tile that is next to be taken, null when there are no more.
-    DEVICE const Tile* front() { return at(cursor_); }
+    DEVICE const TileRecord* front() { return at(cursor_); }
 
     // The one behind it.
-    DEVICE const Tile* second() { return at(cursor_.ahead(1)); }
+    DEVICE const TileRecord* second() { return at(cursor_.ahead(1)); }
+
+    // The tile whose record is in a slot.
+    DEVICE Tile tile(const TileRecord& record) const { return {record, k_range_}; }
 
     // Hands the slot of the tile at the front back, of which `copy` is one.
-    DEVICE void pop(const Tile& copy) {
+    DEVICE void pop(const TileRecord& copy) {
         release(&ring_.empty[cursor_.slot], copy);
         cursor_.step();
     }
@@ -81,13 +85,14 @@ class TileReader {
    private:
     using Cursor = RingCursor<TileRing<kReaders>::kSlots>;
 
-    DEVICE const Tile* at(const Cursor& cursor) {
+    DEVICE const TileRecord* at(const Cursor& cursor) {
         ptx::barrier_wait(&ring_.full[cursor.slot], cursor.phase);
-        const Tile* tile = &ring_.tiles[cursor.slot];
+        const TileRecord* tile = &ring_.tiles[cursor.slot];
         return tile->expert < 0 ? nullptr : tile;
     }
 
     TileRing<kReaders>& ring_;
+    const KRange k_range_;
     Cursor cursor_;
 };
 
