@@ -209,10 +209,11 @@ class TileWalk {
             const int early = segment.first_row % kRowAlignment<kLayout>;
             const Division division(early + segment.num_rows);
             const uint32_t local = unit - segment.first_unit, per_group = division.units(kGroupN);
-            // A CTA waits for its first tile, and divisions take long: where there is one row of units they are shifts.
+            // A CTA waits for its first tile, and divisions take long. Where there is one row of units, none is needed: the tile's column
+            // does not depend on how the row is grouped.
             const bool one_row = division.whole + division.single == 1;
             const uint32_t last = max(columns_ / kGroupN - 1, 0);
-            const uint32_t group = min(one_row ? local >> (kLogGroupN - division.single) : local / per_group, last);
+            const uint32_t group = one_row ? 0 : min(local / per_group, last);
             const uint32_t in_group = local - group * per_group;
             const uint32_t width = group < last ? kGroupN : columns_ - last * kGroupN;
             int tile_m = one_row ? 0 : in_group / width, tile_n = in_group - tile_m * width;
@@ -252,7 +253,7 @@ class TileWalk {
 
    private:
     static constexpr bool kGrouped = kLayout != Layout::kDense && kLayout != Layout::kMIndices;
-    static constexpr int kLogGroupN = 3, kGroupN = 1 << kLogGroupN;
+    static constexpr int kGroupN = 8;
     static constexpr int kCtas = kPaired ? 2 : kClusterK;
     static_assert(kLayout != Layout::kMIndices || kSegmentAlignment % kBlockM == 0, "a tile must not cross a segment start");
     using Division = sched::Division<kBlockM, kPaired>;
