@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from typing import get_args
 
 from moe_fp8 import heuristics
-from moe_fp8.problems import SCALE_BLOCK, SEGMENT_ALIGNMENT
-from moe_fp8.specs import GEMM_LAYOUTS, QUANTIZE_ROWS, QUANTIZE_VALUES, SILU_ROWS, SILU_VALUES
+from moe_fp8.problems import INDEXER_HEADS, PAGE_SIZES, SCALE_BLOCK, SEGMENT_ALIGNMENT, GemmLayout
+from moe_fp8.specs import GEMM_LAYOUTS, IN_DTYPES, QUANTIZE_ROWS, QUANTIZE_VALUES, SILU_ROWS, SILU_VALUES
 
 #: Type -> (format of the struct module, bytes, alignment).
 _TYPES = {
@@ -183,10 +184,44 @@ _ENUMERATORS = {
     "masked": "kMasked",
 }
 
+_IN_DTYPE_ENUMERATORS = {"bfloat16": "kBf16", "float16": "kFp16", "float32": "kFp32"}
+_IN_DTYPES = {
+    f"static_cast<int>(moe_fp8::InDtype::{enumerator})": IN_DTYPES[dtype]
+    for dtype, enumerator in _IN_DTYPE_ENUMERATORS.items()
+}
+
+
+def _gemm_boxes() -> dict[str, int]:
+    """The boxes of a GEMM's tensor maps for every tile that there is, so that each kernel checks them all."""
+    boxes: dict[str, int] = {}
+    for layout in get_args(GemmLayout):
+        for config in heuristics.gemm_configs(layout, k=1 << 20):
+            boxes[f"moe_fp8::kPiecesOf<{config.block_n}>"] = int(config.divided)
+            boxes[f"moe_fp8::kTokenBoxOf<{config.block_m}>"] = config.token_box
+            boxes[f"moe_fp8::kWeightBoxOf<{config.block_n}>"] = config.weight_box
+            if config.out_box is not None:
+                fragments = f"moe_fp8::mma::TokensOnM<{config.block_m}, {config.block_n}>"
+                boxes[f"{fragments}::kBoxRows"], boxes["moe_fp8::kStoredTokens"] = config.out_box
+    return boxes
+
+
+def _query_boxes() -> dict[str, int]:
+    """The boxes of queries for every tile that there is; its head dimension and stages do not matter."""
+    return {
+        f"moe_fp8::QueryTile<{block_q}, {heads}, 128, 3, false>::kHeadColumns": heuristics.query_box_rows(
+            heuristics.MqaConfig(block_q, 3), heads
+        )
+        for heads in INDEXER_HEADS
+        for block_q in (1, 2, 4, 8)
+        if block_q * heads <= heuristics.MQA_COLUMNS
+    }
+
+
 _MQA = {
     "moe_fp8::kBlockKv": heuristics.MQA_BLOCK_KV,
     "moe_fp8::kMathWarpgroups": heuristics.MQA_MATH_WARPGROUPS,
     "moe_fp8::kWarpgroup": heuristics.WARPGROUP,
+    **_query_boxes(),
 }
 
 #: Kernel -> its struct, and what its constants must be.
@@ -201,10 +236,14 @@ _KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
                 f"static_cast<int>(moe_fp8::sched::Layout::{enumerator})": GEMM_LAYOUTS[layout]
                 for layout, enumerator in _ENUMERATORS.items()
             },
+            **_gemm_boxes(),
         },
     ),
     "mqa_logits_fp8": (MQA_LOGITS, _MQA),
-    "paged_mqa_logits_fp8": (PAGED_MQA_LOGITS, _MQA),
+    "paged_mqa_logits_fp8": (
+        PAGED_MQA_LOGITS,
+        _MQA | {f"moe_fp8::kBoxKeysOf<{size}>": heuristics.key_box_rows(size) for size in PAGE_SIZES},
+    ),
     "paged_mqa_logits_metadata": (PAGED_MQA_METADATA, {}),
     "quantize_fp8": (
         QUANTIZE,
@@ -212,6 +251,7 @@ _KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
             "moe_fp8::kBlockK": SCALE_BLOCK,
             "moe_fp8::kRows": QUANTIZE_ROWS,
             "moe_fp8::kQuantizeValues": QUANTIZE_VALUES,
+            **_IN_DTYPES,
         },
     ),
     "silu_mul_quantize": (
@@ -222,8 +262,11 @@ _KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
             "moe_fp8::kSiluValues": SILU_VALUES,
         },
     ),
-    "indexer_quantize_and_cache": (INDEXER_CACHE, {"moe_fp8::kQuantizeValues": QUANTIZE_VALUES}),
-    "indexer_topk": (INDEXER_TOPK, {"moe_fp8::topk::kBins": heuristics.TOPK_BINS}),
+    "indexer_quantize_and_cache": (
+        INDEXER_CACHE,
+        {"moe_fp8::kQuantizeValues": QUANTIZE_VALUES, **_IN_DTYPES},
+    ),
+    "indexer_topk": (INDEXER_TOPK, {"moe_fp8::topk::kBins": heuristics.TOPK_BINS, **_IN_DTYPES}),
 }
 
 #: Diagnostics name this module. NVRTC has neither <cstddef> nor the builtin of other compilers.

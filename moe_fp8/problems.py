@@ -24,6 +24,10 @@ SEGMENT_ALIGNMENT = 128
 #: Elements of K that share one activation scale, and edge of a weight's scale block.
 SCALE_BLOCK = 128
 
+#: Heads that an indexer may have, and keys of a page of its cache.
+INDEXER_HEADS = (8, 16, 32, 64)
+PAGE_SIZES = (32, 64, 128)
+
 #: Up to here every number of rows may have a kernel of its own.
 _EXACT_ROWS = 1024
 

@@ -121,13 +121,14 @@ def _paged_mqa_spec(
 
 _METADATA = _spec("paged_mqa_logits_metadata", 256, 0, CHUNK_KV=heuristics.PAGED_CHUNK)
 
-_IN_DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
+#: IN_DTYPE of a kernel by what it reads.
+IN_DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 
 
 @cache
 def _quantize_spec(in_dtype: str, power_of_two: bool) -> KernelSpec:
     return _spec(
-        "quantize_fp8", _QUANTIZE_THREADS, 0, IN_DTYPE=_IN_DTYPES[in_dtype], POWER_OF_TWO=int(power_of_two)
+        "quantize_fp8", _QUANTIZE_THREADS, 0, IN_DTYPE=IN_DTYPES[in_dtype], POWER_OF_TWO=int(power_of_two)
     )
 
 
@@ -143,7 +144,7 @@ def _indexer_cache_spec(head_dim: int, in_dtype: str, power_of_two: bool) -> Ker
         128,
         0,
         HEAD_DIM=head_dim,
-        IN_DTYPE=_IN_DTYPES[in_dtype],
+        IN_DTYPE=IN_DTYPES[in_dtype],
         POWER_OF_TWO=int(power_of_two),
     )
 
@@ -155,7 +156,7 @@ def _indexer_topk_spec(in_dtype: str, config: heuristics.TopkConfig) -> KernelSp
         config.num_threads,
         heuristics.topk_smem_bytes(),
         config.cluster,
-        IN_DTYPE=_IN_DTYPES[in_dtype],
+        IN_DTYPE=IN_DTYPES[in_dtype],
         CAPACITY=heuristics.TOPK_CAPACITY,
         MAX_K=heuristics.TOPK_MAX_K,
     )

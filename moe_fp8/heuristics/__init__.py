@@ -17,12 +17,14 @@ from moe_fp8.heuristics.gemm import (
 )
 from moe_fp8.heuristics.mqa import (
     MQA_BLOCK_KV,
+    MQA_COLUMNS,
     MQA_MATH_WARPGROUPS,
     MQA_THREADS,
     PAGED_CHUNK,
     MqaConfig,
     MqaDivision,
     MqaWork,
+    key_box_rows,
     mqa_config,
     mqa_division,
     mqa_smem_bytes,
@@ -41,6 +43,7 @@ from moe_fp8.heuristics.topk import (
 
 __all__ = [
     "MQA_BLOCK_KV",
+    "MQA_COLUMNS",
     "MQA_MATH_WARPGROUPS",
     "MQA_THREADS",
     "PAGED_CHUNK",
@@ -59,6 +62,7 @@ __all__ = [
     "gemm_configs",
     "gemm_grid",
     "gemm_smem_bytes",
+    "key_box_rows",
     "mqa_config",
     "mqa_division",
     "mqa_smem_bytes",

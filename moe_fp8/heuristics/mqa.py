@@ -48,6 +48,11 @@ def query_box_rows(config: MqaConfig, num_heads: int) -> int:
     return min(config.block_q * num_heads, MQA_PART_COLUMNS)
 
 
+def key_box_rows(page_size: int) -> int:
+    """Keys of one copy from a cache's page."""
+    return min(page_size, MQA_BLOCK_KV)
+
+
 def mqa_smem_bytes(config: MqaConfig, num_heads: int, head_dim: int) -> int:
     """Dynamic shared memory of the prefill and paged logits kernels, in bytes."""
     columns = config.block_q * num_heads

@@ -5,7 +5,7 @@
 //
 // The page size is no macro: its logarithm is a run-time shift, and costs nothing.
 //
-// Specialised by: HEAD_DIM, IN_DTYPE (0 bf16, 1 fp16, 2 fp32), POWER_OF_TWO.
+// Specialised by: HEAD_DIM, IN_DTYPE, POWER_OF_TWO.
 #pragma once
 
 #include "common/quantize.cuh"
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     int64_t slot = -1;
     if (row < p.num_rows) {
         slot = p.wide_slots ? static_cast<const int64_t*>(p.slot_mapping)[row] : static_cast<const int*>(p.slot_mapping)[row];
-        load_values<IN_DTYPE>(p.k, row * p.k_stride + within * kQuantizeValues, v);
+        load_values<static_cast<InDtype>(IN_DTYPE)>(p.k, row * p.k_stride + within * kQuantizeValues, v);
     }
     uint32_t packed[kQuantizeValues / 4];
     const float scale = quantize_group<kThreadsPerRow, POWER_OF_TWO != 0>(v, packed);

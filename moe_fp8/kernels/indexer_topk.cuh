@@ -13,7 +13,7 @@
 //
 // Loops whose time matters little say `unroll 1`: unrolled by four they took a fifth of the time to compile.
 //
-// Specialised by: IN_DTYPE (0 bf16, 2 fp32), CAPACITY (candidates of one CTA), MAX_K, CLUSTER_SIZE, NUM_THREADS.
+// Specialised by: IN_DTYPE (bf16 or fp32), CAPACITY (candidates of one CTA), MAX_K, CLUSTER_SIZE, NUM_THREADS.
 #pragma once
 
 #include "ptx/sync.cuh"

@@ -25,8 +25,10 @@ constexpr int kHeadDim = HEAD_DIM;
 constexpr int kPageSize = PAGE_SIZE;
 constexpr int kBlockQ = BLOCK_Q;
 constexpr int kStages = NUM_STAGES;
-constexpr int kBoxKeys = kPageSize < kBlockKv ? kPageSize : kBlockKv;  // copied at once
-constexpr int kBoxes = kBlockKv / kBoxKeys;                           // of a stage
+template <int kTokens>
+constexpr int kBoxKeysOf = kTokens < kBlockKv ? kTokens : kBlockKv;
+constexpr int kBoxKeys = kBoxKeysOf<kPageSize>;  // copied at once
+constexpr int kBoxes = kBlockKv / kBoxKeys;      // of a stage
 using Tile = QueryTile<kBlockQ, kHeads, kHeadDim, kStages, false>;
 using Shared = Tile::Shared;
 static_assert(sizeof(Shared) <= SMEM_BYTES - 1024 && SMEM_BYTES <= sizeof(Shared) + 3072, "see heuristics/mqa.py");

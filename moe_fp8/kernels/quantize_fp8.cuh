@@ -2,7 +2,7 @@
 // a GEMM's TMA reads them as they are. common/quantize.cuh has the formula. Sixteen threads share a group; a CTA takes 16
 // rows of one group.
 //
-// Specialised by: IN_DTYPE (0 bf16, 1 fp16, 2 fp32), POWER_OF_TWO.
+// Specialised by: IN_DTYPE, POWER_OF_TWO.
 #pragma once
 
 #include "common/quantize.cuh"
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) quantize_fp8(const __g
         const bool inside = row < p.m;
 
         float v[kQuantizeValues] = {};
-        if (inside) load_values<IN_DTYPE>(p.x, row * p.x_stride + column, v);
+        if (inside) load_values<static_cast<InDtype>(IN_DTYPE)>(p.x, row * p.x_stride + column, v);
         uint32_t packed[kQuantizeValues / 4];
         const float scale = quantize_group<kThreadsPerGroup, POWER_OF_TWO != 0>(v, packed);
         if (inside) {

@@ -124,8 +124,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
             float gates[2][kQuantizeValues], ups[2][kQuantizeValues];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                load_values<0>(p.x, gate + half * (kBlockK / 2), gates[half]);
-                load_values<0>(p.x, gate + p.k + half * (kBlockK / 2), ups[half]);
+                load_values<InDtype::kBf16>(p.x, gate + half * (kBlockK / 2), gates[half]);
+                load_values<InDtype::kBf16>(p.x, gate + p.k + half * (kBlockK / 2), ups[half]);
             }
 #pragma unroll
             for (int i = 0; i < kSiluValues; ++i) {

@@ -15,11 +15,21 @@ from moe_fp8.errors import CompileError
 from moe_fp8.jit.compiler import compile_kernel
 from moe_fp8.jit.key import kernel_key
 from moe_fp8.jit.sources import SourceTree, package_sources
-from moe_fp8.problems import PagedMqaMetadataProblem, QuantizeProblem
+from moe_fp8.problems import (
+    GemmProblem,
+    MqaLogitsProblem,
+    PagedMqaLogitsProblem,
+    PagedMqaMetadataProblem,
+    Problem,
+    QuantizeProblem,
+)
 from moe_fp8.specs import kernel_spec
 
 KERNELS = Path(moe_fp8.__file__).parent / "kernels"
-QUANTIZE = kernel_spec(QuantizeProblem(16, 256))
+QUANTIZE = QuantizeProblem(16, 256)
+GEMM = GemmProblem("dense", 64, 4096, 7168)
+MQA = MqaLogitsProblem(64, 8192, 64, 128)
+PAGED = PagedMqaLogitsProblem(1, 1, 64, 128, 64)
 
 
 def test_fields_lie_where_a_compiler_of_c_puts_them() -> None:
@@ -38,20 +48,31 @@ def test_every_kernel_has_its_struct() -> None:
 
 
 @pytest.mark.parametrize(
-    "file, old, new",
+    "problem, file, old, new",
     [
-        ("quantize_fp8.cuh", "    int m;\n    int k;\n", "    int64_t m;\n    int k;\n"),
-        ("quantize_fp8.cuh", "    float* scale;\n", "    float* scale;\n    float* more;\n"),
-        ("common/types.cuh", "kBlockK = 128", "kBlockK = 256"),
+        (QUANTIZE, "quantize_fp8.cuh", "    int m;\n    int k;\n", "    int64_t m;\n    int k;\n"),
+        (QUANTIZE, "quantize_fp8.cuh", "    float* scale;\n", "    float* scale;\n    float* more;\n"),
+        (QUANTIZE, "common/types.cuh", "kBlockK = 128", "kBlockK = 256"),
+        (QUANTIZE, "common/types.cuh", "kBf16 = 0, kFp16 = 1", "kBf16 = 1, kFp16 = 0"),
+        # This kernel's own tile is another one: each kernel checks all of them.
+        (GEMM, "gemm/shape.cuh", "kTokens < 64 ? kTokens : 64", "kTokens < 32 ? kTokens : 32"),
+        (GEMM, "gemm/shape.cuh", "kPiecesOf = kWeightRows == 256", "kPiecesOf = kWeightRows > 64"),
+        (GEMM, "gemm/shape.cuh", "? kWeightRows / 2 :", "? kWeightRows / 4 :"),
+        (GEMM, "gemm/shape.cuh", "kStoredTokens = 16", "kStoredTokens = 8"),
+        (GEMM, "mma/fragments.cuh", "kBoxRows = kBlockN % 64 == 0 ? 64 : 32", "kBoxRows = 32"),
+        (MQA, "mqa/tile.cuh", "kPasses = kColumns > 128 ? 2 : 1", "kPasses = kColumns > 64 ? 2 : 1"),
+        (PAGED, "paged_mqa_logits_fp8.cuh", "kTokens < kBlockKv ? kTokens : kBlockKv", "32"),
     ],
 )
-def test_device_code_that_differs_does_not_compile(tmp_path: Path, file: str, old: str, new: str) -> None:
+def test_device_code_that_differs_does_not_compile(
+    tmp_path: Path, problem: Problem, file: str, old: str, new: str
+) -> None:
     shutil.copytree(KERNELS, tmp_path / "kernels")
     changed = tmp_path / "kernels" / file
     assert old in changed.read_text()
     changed.write_text(changed.read_text().replace(old, new))
     with pytest.raises(CompileError, match=r"see params\.py"):
-        compile_kernel(QUANTIZE, sources=SourceTree(tmp_path / "kernels"))
+        compile_kernel(kernel_spec(problem), sources=SourceTree(tmp_path / "kernels"))
 
 
 def test_what_is_asserted_is_a_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

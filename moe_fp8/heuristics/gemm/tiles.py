@@ -1,6 +1,7 @@
 """The GEMM kernel's tiles: which there are, what they need, their text. Pure; standard library only.
 
-Shared-memory sizes computed here are restated by `static_assert` in the kernel.
+Shared-memory sizes computed here are restated by `static_assert` in the kernel, boxes of tensor maps by
+`params.py`.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class GemmConfig:
 
     @cached_property
     def divided(self) -> bool:
-        """Whether a last round of few tiles is taken in halves or quarters (kDivided of the kernel)."""
+        """Whether a last round of few tiles is taken in halves or quarters (kPieces)."""
         return self.block_n == 256
 
     @property

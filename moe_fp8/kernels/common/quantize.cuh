@@ -13,11 +13,11 @@ namespace moe_fp8 {
 constexpr int kQuantizeValues = 8;
 constexpr float kFp8Max = 448.0f;
 
-// Values from element `offset` of x on. kInDtype: 0 bf16, 1 fp16, 2 fp32, as in specs.py; 16-byte aligned.
-template <int kInDtype>
+// Values from element `offset` of x on; 16-byte aligned.
+template <InDtype kInDtype>
 DEVICE void load_values(const void* x, int64_t offset, float (&v)[kQuantizeValues]) {
-    static_assert(kInDtype >= 0 && kInDtype <= 2, "see specs.py");
-    if constexpr (kInDtype == 2) {
+    static_assert(kInDtype == InDtype::kBf16 || kInDtype == InDtype::kFp16 || kInDtype == InDtype::kFp32, "see specs.py");
+    if constexpr (kInDtype == InDtype::kFp32) {
         const float4* source = reinterpret_cast<const float4*>(static_cast<const float*>(x) + offset);
         const float4 a = source[0], b = source[1];
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
@@ -26,7 +26,7 @@ DEVICE void load_values(const void* x, int64_t offset, float (&v)[kQuantizeValue
         const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if constexpr (kInDtype == 0) {
+            if constexpr (kInDtype == InDtype::kBf16) {
                 v[2 * i] = __uint_as_float(words[i] << 16);
                 v[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
             } else {

@@ -16,6 +16,9 @@ struct alignas(64) TensorMap {
     uint64_t opaque[16];
 };
 
+// What IN_DTYPE says that a kernel reads.
+enum class InDtype { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
+
 constexpr int kWarp = 32;
 constexpr int kWarpgroup = 128;
 

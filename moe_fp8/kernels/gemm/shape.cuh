@@ -58,7 +58,9 @@ constexpr bool kBothPartials = kBlockN <= 192;
 static_assert(kBothPartials || Fragments::kColumnsOf<kWaves - 1> == Fragments::kColumns, "a single fragment is taken for the last");
 
 // The widest tiles come in halves and quarters, too.
-constexpr bool kPieces = kBlockN == 256;
+template <int kWeightRows>
+constexpr bool kPiecesOf = kWeightRows == 256;
+constexpr bool kPieces = kPiecesOf<kBlockN>;
 using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kPaired, kClusterK, kPieces>;
 constexpr int kTileReaders = 2 + kMathWarpgroups * 4;  // both producers and the math warps
 using Tiles = sched::TileRing<kTileReaders>;
@@ -67,8 +69,11 @@ using TileReader = sched::TileReader<kTileReaders>;
 using sched::Tile;
 
 // Rows that TMA copies at once. Of a tile only the boxes that hold some are copied: experts' last tiles have few tokens.
-constexpr int kTokenBox = kBlockM < 64 ? kBlockM : 64;
-constexpr int kWeightBox = kPieces ? kBlockN / 2 : kBlockN;
+template <int kTokens>
+constexpr int kTokenBoxOf = kTokens < 64 ? kTokens : 64;
+template <int kWeightRows>
+constexpr int kWeightBoxOf = kPiecesOf<kWeightRows> ? kWeightRows / 2 : kWeightRows;
+constexpr int kTokenBox = kTokenBoxOf<kBlockM>, kWeightBox = kWeightBoxOf<kBlockN>;
 
 // Whether outputs are staged for TMA, which stores so many tokens at once.
 constexpr bool kStaged = Fragments::kHasStaging && !OUT_FP32;

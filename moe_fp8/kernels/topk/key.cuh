@@ -5,8 +5,8 @@
 
 namespace moe_fp8::topk {
 
-static_assert(IN_DTYPE == 0 || IN_DTYPE == 2, "bf16 or fp32: see specs.py");
-constexpr bool kBf16 = IN_DTYPE == 0;
+constexpr bool kBf16 = static_cast<InDtype>(IN_DTYPE) == InDtype::kBf16;
+static_assert(kBf16 || static_cast<InDtype>(IN_DTYPE) == InDtype::kFp32, "see specs.py");
 
 template <bool>
 struct BitsOf {

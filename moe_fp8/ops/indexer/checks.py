@@ -21,10 +21,9 @@ from moe_fp8.ops.arguments import (
     refuse_layout,
     refuse_shape,
 )
+from moe_fp8.problems import INDEXER_HEADS, PAGE_SIZES
 
-BLOCK_SIZES = (32, 64, 128)
 HEAD_DIMS = (32, 64, 128)
-HEADS = (8, 16, 32, 64)
 MAX_NEXT_N = 8
 TOPK = "indexer_topk"
 
@@ -36,8 +35,8 @@ _INT32_MAX = 2**31 - 1
 
 def page_of(op: str, tokens: int) -> None:
     """A page may have this many tokens."""
-    if tokens not in BLOCK_SIZES:
-        raise UnsupportedError(f"{op}: block_size: expected one of {BLOCK_SIZES} tokens, got {tokens}")
+    if tokens not in PAGE_SIZES:
+        raise UnsupportedError(f"{op}: block_size: expected one of {PAGE_SIZES} tokens, got {tokens}")
 
 
 def cache_layout(op: str, kv_cache: Tensor, dim: int) -> None:
@@ -107,9 +106,9 @@ def logits_dtype(op: str, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _heads(op: str, q: Tensor) -> None:
-    if q.shape[-2] not in HEADS or q.shape[-1] not in HEAD_DIMS:
+    if q.shape[-2] not in INDEXER_HEADS or q.shape[-1] not in HEAD_DIMS:
         raise UnsupportedError(
-            f"{op}: q: expected heads in {HEADS} of dimension {HEAD_DIMS}, "
+            f"{op}: q: expected heads in {INDEXER_HEADS} of dimension {HEAD_DIMS}, "
             f"got shape {list(q.shape)}; pad heads with zero weights"
         )
 

@@ -142,7 +142,7 @@ def paged_mqa_logits(
     )
     block_q, box_q = chosen.config.block_q, heuristics.query_box_rows(chosen.config, heads)
     rows = batch * next_n
-    box = min(page_size, heuristics.MQA_BLOCK_KV)
+    box = heuristics.key_box_rows(page_size)
     cache = kv_cache.data_ptr()
     block = launch.new_block(PAGED_MQA_LOGITS)
     PAGED_MQA_LOGITS.pack_into(
