@@ -1,11 +1,11 @@
-// Index keys k [T, HEAD_DIM] -> FP8 e4m3 with one scale a row, into the pages of the indexer's cache. A page is
-// (1 << page_shift) rows of FP8 bytes, then as many fp32 scales. common/quantize.cuh has the formula. Row t goes to slot
-// slot_mapping[t] = page * page size + offset, and nowhere if that is negative or past the last page. HEAD_DIM / 8 threads
+// Quantizes index keys k [T, HEAD_DIM] to FP8 e4m3 with one scale a row, and writes them into the pages of the indexer's cache. A
+// page is (1 << page_shift) rows of FP8 bytes, then as many fp32 scales. common/quantize.cuh has the formula. Row t goes to slot
+// slot_mapping[t] = page * page size + offset, and nowhere if the slot is negative or past the last page. HEAD_DIM / 8 threads
 // share a row.
 //
 // The page size is no macro: its logarithm is a run-time shift, and costs nothing.
 //
-// Specialised by: HEAD_DIM, IN_DTYPE, POWER_OF_TWO.
+// The kernel is specialised by HEAD_DIM, IN_DTYPE and POWER_OF_TWO.
 #pragma once
 
 #include "common/quantize.cuh"

@@ -1,19 +1,19 @@
-// Columns of the k greatest logits of each row [M, N] among starts[i] <= j < ends[i], exactly: equal logits by the lower
-// column, NaN above +inf. A cluster works on one row.
+// Finds the columns of the k greatest logits of each row [M, N] among starts[i] <= j < ends[i]. The result is exact: of equal
+// logits the lower column ranks first, and NaN ranks above +inf. A cluster works on one row.
 //
-// A row is read about once. A sample of it gives a bound that a few more than k logits reach; these candidates are put
-// into shared memory, and all that follows looks at them alone. Where the bound was bad (too few reach it, or too many to
-// hold, as with many ties) the row is read again for each step of the search instead.
+// A row is read about once. A sample of the row gives a bound that a few more than k logits reach. These candidates are put into
+// shared memory, and all further steps look at the candidates alone. A bound may be bad: too few logits reach it, or too many to
+// hold, as with many ties. Then the row is read again for each step of the search instead.
 //
-// Candidates, histograms and counters are overwritten by the threads of the CTA that read them, each time after a barrier of the CTA
-// or, where other CTAs of the cluster read them, of the cluster. Nothing is handed back by an arrival, and nothing is copied there
-// asynchronously.
+// The threads of the CTA that read candidates, histograms and counters also overwrite them. They do so each time after a barrier:
+// of the CTA, or of the cluster if other CTAs of the cluster read them. Nothing is handed back by an arrival, and nothing is copied
+// there asynchronously.
 //
-// k, M, N, the order and whether values are stored are no macros: none of them touches the pass over the row.
+// k, M, N, the order and whether values are stored are no macros, since none of these touches the pass over the row.
 //
-// Loops whose time matters little say `unroll 1`: unrolled by four they took a fifth of the time to compile.
+// Loops whose time matters little say `unroll 1`: when the compiler unrolled them by four, they took a fifth of the compile time.
 //
-// Specialised by: IN_DTYPE (bf16 or fp32), CAPACITY (candidates of one CTA), MAX_K, CLUSTER_SIZE, NUM_THREADS.
+// The kernel is specialised by IN_DTYPE (bf16 or fp32), CAPACITY (candidates of one CTA), MAX_K, CLUSTER_SIZE and NUM_THREADS.
 #pragma once
 
 #include "ptx/sync.cuh"
@@ -26,12 +26,12 @@ struct IndexerTopkParams {
     const int* ends;    // [M], or null for N
     int* out;           // [M, k]
     void* values;       // [M, k], or null
-    const int* carried;  // [M, num_carried]: what the last columns are called, or null
+    const int* carried;  // [M, num_carried]: the numbers by which the last columns are called, or null
     int64_t stride;     // elements between rows of logits
     int num_columns;
     int k;
     int sorted;
-    int first_column;  // what column 0 is called
+    int first_column;  // the number by which column 0 is called
     int num_carried;
 };
 
@@ -39,7 +39,7 @@ namespace moe_fp8::topk {
 
 static_assert(MAX_K * 8 <= kCapacity * 8, "the chosen are sorted where the candidates were");
 
-// The threshold among all logits of the slice, read again for each step.
+// Searches the threshold among all logits of the slice, which are read again for each step.
 DEVICE Threshold search_whole(const State& state, const Slice& slice, int k, int level) {
     Interval in(kLowestKey, kLargestKey, kLargestKey);
     for (int rank = k;;) {
@@ -51,13 +51,13 @@ DEVICE Threshold search_whole(const State& state, const Slice& slice, int k, int
     }
 }
 
-// Looks for the threshold among few logits in shared memory: a sample of a long slice, narrowed down twice, gives the bound
-// for the list of candidates; a short one is listed whole. `count` of the list. (One loop over both, since what it calls is
-// compiled for every place that calls it.)
+// Searches the threshold among few logits in shared memory. A sample of a long slice, narrowed down twice, gives the bound for the
+// list of candidates. A short slice is listed whole. `count` gets the length of the list. (One loop does both, since the functions
+// that it calls are compiled for every place that calls them.)
 DEVICE Threshold search_listed(const State& state, const Slice& slice, int k, int& level, int& count) {
     Interval in(kLowestKey, kLargestKey, kLargestKey);
     int rank = k, narrowings = 0;
-    // Alike in all CTAs of the row, as is everything that decides whether a barrier comes next.
+    // This condition is alike in all CTAs of the row, as is everything that decides whether a barrier comes next.
     if (int64_t(slice.most_vectors) * kVector + slice.edges > kCapacity) {
         const int stride = sample_stride(slice);
         count = take_sample(state, slice, stride);
@@ -89,7 +89,7 @@ DEVICE Threshold search_listed(const State& state, const Slice& slice, int k, in
     }
 }
 
-// The k greatest of a range of more than k; `out` is the row's.
+// Chooses the k greatest of a range of more than k logits. `out` belongs to the row.
 DEVICE void select(const State& state, const Slice& slice, int k, int rank, int* out) {
     int level = 0, count = 0;
     Threshold threshold = search_listed(state, slice, k, level, count);

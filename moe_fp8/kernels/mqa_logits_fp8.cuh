@@ -1,12 +1,12 @@
 // Prefill indexer: logits[i,j] = k_scale[j] * sum_h relu(q[i,h] . k[j]) * weights[i,h] for ks[i] <= j < ke[i].
 //
-// Work items are (chunk of keys, BLOCK_Q query tokens), chunks slowest. Where there are not few, each CTA finds out how many
-// stages of keys all of them have and takes as many as the others, from wherever in an item its run begins to wherever it ends.
-// Of the first warpgroup, some warps stream the keys and some prepare the next query tile; math warpgroups take turns with the
-// stages, so that some multiply while others reduce.
+// A work item is (chunk of keys, BLOCK_Q query tokens), and chunks go slowest. If there are many items, each CTA finds out how many
+// stages of keys all items have. It takes as many stages as the other CTAs, from wherever in an item its run begins to wherever its
+// run ends. Some warps of the first warpgroup stream the keys, and some prepare the next query tile. The math warpgroups take turns
+// with the stages, so that some multiply while others reduce.
 //
-// Specialised by: NUM_HEADS, HEAD_DIM, BLOCK_Q, NUM_STAGES, TERMS (the linear part of ReLU is multiplied, `mma/score.cuh`),
-// COMPRESSED (row i of the output starts at ks[i]), FILL (write -inf outside a row's range), OUT_BF16.
+// The kernel is specialised by NUM_HEADS, HEAD_DIM, BLOCK_Q, NUM_STAGES, TERMS (the linear part of ReLU is multiplied, see
+// `mma/score.cuh`), COMPRESSED (row i of the output starts at ks[i]), FILL (it writes -inf outside a row's range) and OUT_BF16.
 #pragma once
 
 #include "common/logit.cuh"
@@ -56,7 +56,7 @@ struct MqaLogitsParams {
     int chunk_kv;  // keys of a work item, a multiple of kBlockKv
     int query_blocks;
     int num_items;  // query blocks x chunks of keys
-    int even;       // shares of the items' stages, whatever the items; else there is a CTA for each item
+    int even;       // CTAs take even shares of the items' stages; else there is a CTA for each item
 };
 
 namespace moe_fp8 {
@@ -74,7 +74,8 @@ struct Range {
     DEVICE bool empty() const { return begin >= end; }
 };
 
-// Of the tile of one work item, whose queries have keys from `begin` up to `end`: it starts at a multiple of 8, as TMA wants it.
+// The keys of one work item's tile, whose queries have keys from `begin` up to `end`. The tile starts at a multiple of 8, as TMA
+// needs it.
 struct TileKeys {
     int begin, end;
 
@@ -83,8 +84,8 @@ struct TileKeys {
     DEVICE int count() const { return max(end - begin, 0); }
 };
 
-// What an item costs beside its stages, in stages (H200: from one to the next 2,600 cycles with terms, 1,300 without; a stage
-// takes 670 and 770).
+// An item costs so many stages beside its own stages. (On an H200 the step to the next item takes 2,600 cycles with terms and 1,300
+// without; a stage takes 670 cycles with terms and 770 without.)
 constexpr int kItemCost = TERMS ? 4 : 1;
 
 DEVICE int item_units(const MqaLogitsParams& p, int index) {
@@ -100,8 +101,8 @@ DEVICE int item_units(const MqaLogitsParams& p, int index) {
     return stages > 0 ? stages + kItemCost : 0;
 }
 
-// Calls `each(first query, range of this lane's query, first key, end of the keys)` for this CTA's part of every item that it has
-// a part in; lanes from kBlockQ on have no query. All lanes of a warp call it.
+// Calls `each(first query, range of this lane's query, first key, end of the keys)` for every item in which this CTA has a part,
+// with the keys of that part. Lanes from kBlockQ on have no query. All lanes of a warp call it.
 template <typename Each>
 DEVICE void visit_items(const MqaLogitsParams& p, const sched::Share& share, Each each) {
     const int first = ptx::uniform(share.item), last = ptx::uniform(share.end_item);
@@ -118,8 +119,8 @@ DEVICE void visit_items(const MqaLogitsParams& p, const sched::Share& share, Eac
     }
 }
 
-// A CTA that has one item copies its first stages, and its queries, before it knows their ranges, as if these began with the
-// chunk; where they do not, these stages are copied again.
+// A CTA that has one item copies its first stages and its queries before it knows the ranges of the queries. It copies as if the
+// ranges began with the chunk. If they do not, these stages are copied again.
 DEVICE void copy_keys(const MqaLogitsParams& p, Shared& shared, int warp) {
     const auto copy = [&](ptx::Barrier* full, int slot, int key) {
         ptx::barrier_arrive_expect(full, kBlockKv * (kHeadDim + sizeof(float)));
@@ -162,7 +163,8 @@ DEVICE void prepare_queries(const MqaLogitsParams& p, Shared& shared, int warp) 
     tasks.end();
 }
 
-// -inf in the columns that lie outside a row's range; one warp a row at a time. The CTAs take turns with pieces of rows.
+// Writes -inf to the columns that lie outside a row's range. A warp takes one row at a time. The CTAs take turns with pieces of
+// rows.
 DEVICE void fill_outside(const MqaLogitsParams& p, int math_warp) {
     constexpr int kPiece = 4096;
     const int num_pieces = p.query_blocks * ceil_div(p.width, kPiece);

@@ -1,11 +1,10 @@
 // Decode indexer over a paged cache: for each request b and its token t, logits[b * next_n + t, j] = k_scale[j] *
 // sum_h relu(q[b,t,h] . k[j]) * weights[b * next_n + t, h] for every cached position j below the token's length.
 //
-// CTA s works through the (request, chunk of keys) pairs from metadata[s] to metadata[s+1]; the schedule divides keys
-// evenly, so that one long request spreads over all SMs. Requests of more than BLOCK_Q tokens take several passes.
+// CTA s works through the (request, chunk of keys) pairs from metadata[s] to metadata[s+1]. The schedule divides keys evenly, so
+// that one long request spreads over all SMs. Requests of more than BLOCK_Q tokens take several passes.
 //
-// Specialised by: NUM_HEADS, HEAD_DIM, PAGE_SIZE (tokens of a cache page), BLOCK_Q, NUM_STAGES, CHUNK_KV,
-// OUT_BF16.
+// The kernel is specialised by NUM_HEADS, HEAD_DIM, PAGE_SIZE (tokens of a cache page), BLOCK_Q, NUM_STAGES, CHUNK_KV and OUT_BF16.
 #pragma once
 
 #include "common/logit.cuh"
@@ -27,8 +26,8 @@ constexpr int kBlockQ = BLOCK_Q;
 constexpr int kStages = NUM_STAGES;
 template <int kTokens>
 constexpr int kBoxKeysOf = kTokens < kBlockKv ? kTokens : kBlockKv;
-constexpr int kBoxKeys = kBoxKeysOf<kPageSize>;  // copied at once
-constexpr int kBoxes = kBlockKv / kBoxKeys;      // of a stage
+constexpr int kBoxKeys = kBoxKeysOf<kPageSize>;  // keys that are copied at once
+constexpr int kBoxes = kBlockKv / kBoxKeys;      // boxes of a stage
 using Tile = QueryTile<kBlockQ, kHeads, kHeadDim, kStages, false>;
 using Shared = Tile::Shared;
 static_assert(sizeof(Shared) <= SMEM_BYTES - 1024 && SMEM_BYTES <= sizeof(Shared) + 3072, "see heuristics/mqa.py");
@@ -60,14 +59,15 @@ struct Item {
     int key_begin, key_end;
 };
 
-// Enumerates the items of this CTA; warps stay converged, since context lengths are read by the warp together.
+// Enumerates the items of this CTA. Warps stay converged, since a warp reads context lengths together.
 struct Walk {
     const PagedMqaLogitsParams& p;
     int request, chunk, last_request, last_chunk, context_len = 0, first_token = 0;
     bool loaded = false;
 
     DEVICE explicit Walk(const PagedMqaLogitsParams& params) : p(params) {
-        // A schedule that is none names requests and chunks that there are not: clamped, it reads and writes nothing out of bounds.
+        // A broken schedule may name requests and chunks that do not exist. It is clamped, so that the kernel reads and writes
+        // nothing out of bounds.
         const int2 begin = p.metadata[blockIdx.x], end = p.metadata[blockIdx.x + 1];
         const int most = ceil_div(p.width, CHUNK_KV);
         request = max(begin.x, 0), chunk = min(max(begin.y, 0), most);
@@ -92,7 +92,8 @@ struct Walk {
     }
 };
 
-// The numbers of a request's pages from `page` on, one a lane. Those behind its last one may be anything, and are not used.
+// Returns the numbers of a request's pages from `page` on, one number in each lane. The numbers behind the request's last page may
+// be anything, and are not used.
 DEVICE int lane_page(const PagedMqaLogitsParams& p, int request, int page) {
     page += lane_index();
     return request < p.batch && page < ceil_div(p.width, kPageSize) ? p.block_table[request * p.block_table_stride + page] : 0;
@@ -101,7 +102,8 @@ DEVICE int lane_page(const PagedMqaLogitsParams& p, int request, int page) {
 DEVICE void copy_keys(const PagedMqaLogitsParams& p, Shared& shared, int warp) {
     Stages<kStages, Tile::kKeyWarps> stages(warp);
     Walk walk(p);
-    // Page numbers are read a warp at a time, and a warp ahead; the first ones while the walk waits for the first length.
+    // Page numbers are read for a whole warp at a time, and that many ahead. The first numbers are read while the walk waits for
+    // the first length.
     const int request = walk.request;
     int window = walk.chunk * CHUNK_KV / kPageSize;
     int pages = lane_page(p, request, window), further = lane_page(p, request, window + kWarp);
@@ -122,7 +124,7 @@ DEVICE void copy_keys(const PagedMqaLogitsParams& p, Shared& shared, int warp) {
             int numbers[kBoxes];
 #pragma unroll
             for (int i = 0; i < kBoxes; ++i) numbers[i] = __shfl_sync(0xffffffffu, pages, page - window + i);
-            // No page past the last one in use is touched.
+            // No page past the last page in use is touched.
             const int count = min(kBoxes, ceil_div(item.key_end - key, kBoxKeys));
             if (ptx::elect_one()) {
                 ptx::Barrier* full = &shared.key_full[ring.slot];

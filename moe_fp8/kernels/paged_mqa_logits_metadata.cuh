@@ -1,6 +1,6 @@
-// Schedule of the paged logits kernel: worker s of `workers` takes the chunks from floor(s * total / workers) on, where
-// `total` counts the chunks of CHUNK_KV keys of all requests in order. Row s is (request, chunk within it); row
-// `workers` is (batch, 0). One CTA.
+// Schedule of the paged logits kernel: worker s of `workers` takes the chunks from floor(s * total / workers) on, where `total`
+// counts the chunks of CHUNK_KV keys of all requests in order. Row s is (request, chunk within the request), and row `workers` is
+// (batch, 0). One CTA makes the schedule.
 #pragma once
 
 #include "common/scan.cuh"
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     sum_before<kWarps>(mine, warp_sums, total);
     __syncthreads();
 
-    __shared__ int ends[NUM_THREADS];  // of this round's requests, in flattened chunks
+    __shared__ int ends[NUM_THREADS];  // ends of this round's requests, in chunks of all requests
     int before = 0;
     for (int base = 0; base < p.batch; base += NUM_THREADS) {
         uint32_t sum;

@@ -1,8 +1,8 @@
-// x [M, K] -> FP8 e4m3 with one scale for each 1 x 128 group, scales MN-major (element (m, g) at g * stride + m), so that
-// a GEMM's TMA reads them as they are. common/quantize.cuh has the formula. Sixteen threads share a group; a CTA takes 16
-// rows of one group.
+// Quantizes x [M, K] to FP8 e4m3 with one scale for each 1 x 128 group. The scales are MN-major (element (m, g) is at g * stride +
+// m), so that a GEMM's TMA reads them as they are. common/quantize.cuh has the formula. Sixteen threads share a group, and a CTA
+// takes 16 rows of one group.
 //
-// Specialised by: IN_DTYPE, POWER_OF_TWO.
+// The kernel is specialised by IN_DTYPE and POWER_OF_TWO.
 #pragma once
 
 #include "common/quantize.cuh"

@@ -1,19 +1,20 @@
-// x [.., 2k] bf16 -> SiLU(gate) * up -> FP8 e4m3 with one scale for each 1 x 128 group, scales MN-major. The gate is columns 0 to
-// k - 1 of a row, up the others. In fp32, with common/quantize.cuh's formula behind it:
+// Takes SiLU(gate) * up of x [.., 2k] bf16 and quantizes it to FP8 e4m3 with one scale for each 1 x 128 group. The scales are
+// MN-major. The gate is columns 0 to k - 1 of a row, and up is the other columns. These formulas are computed in fp32, and then
+// common/quantize.cuh's formula takes y:
 //
 //   gate = min(gate, limit);  up = clamp(up, -limit, limit);  y = gate / (1 + exp(-gate)) * up
 //
-// exp and the reciprocal are the hardware's. Their relative error is below 5e-6: it moves a scale by some units in the last place,
-// and a value by one rounding step at most. For gates below -87 the reciprocal is 0, and so is y.
+// exp and the reciprocal are the hardware's functions. Their relative error is below 5e-6. This error moves a scale by some units
+// in the last place, and a value by one rounding step at most. For gates below -87 the reciprocal is 0, and so y is 0.
 //
-// A tile is kRows rows of one group. Eight threads share a group of a row. Each takes values 8 i and 64 + 8 i on, so that each of
-// its four loads of 16 bytes, all in flight at once, is a part of a whole line; neighbours then exchange eight bytes for one
-// store of 16. The experts of the masked layout are walked as the GEMM walks them (sched/segments.cuh): a window of 32 at a
-// time, in which those without rows cost nothing.
+// A tile is kRows rows of one group. Eight threads share a group of a row. Thread i takes eight values from 8 i on and eight from
+// 64 + 8 i on, so that each of its four loads of 16 bytes is a part of a whole line, and all four are in flight at once. Neighbours
+// then exchange eight bytes, so that each thread makes one store of 16. The experts of the masked layout are walked as the GEMM
+// walks them (sched/segments.cuh): in windows of 32 experts, where experts without rows cost nothing.
 //
 // The clamp is no macro: without it `limit` is infinite.
 //
-// Specialised by: MASKED, POWER_OF_TWO.
+// The kernel is specialised by MASKED and POWER_OF_TWO.
 #pragma once
 
 #include "common/quantize.cuh"
@@ -42,7 +43,7 @@ constexpr int kThreadsPerGroup = kBlockK / kSiluValues;
 constexpr int kRows = NUM_THREADS / kThreadsPerGroup;
 static_assert(NUM_THREADS % kWarp == 0 && CLUSTER_SIZE == 1 && SMEM_BYTES == 0, "see specs.py");
 
-// Minimum that keeps NaN, so that a NaN shows in its group's scale.
+// This minimum keeps NaN, so that a NaN shows in its group's scale.
 DEVICE float min_nan(float a, float b) {
     float result;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
@@ -68,15 +69,15 @@ DEVICE float silu_mul(float gate, float up, float limit) {
     return gate * reciprocal_approx(1.0f + exp2_approx(-kLog2E * gate)) * up;
 }
 
-// What a tile covers.
+// The rows and the group that a tile covers.
 struct Rows {
     int expert = 0;
-    int first = 0;  // within the expert's buffer
-    int end = 0;    // behind the expert's last
+    int first = 0;  // first row within the expert's buffer
+    int end = 0;    // behind the expert's last row
     int group = 0;
 };
 
-// Walks the tiles of one CTA, whole warps at a time. Tiles are fewer than 2^31: each has 128 bytes of q or more.
+// Walks the tiles of one CTA, whole warps at a time. There are fewer than 2^31 tiles, since each tile has 128 bytes of q or more.
 class Walk {
    public:
     DEVICE explicit Walk(const SiluMulQuantizeParams& p)
@@ -136,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
         uint32_t packed[kSiluValues / 4];
         const float scale = quantize_group<kThreadsPerGroup, POWER_OF_TWO != 0>(v, packed);
 
-        // An even thread gets its neighbour's lower eight bytes and gives its upper ones.
+        // An even thread gets its neighbour's lower eight bytes and gives its own upper eight bytes.
         const bool odd = within % 2 != 0;
         const uint32_t x = __shfl_xor_sync(0xffffffffu, odd ? packed[0] : packed[2], 1);
         const uint32_t y = __shfl_xor_sync(0xffffffffu, odd ? packed[1] : packed[3], 1);

@@ -1,4 +1,4 @@
-// What logits are stored as: fp32 or, with OUT_BF16, bf16.
+// Logits are stored as fp32, or as bf16 with OUT_BF16.
 #pragma once
 
 #include "common/types.cuh"

@@ -1,19 +1,20 @@
-// Values -> FP8 e4m3 with one scale for each group of them, in the registers of the threads that share the group.
+// This file turns values into FP8 e4m3. Each group of values has one scale, and the threads that share the group hold it in
+// registers.
 //
 //   amax = max(max |x|, 1e-10);  scale = amax / 448;  q = fp8(clamp(x * (1 / scale), -448, 448)), round to nearest even
 //
-// in fp32 with IEEE division, so that every implementation of the formula agrees bit for bit.
+// This is computed in fp32 with IEEE division, so that every implementation of the formula agrees bit for bit.
 #pragma once
 
 #include "common/types.cuh"
 
 namespace moe_fp8 {
 
-// Values that one thread loads at once, in one or two loads of 16 bytes.
+// One thread loads so many values at once, in one or two loads of 16 bytes.
 constexpr int kQuantizeValues = 8;
 constexpr float kFp8Max = 448.0f;
 
-// Values from element `offset` of x on; 16-byte aligned.
+// Loads the values from element `offset` of x on. Their address is a multiple of 16 bytes.
 template <InDtype kInDtype>
 DEVICE void load_values(const void* x, int64_t offset, float (&v)[kQuantizeValues]) {
     static_assert(kInDtype == InDtype::kBf16 || kInDtype == InDtype::kFp16 || kInDtype == InDtype::kFp32, "see specs.py");
@@ -38,7 +39,7 @@ DEVICE void load_values(const void* x, int64_t offset, float (&v)[kQuantizeValue
     }
 }
 
-// Maximum that keeps NaN, so that a NaN in a group shows in its scale.
+// This maximum keeps NaN, so that a NaN in a group shows in the group's scale.
 DEVICE float max_nan(float a, float b) {
     float result;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
@@ -66,8 +67,8 @@ DEVICE void unpack_fp8(float (&v)[4], uint32_t packed) {
         : "r"(packed));
 }
 
-// Returns the scale of the group that kThreads neighbouring lanes hold, rounded up to a power of two if kPowerOfTwo, and the
-// FP8 bytes of this thread's kValues values in `q`. Every thread of the warp calls it.
+// Returns the scale of the group that kThreads neighbouring lanes hold, rounded up to a power of two if kPowerOfTwo. `q` gets the
+// FP8 bytes of this thread's kValues values. Every thread of the warp calls it.
 template <int kThreads, bool kPowerOfTwo, int kValues>
 DEVICE float quantize_group(const float (&v)[kValues], uint32_t (&q)[kValues / 4]) {
     static_assert(kValues % 4 == 0, "words of four bytes");
@@ -81,7 +82,7 @@ DEVICE float quantize_group(const float (&v)[kValues], uint32_t (&q)[kValues / 4
     }
     float scale = __fdiv_rn(amax, kFp8Max);
     if constexpr (kPowerOfTwo) {
-        // Round up: any mantissa bit carries into the exponent. Scales are normal numbers (amax >= 1e-10).
+        // The sum rounds up, since any mantissa bit carries into the exponent. Scales are normal numbers (amax >= 1e-10).
         if (amax < __int_as_float(0x7f800000)) {
             scale = __uint_as_float((__float_as_uint(scale) + 0x007fffffu) & 0x7f800000u);
         }

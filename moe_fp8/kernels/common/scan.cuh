@@ -5,8 +5,8 @@
 
 namespace moe_fp8 {
 
-// Sum over the threads before this one of a CTA of kWarps warps; `total` is that over all. Every thread calls it. `warp_sums` has
-// room for kWarps, and a CTA barrier stands between two calls with the same.
+// Returns the sum over the threads before this thread, in a CTA of kWarps warps. `total` gets the sum over all threads. Every
+// thread calls it. `warp_sums` has room for kWarps sums, and a CTA barrier stands between two calls with the same `warp_sums`.
 template <int kWarps>
 DEVICE uint32_t sum_before(uint32_t value, uint32_t* warp_sums, uint32_t& total) {
     static_assert(kWarps <= kWarp, "a lane for each warp");

@@ -16,7 +16,7 @@ struct alignas(64) TensorMap {
     uint64_t opaque[16];
 };
 
-// What IN_DTYPE says that a kernel reads.
+// The codes of IN_DTYPE, the type of the values that a kernel reads.
 enum class InDtype { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
 
 constexpr int kWarp = 32;
@@ -39,7 +39,7 @@ DEVICE constexpr T align_up(T a, T b) {
 }
 
 DEVICE int warp_index() {
-    // Broadcast, so that the compiler knows it to be uniform over the warp.
+    // The broadcast tells the compiler that the index is uniform over the warp.
     return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);
 }
 

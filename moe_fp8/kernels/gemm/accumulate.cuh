@@ -17,15 +17,17 @@ DEVICE void release_stage(Shared& shared, uint32_t stage, const Read&... read) {
     }
 }
 
-// The sum of what a warpgroup owns of one tile, over this CTA's range of K: `num_blocks` > 0 stages. A stage's scales are read before the
-// tensor core is given work: while it is busy they would wait for shared memory, and it then for them.
+// Sums the part of one tile that a warpgroup owns, over the tile's range of K: `num_blocks` > 0 stages. A stage's scales are read
+// before the tensor core gets work. While the tensor core is busy, the scales would wait for shared memory, and then the tensor
+// core would wait for the scales.
 class Accumulator {
    public:
     DEVICE Accumulator(Shared& shared, int warpgroup) : shared_(shared), warpgroup_(warpgroup) {
         if (kAlternate && warpgroup == 1) ring_.step();
     }
 
-    // `first_done` is called with the first of two fragments as soon as it is whole. A single one is the last of `sum`.
+    // `first_done` is called with the first of two fragments as soon as that fragment is whole. A single fragment is the last of
+    // `sum`.
     template <typename FirstDone>
     DEVICE void run(int num_blocks, mma::Owned owned, Fragments::Sum (&sum)[kWaves], FirstDone first_done) {
         owned_ = owned;
@@ -46,8 +48,8 @@ class Accumulator {
         }
     }
 
-    // Two fragments, but registers for one partial sum: one warpgroup promotes while the other multiplies. `begin` gives the tensor
-    // core the first product, and what then has `partial` and `scales` is left to `finish`.
+    // `begin` and `finish` are for two fragments with registers for only one partial sum: one warpgroup promotes while the other
+    // multiplies. `begin` gives the tensor core the first product. It leaves `partial` and `scales` to `finish`.
     DEVICE void begin(mma::Owned owned, Fragments::Sum& partial, Fragments::Scales& scales) {
         owned_ = owned;
         wait(ring_, scales);
@@ -81,7 +83,7 @@ class Accumulator {
         Fragments::promote<kLast>(sum[kLast], partial, scales);
     }
 
-    // Lets a tile pass of which this warpgroup owns nothing.
+    // Lets a tile pass in which this warpgroup owns nothing.
     DEVICE void skip(int num_blocks) {
         for (; num_blocks > 0; --num_blocks, ring_.step()) {
             ptx::barrier_wait(&shared_.full[ring_.slot], ring_.phase);
@@ -102,16 +104,17 @@ class Accumulator {
         }
     }
 
-    // One fragment. A block is promoted while the next is multiplied into the other of two partial sums. Its stage is handed back
-    // with the loads of the next one's scales still on their way, which are from another stage. Before that the warp looks whether
-    // the stage after the next has come: where it has, its products begin some 40 cycles sooner. (In a ring of few stages it has not.)
+    // This loop is for one fragment. A block is promoted while the next block is multiplied into the other of two partial sums. The
+    // block's stage is handed back while loads of the next block's scales are still on their way; they read another stage. Before
+    // that the warp looks whether the stage after the next has come. If it has, the products of that stage begin some 40 cycles
+    // sooner. (In a ring of few stages it has not.)
     DEVICE void run_block_by_block(int num_blocks, Sum& sum) {
         Sum partial[2];
         Scales scales[2];
         wait(ring_, scales[0]);
         multiply<0>(partial[0], ring_);
         broadcast(scales[0]);
-        bool come = false;  // the next stage
+        bool come = false;  // whether the next stage has come
         auto step = [&](int done, int next) {
             Ring ahead = ring_;
             step_ring(ahead);
@@ -141,8 +144,9 @@ class Accumulator {
         }
     }
 
-    // One fragment of a tile that could have two: its stages are few, so that each is handed back before the next is begun. Or one
-    // of three warpgroups, which promote while the others multiply and have no registers for a second partial sum.
+    // This loop is for one fragment in two cases. If a tile of the kernel can have two fragments, the ring has few stages, so each
+    // stage is handed back before the next block is begun. If there are three warpgroups, they have no registers for a second
+    // partial sum, and each promotes while the others multiply.
     DEVICE void run_one_by_one(int num_blocks, Sum& sum) {
         Sum partial;
         Scales scales;
@@ -171,7 +175,7 @@ class Accumulator {
         if constexpr (kAlternate) ring.step();
     }
 
-    // Two fragments with a partial sum each: one is promoted while the other is multiplied.
+    // This loop is for two fragments with a partial sum each: one fragment is promoted while the other is multiplied.
     DEVICE void run_side_by_side(int num_blocks, Sum (&sum)[kWaves]) {
         Sum first, last;
         Scales scales;
@@ -199,14 +203,15 @@ class Accumulator {
     DEVICE void load(const Ring& ring, Scales& scales) {
         scales.load(shared_.token_scales[ring.slot], shared_.weight_scales[ring.slot], owned_, kPaired || lane_index() == 0);
     }
-    // A warp's first lane hands its stages back, and so it alone reads the weights' scales that a lane of the producers
-    // stored. (All could: `__syncwarp` comes between. But where a warp is known to be converged that leaves no machine code,
-    // and racecheck reports a race. Asynchronous stores, as of pairs, it takes to be ordered by their barrier.)
+    // A warp's first lane hands the warp's stages back. So this lane alone reads the weights' scales, which a lane of the producers
+    // stored. (All lanes could read them, since `__syncwarp` comes between. But `__syncwarp` leaves no machine code if the compiler
+    // knows that the warp is converged, and then racecheck reports a race. Pairs store asynchronously, and racecheck takes such
+    // stores to be ordered by their barrier.)
     DEVICE static void broadcast(Scales& scales) {
         if constexpr (!kPaired) scales.broadcast();
     }
 
-    // The registers of a sum that fragment kWave has.
+    // Returns the registers of a sum that fragment kWave uses.
     template <int kWave>
     DEVICE static auto used(Sum& sum) -> float (&)[Fragments::kColumnsOf<kWave> / 2] {
         return reinterpret_cast<float(&)[Fragments::kColumnsOf<kWave> / 2]>(sum);
@@ -221,7 +226,7 @@ class Accumulator {
         ptx::Wgmma<Fragments::kColumnsOf<kWave>>::template start<kBlockK / 32>(used<kWave>(partial), a, b);
     }
 
-    // Waits for a product that `multiply` began, before the kPending last ones.
+    // Waits for a product that `multiply` began before the last kPending products.
     template <int kPending, int kWave = 0>
     DEVICE static void collect(Sum& partial) {
         ptx::wgmma_wait<kPending>();
@@ -230,7 +235,7 @@ class Accumulator {
 
     Shared& shared_;
     const int warpgroup_;
-    int next_ = 0;  // the warpgroup that takes the next block, where they alternate
+    int next_ = 0;  // the warpgroup that takes the next block, if the warpgroups alternate
     mma::Owned owned_;
     Ring ring_;
 };

@@ -1,4 +1,4 @@
-// From a math warpgroup's sum to memory: adding the parts of a tile, storing it.
+// This file takes a math warpgroup's sum to memory: it adds the parts of a tile and stores the tile.
 #pragma once
 
 #include "gemm/shape.cuh"
@@ -7,7 +7,8 @@
 
 namespace moe_fp8 {
 
-// The column groups [first, end) that warpgroup `warpgroup` of CTA `rank` adds up and stores, as part `part` of the sum, of kParts.
+// Warpgroup `warpgroup` of CTA `rank` adds up and stores the column groups [first, end). Its own sum is part `part` of kParts
+// parts.
 struct OwnGroups {
     int part = 0, first = 0, end = kColumnGroups;
 
@@ -21,9 +22,9 @@ struct OwnGroups {
 
 DEVICE ptx::Barrier* parts_free(Shared& shared, int warpgroup) { return &shared.parts_free[kAlternate ? 0 : warpgroup]; }
 
-// Adds the parts of the tile, in the order of their numbers: every warpgroup sends each other the groups that are the other's and
-// gets its own. What this does to the groups of others has no meaning. (No branch depends on whose a group is: where each has one
-// group the compiler would index `sum` by it, and put it in local memory.)
+// Adds the parts of the tile in the order of their numbers. Every warpgroup sends each other warpgroup the groups that the other
+// owns, and gets the groups that it owns itself. The groups of others have no meaning in `sum` afterwards. (No branch depends on
+// whose a group is. If each warpgroup owns one group, the compiler would index `sum` by that group and put `sum` in local memory.)
 DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const OwnGroups& groups, uint32_t phase) {
     const int thread = mma::warpgroup_thread();
     ptx::Barrier* free = parts_free(shared, warpgroup);
@@ -47,7 +48,7 @@ DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const 
     }
     if constexpr (kCluster == 1) ptx::barrier_arrive(&shared.parts_full[1 - warpgroup]);
     ptx::barrier_wait(&shared.parts_full[warpgroup], phase);
-    float read[kColumnGroups];  // of each group one word: the four are loaded at once
+    float read[kColumnGroups];  // one word of each group, whose four words are loaded at once
 #pragma unroll
     for (int j = 0; j < kColumnGroups; ++j) {
         const int to = j * kParts / kColumnGroups, slot = j - ceil_div(to * kColumnGroups, kParts);
@@ -69,8 +70,8 @@ DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const 
     }
 }
 
-// Takes this warp's tokens of a fragment of bf16 to memory by way of `staging`: by TMA if all of them are to be stored, else row by
-// row. `row` and `column` are the fragment's first.
+// Takes this warp's tokens of a bf16 fragment through `staging` to memory: by TMA if all of the tokens are to be stored, else row
+// by row. `row` and `column` are the fragment's first row and column.
 template <int kWave, typename Fragments>
 DEVICE void store_staged(const GemmParams& p, const typename Fragments::Sum& sum, uint8_t* staging, int row, int column,
                          const typename Fragments::Region& region) {
@@ -108,12 +109,12 @@ DEVICE void store_staged(const GemmParams& p, const typename Fragments::Sum& sum
     }
 }
 
-// Stores fragment kWave of this warpgroup's own of `tile`, or its own groups of it. It lies where fragment `wave` does: a single
-// fragment of a wide tile is taken for the last and lies where the first would.
+// Stores fragment kWave of this warpgroup's part of `tile`, or the column groups of it that the warpgroup owns. The fragment lies
+// where fragment `wave` does: a single fragment of a wide tile is taken for the last fragment, and lies where the first would.
 template <int kWave>
 DEVICE void store_fragment(const GemmParams& p, Shared& shared, const sched::TileRecord& tile, mma::Owned owned, int wave,
                            int warpgroup, const Fragments::Sum& sum) {
-    const OwnGroups groups(cluster_rank(), warpgroup);  // anew: not in registers over the main loop
+    const OwnGroups groups(cluster_rank(), warpgroup);  // worked out anew, so as to take no registers over the main loop
     const Fragments::Region region(tile.begin_row - owned.token, tile.end_row - owned.token, groups.first,
                                    min(groups.end, Fragments::kColumnsOf<kWave> / 8));
     const int row = tile.row + owned.token, column = tile.n + owned.weight + wave * Fragments::kColumns;

@@ -6,7 +6,7 @@
 
 namespace moe_fp8 {
 
-// Rows of a tile's tokens and weights that are copied.
+// These are the rows of a tile's tokens and weights that are copied.
 DEVICE int copied_tokens(const Tile& tile) {
     return kBlockM > kTokenBox ? max(align_up(tile.end_row, kTokenBox), kTokenBox) : kBlockM;
 }
@@ -16,20 +16,20 @@ DEVICE uint32_t stage_bytes(const Tile& tile) {
     return (copied_weights(tile) + copied_tokens(tile)) * kBlockK + kBlockM * sizeof(float);
 }
 
-// The CTAs of a pair take turns to copy what they have in common, each for both.
+// The CTAs of a pair take turns to copy the operand that they have in common. Each copies it for both.
 DEVICE bool others_turn(uint32_t rank, int block) { return (block & 1) != static_cast<int>(rank); }
 
-// Stages whose weights the walking warp copies: where it does not wait for the kernel before, while that ends. Where it does, or tokens
-// are many, more would only compete with the first tokens.
+// The walking warp copies the weights of so many stages. If it does not wait for the kernel before, it copies them while that
+// kernel ends. If it waits, or if tokens are many, more stages would only compete with the first tokens.
 constexpr int kAhead = kLayout == sched::Layout::kDense && kBlockM < 128 ? kStages : 2;
 DEVICE int stages_ahead(const Tile& tile) { return min(kAhead, tile.k_range.count()); }
 
-// Weights of tiles with many tokens are read again for other tokens; tokens are for other weights, so they stay in L2 longer. Where
-// experts have few, what they leave there would only be in the way of the next kernel.
+// The weights of tiles with many tokens are read again for other tokens. The tokens are read again for other weights, so they stay
+// in L2 longer. If experts have few tokens, the tokens that stay in L2 would only be in the way of the next kernel.
 constexpr bool kReadAgain = kBlockM >= 128;
 constexpr bool kKeepTokens = kReadAgain || kLayout == sched::Layout::kDense;
 
-// Copies a box into this CTA's stage or, where both CTAs of a pair have it in common, into both.
+// Copies a box into this CTA's stage, or into the stages of both CTAs of a pair if they have it in common.
 DEVICE void load(bool common, const TensorMap& map, ptx::Barrier& full, void* destination, int x, int y,
                  ptx::CacheHint hint) {
     if (common) {
@@ -39,7 +39,7 @@ DEVICE void load(bool common, const TensorMap& map, ptx::Barrier& full, void* de
     }
 }
 
-// Copy one stage's weights, or tokens and their scales.
+// These two copy one stage's weights, and one stage's tokens with their scales.
 DEVICE void load_weights(const GemmParams& p, Shared& shared, const Tile& tile, uint32_t rank, uint32_t stage, int block) {
     const bool common = kPaired && tile.common == sched::Common::kWeights;
     if (common && others_turn(rank, block)) return;
@@ -66,15 +66,16 @@ DEVICE void load_tokens(const GemmParams& p, Shared& shared, const Tile& tile, u
     load(common, p.a_scale, full, shared.token_scales[stage], tile.scale_row, scale_row, kHint);
 }
 
-// Where a cluster shares tiles along K, its CTAs must meet before they send parts: every warp comes here once. The walking and
-// the producing warp do when the first stages are on their way: not at their end, which math warps may be needed for.
+// If a cluster shares tiles along K, its CTAs must meet before they send parts, so every warp calls this once. The walking and the
+// producing warp call it when the first stages are on their way. They do not call it at their end, since they may need math warps
+// to get there.
 DEVICE void meet_parts() {
     if constexpr (kSplitK) __syncwarp(), ptx::cluster_wait();
 }
 
-// The walk also copies the first stages' weights, since it knows first which they are. Constant ones do not depend on the kernel
-// before, and where the tiles do not either, they are on their way while it ends. Neither do their scales, which another warp
-// reads for tiles that it gets from this one.
+// The walking warp also copies the first stages' weights, since it is the first to know which weights they are. Constant weights do
+// not depend on the kernel before. If the tiles do not depend on it either, the weights are on their way while that kernel ends.
+// The scales of constant weights do not depend on it either: another warp reads them, for tiles that it gets from the walking warp.
 DEVICE void walk_tiles(const GemmParams& p, Shared& shared) {
     if (kLayout != sched::Layout::kDense || !p.constant_weights) ptx::grid_dependency_wait();
     const uint32_t rank = cluster_rank();
@@ -99,8 +100,8 @@ DEVICE void walk_tiles(const GemmParams& p, Shared& shared) {
     writer.finish();
 }
 
-// The whole warp walks and waits, and one lane of it issues the copies. (Were it one lane that walks, the compiler would put a
-// loop over lanes around every copy, about 150 cycles each.)
+// The whole warp goes from stage to stage and waits, and one lane of it issues the copies. (If a single lane did all of this, the
+// compiler would put a loop over lanes around every copy, and each loop takes about 150 cycles.)
 DEVICE void produce(const GemmParams& p, Shared& shared) {
     const uint32_t rank = cluster_rank();
     TileReader reader = read_tiles(p, shared, rank);
@@ -131,14 +132,16 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
         }
     }
     if (!waited) ptx::grid_dependency_wait(), ptx::launch_dependents(), meet_parts();
-    // Until the other CTA of a pair has released all stages here: its arrivals must find this CTA's barriers.
+    // The warp waits until the other CTA of a pair has released all stages here, since the arrivals of that CTA must find this
+    // CTA's barriers.
     for (int i = 0; kPaired && i < kStages; ++i, ring.step()) {
         ptx::barrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
     }
 }
 
-// A second warp brings the weights' scales, a few floats a stage that TMA is too coarse for: each lane those of one stage, once
-// round, and reads ahead what it puts there the next time. Pairs store asynchronously (accumulate.cuh, `broadcast`, says why).
+// A second warp brings the weights' scales: a few floats a stage, for which TMA is too coarse. In each lap of the ring a lane
+// stores the scales of one stage, and it reads the scales for the next lap ahead. Pairs store asynchronously (`broadcast` in
+// accumulate.cuh says why).
 DEVICE void produce_scales(const GemmParams& p, Shared& shared) {
     static_assert(kStages <= kWarp, "a lane for each stage");
     TileReader reader = read_tiles(p, shared, cluster_rank());

@@ -1,4 +1,5 @@
-// What one GEMM kernel is specialised for, the shared memory that follows from it, and its parameters.
+// This file has the constants for which one GEMM kernel is specialised, the shared memory that follows from them, and the kernel's
+// parameters.
 #pragma once
 
 #include "common/types.cuh"
@@ -16,7 +17,7 @@ constexpr int kBlockM = BLOCK_M;
 constexpr int kBlockN = BLOCK_N;
 constexpr int kStages = NUM_STAGES;
 constexpr int kCluster = CLUSTER_SIZE;
-// A cluster is a pair of tiles with something in common, or one tile whose sum its CTAs share along K.
+// A cluster takes a pair of tiles with an operand in common, or one tile whose sum its CTAs share along K.
 constexpr bool kPaired = kCluster > 1 && !SPLIT_K;
 constexpr bool kSplitK = kCluster > 1 && SPLIT_K;
 constexpr int kClusterK = kSplitK ? kCluster : 1;
@@ -35,17 +36,18 @@ using Out = uint16_t;  // bf16
 #endif
 constexpr int kWaves = Fragments::kWaves;
 constexpr int kScaleRows = mma::kScaleRows<kBlockN>;
-constexpr int kWeightScales = kBlockN / kScaleRows;  // of a tile
+constexpr int kWeightScales = kBlockN / kScaleRows;  // scales of a tile's weights
 
-// One for each 64 tokens or, of 64, for each 64 weight rows; two for fewer tokens.
+// A tile of more than 64 tokens has a math warpgroup for each 64 tokens. A tile of 64 tokens has one for each 64 weight rows, and a
+// tile of fewer tokens has two.
 constexpr int kMathWarpgroups = kBlockM > 64 ? kBlockM / 64 : kBlockM == 64 ? kBlockN / 64 : 2;
 // Tiles of 64 weight rows and few tokens are one fragment: the warpgroups take alternate blocks of K.
 constexpr bool kAlternate = kBlockN == 64 && kBlockM <= 32;
-// A warpgroup tells a stage's laps by parity, so it must see them all: stages whose laps went to one and the other could be
-// taken for full a lap early, when copies land out of order.
+// A warpgroup tells a stage's laps by parity, so it must see all of them. If a stage's laps went to one warpgroup and then to the
+// other, the stage could be taken for full a lap early when copies land out of order.
 static_assert(!kAlternate || kStages % kMathWarpgroups == 0, "see heuristics/gemm/tiles.py");
 static_assert(!kAlternate || (kLayout == sched::Layout::kDense && !kPaired), "a tile without rows would be passed by both");
-// Parts in which a tile's sum comes about, and the columns of a fragment in groups of eight, which are dealt to them.
+// A tile's sum comes about in kParts parts. The columns of a fragment form groups of eight, which are dealt to the parts.
 constexpr int kParts = kClusterK * (kAlternate ? kMathWarpgroups : 1);
 constexpr int kColumnGroups = Fragments::kColumns / 8;
 constexpr int kMostGroups = ceil_div(kColumnGroups, kParts);
@@ -53,7 +55,8 @@ static_assert(kParts == 1 || kWaves == 1, "one fragment");
 static_assert(NUM_THREADS == kWarpgroup * (1 + kMathWarpgroups), "one producer warpgroup");
 static_assert(kMathWarpgroups <= 2 || (kMathWarpgroups == 3 && kWaves == 1), "registers: see gemm_fp8.cuh");
 
-// Whether there are registers for a partial sum of each fragment. Where there are not, a tile begins before the one before is stored.
+// This says whether there are registers for a partial sum of each fragment. If there are not, a tile begins before the tile before
+// it is stored.
 constexpr bool kBothPartials = kBlockN <= 192;
 static_assert(kBothPartials || Fragments::kColumnsOf<kWaves - 1> == Fragments::kColumns, "a single fragment is taken for the last");
 
@@ -68,22 +71,23 @@ using TileWriter = sched::TileWriter<kTileReaders>;
 using TileReader = sched::TileReader<kTileReaders>;
 using sched::Tile;
 
-// Rows that TMA copies at once. Of a tile only the boxes that hold some are copied: experts' last tiles have few tokens.
+// A box is the rows that TMA copies at once. Only those boxes of a tile are copied that hold rows of it, since experts' last tiles
+// have few tokens.
 template <int kTokens>
 constexpr int kTokenBoxOf = kTokens < 64 ? kTokens : 64;
 template <int kWeightRows>
 constexpr int kWeightBoxOf = kPiecesOf<kWeightRows> ? kWeightRows / 2 : kWeightRows;
 constexpr int kTokenBox = kTokenBoxOf<kBlockM>, kWeightBox = kWeightBoxOf<kBlockN>;
 
-// Whether outputs are staged for TMA, which stores so many tokens at once.
+// Outputs of some tiles are staged for TMA, which stores kStoredTokens tokens at once.
 constexpr bool kStaged = Fragments::kHasStaging && !OUT_FP32;
 constexpr int kStoredTokens = 16;
-// Fragments that are stored one soon after the other are staged side by side.
+// Two fragments are staged side by side if one is stored soon after the other.
 constexpr bool kStagedTogether = kBlockN == 192;
-// (A template, as `store_staged` is, since fragments without staging do not have its shape.)
+// (This is a template, as `store_staged` is, since fragments without staging do not have the constants that it names.)
 template <typename Fragments>
 DEVICE constexpr int staging_bytes() {
-    if constexpr (!Fragments::kHasStaging) return 1;  // an array must have some
+    if constexpr (!Fragments::kHasStaging) return 1;  // an array must have an element
     else return (kStagedTogether ? kBlockN / Fragments::kBoxRows : Fragments::kBoxes) * Fragments::kStagedBoxBytes;
 }
 
@@ -92,23 +96,24 @@ struct Shared {
     uint8_t tokens[kStages][kBlockM * kBlockK];
     uint8_t staging[kMathWarpgroups][staging_bytes<Fragments>()];
     alignas(128) float token_scales[kStages][align_up(kBlockM, 32)];
-    // For each warpgroup, from every other part of the sum, its own groups of it: [part][column group][thread].
+    // Each warpgroup gets here, from every other part of the sum, the groups that it owns: [part][column group][thread].
     alignas(16) float4 parts[kMathWarpgroups][kParts > 1 ? (kParts - 1) * kMostGroups * kWarpgroup : 1];
     float weight_scales[kStages][kWeightScales];
     Tiles tiles;
     ptx::Barrier parts_full[kMathWarpgroups];  // the others' parts have come
-    // All who get parts from this warpgroup have read them: the same one of every CTA (another may have no tokens, and so no
-    // parts) or, if they alternate, both, which share the first.
+    // All warpgroups that get parts from this warpgroup have read them. These are the warpgroups of the same number in every CTA,
+    // since any other may have no tokens, and so no parts. If warpgroups alternate, they are both warpgroups, which share the first
+    // barrier.
     ptx::Barrier parts_free[kMathWarpgroups];
     ptx::Barrier full[kStages];
     ptx::Barrier empty[kStages];
 
-    // One thread of each of so many warps makes some of the barriers. (One after another a barrier takes about 30 cycles; lanes of
-    // one warp take turns for it, and longer.)
+    // One thread of each of `num_warps` warps makes some of the barriers. (If one thread makes them one after another, a barrier
+    // takes about 30 cycles. Lanes of one warp take turns, and take longer.)
     DEVICE void init(int warp, int num_warps) {
         for (int stage = warp; stage < kStages; stage += num_warps) {
-            // Of weight scales and of operands: the warp that announces their bytes, some of which may have come by then. (That is the
-            // walking warp the first time, while the producer copies tokens.)
+            // One arrival is of the weights' scales. The other is of the warp that announces the bytes of the operands, and some
+            // bytes may have come by then. (The walking warp announces them the first time, while the producer copies tokens.)
             ptx::barrier_init(&full[stage], 2);
             ptx::barrier_init(&empty[stage], (kAlternate ? 1 : kMathWarpgroups) * 4 * (kPaired ? 2 : 1));
         }
@@ -123,7 +128,7 @@ struct Shared {
         }
     }
 };
-// gemm_smem_bytes of heuristics/gemm/tiles.py computes the same from its own constants, with 1 KiB for what is small.
+// gemm_smem_bytes of heuristics/gemm/tiles.py computes the same size from its own constants, with 1 KiB for the small members.
 static_assert(sizeof(Shared) <= SMEM_BYTES && SMEM_BYTES <= sizeof(Shared) + 1024, "see heuristics/gemm/tiles.py");
 
 }  // namespace moe_fp8
@@ -137,7 +142,7 @@ struct GemmParams {
     const float* b_scale;        // [experts, ceil(N/128), K/128]
     const int* index;            // m_indices, psum, offsets or masked_m; null if dense
     int64_t out_stride;          // elements between tokens
-    int m;                       // rows of a; if masked, of one expert's buffer
+    int m;                       // rows of a, or of one expert's buffer if masked
     int n;
     int k;
     int num_experts;
@@ -148,7 +153,7 @@ namespace moe_fp8 {
 
 DEVICE uint32_t cluster_rank() { return kCluster > 1 ? ptx::cluster_rank() : 0; }
 
-// A warp's own reader of the CTA's tiles.
+// Returns a warp's own reader of the CTA's tiles.
 DEVICE TileReader read_tiles(const GemmParams& p, Shared& shared, uint32_t rank) {
     return {shared.tiles, Walk::k_range(p.k / kBlockK, rank)};
 }

@@ -1,17 +1,17 @@
-// The two ways a GEMM tile of kBlockM tokens x kBlockN weight rows is laid over wgmma. wgmma's M is always 64, its N any
-// multiple of 8, so:
+// There are two ways to lay a GEMM tile of kBlockM tokens x kBlockN weight rows over wgmma. wgmma's M is always 64, and its N is
+// any multiple of 8, so:
 //
 //   WeightsOnM  few tokens: they are the columns, so that 8 tokens cost 8 columns and not 64 padded rows.
-//   TokensOnM   many tokens: a thread's rows are two tokens, so promotion needs two token scales and not one a column.
+//   TokensOnM   many tokens: a thread's rows are two tokens, so promotion needs two token scales, not a token scale for each column.
 //
-// Each math warpgroup owns some of the tile, in kWaves fragments: 64 x kColumns, the last perhaps of fewer (kColumnsOf).
-// (Beside a promotion one of 192 takes the tensor core as long as one of 256.) `promote` is the second level of accumulation:
-// the tensor core's sum over 128 of K enters the fp32 sum times both scales.
+// Each math warpgroup owns a part of the tile, in kWaves fragments of 64 x kColumns. The last fragment may have fewer columns
+// (kColumnsOf). (While a promotion runs, a fragment of 192 columns takes the tensor core as long as a fragment of 256.) `promote`
+// is the second level of accumulation: the tensor core's sum over 128 of K enters the fp32 sum times both scales.
 //
-// `store` writes one fragment to `out`, the element of its first token and the fragment's first weight row; of its weight rows
-// there are `columns`. Where there are many tokens bf16 goes by way of shared memory (kHasStaging): `stage` writes a warp's tokens of
-// one fragment to the warpgroup's staging, for each kBoxRows weight rows a box of kStagedTokens tokens x kBoxBytes, swizzled as TMA
-// expects it.
+// `store` writes one fragment to `out`, which points at the fragment's first token and first weight row. Only the first `columns`
+// of its weight rows exist. If tokens are many, bf16 goes through shared memory (kHasStaging): `stage` writes a warp's tokens of
+// one fragment to the warpgroup's staging. There each kBoxRows weight rows have a box of kStagedTokens tokens x kBoxBytes, swizzled
+// as TMA expects it.
 #pragma once
 
 #include "common/types.cuh"
@@ -20,11 +20,11 @@
 
 namespace moe_fp8::mma {
 
-// Weight rows that surely lie within one scale block: tiles begin at multiples of their own size.
+// So many weight rows surely lie within one scale block, since tiles begin at multiples of their own size.
 template <int kBlockN>
 constexpr int kScaleRows = kBlockN % 128 == 0 ? 128 : kBlockN % 64 == 0 ? 64 : 32;
 
-// Where `chunk` of 16 bytes lies among the kBytes of a staged token, which are swizzled over as many.
+// Returns where `chunk` of 16 bytes lies among the kBytes of a staged token. The swizzle is kBytes wide.
 template <int kBytes>
 DEVICE int staged_chunk(int token, int chunk) {
     static_assert(kBytes == 128 || kBytes == 64, "swizzles of TMA");
@@ -33,12 +33,12 @@ DEVICE int staged_chunk(int token, int chunk) {
 
 DEVICE int warpgroup_thread() { return static_cast<int>(threadIdx.x) % kWarpgroup; }
 
-// What a warpgroup owns of a tile: from this token and this weight row on, so many fragments.
+// A warpgroup owns so many fragments of a tile, from this token and this weight row on.
 struct Owned {
     int token, weight, fragments;
 };
 
-// What is stored of a fragment: tokens [begin, end) and weight rows [left, right).
+// Tokens [begin, end) and weight rows [left, right) of a fragment are stored.
 struct Stored {
     int begin, end, left, right;
 };
@@ -53,7 +53,7 @@ struct WeightsOnM {
     static_assert(kBlockM <= 32 && (kBlockN == 128 || kBlockN == 64), "64 weight rows for each warpgroup, or for both");
     using Sum = float[kColumns / 2];
 
-    // Of the column groups [first, end).
+    // The region of the column groups [first, end).
     struct Region : Stored {
         DEVICE Region(int begin, int end, int first_group, int end_group)
             : Stored{max(begin, first_group * 8), min(end, end_group * 8), 0, 64} {}
@@ -70,7 +70,7 @@ struct WeightsOnM {
         float2 tokens[kColumns / 8];
         float weight;
 
-        // The weights' scales only in lanes that `read_weights`; `broadcast` gives those of the first lane to all.
+        // Only lanes with `read_weights` load the weights' scales. `broadcast` gives the first lane's scales to all lanes.
         DEVICE void load(const float* token_scales, const float* weight_scales, Owned, bool read_weights) {
             const float2* source = reinterpret_cast<const float2*>(token_scales) + lane_index() % 4;
 #pragma unroll
@@ -94,7 +94,8 @@ struct WeightsOnM {
         }
     }
 
-    // Eight lanes write consecutive weight rows of a token: as fast as by way of shared memory for so few, and 300 cycles sooner.
+    // Eight lanes write consecutive weight rows of a token. For so few tokens this is as fast as going through shared memory, and
+    // 300 cycles sooner.
     template <typename Out>
     static DEVICE void store(const Sum& d, Out* out, int64_t stride, const Region& region, int columns) {
         if (columns <= 0) return;
@@ -110,12 +111,13 @@ struct WeightsOnM {
                 ptx::store_as(row + token * stride + 8, d[4 * j + 2 + odd]);
             }
         }
-        __syncwarp();  // or the compiler takes the warp to be diverged, and the main loop's addresses leave the uniform registers
+        __syncwarp();  // without it the compiler takes the warp to be diverged, and the main loop's addresses leave the uniform registers
     }
 };
 
-// In tiles of 64 tokens each warpgroup has 64 weight rows. Where the widest tiles have no more tokens, the warpgroups take the same
-// ones and each its own half of the weight rows; of half as many rows one of them rests.
+// In tiles of 64 tokens each warpgroup has 64 weight rows. If one of the widest tiles has no more than 64 tokens, the warpgroups
+// take the same tokens, and each takes its own half of the weight rows. If such a tile also has only half of the weight rows, one
+// warpgroup rests.
 template <int kBlockM, int kBlockN>
 struct TokensOnM {
     static constexpr int kColumns = kBlockM == 64 ? 64 : kBlockN < 128 ? kBlockN : 128;
@@ -132,13 +134,13 @@ struct TokensOnM {
     static_assert(kBlockM > 64 || kBlockN == 64 || kBlockN == 128, "or 64 weight rows");
     using Sum = float[kColumns / 2];
 
-    // Of the column groups [first, end).
+    // The region of the column groups [first, end).
     struct Region : Stored {
         DEVICE Region(int begin, int end, int first_group, int end_group)
             : Stored{begin, end, first_group * 8, end_group * 8} {}
     };
 
-    // Of a whole tile, and of one of so many tokens and weight rows.
+    // Both return the part that a warpgroup owns: `whole` of a whole tile, `owned` of a tile of so many tokens and weight rows.
     static DEVICE Owned whole(int warpgroup) {
         return kBlockM == 64 ? Owned{0, warpgroup * 64, 1} : Owned{warpgroup * 64, 0, kWaves};
     }
@@ -153,13 +155,13 @@ struct TokensOnM {
         return weights + owned.weight * kBlockK;
     }
 
-    // This thread's upper token within what is owned; its lower one is 8 further on.
+    // Returns this thread's upper token within the owned part. Its lower token is 8 further on.
     static DEVICE int upper_token() { return warpgroup_thread() / kWarp * 16 + lane_index() / 4; }
 
     struct Scales {
         float upper, lower, weights[kScales];
 
-        // As for the other shape.
+        // `WeightsOnM` says which lanes read the weights' scales.
         DEVICE void load(const float* token_scales, const float* weight_scales, Owned owned, bool read_weights) {
             const float* source = token_scales + owned.token + upper_token();
             upper = ptx::load_here(source), lower = ptx::load_here(source + 8);
@@ -192,10 +194,10 @@ struct TokensOnM {
     template <int kWave>
     static DEVICE void stage(const Sum& d, uint8_t* staging) {
         const int lane = ptx::fresh_lane();
-        // Matrix lane/8 of an x4 store: tokens from 8 * (lane/8 % 2), weight rows of group j + lane/16.
+        // Matrix lane/8 of an x4 store has the tokens from 8 * (lane/8 % 2) on, and the weight rows of group j + lane/16.
         const uint32_t row = ptx::shared_address(staging) + (warpgroup_thread() / kWarp * 16 + lane % 16) * kBoxBytes;
         const uint32_t chunk = staged_chunk<kBoxBytes>(lane, lane / 16);
-        constexpr int kGroups = kBoxRows / 8;  // of a box
+        constexpr int kGroups = kBoxRows / 8;  // column groups of a box
 #pragma unroll
         for (int j = 0; j < kColumnsOf<kWave> / 8; j += 2) {
             const float* group = &d[4 * j];
@@ -205,7 +207,7 @@ struct TokensOnM {
         }
     }
 
-    // Of fp32; of bf16 it is named but never called.
+    // It stores fp32. For bf16 it is named but never called.
     template <typename Out>
     static DEVICE void store(const Sum& d, Out* out, int64_t stride, const Region& region, int columns) {
         static_assert(sizeof(Out) == 4, "bf16 is staged");

@@ -1,9 +1,10 @@
 // MQA logits of one tile: score[key, token] = k_scale[key] * sum_h relu(k[key] . q[token, h]) * weight[token, h].
 // Keys take the M side of wgmma and (token, head) pairs its N side.
 //
-// Since 2 relu(x) = x + |x|, the sum over heads of w relu(q . k) is half of sum_h w |q . k|, one FFMA a score, and of
-// (sum_h w q) . k, one more query a token. FP8 holds that query as a sum of kTerms, each of what the ones before leave over:
-// scale * sum_t 16^-t term[t], exact to 2^-16 of each of its elements. The terms are columns behind those of the heads.
+// Since 2 relu(x) = x + |x|, the sum over heads of w relu(q . k) is half of two sums: sum_h w |q . k|, which takes one FFMA a
+// score, and (sum_h w q) . k, which takes one more query a token. FP8 holds that query as a sum of kTerms terms: scale * sum_t
+// 16^-t term[t]. Each term holds a part of the rest that the terms before it leave over, and the sum is exact to 2^-16 of each
+// element. The terms are columns behind the columns of the heads.
 #pragma once
 
 #include "common/types.cuh"
@@ -14,19 +15,20 @@ namespace moe_fp8::mma {
 
 constexpr int kTerms = 4;
 
-// Columns of the terms, if there are any: of each group of eight, 2t is term t of one token and 2t + 1 of the next, so that every
-// thread of four holds one term of both.
+// The columns of the terms, if there are any terms. In each group of eight, column 2t is term t of one token and column 2t + 1 is
+// term t of the next token, so that every thread of four holds one term of both tokens.
 template <int kTokens, bool kWithTerms>
 constexpr int kTermColumns = !kWithTerms ? 0 : kTokens > 1 ? kTokens / 2 * 8 : 8;
 
-// Column of a token's term behind the heads'.
+// Returns the column of a token's term, behind the columns of the heads.
 DEVICE int term_column(int token, int term) { return token / 2 * 8 + term * 2 + token % 2; }
 
-// Query tokens whose scores one thread holds after the reduction.
+// One thread holds the scores of so many query tokens after the reduction.
 template <int kTokens>
 constexpr int kTokensPerThread = kTokens > 1 ? kTokens / 2 : 1;
 
-// The token, within the tile, of a thread's first score and how far its next one is, and the key row within the warpgroup's 64.
+// These give the token, within the tile, of a thread's first score; how many tokens further on its next score is; and the key row
+// within the warpgroup's 64.
 template <int kTokens>
 DEVICE int score_token() {
     return kTokens > 1 ? ptx::fresh_lane() / 2 % 2 : 0;
@@ -37,13 +39,13 @@ DEVICE int score_key(int warp) {
     const uint32_t lane = ptx::fresh_lane();
     return static_cast<int>(warp % 4 * 16 + lane / 4 + lane % 2 * 8);
 }
-// With a single token two threads hold each score; one of them stores it.
+// With a single token two threads hold each score, and one of the two stores it.
 template <int kTokens>
 DEVICE bool score_owner() {
     return kTokens > 1 || lane_index() % 4 < 2;
 }
 
-// A thread's weights: those of its columns of every fragment. `weights` is [tokens x heads] in shared memory.
+// Loads a thread's weights: the weights of its columns of every fragment. `weights` is [tokens x heads] in shared memory.
 template <int kColumns>
 DEVICE void load_weights(float (&w)[kColumns / 4], const float* weights) {
     const float2* pairs = reinterpret_cast<const float2*>(weights) + lane_index() % 4;
@@ -62,15 +64,17 @@ DEVICE void score_mma(float (&d)[kColumns / 2], const void* keys, const void* qu
     ptx::wgmma_pin(d);
 }
 
-// ReLU, weights and the sum over half of the heads, of columns from `w` on; `term_scales` are those of this thread's terms. Of the
-// four threads that share two rows of the product, 8 keys apart, neighbours exchange, so that each has one row's sums.
+// Applies ReLU and the weights, and sums over half of the heads. `w` points at the weights of the product's first columns, and
+// `term_scales` at the scales of this thread's terms. Four threads share two rows of the product, 8 keys apart. Neighbours among
+// the four exchange sums, so that each thread has the sums of one row.
 template <int kTokens, int kHeads, bool kWithTerms>
 DEVICE void score_sum(float (&sums)[kTokens], const float (&d)[(kTokens * kHeads + kTermColumns<kTokens, kWithTerms>) / 2],
                       const float* w, const float* term_scales, float k_scale) {
     constexpr int kGroups = kHeads / 8;
     const bool low_row = lane_index() % 2;
     const float half_scale = 0.5f * k_scale;
-    // Twice the ReLU, or as much of it as the terms leave: an FADD, where fmaxf issues at half its rate, or nothing.
+    // This is twice the ReLU, or as much of it as the terms leave. It costs an FADD, while fmaxf would issue at half the rate of an
+    // FADD; with terms it costs nothing.
     const auto ramp = [](float x) { return kWithTerms ? fabsf(x) : x + fabsf(x); };
 #pragma unroll
     for (int token = 0; token < kTokens; ++token) {
@@ -93,7 +97,8 @@ DEVICE void score_sum(float (&sums)[kTokens], const float (&d)[(kTokens * kHeads
     }
 }
 
-// The sum over all heads. The two threads that share a row share its tokens too, so that the stores spread over all.
+// Completes the sum over all heads. The two threads that share a row share its tokens too, so that the stores spread over all
+// threads.
 template <int kTokens>
 DEVICE void score_exchange(float (&score)[kTokensPerThread<kTokens>], const float (&sums)[kTokens]) {
     const bool odd_token = ptx::fresh_lane() / 2 % 2;

@@ -1,4 +1,4 @@
-// Who does what in a block of the MQA-logits kernels.
+// This file says which warps do what in a block of the MQA-logits kernels.
 #pragma once
 
 #include "mqa/scores.cuh"
@@ -8,12 +8,12 @@
 
 namespace moe_fp8 {
 
-// Registers of a thread, of the first warpgroup and of the math warpgroups.
+// A thread of the first warpgroup and a thread of the math warpgroups have so many registers.
 constexpr int kCopyRegisters = 56, kMathRegisters = 152;
 static_assert(kWarpgroup * (kCopyRegisters + kMathWarpgroups * kMathRegisters) <= 65536, "the registers of an SM");
 
-// `plan(shared)` runs in all warps once the kernel before has ended. Then `copy_keys(shared, warp)` and
-// `prepare_queries(shared, warp)` run in the warps of the first warpgroup, the math warps score, after `begin_math(math_warp)`.
+// `plan(shared)` runs in all warps once the kernel before has ended. Then `copy_keys(shared, warp)` and `prepare_queries(shared,
+// warp)` run in the warps of the first warpgroup. The math warps call `begin_math(math_warp)` and then score.
 template <typename Tile, bool kCompressed, typename Shared, typename Params, typename Plan, typename CopyKeys,
           typename PrepareQueries, typename BeginMath>
 DEVICE void run_block(const Params& p, Plan plan, CopyKeys copy_keys, PrepareQueries prepare_queries, BeginMath begin_math) {

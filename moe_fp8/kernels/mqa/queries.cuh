@@ -1,5 +1,5 @@
-// What the warps do that prepare query tiles: tasks, queries and weights, and for each token the terms of sum_h weight[h] * q[h] as
-// FP8 rows behind those of the heads.
+// Some warps prepare query tiles: they post tasks, copy queries and weights, and write for each token the terms of sum_h weight[h]
+// * q[h] as FP8 rows behind the rows of the heads.
 #pragma once
 
 #include "common/quantize.cuh"
@@ -13,7 +13,8 @@
 
 namespace moe_fp8 {
 
-// What a row's number flips in the addresses of its bytes, in a K-major tile whose rows of kRowBytes are swizzled over as many.
+// Returns the bits that a row's number flips in the addresses of the row's bytes. The tile is K-major, and its rows of kRowBytes
+// are swizzled over kRowBytes.
 template <int kRowBytes>
 DEVICE constexpr int swizzle(int row) {
     return row % 8 / (128 / kRowBytes) * 16;
@@ -23,12 +24,12 @@ DEVICE constexpr int swizzle(int row) {
 template <typename Tile>
 DEVICE void write_terms(typename Tile::Shared& shared, int slot, int warp) {
     constexpr int kHeadDim = Tile::kHeadDim, kHeads = Tile::kHeads;
-    constexpr int kThreads = kHeadDim / 4;  // of a token
+    constexpr int kThreads = kHeadDim / 4;  // threads of a token
     constexpr int kAtOnce = Tile::kQueryWarps * kWarp / kThreads;
     const int thread = warp * kWarp + lane_index(), byte = thread % kThreads * 4;
 #pragma unroll 1
     for (int first = 0; first < Tile::kTokens; first += kAtOnce) {
-        // Those past the last token take part in the exchange.
+        // Threads past the last token take part in the exchange.
         const bool mine = first + thread / kThreads < Tile::kTokens;
         const int token = mine ? first + thread / kThreads : 0, within = token % Tile::kPassTokens;
         uint8_t* rows = &shared.queries[slot][token / Tile::kPassTokens * Tile::kPassBytes];
@@ -58,7 +59,7 @@ DEVICE void write_terms(typename Tile::Shared& shared, int slot, int warp) {
         for (int distance = 1; distance < kThreads; distance *= 2) {
             amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, distance));
         }
-        // A power of two that brings the largest element to between 128 and 256, of FP8's 448.
+        // This power of two brings the largest element to between 128 and 256, while FP8 goes up to 448.
         const int exponent = max(__float_as_int(amax) >> 23, 8);
         const float inverse = __int_as_float((261 - exponent) << 23);
 #pragma unroll
@@ -79,7 +80,7 @@ DEVICE void write_terms(typename Tile::Shared& shared, int slot, int warp) {
     ptx::fence_async_proxy();
 }
 
-// Hands tasks to the math warps, each once there is room for its tile; runs in the first query warp.
+// Hands tasks to the math warps, each task once there is room for its tile. The first query warp runs it.
 template <typename Tile, typename Params>
 class Tasks {
    public:
@@ -87,7 +88,7 @@ class Tasks {
 
     DEVICE Tasks(const Params& p, Shared& shared, ptx::CacheHint hint) : p_(p), shared_(shared), hint_(hint) {}
 
-    // Copies queries and weights of the tokens from `row` on; `post` follows, or `end`. Once more before that, of the same row, it
+    // Copies queries and weights of the tokens from `row` on. `post` or `end` follows. A second call for the same row before `post`
     // does nothing.
     DEVICE void copy(int row) {
         if (copied_) return;
@@ -106,8 +107,8 @@ class Tasks {
         __syncwarp();
     }
 
-    // Keys [key_begin, key_end) for those tokens, of which lane t < kTokens gives the t-th one's range, empty if there is no such
-    // token.
+    // Posts the keys [key_begin, key_end) for the tokens of the last copy. Lane t < kTokens gives the range of the t-th token,
+    // which is empty if there is no such token.
     DEVICE void post(int row, int key_begin, int key_end, int lane_begin, int lane_end) {
         typename Tile::Task& task = shared_.tasks[ring_.slot];
         const bool token = lane_index() < Tile::kTokens;
@@ -133,7 +134,7 @@ class Tasks {
         ptx::barrier_wait(&shared_.query_empty[ring_.slot], ring_.phase ^ 1);
         if (lane_index() == 0) {
             shared_.tasks[ring_.slot].num_stages = 0;
-            if (!copied_) ptx::barrier_arrive(&shared_.query_full[ring_.slot]);  // in place of who copies
+            if (!copied_) ptx::barrier_arrive(&shared_.query_full[ring_.slot]);  // in place of the lane that announces copies
         }
         ptx::barrier_arrive(&shared_.query_full[ring_.slot]);
     }
@@ -146,7 +147,7 @@ class Tasks {
     sched::RingCursor<2> ring_;
 };
 
-// The other query warps' part in the terms.
+// The other query warps do this part of the work on terms.
 template <typename Tile>
 DEVICE void help_with_terms(typename Tile::Shared& shared, int warp) {
     if (!Tile::kWithTerms) return;

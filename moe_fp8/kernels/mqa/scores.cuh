@@ -1,4 +1,4 @@
-// What a math warpgroup does: its stages of every task, from products to stored logits.
+// A math warpgroup works on its stages of every task, from products to stored logits.
 #pragma once
 
 #include "common/logit.cuh"
@@ -11,7 +11,7 @@
 
 namespace moe_fp8 {
 
-// Row i of `logits` is token i's. Compressed rows start at the token's first key.
+// Row i of `logits` belongs to token i. Compressed rows start at the token's first key.
 template <typename Tile, bool kCompressed>
 DEVICE void score_tasks(typename Tile::Shared& shared, Logit* logits, int64_t stride, int math_warp) {
     Stages<Tile::kStages, kMathWarpgroups> stages(math_warp / 4);
@@ -26,15 +26,15 @@ DEVICE void score_tasks(typename Tile::Shared& shared, Logit* logits, int64_t st
         if (Tile::kWithTerms) ptx::barrier_wait(&shared.terms_full[queries.slot], queries.phase);
         const float* term_scales = shared.term_scales[queries.slot][0];
         Logit* row = logits + (task.row + Tile::token(0)) * stride + (kCompressed ? 0 : task.first_key);
-        asm volatile("" : "+l"(row));  // else it is worked out anew for each store
+        asm volatile("" : "+l"(row));  // otherwise the compiler works it out anew for each store
 
         float weights[Tile::kColumns / 4], sums[Tile::kPassTokens] = {};
-        // Exchanges and stores what has been summed in a pass; beside the next product, whose result takes no registers till then.
+        // Exchanges and stores the sums of a pass. It runs beside the next product, whose result takes no registers until then.
         const auto finish = [&](int pass, int number) {
             const int first = number * kBlockKv, key = first + mma::score_key(math_warp);
             float scores[Tile::kPassScores];
             mma::score_exchange<Tile::kPassTokens>(scores, sums);
-            const bool inside = all_begin <= first && first + kBlockKv <= all_end;  // of every token's range
+            const bool inside = all_begin <= first && first + kBlockKv <= all_end;  // whether the stage lies inside every token's range
 #pragma unroll
             for (int k = 0; k < Tile::kPassScores; ++k) {
                 const int i = pass * Tile::kPassScores + k, token = Tile::token(i);

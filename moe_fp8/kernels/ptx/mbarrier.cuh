@@ -9,7 +9,7 @@ namespace moe_fp8::ptx {
 
 using Barrier = uint64_t;
 
-// Not ordered against other threads: follow with fence_barrier_init and a CTA (or cluster) barrier.
+// The init is not ordered against other threads: fence_barrier_init and a CTA (or cluster) barrier must follow.
 DEVICE void barrier_init(Barrier* barrier, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
@@ -17,13 +17,14 @@ DEVICE void barrier_init(Barrier* barrier, uint32_t arrivals) {
 // Makes preceding inits visible to the async proxy and to the cluster.
 DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// One arrival with release semantics at CTA scope.
+// This is one arrival with release semantics at CTA scope.
 DEVICE void barrier_arrive(Barrier* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// One arrival on the same barrier of CTA `rank` of the cluster. It releases at CTA scope only: enough to hand back memory
-// that was read, not to publish data. (Release at cluster scope costs a fence: 282 us and not 195 for m4096 n4096 k7168, H200.)
+// This is one arrival on the same barrier of CTA `rank` of the cluster. It releases at CTA scope only. That scope is enough to hand
+// back memory that was read, but not to publish data. (Release at cluster scope costs a fence: 282 us and not 195 for m4096 n4096
+// k7168, H200.)
 DEVICE void barrier_arrive_cluster(Barrier* barrier, uint32_t rank) {
     asm volatile(
         "{\n"
@@ -35,15 +36,15 @@ DEVICE void barrier_arrive_cluster(Barrier* barrier, uint32_t rank) {
         : "memory");
 }
 
-// One arrival, and `bytes` more to come from asynchronous copies before the phase may complete.
+// This is one arrival. `bytes` more must come from asynchronous copies before the phase may complete.
 DEVICE void barrier_arrive_expect(Barrier* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
 }
 
-// Blocks until the phase of the given parity has completed; acquire at CTA scope. That also covers bulk copies, from
-// whichever CTA they were issued; and a peer's arrival that says "I have read this stage" orders no data of ours. (Acquire
-// at cluster scope would invalidate L1 at every wait: 240 us and not 224 for 32 experts of 4 rows, H200.)
+// Blocks until the phase of the given parity has completed, and acquires at CTA scope. This scope also covers bulk copies, from
+// whichever CTA they were issued; and a peer's arrival that says "I have read this stage" orders no data of ours. (Acquire at
+// cluster scope would invalidate L1 at every wait: 240 us and not 224 for 32 experts of 4 rows, H200.)
 DEVICE void barrier_wait(Barrier* barrier, uint32_t parity) {
     asm volatile(
         "{\n"
@@ -58,7 +59,7 @@ DEVICE void barrier_wait(Barrier* barrier, uint32_t parity) {
         : "memory");
 }
 
-// True if the phase has completed, and then it acquires as barrier_wait does. Does not wait.
+// Returns true if the phase has completed, and then it acquires as barrier_wait does. It does not wait.
 DEVICE bool barrier_done(Barrier* barrier, uint32_t parity) {
     uint32_t done;
     asm volatile(
@@ -72,7 +73,7 @@ DEVICE bool barrier_done(Barrier* barrier, uint32_t parity) {
     return done != 0;
 }
 
-// Waits for a limited time; true if the phase has completed, and then it acquires as barrier_wait does.
+// Waits for a limited time. It returns true if the phase has completed, and then it acquires as barrier_wait does.
 DEVICE bool barrier_passed(Barrier* barrier, uint32_t parity) {
     uint32_t passed;
     asm volatile(

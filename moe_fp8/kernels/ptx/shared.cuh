@@ -5,18 +5,18 @@
 
 namespace moe_fp8::ptx {
 
-// 32-bit address in the shared window of this CTA.
+// Returns the 32-bit address in the shared window of this CTA.
 DEVICE uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// The pointer of such an address.
+// Returns the pointer of such an address.
 template <typename T>
 DEVICE T* shared_pointer(uint32_t address) {
     return static_cast<T*>(__cvta_shared_to_generic(address));
 }
 
-// Where it stands: the compiler neither moves it down to its use nor merges it with another.
+// Loads where the call stands: the compiler neither moves this load down to its use nor merges it with another load.
 DEVICE float load_here(const float* pointer) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared_address(pointer)) : "memory");
@@ -38,7 +38,8 @@ DEVICE uint32_t load_shared(uint32_t address) {
     return value;
 }
 
-// From the same offset in CTA `rank` of the cluster. Ordered by cluster_sync only; no CTA may end before it was read.
+// Loads from the same offset in CTA `rank` of the cluster. Only cluster_sync orders such loads, and no CTA may end before others
+// have read its memory.
 DEVICE uint32_t load_cluster(const uint32_t* pointer, uint32_t rank) {
     uint32_t value;
     asm volatile(
@@ -65,7 +66,7 @@ DEVICE uint2 load_cluster(const uint2* pointer, uint32_t rank) {
     return value;
 }
 
-// If `on`, sixteen bytes.
+// Stores sixteen bytes if `on`.
 DEVICE void store_if(bool on, float4* pointer, const float4& value) {
     asm volatile(
         "{\n"
@@ -77,8 +78,8 @@ DEVICE void store_if(bool on, float4* pointer, const float4& value) {
         : "memory");
 }
 
-// If `on`, sixteen bytes to the same offset in CTA `rank` of the cluster (or this one), and as many transaction bytes to the
-// same barrier there. Whoever waits for that barrier's phase sees them.
+// If `on`, stores sixteen bytes to the same offset in CTA `rank` of the cluster (it may be this CTA), and as many transaction bytes
+// to the same barrier there. A thread that waits for that barrier's phase sees the bytes.
 DEVICE void store_cluster_async(bool on, const float4* pointer, const float4& value, const uint64_t* barrier,
                                 uint32_t rank) {
     asm volatile(
@@ -94,7 +95,7 @@ DEVICE void store_cluster_async(bool on, const float4* pointer, const float4& va
         : "memory");
 }
 
-// Four bytes to shared memory of this CTA, which is one of a cluster, and as many transaction bytes to a barrier there.
+// Stores four bytes to shared memory of this CTA, which is part of a cluster, and as many transaction bytes to a barrier there.
 DEVICE void store_async(float* pointer, float value, uint64_t* barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
                      shared_address(pointer)),
@@ -102,8 +103,8 @@ DEVICE void store_async(float* pointer, float value, uint64_t* barrier) {
                  : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements; lane 8*i+r gives the address of row r of matrix i. Visible to other threads after
-// a barrier among them.
+// Stores four 8x8 matrices of 16-bit elements. Lane 8*i+r gives the address of row r of matrix i. Other threads see the matrices
+// after a barrier among the threads.
 DEVICE void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
                  "r"(r2), "r"(r3)
@@ -117,7 +118,7 @@ DEVICE void store_as(uint16_t* element, float value) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(*element) : "f"(value));
 }
 
-// Two floats to packed bf16, round to nearest even; `low` lands in the low half.
+// Packs two floats as bf16, rounded to nearest even. `low` lands in the low half.
 DEVICE uint32_t pack_bf16(float low, float high) {
     uint32_t packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));

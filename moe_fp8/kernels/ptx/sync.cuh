@@ -23,45 +23,45 @@ DEVICE uint32_t cluster_rank() {
     return rank;
 }
 
-// Programmatic dependent launch: waits until the kernel before has ended and its writes are visible to this grid.
+// Waits until the kernel before has ended and its writes are visible to this grid (programmatic dependent launch).
 DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Lets the next kernel of the stream begin as SMs fall free, once a thread of every block has said so. After
-// grid_dependency_wait, so that whatever a kernel does ahead of its wait comes after all kernels but the one before.
+// Lets the next kernel of the stream begin as SMs fall free, once a thread of every block has called this. It is called after
+// grid_dependency_wait, so that whatever a kernel does ahead of its wait comes after all kernels except the kernel before.
 DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Every thread of the cluster arrives, and waits before it arrives again. Orders no memory accesses (that costs a fence at GPU
-// scope): for barriers that fence_barrier_init has published, and for the end, when all copies and arrivals have been waited
-// for.
+// Every thread of the cluster arrives, and waits before it arrives again. This orders no memory accesses, since ordering costs a
+// fence at GPU scope. It serves for barriers that fence_barrier_init has published, and for the end, when all copies and arrivals
+// have been waited for.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
-// Barrier of all threads of the cluster, which every warp executes converged. What a thread has stored before, in shared memory
-// of any of the CTAs or in global memory, every thread of the cluster loads after.
+// This is a barrier of all threads of the cluster, and every warp executes it converged. A thread may store before it, in shared
+// memory of any of the CTAs or in global memory, and every thread of the cluster may load the stored values after it.
 DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Read anew at each call: what is derived from it is not kept in registers from call to call.
+// The lane is read anew at each call, so that values derived from it are not kept in registers from call to call.
 DEVICE uint32_t fresh_lane() {
     uint32_t lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
 }
 
-// A value that all lanes have, as one in a uniform register. Every lane calls it.
+// Returns a value that all lanes have, in a uniform register. Every lane calls it.
 DEVICE int uniform(int value) { return static_cast<int>(__reduce_or_sync(0xffffffffu, static_cast<uint32_t>(value))); }
 
-// Zero, since grids have one dimension here; the compiler does not know that.
+// Returns zero, since grids have one dimension here. The compiler does not know this.
 DEVICE uint32_t unknown_zero() {
     uint32_t size;
     asm("mov.u32 %0, %%nctaid.z;" : "=r"(size));
     return size - 1;
 }
 
-// One lane of a converged warp. Copies that it issues get their operands from uniform registers. Not for what a lane keeps from
-// call to call, since the compiler may repeat the election where fewer lanes are left.
+// Elects one lane of a converged warp. Copies that this lane issues get their operands from uniform registers. It is not for values
+// that a lane keeps from call to call, since the compiler may repeat the election where fewer lanes are left.
 DEVICE bool elect_one() {
     uint32_t elected;
     asm volatile(

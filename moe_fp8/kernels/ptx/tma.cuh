@@ -1,5 +1,5 @@
-// Bulk tensor copies (TMA) from global to shared memory. Each completes by counting its bytes on `barrier`;
-// a reader waits on that barrier and needs no further fence. One thread issues.
+// Bulk tensor copies (TMA) between global and shared memory. Each load completes by counting its bytes on `barrier`. A reader waits
+// on that barrier and needs no further fence. One thread issues a copy.
 #pragma once
 
 #include "common/types.cuh"
@@ -26,7 +26,7 @@ DEVICE void tma_load_2d(const TensorMap* map, Barrier* barrier, void* destinatio
         : "memory");
 }
 
-// To the same offset in every CTA of `mask`; bytes are counted on the barrier at the same offset in each.
+// Loads to the same offset in every CTA of `mask`. Each of these CTAs counts the bytes on its barrier at the same offset.
 DEVICE void tma_load_2d_multicast(const TensorMap* map, Barrier* barrier, void* destination, int x, int y,
                                   uint16_t mask, CacheHint hint) {
     asm volatile(
@@ -45,7 +45,7 @@ DEVICE void tma_load_3d(const TensorMap* map, Barrier* barrier, void* destinatio
         : "memory");
 }
 
-// A box from shared to global memory, in this thread's current bulk group; x runs along the innermost dimension.
+// Stores a box from shared to global memory, in this thread's current bulk group. x runs along the innermost dimension.
 DEVICE void tma_store_2d(const TensorMap* map, const void* source, int x, int y) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                  "r"(shared_address(source)), "r"(x), "r"(y)
@@ -55,7 +55,7 @@ DEVICE void tma_store_2d(const TensorMap* map, const void* source, int x, int y)
 // Closes this thread's bulk group.
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until every bulk group of this thread has read its sources.
+// Waits until every bulk group of this thread has read its sources.
 DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Orders this thread's accesses of shared memory before later bulk copies and wgmma that read it.

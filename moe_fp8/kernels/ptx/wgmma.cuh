@@ -1,8 +1,8 @@
 // wgmma: D[64,N] (+)= A[64,32] @ B[N,32]^T, FP8 e4m3 operands in shared memory (both K-major), fp32 accumulators
 // in the registers of a warpgroup.
 //
-// Thread t of the warpgroup holds, for j < N/8: d[4j], d[4j+1] = row t/32*16 + t%32/4, columns 8j + t%4*2 and the
-// next; d[4j+2], d[4j+3] = the row 8 below.
+// Thread t of the warpgroup holds, for j < N/8: d[4j], d[4j+1] = row t/32*16 + t%32/4, columns 8j + t%4*2 and the next column;
+// d[4j+2], d[4j+3] = the row 8 below.
 #pragma once
 
 #include "common/types.cuh"
@@ -10,7 +10,7 @@
 
 namespace moe_fp8::ptx {
 
-// Waits until at most `kPending` groups are in flight; accumulators of completed groups may be read.
+// Waits until at most `kPending` groups are in flight. Accumulators of completed groups may then be read.
 template <int kPending>
 DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -23,9 +23,9 @@ DEVICE void wgmma_pin(float (&d)[kCount]) {
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Descriptor of a K-major tile whose rows are `kRowBytes` (32, 64 or 128) long and swizzled over that many bytes.
-// Eight rows form one swizzle atom, so the stride between groups of eight rows is 8 * kRowBytes. The tile
-// starts at a multiple of 8 * kRowBytes.
+// Returns the descriptor of a K-major tile whose rows are `kRowBytes` (32, 64 or 128) long and swizzled over that many bytes. Eight
+// rows form one swizzle atom, so the stride between groups of eight rows is 8 * kRowBytes. The tile starts at a multiple of 8 *
+// kRowBytes.
 template <int kRowBytes>
 DEVICE uint64_t wgmma_descriptor(const void* tile) {
     static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes == 128, "row length is the swizzle width");
@@ -34,9 +34,9 @@ DEVICE uint64_t wgmma_descriptor(const void* tile) {
     return (address & 0x3FFFF) >> 4 | uint64_t(1) << 16 | uint64_t(8 * kRowBytes >> 4) << 32 | kSwizzle << 62;
 }
 
-// start<kSteps>: begins d = A @ B^T over the first kSteps * 32 of K, as a group of its own. What was in `d` is lost, and what
-// will be is there after `wgmma_wait` and `wgmma_pin`. (One statement: with one for each wgmma, and `d` pinned before, NVVM
-// takes an eighth longer over a kernel.)
+// start<kSteps> begins d = A @ B^T over the first kSteps * 32 of K, as a group of its own. The old values of `d` are lost, and the
+// product is there after `wgmma_wait` and `wgmma_pin`. (All is one statement: with a statement for each wgmma, and `d` pinned
+// before, NVVM takes an eighth longer over a kernel.)
 template <int kN>
 struct Wgmma;
 
@@ -46,7 +46,8 @@ struct Wgmma;
 #define D32(i) D16(i), D16(i + 16)
 #define D64(i) D32(i), D32(i + 32)
 
-// One of a group, the one UNITS of 16 bytes further along K, and groups of one, two and four.
+// WGMMA is the first instruction of a group, and WGMMA_AT is an instruction that lies UNITS of 16 bytes further along K. WGMMA_1,
+// WGMMA_2 and WGMMA_4 are groups of one, two and four instructions.
 #define WGMMA(kColumns, REGISTERS, A, B, ACCUMULATE)                                                             \
     "wgmma.mma_async.sync.aligned.m64n" #kColumns "k32.f32.e4m3.e4m3 {" REGISTERS "}, " A ", " B ", " ACCUMULATE \
     ", 1, 1;\n"

@@ -16,7 +16,7 @@ struct ContextLens {
         return per_token ? lens[request * next_n + token] : lens[request] - (next_n - 1 - token);
     }
 
-    // Positions that any token of the request sees.
+    // Returns the number of positions that any token of the request sees.
     DEVICE int longest(int request) const {
         if (!per_token) return lens[request];
         int longest = 0;

@@ -1,4 +1,4 @@
-// Work dealt out evenly over the grid, whatever the items' sizes.
+// Work is dealt out evenly over the grid, whatever the items' sizes.
 #pragma once
 
 #include "common/scan.cuh"
@@ -6,18 +6,19 @@
 
 namespace moe_fp8::sched {
 
-// A CTA's run of units: from `unit` of `item` up to, and without, `end_unit` of `end_item`.
+// A CTA's run of units goes from `unit` of `item` up to, and without, `end_unit` of `end_item`.
 struct Share {
     int item, unit;
     int end_item, end_unit;
 };
 
-// Of the units of all items in order, `units(item)` of each, CTA s of g takes those from s * total / g to (s + 1) * total / g.
-// Every one of the CTA's kThreads calls it; `share` is there after a CTA barrier. `warp_sums` has room for one of each warp.
+// Each item has `units(item)` units, and the units of all items are counted in order. CTA s of g takes the units from s * total / g
+// to (s + 1) * total / g. Every thread of the CTA's kThreads calls it. `share` is there after a CTA barrier. `warp_sums` has room
+// for a sum of each warp.
 template <int kThreads, typename Units>
 DEVICE void find_share(Share& share, uint32_t* warp_sums, int num_items, Units units) {
-    // Rounds of an item a thread: once for the total, and again to find the ends, unless one round has it all. (One copy of
-    // `units`: instructions that run once come from memory.)
+    // In a round each thread has one item. The rounds are made once for the total, and again to find the ends, unless one round has
+    // all items. (The loop keeps one copy of `units`, since instructions that run once come from memory.)
     uint32_t total = 0;
 #pragma unroll 1
     for (int pass = num_items <= kThreads; pass < 2; ++pass) {

@@ -1,10 +1,10 @@
-// Handing shared memory back to whoever overwrites it next.
+// A warp that has read shared memory hands it back here to whoever overwrites it next.
 //
-// An arrival says "I have read this". But ptxas issues an arrival while loads that come before it are still on their way. Behind
-// stores that wait in the memory system, such a load came after the next copy had overwritten what it reads: prefill logits had
-// scales of keys twelve stages on. So every arrival that hands memory back takes what was read there, or what was computed from
-// that, and cannot be issued before those values are in registers. `tests/cpu/test_machine_code.py` checks the machine code of
-// every kernel for it.
+// An arrival says "I have read this memory". But ptxas issues an arrival while loads that come before it are still on their way.
+// Behind stores that wait in the memory system, such a load came after the next copy had overwritten the values that it reads:
+// prefill logits had scales of keys twelve stages on. So every arrival that hands memory back takes the values that were read
+// there, or values that were computed from them. It cannot be issued before they are in registers. `tests/cpu/test_machine_code.py`
+// checks this in the machine code of every kernel.
 #pragma once
 
 #include "common/types.cuh"
@@ -14,14 +14,15 @@
 
 namespace moe_fp8::sched {
 
-// For an arrival of a warp that let the memory pass without reading it.
+// A warp that let the memory pass without reading it gives this to its arrival.
 struct NothingRead {
     template <typename Visit>
     DEVICE void each(Visit&) const {}
 };
 
-// A zero that is known only when all values are that it was given. They are waited for in their order: where the first comes last,
-// no other holds up what stands before the arrival. (In PTX, since the compiler would find an order of its own.)
+// This zero is known only when all values that it was given are known. The values are waited for in their order: if the first comes
+// last, no other value holds up the instructions before the arrival. (It is written in PTX, since the compiler would find an order
+// of its own.)
 class Zero {
    public:
     DEVICE void operator()(uint32_t value) { asm("and.b32 %0, %0, %1;" : "+r"(zero_) : "r"(value)); }
@@ -43,7 +44,7 @@ class Zero {
     uint32_t zero_ = ptx::unknown_zero();
 };
 
-// The barrier, at an address that is known when all values are.
+// Returns the barrier, at an address that is known when all values are known.
 template <typename... Read>
 DEVICE ptx::Barrier* after(ptx::Barrier* barrier, const Read&... read) {
     static_assert(sizeof...(Read) > 0, "name what was read, or NothingRead");
@@ -52,7 +53,7 @@ DEVICE ptx::Barrier* after(ptx::Barrier* barrier, const Read&... read) {
     return ptx::shared_pointer<ptx::Barrier>(ptx::shared_address(barrier) | zero.value());
 }
 
-// One arrival for the warp, of which every lane gives what it has read.
+// This is one arrival for the warp. Every lane gives the values that it has read.
 template <typename... Read>
 DEVICE void release(ptx::Barrier* barrier, const Read&... read) {
     barrier = after(barrier, read...);
@@ -60,7 +61,7 @@ DEVICE void release(ptx::Barrier* barrier, const Read&... read) {
     if (lane_index() == 0) ptx::barrier_arrive(barrier);
 }
 
-// The same on the barrier of each of the first kCtas CTAs of the cluster.
+// This is the same arrival on the barrier of each of the first kCtas CTAs of the cluster.
 template <int kCtas, typename... Read>
 DEVICE void release_cluster(ptx::Barrier* barrier, const Read&... read) {
     barrier = after(barrier, read...);
@@ -68,7 +69,7 @@ DEVICE void release_cluster(ptx::Barrier* barrier, const Read&... read) {
     if (lane_index() < kCtas) ptx::barrier_arrive_cluster(barrier, lane_index());
 }
 
-// One arrival for each lane.
+// This is one arrival for each lane.
 template <typename... Read>
 DEVICE void release_each(ptx::Barrier* barrier, const Read&... read) {
     ptx::barrier_arrive(after(barrier, read...));

@@ -5,7 +5,7 @@
 
 namespace moe_fp8::sched {
 
-// Position in a ring of kDepth slots; producer and consumers step it alike.
+// A position in a ring of kDepth slots. Producer and consumers step it alike.
 template <int kDepth>
 struct RingCursor {
     uint32_t slot = 0, phase = 0;
@@ -17,7 +17,7 @@ struct RingCursor {
         slot += steps;
         if (slot >= kDepth) slot -= kDepth, phase ^= 1;
     }
-    // The cursor after so many.
+    // Returns the cursor after so many steps.
     DEVICE RingCursor ahead(int steps) const {
         RingCursor on = *this;
         on.skip(steps);

@@ -8,13 +8,13 @@ namespace moe_fp8::sched {
 
 enum class Layout { kDense = 0, kMIndices = 1, kPsum = 2, kOffsets = 3, kMasked = 4 };
 
-// TMA reads scales from multiples of 16 bytes along a row, that is from every fourth token. A ragged segment's first tile
-// therefore starts up to three rows early, and these are left out of its store.
+// TMA reads scales from multiples of 16 bytes along a row, so from every fourth token. A ragged segment's first tile therefore
+// starts up to three rows early, and these rows are left out of its store.
 template <Layout kLayout>
 constexpr int kRowAlignment = kLayout == Layout::kOffsets ? 4 : 1;
 
-// What the layouts' index tensor says of expert `e`. Clamped to the `m` rows that exist (masked: to the expert's
-// buffer of `m` rows), so that a broken index never reads or writes out of bounds.
+// Reads the segment of expert `e` from the layout's index tensor. The segment is clamped to the `m` rows that exist (masked: to the
+// expert's buffer of `m` rows), so that a broken index never reads or writes out of bounds.
 template <Layout kLayout>
 DEVICE void read_segment(const int* index, int e, int m, int& first_row, int& num_rows) {
     if constexpr (kLayout == Layout::kMasked) {
@@ -28,9 +28,9 @@ DEVICE void read_segment(const int* index, int e, int m, int& first_row, int& nu
     }
 }
 
-// How a segment's tiles divide into scheduling units: what a CTA takes at once or, kPaired, what a cluster of two does. Two
-// tiles of a pair lie above one another and have their weights in common; the last tile of an odd number is left, and of those
-// two side by side make a pair that has its tokens in common.
+// A segment's tiles divide into scheduling units. A CTA takes a unit at once, or a cluster of two if kPaired. The two tiles of a
+// pair lie above one another and have their weights in common. If the number of rows of tiles is odd, the last row is left over.
+// Two of its tiles side by side make a pair that has its tokens in common.
 template <int kBlockM, bool kPaired>
 struct Division {
     int whole;   // rows of units
@@ -40,7 +40,7 @@ struct Division {
         const int tiles = ceil_div(num_rows, kBlockM);
         whole = kPaired ? tiles / 2 : tiles, single = kPaired ? tiles % 2 : 0;
     }
-    // Units of so many columns of tiles.
+    // Returns the number of units in so many columns of tiles.
     DEVICE int units(int columns) const { return whole * columns + single * ceil_div(columns, 2); }
 };
 
@@ -51,19 +51,19 @@ struct Segment {
     int num_rows = 0;
 };
 
-// The segments of 32 experts, one a lane; whole warps only. Units are counted over all experts, so that a unit's number says
-// whose it is.
+// A window has the segments of 32 experts, one segment in each lane. Whole warps use it. Units are counted over all experts, so
+// that a unit's number says to which expert the unit belongs.
 template <Layout kLayout, typename Division>
 class SegmentWindow {
    public:
-    // `columns` of tiles there are along N.
+    // There are `columns` columns of tiles along N.
     DEVICE SegmentWindow(const int* index, int num_experts, int m, int columns)
         : index_(index), num_experts_(num_experts), m_(m), columns_(columns) {}
 
-    // Reads what the first 32 experts have; comes before all else.
+    // Reads the segments of the first 32 experts. This call comes before all others.
     DEVICE void start() { load(0); }
 
-    // Units of all experts; comes before `find`.
+    // Returns the number of units of all experts. This call comes before `find`.
     DEVICE int total() const {
         if (num_experts_ <= kWarp) return __shfl_sync(kAll, last_unit_, kWarp - 1);
         int units = 0;
@@ -75,7 +75,7 @@ class SegmentWindow {
         return __reduce_add_sync(kAll, units);
     }
 
-    // The segment that holds `unit`; calls ask for growing units. False when there are no more.
+    // Finds the segment that holds `unit`. Calls ask for growing units. Returns false when there are no more units.
     DEVICE bool find(int unit, Segment& segment) {
         int below = num_below(unit);
         while (below == kWarp) {
@@ -108,7 +108,7 @@ class SegmentWindow {
         first_row_ = num_rows_ = 0;
         const int e = base + lane_index();
         int units = e < num_experts_ ? units_of(e, first_row_, num_rows_) : 0;
-        // A running total in three steps that wait for shuffles, not in five.
+        // The running total takes three steps that wait for shuffles, not five.
 #pragma unroll
         for (int step = 1; step < kWarp; step *= 4) {
             const int mine = units;
@@ -125,14 +125,14 @@ class SegmentWindow {
     int num_experts_, m_, columns_;
     int base_ = 0;
     int first_unit_ = 0;  // total of the experts below the window
-    int last_unit_ = 0;   // total up to and including this lane's expert
+    int last_unit_ = 0;   // total up to this lane's expert, with its own units
     int first_row_ = 0, num_rows_ = 0;
 };
 
-// What the two tiles of a pair have in common, and the CTAs take turns to load for both.
+// The two tiles of a pair have this operand in common, and the CTAs take turns to load it for both.
 enum class Common { kNothing, kWeights, kTokens };
 
-// One output tile: kBlockM tokens by kBlockN weight rows. The tile ring holds this much of it.
+// One output tile: kBlockM tokens by kBlockN weight rows. The tile ring holds this part of a tile.
 struct alignas(16) TileRecord {
     int expert;
     int row;        // first token, counted over all of `a`
@@ -161,16 +161,16 @@ struct Tile : TileRecord {
     KRange k_range;
 };
 
-// Walks the tiles of one CTA. A unit is one tile, a pair of them for a cluster of two (kPaired), or one that kClusterK CTAs
-// share along K. Within a segment units go in groups of kGroupN along N, the last of which takes what is left, too, so that
-// CTAs running together share tokens and weights in L2. Where the last round is of no more units than half of the clusters,
-// these take a half of one each, of half as many weight rows; where of no more than a quarter, a quarter, of half as many tokens
-// too (kPieces).
+// Walks the tiles of one CTA. A unit is one tile, a pair of tiles for a cluster of two (kPaired), or one tile that kClusterK CTAs
+// share along K. Within a segment units go in groups of kGroupN along N, so that CTAs that run together share tokens and weights in
+// L2. The last group also takes the columns that are left over. If kPieces, a short last round is divided further. If it has no
+// more units than half of the clusters, each cluster takes half of a unit, with half as many weight rows. If it has no more units
+// than a quarter of the clusters, each cluster takes a quarter of a unit, with half as many tokens too.
 template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, int kClusterK, bool kPieces>
 class TileWalk {
    public:
-    // The range of K, which has `num_k_blocks`, of every tile that CTA `cluster_rank` takes. It is the same for all tiles of the CTA.
-    // Therefore the records do not hold it, and the readers of the tiles get it from here (`TileReader`).
+    // Returns the blocks of K that CTA `cluster_rank` sums of each tile that it takes; K has `num_k_blocks`. The range is the same
+    // for all tiles of the CTA. So the records do not hold it, and the readers of the tiles get it from here (`TileReader`).
     static DEVICE KRange k_range(int num_k_blocks, uint32_t cluster_rank) {
         const int part = kClusterK > 1 ? static_cast<int>(cluster_rank) : 0;
         return {num_k_blocks * part / kClusterK, num_k_blocks * (part + 1) / kClusterK};
@@ -194,7 +194,7 @@ class TileWalk {
         }
     }
 
-    // False when the work is done. Called by whole warps.
+    // Returns false when the work is done. Whole warps call it.
     DEVICE bool next(Tile& tile) {
         while (true) {
             Segment segment;
@@ -209,8 +209,8 @@ class TileWalk {
             const int early = segment.first_row % kRowAlignment<kLayout>;
             const Division division(early + segment.num_rows);
             const uint32_t local = unit - segment.first_unit, per_group = division.units(kGroupN);
-            // A CTA waits for its first tile, and divisions take long. Where there is one row of units, none is needed: the tile's column
-            // does not depend on how the row is grouped.
+            // A CTA waits for its first tile, and divisions take long. If there is one row of units, no division is needed: the
+            // tile's column does not depend on how the row is grouped.
             const bool one_row = division.whole + division.single == 1;
             const uint32_t last = max(columns_ / kGroupN - 1, 0);
             const uint32_t group = one_row ? 0 : min(local / per_group, last);
@@ -225,8 +225,8 @@ class TileWalk {
             } else if (kPaired) {
                 tile_m = tile_m * 2 + rank_;
             }
-            // Pieces are the left and the right half of the weight rows; quarters are those of the upper half of the tokens, then of
-            // the lower.
+            // Halves are the left and the right half of the weight rows. Quarters are the left and the right half of the upper
+            // tokens, then of the lower tokens.
             const int piece = in_pieces ? (unit_ - first_piece_) % pieces_ : 0, right = piece % 2;
             const int height = in_pieces && pieces_ == 4 ? kBlockM / 2 : kBlockM, above = tile_m * kBlockM + piece / 2 * height;
             unit_ += static_cast<int>(gridDim.x) / kCtas;
@@ -243,7 +243,8 @@ class TileWalk {
                 if (!find_expert(tile, height)) continue;
             }
             if (kPieces && tile.end_row <= 0) {
-                // The lower half of few tokens. Where that of its pair has some it goes along.
+                // This is the lower half of a tile of few tokens, and has no tokens. If the other half-tile of its pair has some,
+                // it goes along.
                 if (tile.common != Common::kWeights) continue;
                 tile.end_row = 0;
             }
@@ -258,8 +259,8 @@ class TileWalk {
     static_assert(kLayout != Layout::kMIndices || kSegmentAlignment % kBlockM == 0, "a tile must not cross a segment start");
     using Division = sched::Division<kBlockM, kPaired>;
 
-    // Of the rows [row, row + height): a tile lies within one 128-row block, that is within one segment, but padding may stand
-    // anywhere in it. -1 if it stands everywhere. `end_row`: behind the last row that is none.
+    // Returns the expert of the rows [row, row + height), or -1 if all of them are padding. A tile lies within one 128-row block,
+    // and so within one segment, but padding may stand anywhere in it. `end_row` gets the end of the last row that is not padding.
     DEVICE int expert_of(int row, int height, int& end_row) const {
         int highest = -1;
         end_row = 0;
@@ -275,8 +276,8 @@ class TileWalk {
         return highest < num_experts_ ? highest : -1;
     }
 
-    // False if there is nothing to compute. Two tiles above one another may differ in expert, and then have nothing in common;
-    // one of padding goes along with the other.
+    // Returns false if there is nothing to compute. Two tiles above one another may differ in expert, and then they have nothing in
+    // common. A tile of padding goes along with the other tile.
     DEVICE bool find_expert(Tile& tile, int height) const {
         tile.expert = expert_of(tile.row, height, tile.end_row);
         if (tile.common == Common::kWeights) {
@@ -296,7 +297,7 @@ class TileWalk {
     const int* index_;
     int num_experts_, m_, rank_, unit_;
     const KRange k_range_;
-    int first_piece_ = 1 << 30, pieces_ = 2;  // from this unit on they are taken in so many pieces
+    int first_piece_ = 1 << 30, pieces_ = 2;  // units from this number on are taken in so many pieces
 };
 
 }  // namespace moe_fp8::sched

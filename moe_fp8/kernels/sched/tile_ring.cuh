@@ -1,4 +1,4 @@
-// One warp walks the tiles, the others read them here: dividing tile numbers and reading index tensors stays off their
+// One warp walks the tiles, and the other warps read them here. So dividing tile numbers and reading index tensors stays off their
 // paths.
 #pragma once
 
@@ -19,7 +19,7 @@ struct TileRing {
     ptx::Barrier full[kSlots];
     ptx::Barrier empty[kSlots];
 
-    // One thread.
+    // One thread calls it.
     DEVICE void init() {
         for (int slot = 0; slot < kSlots; ++slot) {
             ptx::barrier_init(&full[slot], 1);
@@ -28,13 +28,13 @@ struct TileRing {
     }
 };
 
-// The walking warp's end; called by the whole warp.
+// This is the walking warp's end. The whole warp calls it.
 template <int kReaders>
 class TileWriter {
    public:
     DEVICE explicit TileWriter(TileRing<kReaders>& ring) : ring_(ring) {}
 
-    // The cursor's slot is free whenever a call begins: from the start, and after each push.
+    // The cursor's slot is free whenever a call begins: it is free at the start and after each push.
     DEVICE void push(const TileRecord& tile) {
         write(tile);
         cursor_.step();
@@ -60,23 +60,23 @@ class TileWriter {
     RingCursor<TileRing<kReaders>::kSlots> cursor_;
 };
 
-// A reading warp's end; called by the whole warp.
+// This is a reading warp's end. The whole warp calls it.
 template <int kReaders>
 class TileReader {
    public:
     // `k_range` is the range of K of every tile, from `TileWalk::k_range`.
     DEVICE TileReader(TileRing<kReaders>& ring, KRange k_range) : ring_(ring), k_range_(k_range) {}
 
-    // The tile that is next to be taken, null when there are no more.
+    // Returns the record of the tile that is next to be taken, or null when there are no more tiles.
     DEVICE const TileRecord* front() { return at(cursor_); }
 
-    // The one behind it.
+    // Returns the record of the tile behind it, or null.
     DEVICE const TileRecord* second() { return at(cursor_.ahead(1)); }
 
-    // The tile whose record is in a slot.
+    // Returns the tile whose record is in a slot.
     DEVICE Tile tile(const TileRecord& record) const { return {record, k_range_}; }
 
-    // Hands the slot of the tile at the front back, of which `copy` is one.
+    // Hands back the slot of the tile at the front. `copy` is a copy of its record.
     DEVICE void pop(const TileRecord& copy) {
         release(&ring_.empty[cursor_.slot], copy);
         cursor_.step();

@@ -1,25 +1,26 @@
-// Where the keys of a search come from: a sample of the slice, the candidates that pass a bound, or the whole slice.
+// The keys of a search come from a sample of the slice, from the candidates that pass a bound, or from the whole slice.
 #pragma once
 
 #include "topk/search.cuh"
 
 namespace moe_fp8::topk {
 
-// One vector in this many is sampled, or fewer where the sample would not fit.
+// One vector in this many is sampled, or fewer vectors if the sample would not fit.
 constexpr int kSampleStride = 16;
 
 DEVICE int sample_stride(const Slice& slice) {
     return max(kSampleStride, ceil_div(slice.most_vectors, 2 * kCapacity / kVector));
 }
 
-// The rank in the sample of a key that at least k keys of the row reach: four standard deviations below the k-th, so that one
-// row in some ten thousand has fewer and is searched the long way. Where neighbours are alike it is more of them.
+// Returns the rank in the sample of a key that at least k keys of the row reach. It lies four standard deviations below the k-th
+// key, so that one row in some ten thousand has fewer such keys and is searched the long way. If neighbours are alike, more rows
+// are searched so.
 DEVICE int sample_rank(int k, int stride) {
     const float expected = static_cast<float>(k) / static_cast<float>(stride);
     return static_cast<int>(expected + 4.0f * sqrtf(expected)) + 4;
 }
 
-// Keys of the sample; returns how many. A CTA barrier must follow.
+// Stores the keys of the sample and returns their number. A CTA barrier must follow.
 DEVICE int take_sample(const State& state, const Slice& slice, int stride) {
     const int vectors = slice.num_vectors / stride;
     for (int i = threadIdx.x; i < vectors; i += kThreads) {
@@ -31,7 +32,7 @@ DEVICE int take_sample(const State& state, const Slice& slice, int stride) {
     return vectors * kVector;
 }
 
-// Adds the logits of a warp whose keys are at least `bound`, if there is room; counts them anyway.
+// Adds the logits of a warp whose keys are at least `bound`, if there is room. It counts them in any case.
 struct Append {
     const State& state;
     uint32_t bound;
@@ -71,14 +72,14 @@ struct Append {
     }
 };
 
-// All logits of the slice whose keys are at least `bound`. A CTA barrier must follow.
+// Collects all logits of the slice whose keys are at least `bound`. A CTA barrier must follow.
 DEVICE void collect(const State& state, const Slice& slice, uint32_t bound) {
     const Append append{state, bound, bound_of(bound)};
     slice.each_vector<kBf16 ? 1 : kUnroll>(0, slice.num_vectors, append);
     slice.each_at_the_edges(append);
 }
 
-// The first `count` keys of the list. visit(valid, key) is called by whole warps, as by the source below.
+// This source has the first `count` keys of the list. Whole warps call visit(valid, key), here and in the source below.
 struct Listed {
     const State& state;
     int count;
@@ -92,7 +93,7 @@ struct Listed {
     }
 };
 
-// Every key of the slice, from global memory.
+// This source has every key of the slice, from global memory.
 struct Whole {
     const Slice& slice;
 

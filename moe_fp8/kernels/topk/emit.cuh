@@ -1,20 +1,21 @@
-// The chosen columns in ascending order. Windows of the slice become two bitmaps, of logits above the threshold and of
-// those at it; counting their bits gives every chosen logit its place, and tells which of the equal ones come first.
+// This file writes the chosen columns in ascending order. Windows of the slice become two bitmaps: one of the logits above the
+// threshold, and one of the logits at it. Counting their bits gives every chosen logit its place, and tells which of the equal
+// logits come first.
 #pragma once
 
 #include "topk/collect.cuh"
 
 namespace moe_fp8::topk {
 
-constexpr int kWords = kBins;  // of a bitmap, which lies where a histogram was
+constexpr int kWords = kBins;  // words of a bitmap, which lies where a histogram was
 constexpr int kWindowBits = 16;
 static_assert(kWords * 32 == 1 << kWindowBits);
 
-// Both bitmaps are counted at once: the equal ones in so many low bits, and at most k others above them.
+// Both bitmaps are counted at once: equal logits in so many low bits, and at most k greater logits above these bits.
 constexpr int kEqualBits = kWindowBits + 1;
 static_assert(MAX_K < 1 << (32 - kEqualBits));
 
-// How many logits above and at the threshold lie in the slices before this one. With clusters only, where it is also the
+// Counts the logits above and at the threshold in the slices before this slice. Only clusters call it. For them it is also the
 // barrier after which the histograms may be overwritten.
 DEVICE void count_before(const State& state, const Slice& slice, const Threshold& threshold, bool listed, int count,
                          int rank, uint32_t& greater, uint32_t& equal) {
@@ -46,7 +47,7 @@ DEVICE void count_before(const State& state, const Slice& slice, const Threshold
     }
 }
 
-// Marks the chosen of one window: bit n of `above` (and of `at`) is logit window * 65536 + n. A logit at the threshold is
+// Marks the chosen logits of one window: bit n of `above` (and of `at`) is logit window * 65536 + n. A logit at the threshold is
 // marked only if there are ties to take.
 struct Mark {
     const Threshold& threshold;
@@ -82,10 +83,10 @@ struct Mark {
     }
 };
 
-// `listed`: all that may be chosen is among the `count` candidates; otherwise the slice is read once more.
+// If `listed`, all logits that may be chosen are among the `count` candidates. Otherwise the slice is read once more.
 DEVICE void emit(const State& state, const Slice& slice, const Threshold& threshold, bool listed, int count, int rank,
                  int* out) {
-    uint32_t greater = 0, equal = 0;  // before the window
+    uint32_t greater = 0, equal = 0;  // logits before the window
     if constexpr (kCluster > 1) count_before(state, slice, threshold, listed, count, rank, greater, equal);
     const uint32_t ties = static_cast<uint32_t>(threshold.ties);
     uint32_t* above = state.bins;

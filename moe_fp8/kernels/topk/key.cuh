@@ -21,10 +21,10 @@ struct BitsOf<true> {
 using Bits = BitsOf<kBf16>::Type;
 constexpr Bits kMinusInfinity = kBf16 ? 0xff80u : 0xff800000u;
 
-// Logits of one 16-byte load.
+// One 16-byte load has so many logits.
 constexpr int kVector = 16 / sizeof(Bits);
 
-// The keys of NaN and of -inf; none is 0.
+// The keys of NaN and of -inf. No key is 0.
 constexpr uint32_t kLargestKey = kBf16 ? 0xffffu : 0xffffffffu;
 constexpr uint32_t kLowestKey = kBf16 ? 0x007fu : 0x007fffffu;
 
@@ -37,7 +37,7 @@ DEVICE uint32_t key_of(float value) {
     return value != value ? kLargestKey : kBf16 ? key >> 16 : key;
 }
 
-// A float f such that key_of(x) >= key means !(x < f) for every x; the converse holds unless f is NaN.
+// Returns a float f such that key_of(x) >= key means !(x < f) for every x. The converse holds unless f is NaN.
 DEVICE float bound_of(uint32_t key) {
     const uint32_t wide = kBf16 ? key << 16 : key;
     return __uint_as_float(wide & 0x80000000u ? wide ^ 0x80000000u : ~(kBf16 ? wide | 0xffffu : wide));

@@ -1,4 +1,5 @@
-// The search for the k-th greatest key: histograms of ever narrower intervals of keys, each summed over the cluster.
+// The search for the k-th greatest key takes histograms of ever narrower intervals of keys, and sums each histogram over the
+// cluster.
 #pragma once
 
 #include "ptx/shared.cuh"
@@ -6,27 +7,28 @@
 
 namespace moe_fp8::topk {
 
-// Keys [low, high] in kBins bins of 1 << shift keys; the last bin also takes whatever lies above it.
+// The keys [low, high] fall into kBins bins of 1 << shift keys. The last bin also takes the keys that lie above it.
 struct Interval {
     uint32_t low, high;
     int shift;
 
-    // Bins as fine as they can be if no key above `top` mattered.
+    // The bins are as fine as they can be if no key above `top` matters.
     DEVICE Interval(uint32_t low_, uint32_t high_, uint32_t top) : low(low_), high(high_) {
         const uint32_t width = max(top, low) - low;
         shift = max(32 - __clz(static_cast<int>(width / kBins)), 0);
     }
 };
 
-// Keys above `key` are taken, and of those equal to it the `ties` of lowest columns.
+// Keys above `key` are taken. Among the keys equal to `key`, the `ties` keys of the lowest columns are taken.
 struct Threshold {
     bool found;
     uint32_t key;
     int ties;
 };
 
-// The bin of the key of rank `rank` among those of `source` in all CTAs. With kAggregate lanes of equal bins add once: for keys
-// that may all be equal. `level` counts the calls for a row: its histogram is zero, and the other is left zero.
+// Returns the bin of the key that has rank `rank` among the keys of `source` in all CTAs. With kAggregate, lanes of equal bins add
+// once, since all keys may be equal. `level` counts the calls for a row. The histogram of this level is zero at the start, and the
+// other histogram is left zero.
 template <bool kAggregate, typename Source>
 DEVICE Bin narrow(const State& state, int level, const Interval& in, int rank, const Source& source) {
     uint32_t* bins = state.bins + level % 2 * kBins;
@@ -60,7 +62,7 @@ DEVICE Bin narrow(const State& state, int level, const Interval& in, int rank, c
     uint32_t sum = 0;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) sum += counts[i];
-    // The peers have read it: they did so before the barrier above.
+    // The peers have read the other histogram: they did so before the barrier above.
     for (int i = threadIdx.x; i < kBins; i += kThreads) others[i] = 0;
 
     uint32_t total;
@@ -95,7 +97,7 @@ DEVICE Bin narrow(const State& state, int level, const Interval& in, int rank, c
     return *state.bin;
 }
 
-// Whether the bin of the wanted rank says which keys are taken.
+// Returns whether the bin of the wanted rank says which keys are taken.
 DEVICE bool found(const Bin& bin, Threshold& threshold) {
     if (bin.count == bin.rank) return threshold = {true, bin.low - 1, 0}, true;  // no key is 0
     if (bin.low == bin.high) return threshold = {true, bin.low, bin.rank}, true;

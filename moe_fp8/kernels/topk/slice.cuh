@@ -1,9 +1,9 @@
-// One CTA's slice of a row's range, and the walks over it. A row may start at any element: the 16-byte vectors that lie
-// wholly in the range are divided among the CTAs of the cluster, and the few logits before and after them go to the first
-// and to the last CTA. Nothing outside the range is read.
+// A CTA has one slice of a row's range, and walks over it. A row may start at any element. The 16-byte vectors that lie wholly in
+// the range are divided among the CTAs of the cluster. The few logits before the vectors go to the first CTA, and the few logits
+// after them to the last CTA. Nothing outside the range is read.
 //
-// Logits have a number within the slice, in order of columns: vector i's are (i + 1) * kVector and on, those before the
-// first vector end below kVector. So a vector's numbers never straddle a multiple of kVector.
+// Logits have a number within the slice, in order of columns. The numbers of vector i start at (i + 1) * kVector, and the numbers
+// of the logits before the first vector end below kVector. So a vector's numbers never straddle a multiple of kVector.
 #pragma once
 
 #include "topk/key.cuh"
@@ -14,19 +14,19 @@ constexpr int kCluster = CLUSTER_SIZE;
 constexpr int kThreads = NUM_THREADS;
 constexpr int kWarps = kThreads / kWarp;
 
-// Vectors that a thread loads before it looks at the first: 1024 threads have 64 KiB in flight.
+// A thread loads so many vectors before it looks at the first vector: 1024 threads have 64 KiB in flight.
 constexpr int kUnroll = 4;
 
 struct Slice {
     const Bits* row;       // column 0
-    const uint4* vectors;  // of this slice
+    const uint4* vectors;  // vectors of this slice
     int num_vectors;
-    int most_vectors;   // of any slice of the row
-    uint32_t column;    // of number 0, modulo 2^32
+    int most_vectors;   // most vectors of any slice of the row
+    uint32_t column;    // column of number 0, modulo 2^32
     int head, tail;     // logits before and after the vectors
-    int tail_column;    // of the first logit after them
-    int begin, length;  // of the row's whole range
-    int edges;          // logits of it in no vector
+    int tail_column;    // column of the first logit after the vectors
+    int begin, length;  // the row's whole range
+    int edges;          // logits of the range that are in no vector
 
     DEVICE Slice(const void* logits, int64_t offset, int begin_, int end, int rank) {
         row = static_cast<const Bits*>(logits) + offset;
@@ -47,12 +47,12 @@ struct Slice {
         tail = rank == kCluster - 1 ? begin + length - tail_column : 0;
     }
 
-    // One past the greatest number.
+    // Returns one more than the greatest number.
     DEVICE uint32_t extent() const { return static_cast<uint32_t>(num_vectors + 1) * kVector + tail; }
 
-    // visit(valid, number of the first, kVector values) for vectors [first, last), by whole warps. `visit` is inlined so many times
-    // of kUnroll: fewer are compiled sooner, and cost moves of what was loaded, which count for fp32 (4% of a long row) and not for
-    // bf16, of which a vector has twice as many logits.
+    // Calls visit(valid, number of the first value, kVector values) for vectors [first, last), by whole warps. `visit` is inlined
+    // kInlined times for kUnroll vectors. Fewer copies compile sooner, but cost moves of the loaded vectors. These moves matter for
+    // fp32 (4% of a long row). They do not matter for bf16, whose vectors have twice as many logits.
     template <int kInlined = 1, typename Visit>
     DEVICE void each_vector(int first, int last, Visit visit) const {
         const int lane = lane_index();
@@ -76,7 +76,7 @@ struct Slice {
         }
     }
 
-    // visit(valid, number, one value) for the logits before and after the vectors, by the whole first warp.
+    // Calls visit(valid, number, one value) for the logits before and after the vectors, by the whole first warp.
     template <typename Visit>
     DEVICE void each_at_the_edges(Visit visit) const {
         static_assert(2 * kVector <= kWarp);

@@ -1,11 +1,13 @@
-// The chosen columns by value: greatest first, equal ones by column. One CTA, in the memory of its candidates.
+// One CTA sorts the chosen columns by value, in the memory of its candidates: the greatest value comes first, and equal values are
+// ordered by column.
 #pragma once
 
 #include "topk/state.cuh"
 
 namespace moe_fp8::topk {
 
-// Bitonic, descending; `size` is a power of two. Pairs at most a warp apart stay within the 64 elements of one warp.
+// This is a bitonic sort in descending order, and `size` is a power of two. Pairs at most a warp apart stay within the 64 elements
+// of one warp.
 DEVICE void sort_descending(uint64_t* elements, int size) {
 #pragma unroll 1
     for (int length = 2; length <= size; length *= 2) {
