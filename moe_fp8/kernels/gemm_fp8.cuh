@@ -86,7 +86,8 @@ DEVICE void consume_whole(const GemmParams& p, Shared& shared, int warpgroup, Ac
     }
 }
 
-DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup) {
+DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup, Meeting&& meeting) {
+    meeting.join();
     TileReader reader = read_tiles(p, shared, cluster_rank());
     Accumulator accumulator(shared, warpgroup);
     uint32_t parts_phase = 0;
@@ -145,20 +146,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CL
     }
     __syncthreads();
     // Before a CTA copies into the other's stages, both CTAs must have their barriers. Parts of a sum come much later, so for parts
-    // `meet_parts` waits.
+    // `Meeting` waits.
     if constexpr (kCluster > 1) ptx::cluster_arrive();
     if constexpr (kPaired) ptx::cluster_wait();
 
     if (warp < 4) {
         ptx::registers_release<kCopyRegisters>();
-        if (warp == 0) produce(p, shared);
-        if (warp == 1) produce_scales(p, shared);
-        if (warp == 2) walk_tiles(p, shared);
-        if (warp == 3) meet_parts();
+        if (warp == 0) produce(p, shared, Meeting());
+        if (warp == 1) produce_scales(p, shared, Meeting());
+        if (warp == 2) walk_tiles(p, shared, Meeting());
+        if (warp == 3) Meeting();
     } else {
         ptx::registers_acquire<kMathRegisters>();
-        meet_parts();
-        consume(p, shared, warp / 4 - 1);
+        consume(p, shared, warp / 4 - 1, Meeting());
     }
 
     // A peer may still copy into this CTA's stages.

@@ -66,26 +66,39 @@ DEVICE void load_tokens(const GemmParams& p, Shared& shared, const Tile& tile, u
     load(common, p.a_scale, full, shared.token_scales[stage], tile.scale_row, scale_row, kHint);
 }
 
-// If a cluster shares tiles along K, its CTAs must meet before they send parts, so every warp calls this once. The walking and the
-// producing warp call it when the first stages are on their way. They do not call it at their end, since they may need math warps
-// to get there.
-DEVICE void meet_parts() {
-    if constexpr (kSplitK) __syncwarp(), ptx::cluster_wait();
-}
+// If a cluster shares tiles along K, its CTAs must meet before they send parts. Every warp takes part exactly once: it makes a
+// `Meeting` for its role, and joins it when the role first says so, or else when the role has ended. The walking and the producing warp
+// join when the first stages are on their way. They do not wait until their end, since they may need math warps to get there.
+class Meeting {
+   public:
+    DEVICE Meeting() {}
+    Meeting(const Meeting&) = delete;
+    DEVICE ~Meeting() { join(); }
+
+    // Whether this warp has joined, which also says that its first tile's first stages are on their way.
+    DEVICE bool joined() const { return joined_; }
+    DEVICE void join() {
+        if (joined_) return;
+        if constexpr (kSplitK) __syncwarp(), ptx::cluster_wait();
+        joined_ = true;
+    }
+
+   private:
+    bool joined_ = false;
+};
 
 // The walking warp also copies the first stages' weights, since it is the first to know which weights they are. Constant weights do
 // not depend on the kernel before. If the tiles do not depend on it either, the weights are on their way while that kernel ends.
 // The scales of constant weights do not depend on it either: another warp reads them, for tiles that it gets from the walking warp.
-DEVICE void walk_tiles(const GemmParams& p, Shared& shared) {
+DEVICE void walk_tiles(const GemmParams& p, Shared& shared, Meeting&& meeting) {
     if (kLayout != sched::Layout::kDense || !p.constant_weights) ptx::grid_dependency_wait();
     const uint32_t rank = cluster_rank();
     Walk walk(p.index, p.num_experts, p.m, p.n, p.k / kBlockK, rank);
     TileWriter writer(shared.tiles);
     Tile tile;
-    bool first = true;
     while (walk.next(tile)) {
         writer.push(tile);
-        if (!first) continue;
+        if (meeting.joined()) continue;
 #pragma unroll 1
         for (int i = 0; i < stages_ahead(tile); ++i) {
             if (ptx::elect_one()) {
@@ -93,33 +106,31 @@ DEVICE void walk_tiles(const GemmParams& p, Shared& shared) {
                 load_weights(p, shared, tile, rank, i, tile.k_range.begin + i);
             }
         }
-        meet_parts();
-        first = false;
+        meeting.join();
     }
-    if (first) meet_parts();
+    // (If only the destructor joined, ptxas would move the operands of the copies above through registers that are not uniform.)
+    meeting.join();
     writer.finish();
 }
 
 // The whole warp goes from stage to stage and waits, and one lane of it issues the copies. (If a single lane did all of this, the
 // compiler would put a loop over lanes around every copy, and each loop takes about 150 cycles.)
-DEVICE void produce(const GemmParams& p, Shared& shared) {
+DEVICE void produce(const GemmParams& p, Shared& shared, Meeting&& meeting) {
     const uint32_t rank = cluster_rank();
     TileReader reader = read_tiles(p, shared, rank);
     Ring ring;
-    bool waited = false;
     while (const sched::TileRecord* front = reader.front()) {
         const Tile tile = reader.tile(*front);
         reader.pop(tile);
         int block = tile.k_range.begin;
-        if (!waited) {
+        if (!meeting.joined()) {
             ptx::grid_dependency_wait();
             ptx::launch_dependents();
 #pragma unroll 1
             for (const int ahead = block + stages_ahead(tile); block < ahead; ++block, ring.step()) {
                 if (ptx::elect_one()) load_tokens(p, shared, tile, rank, ring.slot, block);
             }
-            waited = true;
-            meet_parts();
+            meeting.join();
         }
 #pragma unroll 1
         for (; block < tile.k_range.end; ++block, ring.step()) {
@@ -131,7 +142,7 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
             }
         }
     }
-    if (!waited) ptx::grid_dependency_wait(), ptx::launch_dependents(), meet_parts();
+    if (!meeting.joined()) ptx::grid_dependency_wait(), ptx::launch_dependents();
     // The warp waits until the other CTA of a pair has released all stages here, since the arrivals of that CTA must find this
     // CTA's barriers.
     for (int i = 0; kPaired && i < kStages; ++i, ring.step()) {
@@ -142,12 +153,12 @@ DEVICE void produce(const GemmParams& p, Shared& shared) {
 // A second warp brings the weights' scales: a few floats a stage, for which TMA is too coarse. In each lap of the ring a lane
 // stores the scales of one stage, and it reads the scales for the next lap ahead. Pairs store asynchronously (`broadcast` in
 // accumulate.cuh says why).
-DEVICE void produce_scales(const GemmParams& p, Shared& shared) {
+DEVICE void produce_scales(const GemmParams& p, Shared& shared, Meeting&& meeting) {
     static_assert(kStages <= kWarp, "a lane for each stage");
     TileReader reader = read_tiles(p, shared, cluster_rank());
     const int num_k_blocks = p.k / kBlockK, scale_rows = ceil_div(p.n, kBlockK);
     Ring ring;
-    meet_parts();
+    meeting.join();
     while (const sched::TileRecord* front = reader.front()) {
         const Tile tile = reader.tile(*front);
         reader.pop(tile);
