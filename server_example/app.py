@@ -76,7 +76,7 @@ def create_app(engine: Engine) -> FastAPI:
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        counters = moe_fp8.counters()
+        counters = moe_fp8.jit.counters()
         body = {
             "status": "ok" if engine.alive else "failed",
             "failure": engine.failure,
@@ -90,7 +90,7 @@ def create_app(engine: Engine) -> FastAPI:
             "total_pages": engine.scheduler.pool.capacity,
             "graphs": {"captured": engine.runner.captured, "replays": engine.runner.replays},
             "jit": {
-                "frozen": moe_fp8.is_frozen(),
+                "frozen": moe_fp8.jit.is_frozen(),
                 "loads": counters.loads,
                 "compiles": counters.compiles,
                 "misses": counters.misses,

@@ -74,4 +74,4 @@ def load_kernels(folder: Path, options: PlanOptions) -> int:
 
 def freeze_kernels() -> None:
     """From here on a kernel that warmup did not load is an error, not a stall."""
-    moe_fp8.freeze("strict")
+    moe_fp8.jit.freeze("strict")

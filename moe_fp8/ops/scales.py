@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
-import threading
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
 _log = logging.getLogger(__name__)
-_lock = threading.Lock()
-_implicit = 0
 
 
 def empty_mn_major(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -61,11 +61,16 @@ def to_mn_major(scale: Tensor) -> Tensor:
     return torch.empty_strided(scale.shape, stride, dtype=scale.dtype, device=scale.device).copy_(scale)
 
 
+@cache
+def _count_conversion() -> Callable[[str], None]:
+    """`count_scale_conversion` of `moe_fp8.jit.runtime`, which the import of the ops alone does not load."""
+    count: Callable[[str], None] = importlib.import_module("moe_fp8.jit.runtime").count_scale_conversion
+    return count
+
+
 def converted(op: str, scale: Tensor) -> Tensor:
     """`to_mn_major` on behalf of `op`, which was given another layout: counted and logged."""
-    global _implicit
-    with _lock:
-        _implicit += 1
+    _count_conversion()("gemm_fp8")  # the kernel of all GEMMs
     _log.debug(
         "%s: a_scale %s with stride %s converted to MN-major; quantize_fp8 writes that layout itself",
         op,
@@ -73,8 +78,3 @@ def converted(op: str, scale: Tensor) -> Tensor:
         scale.stride(),
     )
     return to_mn_major(scale)
-
-
-def implicit_scale_conversions() -> int:
-    """How many times in this process an op had to convert `a_scale` to MN-major before its launch."""
-    return _implicit

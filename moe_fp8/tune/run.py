@@ -12,8 +12,8 @@ from pathlib import Path
 
 from moe_fp8.errors import ConfigError, SettingError, ToolchainError
 from moe_fp8.heuristics.gemm import table as gemm_table
-from moe_fp8.jit import preload
 from moe_fp8.jit.driver import DeviceInfo
+from moe_fp8.jit.runtime import preload
 from moe_fp8.jit.toolchain import nvrtc_version
 from moe_fp8.problems import selection_rows
 from moe_fp8.settings import settings

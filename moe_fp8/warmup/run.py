@@ -24,7 +24,7 @@ def build_plan(
 def load_plan(plan: Plan, jobs: int | None = None, progress: Progress = False) -> int:
     """Load every kernel of `plan` into this process, building those that are missing; how many were new.
 
-    After it, `moe_fp8.freeze()` makes sure that no call compiles. Launches nothing and allocates no
+    After it, `moe_fp8.jit.freeze()` makes sure that no call compiles. Launches nothing and allocates no
     tensor; not for use during stream capture. Raises ToolchainError where there is no GPU, DriverError.
     """
     return runtime.preload(plan.specs, jobs, progress)

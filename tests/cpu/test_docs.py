@@ -37,6 +37,8 @@ def test_names_and_links_exist(page: Path) -> None:
     text = page.read_text()
     for name in re.findall(r"\bmoe_fp8\.([a-z_0-9]+)\(", text):
         assert name in moe_fp8.__all__, f"moe_fp8.{name} is not public"
+    for name in re.findall(r"\bmoe_fp8\.jit\.([a-z_0-9]+)\(", text):
+        assert name in moe_fp8.jit.__all__, f"moe_fp8.jit.{name} is not public"
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / target).exists(), f"{target} does not exist"
     for command in re.findall(r"^make (\w+)", text, re.M):

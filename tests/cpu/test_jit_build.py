@@ -95,8 +95,9 @@ def test_workers_do_not_import_the_callers_main(tmp_path: Path, sources: SourceT
         f"""
 from pathlib import Path
 print("main runs")
-from moe_fp8.jit import build, KernelStore
+from moe_fp8.jit.build import build
 from moe_fp8.jit.sources import SourceTree
+from moe_fp8.jit.store import KernelStore
 from tests.cpu.jit_kernels import spec
 store = KernelStore({str(tmp_path / "cache")!r}, SourceTree(Path({str(tmp_path / "kernels")!r})))
 report = build([spec(factor=f) for f in (2, 3, 4)], store, jobs=2, progress=True)

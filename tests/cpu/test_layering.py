@@ -41,7 +41,7 @@ ALLOWED = {
 MAY_IMPORT_TORCH = {"ops", "graph", "tune"}
 
 #: Outside the package, only these modules and only their public names are for use.
-PUBLIC_MODULES = {"moe_fp8", "moe_fp8.errors", "moe_fp8.graph", "moe_fp8.warmup"}
+PUBLIC_MODULES = {"moe_fp8", "moe_fp8.errors", "moe_fp8.graph", "moe_fp8.jit", "moe_fp8.warmup"}
 
 #: What benchmarks may use besides: they time the compiler and another choice
 #: of the selector, and as `moe-fp8 tune` times.

@@ -25,16 +25,16 @@ def frozen() -> Iterator[Plan]:
         PlanOptions(**OPTIONS, num_sms=torch.cuda.get_device_properties(0).multi_processor_count),
     )
     load_plan(planned)
-    moe_fp8.freeze("strict")
+    moe_fp8.jit.freeze("strict")
     yield planned
-    moe_fp8.unfreeze()
+    moe_fp8.jit.unfreeze()
 
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled_or_loaded(frozen: Plan) -> Iterator[None]:
-    before = moe_fp8.counters()
+    before = moe_fp8.jit.counters()
     yield
-    after = moe_fp8.counters()
+    after = moe_fp8.jit.counters()
     assert (after.compiles, after.loads) == (before.compiles, before.loads)
 
 

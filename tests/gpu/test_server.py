@@ -35,7 +35,7 @@ def engine(demo_folder: Path) -> Iterator[Engine]:
     engine.start()
     yield engine
     engine.stop()
-    moe_fp8.unfreeze()
+    moe_fp8.jit.unfreeze()
 
 
 def generate(engine: Engine, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -63,8 +63,8 @@ def encode(folder: Path, text: str) -> list[int]:
 
 
 def test_greedy_tokens_equal_the_reference_backends(engine: Engine, demo_folder: Path, demo_model) -> None:
-    before, replays = moe_fp8.counters(), engine.runner.replays
-    assert moe_fp8.is_frozen()
+    before, replays = moe_fp8.jit.counters(), engine.runner.replays
+    assert moe_fp8.jit.is_frozen()
     assert engine.runner.captured == (1, 2, 4)
     for prompt in STEADY_PROMPTS:
         tokens = encode(demo_folder, prompt)
@@ -77,7 +77,7 @@ def test_greedy_tokens_equal_the_reference_backends(engine: Engine, demo_folder:
                 f"{prompt!r}: token {first} differs; the reference's margin there is {gap[0] - gap[1]}"
             )
     assert engine.runner.replays - replays == len(STEADY_PROMPTS) * (TOKENS - 1)
-    after = moe_fp8.counters()
+    after = moe_fp8.jit.counters()
     assert (after.misses, after.loads) == (before.misses, before.loads)
 
 
@@ -164,13 +164,13 @@ def test_every_op_agrees_on_the_models_own_inputs(
 
 def test_requests_together_get_the_tokens_of_each_alone(engine: Engine, demo_folder: Path) -> None:
     prompts = [encode(demo_folder, prompt) for prompt in STEADY_PROMPTS]
-    misses = moe_fp8.counters().misses
+    misses = moe_fp8.jit.counters().misses
     alone = [generate(engine, [prompt], TOKENS)[0] for prompt in prompts]
     replays = engine.runner.replays
     assert generate(engine, prompts, TOKENS) == alone
     assert engine.runner.replays - replays < len(prompts) * (TOKENS - 1), "they did not decode together"
     assert engine.scheduler.pool.free == engine.scheduler.pool.capacity
-    assert moe_fp8.counters().misses == misses
+    assert moe_fp8.jit.counters().misses == misses
 
 
 def test_long_prompts_in_chunks_and_many_batch_sizes(engine: Engine) -> None:
@@ -179,10 +179,10 @@ def test_long_prompts_in_chunks_and_many_batch_sizes(engine: Engine) -> None:
         torch.randint(1, 512, (length,), generator=generator).tolist()
         for length in (1, 63, 200, 255, 256, 257, 401)
     ]
-    misses = moe_fp8.counters().misses
+    misses = moe_fp8.jit.counters().misses
     generated = generate(engine, prompts, 24)
     assert [len(tokens) for tokens in generated] == [24] * len(prompts)
-    assert moe_fp8.counters().misses == misses
+    assert moe_fp8.jit.counters().misses == misses
 
 
 def test_replay_reads_new_inputs_and_padding() -> None:

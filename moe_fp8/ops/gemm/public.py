@@ -40,7 +40,7 @@ def gemm_fp8(
 
     a: float8_e4m3fn `[M, K]`, contiguous. a_scale: fp32 `[M, K/128]`; MN-major (stride
     `(1, align(M, 4))`, as `quantize_fp8` and `to_mn_major` give) is read as it is, any other stride is
-    converted by one more kernel, counted by `implicit_scale_conversions()`.
+    converted by one more kernel, counted by `moe_fp8.jit.counters().scale_conversions`.
     b: float8_e4m3fn `[N, K]`, contiguous. b_scale: fp32 `[ceil(N/128), K/128]`, contiguous.
     out: bf16 or fp32 `[M, N]`, contiguous, or None to allocate one of `out_dtype` (bf16 by default).
     K % 128 == 0, N % 64 == 0, addresses 16-byte aligned. M = 0 returns at once.
