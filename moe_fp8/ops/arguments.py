@@ -47,6 +47,49 @@ def contiguous(op: str, **tensors: Tensor) -> None:
             refuse_layout(op, name, tensor)
 
 
+def row_stride(tensor: Tensor) -> int:
+    """Elements from one row of `tensor` to the next; its leading dimensions together count the rows.
+
+    Returns 0 if elements within a row are not neighbours, or if no single number leads from every row to the
+    next. The stride of a dimension of size 1 does not matter.
+    """
+    if tensor.is_contiguous():
+        return tensor.shape[-1]
+    *sizes, columns = tensor.shape
+    *strides, column_stride = tensor.stride()
+    if column_stride != 1 and columns > 1:
+        return 0
+    stride, rows = columns, 1
+    for size, step in zip(reversed(sizes), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if rows == 1:
+            stride = step
+        elif step != stride * rows:
+            return 0
+        rows *= size
+    return stride
+
+
+def rows(op: str, **tensors: Tensor) -> None:
+    """TMA can copy each tensor's rows: `row_stride` is a multiple of 16 bytes, and rows do not overlap."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            stride, columns = row_stride(tensor), tensor.shape[-1]
+            if stride < columns or stride * tensor.element_size() & 15:
+                evenly = "" if tensor.dim() == 2 else ", at one distance over all leading dimensions"
+                raise ArgumentError(
+                    op,
+                    name,
+                    f"contiguous rows that start {columns} elements or more, and a multiple of 16 bytes, "
+                    f"apart{evenly}",
+                    f"stride {tensor.stride()} of shape {list(tensor.shape)}",
+                    "call .contiguous() on it",
+                )
+        if tensor.data_ptr() & 15:
+            refuse_address(op, name, tensor)
+
+
 def refuse_device(op: str, first: Tensor, **others: Tensor) -> None:
     for name, tensor in others.items():
         if tensor.device != first.device:

@@ -24,36 +24,43 @@ def _mn_major_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (1, pitch) if len(shape) == 2 else (pitch * groups, 1, pitch)
 
 
-def is_mn_major(scale: Tensor) -> bool:
-    """Whether [M,G] has stride (1, align(M,4)) or [E,M,G] stride (align(M,4)*G, 1, align(M,4)).
+def pitch(scale: Tensor) -> int:
+    """Elements between the groups of MN-major scales; 0 if `scale` is not MN-major.
 
-    The stride of a dimension of size 1 does not matter. The address must be 16-byte aligned.
+    MN-major scales [M,G] have stride (1, P), and [E,M,G] have stride (P*G, 1, P). P is a multiple of 4, at
+    least M. The address is a multiple of 16 bytes. The stride of a dimension of size 1 does not matter.
     """
-    stride = scale.stride()
-    if len(stride) == 2:
-        m, groups = scale.shape
-        pitch = (m + 3) & -4
-        # The usual case first: this is on every GEMM call's path.
-        if stride != (1, pitch) and m > 0:
-            fits = (stride[0] == 1 or m == 1) and (stride[1] == pitch or groups == 1)
-            return fits and not scale.data_ptr() & 15
-        return not scale.data_ptr() & 15
-    num_experts, m, groups = scale.shape
-    pitch = (m + 3) & -4
+    *experts, m, groups = scale.shape
+    usual = (m + 3) & -4
+    if scale.stride() == (1, usual):  # before the general case, as every new call of a quantizer comes here
+        return 0 if scale.data_ptr() & 15 else max(usual, 4)
+    *expert_strides, row_stride, stride = scale.stride()
+    if m == 0 or 0 in experts:
+        return 4
+    if groups == 1:
+        # From expert to expert, or nowhere.
+        stride = expert_strides[0] if experts and experts[0] > 1 else usual
     fits = (
-        (stride[0] == pitch * groups or num_experts <= 1)
-        and (stride[1] == 1 or m == 1)
-        and (stride[2] == pitch or groups == 1)
+        (row_stride == 1 or m == 1)
+        and stride >= m
+        and not stride & 3
+        and (not experts or experts[0] == 1 or expert_strides[0] == stride * groups)
     )
-    return (fits or m == 0) and not scale.data_ptr() & 15
+    return stride if fits and not scale.data_ptr() & 15 else 0
+
+
+def is_mn_major(scale: Tensor) -> bool:
+    """Whether the GEMMs read `scale` as it is (`pitch`)."""
+    return pitch(scale) > 0
 
 
 def to_mn_major(scale: Tensor) -> Tensor:
     """Activation scales in the layout that the GEMMs read without conversion.
 
     scale: fp32 `[M, G]` or `[E, M, G]` of any strides (G = K/128). Returns the same values with
-    stride `(1, align(M,4))`, or `(align(M,4)*G, 1, align(M,4))` for three dimensions; `scale` itself
-    where it already is so. One copy kernel at most; safe to capture. Units are unchanged.
+    stride `(1, align(M,4))`, or `(align(M,4)*G, 1, align(M,4))` for three dimensions; or `scale` itself if it
+    is MN-major already, which a larger multiple of 4 in the place of `align(M,4)` is too. One copy kernel at
+    most; safe to capture. Units are unchanged.
     """
     if is_mn_major(scale):
         return scale

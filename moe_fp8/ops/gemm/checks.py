@@ -14,11 +14,12 @@ from moe_fp8.ops.arguments import (
     BF16,
     F32,
     FP8,
-    contiguous,
     int32_vector,
     refuse_device,
     refuse_dtype,
+    refuse_layout,
     refuse_shape,
+    rows,
 )
 from moe_fp8.problems import GemmLayout, GemmProblem
 from moe_fp8.settings import settings
@@ -68,10 +69,13 @@ def _gemm_operands(
     device = a.get_device()
     if not (device == b.get_device() == a_scale.get_device() == b_scale.get_device() == out.get_device()):
         refuse_device(op, a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
-    if not (a.is_contiguous() and b.is_contiguous() and out.is_contiguous() and b_scale.is_contiguous()):
-        contiguous(op, a=a, b=b, out=out, b_scale=b_scale)
-    if (a.data_ptr() | b.data_ptr() | out.data_ptr()) & 15:
-        contiguous(op, a=a, b=b, out=out)
+    if not b_scale.is_contiguous():
+        refuse_layout(op, "b_scale", b_scale)
+    if (
+        not (a.is_contiguous() and b.is_contiguous() and out.is_contiguous())
+        or (a.data_ptr() | b.data_ptr() | out.data_ptr()) & 15
+    ):
+        rows(op, a=a, b=b, out=out)
     # The usual layout of the dense and contiguous ops, without a call: this is on the path of every launch.
     if a_scale.stride() == (1, (leading[-1] + 3) & -4) and not a_scale.data_ptr() & 15:
         return a_scale

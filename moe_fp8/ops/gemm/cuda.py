@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_fp8.jit.tensor_map import encode_2d
-from moe_fp8.ops import launch
+from moe_fp8.ops import launch, scales
+from moe_fp8.ops.arguments import row_stride
 from moe_fp8.ops.launch import Prepared
 from moe_fp8.params import GEMM
 from moe_fp8.problems import GemmLayout, GemmProblem
@@ -146,23 +147,32 @@ def _gemm(
     fp32 = out.dtype is torch.float32
     plan = _gemm_plan(layout, m, n, k, num_experts, expected_m, fp32, config, device)
     batch = num_experts if layout == "masked" else 1
+    out_stride = row_stride(out)
+    scale_pitch = a_scale.stride(-1) if k > 128 else scales.pitch(a_scale)
     block = launch.new_block(GEMM)
     # A box is 128 bytes of each row. Promoted to 256, L2 would fetch the next box's too: 4.04 TB/s, not 4.39.
     GEMM.pack_into(
         block.buffer,
         0,
-        encode_2d(a.data_ptr(), "uint8", (k, m * batch), k, plan.a_box, l2_promotion=128),
+        encode_2d(a.data_ptr(), "uint8", (k, m * batch), row_stride(a), plan.a_box, l2_promotion=128),
         encode_2d(
-            a_scale.data_ptr(), "float32", (m, batch * (k >> 7)), ((m + 3) & -4) * 4, plan.a_scale_box, 0
+            a_scale.data_ptr(),
+            "float32",
+            (m, batch * (k >> 7)),
+            scale_pitch * 4,
+            plan.a_scale_box,
+            0,
         ),
-        encode_2d(b.data_ptr(), "uint8", (k, n * num_experts), k, plan.b_box, l2_promotion=128),
-        encode_2d(out.data_ptr(), "bfloat16", (n, m * batch), n * 2, plan.out_box, plan.out_box[0] * 2)
+        encode_2d(b.data_ptr(), "uint8", (k, n * num_experts), row_stride(b), plan.b_box, l2_promotion=128),
+        encode_2d(
+            out.data_ptr(), "bfloat16", (n, m * batch), out_stride * 2, plan.out_box, plan.out_box[0] * 2
+        )
         if plan.out_box
         else b"",
         out.data_ptr(),
         b_scale.data_ptr(),
         0 if index is None else index.data_ptr(),
-        n,
+        out_stride,
         m,
         n,
         k,

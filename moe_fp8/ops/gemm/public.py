@@ -38,11 +38,12 @@ def gemm_fp8(
 ) -> Tensor:
     """Dense product of quantized activations and weights: out = (a * a_scale) @ (b * b_scale)^T.
 
-    a: float8_e4m3fn `[M, K]`, contiguous. a_scale: fp32 `[M, K/128]`; MN-major (stride
-    `(1, align(M, 4))`, as `quantize_fp8` and `to_mn_major` give) is read as it is, any other stride is
+    a: float8_e4m3fn `[M, K]`. a_scale: fp32 `[M, K/128]`; MN-major (stride `(1, P)`, P a multiple of 4 and
+    at least M, as `quantize_fp8` and `to_mn_major` give) is read as it is, any other stride is
     converted by one more kernel, counted by `moe_fp8.jit.counters().scale_conversions`.
-    b: float8_e4m3fn `[N, K]`, contiguous. b_scale: fp32 `[ceil(N/128), K/128]`, contiguous.
-    out: bf16 or fp32 `[M, N]`, contiguous, or None to allocate one of `out_dtype` (bf16 by default).
+    b: float8_e4m3fn `[N, K]`. b_scale: fp32 `[ceil(N/128), K/128]`, contiguous.
+    out: bf16 or fp32 `[M, N]`, or None to allocate one of `out_dtype` (bf16 by default).
+    Rows of a, b and out are contiguous in themselves and a multiple of 16 bytes apart, without overlap.
     K % 128 == 0, N % 64 == 0, addresses 16-byte aligned. M = 0 returns at once.
     config: the tile as text, such as "64x128" or "64x64/3k" (docs/tuning.md), or None for the selector's
     choice. It never changes more than the last bits: configs that divide K (a "k" at the end, or 64 weight
@@ -101,8 +102,9 @@ def grouped_gemm_fp8_contiguous(
 ) -> Tensor:
     """Each expert's rows of `a` times its own weights; rows of all experts lie one after the other.
 
-    a, a_scale: as in `gemm_fp8`. b: float8_e4m3fn `[E, N, K]`, contiguous. b_scale: fp32
-    `[E, ceil(N/128), K/128]`, contiguous. out: bf16 or fp32 `[M, N]`, contiguous, or None.
+    a, a_scale: as in `gemm_fp8`. b: float8_e4m3fn `[E, N, K]`, rows as in `gemm_fp8`, an expert right behind
+    the other: stride `(N*S, S, 1)`. b_scale: fp32 `[E, ceil(N/128), K/128]`, contiguous. out: bf16 or fp32
+    `[M, N]` as in `gemm_fp8`, or None.
 
     Exactly one of (int32, contiguous, on a's device):
     m_indices `[M]`: the expert of each row, -1 for padding; an expert's rows start at multiples of 128.
@@ -170,12 +172,13 @@ def grouped_gemm_fp8_masked(
 ) -> Tensor:
     """The first `masked_m[e]` rows of each expert's buffer times its weights.
 
-    a: float8_e4m3fn `[E, Mmax, K]`, contiguous. a_scale: fp32 `[E, Mmax, K/128]`; MN-major is stride
-    `(align(Mmax,4)*K/128, 1, align(Mmax,4))`, another is converted and counted. b, b_scale: as in
-    `grouped_gemm_fp8_contiguous`. masked_m: int32 `[E]`, contiguous, on a's device, 0 <= masked_m[e] <= Mmax.
+    a: float8_e4m3fn `[E, Mmax, K]`, stride `(Mmax*S, S, 1)`. a_scale: fp32 `[E, Mmax, K/128]`; MN-major is
+    stride `(P*K/128, 1, P)`, P a multiple of 4 and at least Mmax; another is converted and counted.
+    b, b_scale: as in `grouped_gemm_fp8_contiguous`.
+    masked_m: int32 `[E]`, contiguous, on a's device, 0 <= masked_m[e] <= Mmax.
     expected_m: rows that an expert is expected to have; tunes only: results are bitwise independent of it.
     config: the tile as text (docs/tuning.md), or None; results are bitwise independent of it too.
-    out: bf16 or fp32 `[E, Mmax, N]`, contiguous, or None.
+    out: bf16 or fp32 `[E, Mmax, N]`, stride `(Mmax*S, S, 1)`, or None. Every S is a multiple of 16 bytes.
 
     Returns out. Rows from masked_m[e] on may hold anything in `a` and `a_scale` (NaN included) and are
     unspecified in out. No host synchronisation; safe to capture: a replay reads masked_m anew.

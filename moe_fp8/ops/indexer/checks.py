@@ -21,6 +21,7 @@ from moe_fp8.ops.arguments import (
     refuse_layout,
     refuse_shape,
 )
+from moe_fp8.ops.arguments import rows as rows_of
 
 BLOCK_SIZES = (32, 64, 128)
 HEAD_DIMS = (32, 64, 128)
@@ -177,7 +178,8 @@ def mqa_inputs(
         or not device == ks.get_device() == ke.get_device()
     ):
         refuse_device(op, q, k=k, k_scale=k_scale, weights=weights, ks=ks, ke=ke)
-    contiguous(op, q=q, k=k, k_scale=k_scale, weights=weights)
+    contiguous(op, k_scale=k_scale)
+    rows_of(op, q=q, k=k, weights=weights)
 
 
 def _context_lens(op: str, context_lens: Tensor, batch: int, next_n: int) -> None:
@@ -268,7 +270,7 @@ def paged_inputs(
     ):
         others = {"kv_cache": kv_cache, "weights": weights, "context_lens": context_lens}
         refuse_device(op, q, **others, block_table=block_table)
-    contiguous(op, q=q, weights=weights)
+    rows_of(op, q=q, weights=weights)
     cache_address(op, kv_cache)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from moe_fp8 import heuristics
 from moe_fp8.jit.tensor_map import encode_2d, encode_tiled
 from moe_fp8.ops import launch
+from moe_fp8.ops.arguments import row_stride
 from moe_fp8.ops.launch import Prepared
 from moe_fp8.params import INDEXER_CACHE, INDEXER_TOPK, MQA_LOGITS, PAGED_MQA_LOGITS, PAGED_MQA_METADATA
 from moe_fp8.problems import (
@@ -71,10 +72,10 @@ def mqa_logits(
     MQA_LOGITS.pack_into(
         block.buffer,
         0,
-        encode_2d(q.data_ptr(), "uint8", (dim, m * heads), dim, (dim, box_q), dim),
-        encode_2d(k.data_ptr(), "uint8", (dim, n), dim, (dim, heuristics.MQA_BLOCK_KV), dim),
+        encode_2d(q.data_ptr(), "uint8", (dim, m * heads), row_stride(q), (dim, box_q), dim),
+        encode_2d(k.data_ptr(), "uint8", (dim, n), row_stride(k), (dim, heuristics.MQA_BLOCK_KV), dim),
         encode_2d(k_scale.data_ptr(), "float32", (n, 1), (n + 3 & -4) * 4, (heuristics.MQA_BLOCK_KV, 1), 0),
-        encode_2d(weights.data_ptr(), "float32", (heads, m), heads * 4, (heads, block_q), 0),
+        encode_2d(weights.data_ptr(), "float32", (heads, m), row_stride(weights) * 4, (heads, block_q), 0),
         out.data_ptr(),
         ks.data_ptr(),
         ke.data_ptr(),
@@ -148,10 +149,10 @@ def paged_mqa_logits(
     PAGED_MQA_LOGITS.pack_into(
         block.buffer,
         0,
-        encode_2d(q.data_ptr(), "uint8", (dim, rows * heads), dim, (dim, box_q), dim),
+        encode_2d(q.data_ptr(), "uint8", (dim, rows * heads), row_stride(q), (dim, box_q), dim),
         encode_tiled(cache, "uint8", (dim, page_size, pages), (dim, page_stride), (dim, box, 1), dim, 128),
         encode_2d(cache + page_size * dim, "float32", (page_size, pages), page_stride, (box, 1), 0),
-        encode_2d(weights.data_ptr(), "float32", (heads, rows), heads * 4, (heads, block_q), 0),
+        encode_2d(weights.data_ptr(), "float32", (heads, rows), row_stride(weights) * 4, (heads, block_q), 0),
         out.data_ptr(),
         block_table.data_ptr(),
         metadata.data_ptr(),

@@ -15,7 +15,8 @@ from moe_fp8.specs import select_quantize, select_silu_mul_quantize
 
 def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Prepared | None:
     """x [M,K] -> q [M,K] fp8 and scale [M,K/128], MN-major or to be copied from scales that are."""
-    if not scales.is_mn_major(scale):
+    pitch = scales.pitch(scale)
+    if pitch == 0:
         # torch's functionalisation may replace an output by a clone, which drops the padding of its stride.
         padded = scales.empty_mn_major(scale.shape, scale)
         registry.OPS["quantize_fp8"].run(x, q, padded, power_of_two)
@@ -25,7 +26,8 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Prepare
     m, k = x.shape
     chosen = select_quantize(QuantizeProblem(m, k, launch.IN_DTYPES[x.dtype], power_of_two, num_sms))
     block = launch.new_block(QUANTIZE)
-    QUANTIZE.pack_into(block.buffer, 0, x.data_ptr(), q.data_ptr(), scale.data_ptr(), k, (m + 3) & -4, m, k)
+    addresses = x.data_ptr(), q.data_ptr(), scale.data_ptr()
+    QUANTIZE.pack_into(block.buffer, 0, *addresses, x.stride(0), pitch, m, k)
     return chosen.spec, chosen.grid, block
 
 
@@ -33,7 +35,8 @@ def silu_mul_quantize(
     x: Tensor, masked_m: Tensor | None, q: Tensor, scale: Tensor, power_of_two: bool, limit: float | None
 ) -> Prepared | None:
     """x [M,2I] or [E,M,2I] -> q fp8 [...,I] and scale [...,I/128], as in `quantize`."""
-    if not scales.is_mn_major(scale):
+    pitch = scales.pitch(scale)
+    if pitch == 0:
         # A copy: rows that are not written keep what they have.
         padded = scales.to_mn_major(scale)
         registry.OPS["silu_mul_quantize"].run(x, masked_m, q, padded, power_of_two, limit)
@@ -53,7 +56,7 @@ def silu_mul_quantize(
         scale.data_ptr(),
         0 if masked_m is None else x.stride(0),
         x.stride(-2),
-        (m + 3) & -4,
+        pitch,
         m,
         k,
         num_experts or 1,

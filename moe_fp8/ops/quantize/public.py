@@ -28,9 +28,12 @@ def quantize_fp8(
 ) -> tuple[Tensor, Tensor]:
     """Quantize activations to FP8 with one scale per 1 x 128 group along K.
 
-    x: bf16, fp16 or fp32 `[M, K]`, contiguous, K a positive multiple of 128; M = 0 is allowed.
+    x: bf16, fp16 or fp32 `[M, K]`, K a positive multiple of 128; M = 0 is allowed. Rows are contiguous in
+    themselves, 16-byte aligned, and any multiple of 16 bytes apart, 0 included.
     power_of_two: round scales up to powers of two (UE8M0-representable), kept as fp32.
-    out: `(q, scale)` as they are returned, to write to, or None.
+    out: `(q, scale)` as they are returned, to write to, or None. The scales' stride may also be `(1, P)`, P a
+    larger multiple of 4, as that of the first M rows of a larger buffer; scales of another stride are written
+    by one more kernel.
 
     Returns `(q, scale)`: q float8_e4m3fn `[M, K]`, contiguous; scale fp32 `[M, K/128]`, MN-major: stride
     `(1, align(M, 4))`, what the GEMMs read without conversion. `x ~ q * scale`; the unit is x's.
@@ -74,14 +77,14 @@ def silu_mul_quantize(
 
     x: bf16 `[M, 2I]`, the gate in columns 0 to I - 1 and the up projection in the others, as the product with
     w1 stacked over w3 has them; I a positive multiple of 128, M = 0 allowed. Rows are contiguous in
-    themselves, 16-byte aligned, and may lie further apart than 2I.
+    themselves, 16-byte aligned; rows, and experts, are any multiple of 16 bytes apart, 0 included.
     masked_m: int32 `[E]`, contiguous, on x's device; x is then `[E, Mmax, 2I]`, and only the first
     `masked_m[e]` rows of each expert, clamped to 0 to Mmax, are read and written. Others may hold anything
     (NaN included) and keep what they have in out.
     power_of_two: round scales up to powers of two, as in `quantize_fp8`.
     limit: None, or the positive number of DeepSeek-V4's clamp: gate = min(gate, limit) and
     up = clamp(up, -limit, limit), ahead of SiLU.
-    out: `(q, scale)` as they are returned, to write to, or None.
+    out: `(q, scale)` as they are returned, to write to, or None; the scales' stride as in `quantize_fp8`.
 
     Returns `(q, scale)`: q float8_e4m3fn `[M, I]` or `[E, Mmax, I]`, contiguous; scale fp32 `[..., I/128]`,
     MN-major: stride `(1, align(M, 4))` or `(align(Mmax, 4) * I/128, 1, align(Mmax, 4))`, what the GEMMs read

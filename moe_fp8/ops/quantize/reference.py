@@ -36,9 +36,9 @@ def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
 def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
     """x [M,K] -> q fp8 [M,K], scale fp32 [M,K/128] (any strides)."""
     m, k = x.shape
-    groups = x.float().view(m, k // SCALE_BLOCK, SCALE_BLOCK)
+    groups = x.float().reshape(m, k // SCALE_BLOCK, SCALE_BLOCK)
     group_scale = scale_from_amax(groups.abs().amax(-1), power_of_two)
-    q.copy_(to_fp8(groups, group_scale[..., None]).view(m, k))
+    q.copy_(to_fp8(groups, group_scale[..., None]).reshape(m, k))
     scale.copy_(group_scale)
 
 
