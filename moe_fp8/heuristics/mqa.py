@@ -58,6 +58,11 @@ def mqa_smem_bytes(config: MqaConfig, num_heads: int, head_dim: int) -> int:
     return BARRIER_BYTES + 2 * queries + config.num_stages * keys + 1024
 
 
+def _block_q(num_heads: int) -> int:
+    """Query tokens of a tile of the prefill indexer."""
+    return min(MQA_COLUMNS // num_heads, MQA_MAX_QUERIES)
+
+
 #: Pairs of a query and a key for each SM from which terms are worth their work (H200: even at 3313 x 4149).
 _TERMS_FROM = 1 << 16
 
@@ -67,7 +72,7 @@ def mqa_config(problem: MqaLogitsProblem) -> MqaConfig:
     problem = problem.for_selection()
     large = problem.num_queries * problem.num_keys >= _TERMS_FROM * problem.num_sms
     return MqaConfig(
-        block_q=min(MQA_COLUMNS // problem.num_heads, MQA_MAX_QUERIES),
+        block_q=_block_q(problem.num_heads),
         num_stages=12,
         terms=large and not problem.batch_invariant,
     )
@@ -75,6 +80,19 @@ def mqa_config(problem: MqaLogitsProblem) -> MqaConfig:
 
 #: Keys of one work item at most, a multiple of `MQA_BLOCK_KV`: 17 MB, which stay in L2.
 _MOST_CHUNK = 1 << 17
+
+
+#: The prefill kernel adds up the stages of all work items in unsigned 32 bits (`sched/even_share.cuh`).
+_MOST_STAGES = 2**32 - 1
+
+#: Stages that the kernel counts for an item itself, at most (kItemCost).
+_ITEM_COST = 4
+
+
+def mqa_most_queries(num_keys: int, num_heads: int) -> int:
+    """Queries whose stages the prefill kernel can count if each of them sees all `num_keys` keys."""
+    stages = -(-num_keys // MQA_BLOCK_KV) + _ITEM_COST * -(-num_keys // _MOST_CHUNK)
+    return _MOST_STAGES // max(stages, 1) * _block_q(num_heads)
 
 
 @dataclass(frozen=True)

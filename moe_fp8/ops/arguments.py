@@ -18,6 +18,9 @@ F32 = torch.float32
 BF16 = torch.bfloat16
 I32 = torch.int32
 
+#: Kernels count rows, columns and coordinates in signed 32 bits. The last tile may reach 2^17 further.
+MAX_EXTENT = 2**31 - 2**17
+
 
 def refuse_shape(op: str, name: str, tensor: Tensor, expected: str, remedy: str = "") -> NoReturn:
     raise ArgumentError(op, name, f"shape {expected}", list(tensor.shape), remedy)
@@ -113,6 +116,12 @@ def given_out(op: str, out: Tensor, dtype: torch.dtype | None) -> None:
     """A caller's `out` agrees with the caller's `out_dtype`, where both are given."""
     if dtype is not None and out.dtype is not dtype:
         raise ArgumentError(op, "out", f"dtype {dtype} (out_dtype)", out.dtype, "leave out_dtype away")
+
+
+def extent(op: str, name: str, size: int, unit: str) -> None:
+    """`size` is at most MAX_EXTENT; `unit` says what it counts."""
+    if size > MAX_EXTENT:
+        raise ArgumentError(op, name, f"at most {MAX_EXTENT} {unit}", size, "divide the call")
 
 
 def workers(op: str, tensor: Tensor, num_sms: int | None) -> int:

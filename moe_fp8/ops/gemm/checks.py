@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, TypeAlias, cast
 
 from torch import Tensor
@@ -14,6 +15,8 @@ from moe_fp8.ops.arguments import (
     BF16,
     F32,
     FP8,
+    MAX_EXTENT,
+    extent,
     int32_vector,
     refuse_device,
     refuse_dtype,
@@ -56,6 +59,10 @@ def _gemm_operands(
         refuse_shape(op, "b", b, "[..., N, K] with N a positive multiple of 64", "pad N of b with zero rows")
     if b.shape != (*experts, n, k):
         refuse_shape(op, "b", b, f"[..., N, {k}], with the K of a", "b is [N, K]: do not transpose it")
+    if max(k, prod(leading), prod(experts) * n) > MAX_EXTENT:
+        extent(op, "a", k, "elements along K")
+        extent(op, "a", prod(leading), "rows, those of all experts together")
+        extent(op, "b", prod(experts) * n, "rows, those of all experts together")
     groups = k >> 7
     if a_scale.shape != (*leading, groups):
         refuse_shape(op, "a_scale", a_scale, f"{[*leading, groups]}: one scale per 1 x 128 of a")

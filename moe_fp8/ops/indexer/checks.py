@@ -12,7 +12,9 @@ from moe_fp8.ops.arguments import (
     F32,
     FP8,
     I32,
+    MAX_EXTENT,
     contiguous,
+    extent,
     int32_vector,
     out_dtype,
     refuse_address,
@@ -77,6 +79,7 @@ def indexer_quantize_and_cache(
     if k.dim() != 2:
         refuse_shape(op, "k", k, "[T, D]", "flatten the leading dimensions")
     rows, dim = k.shape
+    extent(op, "k", rows, "rows")
     if k.dtype not in _IN_DTYPES:
         refuse_dtype(op, "k", k, "bfloat16, float16 or float32")
     if dim not in HEAD_DIMS:
@@ -124,6 +127,7 @@ def _logits_out(op: str, out: Tensor, rows: int, columns: int | None) -> None:
     row_stride, column_stride = out.stride()
     if (column_stride != 1 and columns > 1) or (row_stride < columns and rows > 1):
         raise ArgumentError(op, "out", "contiguous rows that do not overlap", f"stride {out.stride()}")
+    extent(op, "out", columns, "columns")
 
 
 def mqa_logits(
@@ -143,8 +147,19 @@ def mqa_logits(
     op = "mqa_logits_fp8"
     mqa_inputs(op, q, k, k_scale, weights, ks, ke)
     _logits_out(op, out, q.shape[0], None if compressed else k.shape[0])
+    if compressed:
+        _compressed_sizes(op, q.shape[0], q.shape[1], k.shape[0], out.shape[1])
     if q.get_device() != out.get_device():
         refuse_device(op, q, out=out)
+
+
+def _compressed_sizes(op: str, queries: int, heads: int, keys: int, columns: int) -> None:
+    """Refuse sizes that the kernel cannot count. Full logits of such sizes would not fit any GPU's memory."""
+    extent(op, "max_seqlen_k", keys + columns, "keys and columns together")
+    most = heuristics.mqa_most_queries(keys, heads)
+    if queries > most:
+        expected = f"at most {most} queries of {heads} heads against {keys} keys (2^32 tiles of 64 keys)"
+        raise ArgumentError(op, "q", expected, queries, "pass the queries in several calls")
 
 
 def mqa_inputs(
@@ -157,6 +172,9 @@ def mqa_inputs(
     if k.dim() != 2 or k.shape[1] != dim:
         refuse_shape(op, "k", k, f"[N, {dim}]")
     n = k.shape[0]
+    if m * heads > MAX_EXTENT or n > MAX_EXTENT:
+        extent(op, "q", m * heads, "rows (queries x heads)")
+        extent(op, "k", n, "keys")
     if q.dtype is not FP8:
         refuse_dtype(op, "q", q, "float8_e4m3fn")
     if k.dtype is not FP8:
@@ -208,6 +226,8 @@ def paged_mqa_logits_metadata(context_lens: Tensor, block_size: int, next_n: int
     page_of(op, block_size)
     if out.dim() != 2 or out.shape[1] != 2 or out.shape[0] < 2:
         refuse_shape(op, "out", out, "[num_sms + 1, 2] with num_sms at least 1")
+    extent(op, "context_lens", context_lens.shape[0] * next_n, "tokens (B x next_n)")
+    extent(op, "out", out.shape[0], "workers")
     if out.dtype is not I32:
         refuse_dtype(op, "out", out, "int32")
     if not out.is_contiguous():
@@ -235,6 +255,7 @@ def paged_mqa_logits(
         refuse_dtype(op, "metadata", metadata, "int32")
     if not metadata.is_contiguous():
         refuse_layout(op, "metadata", metadata)
+    extent(op, "metadata", metadata.shape[0], "workers")
     _logits_out(op, out, q.shape[0] * q.shape[1], None)
     if not q.get_device() == metadata.get_device() == out.get_device():
         refuse_device(op, q, metadata=metadata, out=out)
@@ -251,7 +272,9 @@ def paged_inputs(
     if q.dtype is not FP8:
         refuse_dtype(op, "q", q, "float8_e4m3fn")
     _heads(op, q)
+    extent(op, "q", batch * next_n * heads, "rows (B x next_n x heads)")
     cache_layout(op, kv_cache, dim)
+    extent(op, "kv_cache", kv_cache.shape[0], "pages")
     if weights.shape != (batch * next_n, heads):
         refuse_shape(op, "weights", weights, f"[{batch * next_n}, {heads}]")
     if weights.dtype is not F32:
@@ -304,6 +327,7 @@ def indexer_topk(
     if logits.dim() != 2:
         refuse_shape(TOPK, "logits", logits, "[M, N]", "flatten the leading dimensions")
     rows, columns = logits.shape
+    extent(TOPK, "logits", rows, "rows")
     if logits.dtype not in _LOGITS_DTYPES:
         refuse_dtype(TOPK, "logits", logits, "float32 or bfloat16")
     if columns > _INT32_MAX:

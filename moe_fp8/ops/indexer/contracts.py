@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_fp8.errors import ContractError
+from moe_fp8.heuristics import PAGED_CHUNK
+from moe_fp8.ops.arguments import MAX_EXTENT
 from moe_fp8.ops.indexer.reference import token_lengths
 
 
@@ -58,6 +60,20 @@ def query_ranges(ks: Tensor, ke: Tensor, num_keys: int, columns: int) -> None:
                 "pass a larger max_seqlen_k",
                 row=row,
             )
+
+
+def schedule(context_lens: Tensor, next_n: int) -> None:
+    """The chunks of all requests together can be counted in 32 bits."""
+    longest = token_lengths(context_lens, next_n).amax(1)
+    chunks = int(((longest + PAGED_CHUNK - 1) // PAGED_CHUNK).sum())
+    if chunks > MAX_EXTENT:
+        raise ContractError(
+            "paged_mqa_logits_metadata",
+            "context_lens",
+            f"at most {MAX_EXTENT} chunks of {PAGED_CHUNK} tokens in all requests together",
+            chunks,
+            "schedule fewer requests at once",
+        )
 
 
 def paged_contexts(

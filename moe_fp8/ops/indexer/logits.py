@@ -123,6 +123,7 @@ def _no_requests(context_lens: Tensor, block_size: int, next_n: int, out: Tensor
 metadata_op = register(
     "paged_mqa_logits_metadata(Tensor context_lens, SymInt block_size, SymInt next_n, Tensor(a!) out) -> ()",
     check=checks.paged_mqa_logits_metadata,
+    contract=lambda context_lens, block_size, next_n, out: contracts.schedule(context_lens, next_n),
     empty=_no_requests,
     reference=lambda context_lens, block_size, next_n, out: reference.paged_mqa_logits_metadata(
         context_lens, out.shape[0] - 1, next_n, out

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.ops.arguments import workers
+from moe_fp8.ops.arguments import extent, workers
 from moe_fp8.ops.indexer import checks, contracts
 from moe_fp8.ops.indexer.logits import metadata_op, mqa_logits_chunk_op, paged_logits_op
 from moe_fp8.ops.indexer.topk import topk_chunk_op
@@ -270,6 +270,7 @@ def paged_indexer_select(
     num_sms = workers("paged_indexer_select", q, num_sms)
     if max_context_len < 0:
         raise ArgumentError("paged_indexer_select", "max_context_len", "at least 0", max_context_len)
+    extent("paged_indexer_select", "max_context_len", max_context_len, "columns")
     if checked(q):
         contracts.paged_contexts(
             context_lens, next_n, block_table, kv_cache.shape[1], kv_cache.shape[0], max_context_len

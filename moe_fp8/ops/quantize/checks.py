@@ -10,6 +10,8 @@ from moe_fp8.ops.arguments import (
     BF16,
     F32,
     FP8,
+    MAX_EXTENT,
+    extent,
     int32_vector,
     refuse_address,
     refuse_device,
@@ -17,6 +19,7 @@ from moe_fp8.ops.arguments import (
     refuse_layout,
     refuse_shape,
 )
+from moe_fp8.specs import SILU_ROWS
 
 _F32_MAX = torch.finfo(F32).max
 
@@ -32,7 +35,10 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
         refuse_dtype(op, "x", x, "bfloat16, float16 or float32")
     if k % 128 or k == 0:
         refuse_shape(op, "x", x, "[M, K] with K a positive multiple of 128", "pad K with zeros")
-    _readable_rows(op, x)
+    if m > MAX_EXTENT or k > MAX_EXTENT:
+        extent(op, "x", max(m, k), "rows, and as many columns")
+    if not x.is_contiguous():
+        _readable_rows(op, x)
     _outputs(op, q, scale, (m, k))
     if not x.get_device() == q.get_device() == scale.get_device():
         refuse_device(op, x, q=q, scale=scale)
@@ -88,7 +94,12 @@ def silu_mul_quantize(
         refuse_shape(
             op, "x", x, "[..., 2I] with I a positive multiple of 128", "pad gate and up with zeros each"
         )
-    _readable_rows(op, x)
+    rows, columns = x.shape[-2], width // 2
+    experts = 1 if masked_m is None else x.shape[0]
+    extent(op, "x", max(experts * rows, width), "rows, those of all experts together, and as many columns")
+    extent(op, "x", experts * -(-rows // SILU_ROWS) * (columns // 128), f"tiles of {SILU_ROWS} x 128 of q")
+    if not x.is_contiguous():
+        _readable_rows(op, x)
     if limit is not None and not 0 < limit <= _F32_MAX:
         raise ArgumentError(op, "limit", "a positive number that float32 has, or None", limit)
     if not x.get_device() == q.get_device() == scale.get_device():
