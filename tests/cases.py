@@ -273,6 +273,13 @@ def mqa_case(
     )
 
 
+def negative_scores(case: MqaCase) -> MqaCase:
+    """`case` with keys and queries such that the score of every head is negative."""
+    q = case.q.view(torch.uint8).bitwise_and(0x7F).clamp(min=0x20)  # magnitudes from 1/8 on
+    k = case.k.view(torch.uint8).bitwise_or(0x80).clamp(min=0xA0)
+    return replace(case, q=q.view(case.q.dtype), k=k.view(case.k.dtype))
+
+
 def mqa_expected(case: MqaCase, columns: int | None = None, rest: float = SENTINEL) -> Tensor:
     """float64 logits, full or compressed to `columns`; `rest` where nothing is to be written."""
     m, n = case.q.shape[0], case.k.shape[0]

@@ -48,6 +48,21 @@ def test_prefill_equals_the_reference() -> None:
         )
 
 
+def test_ties_at_zero_do_not_displace_a_key() -> None:
+    """The call is large enough for the kernel whose zeros are not exact: positive logits come before them."""
+    m, n, topk = 1024, 16384, 64
+    case = cases.negative_scores(cases.mqa_case(m, n, 32, "causal", "cuda"))
+    case.weights.abs_()
+    positive = torch.arange(5, n - m, 509, device="cuda")  # every query sees these
+    assert len(positive) < topk
+    case.k.view(torch.uint8)[positive] &= 0x7F
+    chosen = indexer_select(*case.arguments(), topk=topk)
+    assert torch.equal(chosen, indexer_select(*case.arguments(), topk=topk, workspace=_workspace(4 << 20)))
+    assert (chosen >= 0).all() and (chosen < case.ke[:, None]).all()
+    assert (chosen.sort(1).values.diff(dim=1) > 0).all(), "no key twice"
+    assert (torch.isin(chosen, positive).sum(1) == len(positive)).all()
+
+
 def _decode(case: cases.PagedCase, columns: int, budget: int | None) -> torch.Tensor:
     return paged_indexer_select(
         case.q,
