@@ -166,11 +166,11 @@ class KernelRuntime:
         return self._mode is not None
 
     def is_loaded(self, spec: KernelSpec) -> bool:
-        """Whether `get_kernel(spec)` would return without loading anything."""
+        """Whether `get_kernel(spec)` returns without loading anything."""
         return spec in self._by_spec
 
     def counters(self) -> JitCounters:
-        """Return a consistent snapshot: the events of all ops, and in `by_op` those of each."""
+        """Return a consistent snapshot: the events of all ops and, in `by_op`, the events of each op."""
         with self._lock:
             by_op = {op: _snapshot(counts, {}) for op, counts in self._counts.items()}
             return _snapshot(sum(self._counts.values(), Counter[Event]()), by_op)

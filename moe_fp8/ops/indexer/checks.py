@@ -1,4 +1,4 @@
-"""Checks of the indexer's arguments: the cache, the logits, the top-k and the selection."""
+"""Checks of the arguments of the indexer's ops: the cache, the logits, the top-k and the selection."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _INT32_MAX = 2**31 - 1
 
 
 def page_of(op: str, tokens: int) -> None:
-    """A page may have this many tokens."""
+    """Refuse a page size that no kernel serves."""
     if tokens not in BLOCK_SIZES:
         raise UnsupportedError(f"{op}: block_size: expected one of {BLOCK_SIZES} tokens, got {tokens}")
 
 
 def cache_layout(op: str, kv_cache: Tensor, dim: int) -> None:
-    """uint8 [pages,block,1,dim+4], pages contiguous; the address is left to `cache_address`."""
+    """Check a cache, uint8 [pages,block,1,dim+4] with contiguous pages, but for its address."""
     if kv_cache.dim() != 4 or kv_cache.shape[2] != 1 or kv_cache.shape[3] != dim + 4:
         refuse_shape(op, "kv_cache", kv_cache, f"[pages, block_size, 1, {dim + 4}]")
     tokens = kv_cache.shape[1]
@@ -66,7 +66,7 @@ def cache_layout(op: str, kv_cache: Tensor, dim: int) -> None:
 
 
 def cache_address(op: str, kv_cache: Tensor) -> None:
-    """A 16-byte boundary; asked once devices are known to agree."""
+    """Check that the cache is 16-byte aligned. Call this after the check of the devices."""
     if kv_cache.data_ptr() & 15:
         raise ArgumentError(op, "kv_cache", "a 16-byte aligned address", hex(kv_cache.data_ptr()))
 
@@ -106,7 +106,7 @@ def indexer_quantize_and_cache(
 
 
 def logits_dtype(op: str, dtype: torch.dtype | None) -> torch.dtype:
-    """`dtype`, fp32 for None, if logits can be stored as that."""
+    """Return `dtype`, or fp32 for None; refuse a dtype that logits cannot be stored as."""
     return F32 if dtype is None else out_dtype(op, dtype)
 
 
@@ -143,7 +143,7 @@ def mqa_logits(
     whole_queries: int = 0,
     whole_keys: int = 0,
 ) -> None:
-    """As `mqa_inputs`; out fp32 or bf16 [M, N or any]."""
+    """Check what `mqa_inputs` checks, and out fp32 or bf16 [M, N or any]."""
     op = "mqa_logits_fp8"
     mqa_inputs(op, q, k, k_scale, weights, ks, ke)
     _logits_out(op, out, q.shape[0], None if compressed else k.shape[0])
@@ -212,7 +212,7 @@ def _context_lens(op: str, context_lens: Tensor, batch: int, next_n: int) -> Non
 
 
 def _pair_aligned(op: str, name: str, schedule: Tensor) -> None:
-    # The kernels read and write its rows as pairs.
+    # The kernels read and write each row of the schedule as a pair.
     if schedule.data_ptr() & 7:
         raise ArgumentError(op, name, "an 8-byte aligned address", hex(schedule.data_ptr()), "clone it")
 
@@ -246,7 +246,7 @@ def paged_mqa_logits(
     metadata: Tensor,
     out: Tensor,
 ) -> None:
-    """As `paged_inputs`; metadata int32 [num_sms+1,2], out fp32 or bf16 [B*next_n, any]."""
+    """Check what `paged_inputs` checks, metadata int32 [num_sms+1,2], out fp32 or bf16 [B*next_n, any]."""
     op = "paged_mqa_logits_fp8"
     paged_inputs(op, q, kv_cache, weights, context_lens, block_table)
     if metadata.dim() != 2 or metadata.shape[1] != 2 or metadata.shape[0] < 2:
@@ -298,7 +298,7 @@ def paged_inputs(
 
 
 def topk_width(topk: int) -> None:
-    """A row may be asked for this many columns."""
+    """Refuse a number of columns that no kernel serves."""
     if not 1 <= topk <= heuristics.TOPK_MAX_K:
         raise ArgumentError(TOPK, "topk", f"1 to {heuristics.TOPK_MAX_K}", topk)
 
@@ -358,7 +358,7 @@ def indexer_topk(
 
 
 def selection_out(op: str, rows: int, topk: int, like: Tensor, out: Tensor | None) -> Tensor:
-    """`out`, int32 [rows, topk] on the device of `like`; it is allocated if None."""
+    """Return `out`, int32 [rows, topk] on the device of `like`; allocate it if it is None."""
     topk_width(topk)
     if out is None:
         return torch.empty((rows, topk), dtype=torch.int32, device=like.device)
@@ -369,7 +369,7 @@ def selection_out(op: str, rows: int, topk: int, like: Tensor, out: Tensor | Non
 
 
 def workspace(op: str, tensor: Tensor, like: Tensor) -> None:
-    """uint8 [bytes], contiguous, 16-byte aligned, on the device of `like`."""
+    """Check a workspace: uint8 [bytes], contiguous, 16-byte aligned, on the device of `like`."""
     if tensor.dim() != 1 or tensor.dtype is not torch.uint8 or not tensor.is_contiguous():
         got = f"{tensor.dtype} {list(tensor.shape)} of stride {tensor.stride()}"
         raise ArgumentError(op, "workspace", "contiguous uint8 [bytes]", got)

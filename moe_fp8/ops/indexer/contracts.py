@@ -1,4 +1,4 @@
-"""Checked mode (MOE_FP8_CHECKED=1): what the indexer's ranges, lengths and pages contain."""
+"""Checked mode (MOE_FP8_CHECKED=1): checks of the contents of ranges, lengths, slots and pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_fp8.ops.indexer.reference import token_lengths
 
 
 def cache_slots(slot_mapping: Tensor, num_slots: int) -> None:
-    """No slot lies past the cache; negative ones skip their row."""
+    """No slot lies past the cache. (A negative slot skips its row.)"""
     for row, slot in enumerate(slot_mapping.tolist()):
         if slot >= num_slots:
             raise ContractError(
@@ -79,7 +79,7 @@ def schedule(context_lens: Tensor, next_n: int) -> None:
 def paged_contexts(
     context_lens: Tensor, next_n: int, block_table: Tensor, block_size: int, num_pages: int, columns: int
 ) -> None:
-    """Lengths fit the output and the block table; the pages that they reach are in the cache."""
+    """Lengths fit the output and the block table, and the cache has every page that they reach."""
     op = "paged_mqa_logits_fp8"
     if context_lens.numel() and int(context_lens.min()) < 0:
         row = int(context_lens.reshape(context_lens.shape[0], -1).amin(1).argmin())

@@ -1,4 +1,4 @@
-"""CUDA launches of the indexer's ops: problem -> spec, grid and the one struct that each kernel takes."""
+"""CUDA launches of the indexer's ops: problem -> spec, grid and the one struct that the kernel takes."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ def mqa_logits(
     whole_queries: int = 0,
     whole_keys: int = 0,
 ) -> Prepared:
-    """Prefill indexer logits; q [M,H,D], k [N,D], weights [M,H], out [M, N or max_seqlen_k].
+    """Prepare prefill logits; q [M,H,D], k [N,D], weights [M,H], out [M, N or max_seqlen_k].
 
-    The kernel is that of the whole that this is a part of; 0 for none.
+    `whole_queries` and `whole_keys` are the sizes of the selection that this call is a chunk of; they choose
+    its kernel. They are 0 if the call is no chunk.
     """
     m, heads, dim = q.shape
     n = k.shape[0]
@@ -97,7 +98,7 @@ def paged_mqa_logits_metadata(
     next_n: int,
     out: Tensor,
 ) -> Prepared:
-    """Schedule of the paged logits; context_lens [B] or [B,next_n], out [num_workers + 1, 2]."""
+    """Prepare the schedule of the paged logits; context_lens [B] or [B,next_n], out [num_workers + 1, 2]."""
     batch = context_lens.shape[0]
     num_workers = out.shape[0] - 1
     num_sms = launch.num_sms(context_lens.get_device())
@@ -125,7 +126,7 @@ def paged_mqa_logits(
     metadata: Tensor,
     out: Tensor,
 ) -> Prepared:
-    """Decode indexer logits; q [B,next_n,H,D], kv_cache [pages,block,1,D+4], out [B*next_n, width]."""
+    """Prepare decode logits; q [B,next_n,H,D], kv_cache [pages,block,1,D+4], out [B*next_n, width]."""
     batch, next_n, heads, dim = q.shape
     pages, page_size = kv_cache.shape[0], kv_cache.shape[1]
     page_stride = kv_cache.stride(0) if pages > 1 else page_size * (dim + 4)
@@ -162,7 +163,7 @@ def paged_mqa_logits(
         out.stride(0),
         block_table.stride(0),
         batch,
-        # The kernel works up to here whatever the lengths say, and so reads no page past the table.
+        # The kernel stops at this width whatever the lengths say, and so reads no page past the table.
         min(out.shape[1], block_table.shape[1] * page_size),
     )
     return chosen.spec, chosen.grid, block
@@ -171,7 +172,7 @@ def paged_mqa_logits(
 def indexer_quantize_and_cache(
     k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool
 ) -> Prepared:
-    """k [T,D] -> slots slot_mapping [T] of kv_cache [pages,block,1,D+4]."""
+    """Prepare the write of k [T,D] into the slots slot_mapping [T] of kv_cache [pages,block,1,D+4]."""
     rows, dim = k.shape
     pages, page_size = kv_cache.shape[0], kv_cache.shape[1]
     num_sms = launch.num_sms(k.get_device())
@@ -206,7 +207,10 @@ def indexer_topk(
     first_column: int = 0,
     carried: Tensor | None = None,
 ) -> Prepared:
-    """logits [M,N] -> out [M,topk], values [M,topk] or None; ks and ke [M], carried [M,W] or None."""
+    """Prepare the top-k of logits [M,N] into out and values [M,topk]; ks and ke are [M], carried is [M,W].
+
+    All but logits and out may be None.
+    """
     rows, columns = logits.shape
     num_sms = launch.num_sms(logits.get_device())
     chosen = select_indexer_topk(IndexerTopkProblem(rows, columns, _OUT_DTYPES[logits.dtype], num_sms))
