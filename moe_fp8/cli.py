@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -118,18 +119,36 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     tune.add_argument(
         "--rows", type=counts, default=counts("1,8,16,32,64,128"), metavar="ROWS",
-        help="numbers of rows, of each expert where there are several (default 1,8,16,32,64,128)",
+        help="numbers of rows, of each expert if there are several (default 1,8,16,32,64,128)",
     )  # fmt: skip
+    tune.add_argument(
+        "--sample", type=int, default=0, metavar="COUNT",
+        help="time so many random GEMMs, for --fit; needs --timings",
+    )  # fmt: skip
+    tune.add_argument("--seed", type=int, default=0, help="of the random GEMMs (default %(default)s)")
     tune.add_argument(
         "--factor", type=float, default=1.6,
         help="try what should cost at most this many times the least (default %(default)s)",
     )  # fmt: skip
     tune.add_argument(
+        "--replays", type=int, default=11, help="replays of which the median counts (default %(default)s)"
+    )
+    tune.add_argument(
         "--max-seconds", type=float, default=float("inf"),
-        help="begin nothing more after this time and write what was timed (default: no limit)",
+        help="begin no more timings after this time and write the timings so far (default: no limit)",
     )  # fmt: skip
     tune.add_argument(
         "--out", type=Path, default=None, help="the table to correct (default: the package's, of this device)"
+    )
+    tune.add_argument(
+        "--timings", type=Path, default=None, metavar="FILE",
+        help="add every timing to this file; without --out no table is corrected",
+    )  # fmt: skip
+    tune.add_argument(
+        "--fit", action="store_true", help="time nothing: fit the cost model to the timings of --timings"
+    )
+    tune.add_argument(
+        "--table", action="store_true", help="time nothing: make the device's table from those of --timings"
     )
     add_build_arguments(tune)
 
@@ -291,26 +310,38 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _tune(arguments: argparse.Namespace) -> int:
     from moe_fp8 import tune  # imports torch
 
+    if arguments.fit or arguments.table:
+        if arguments.timings is None:
+            raise ConfigError("--fit, --table", "--timings FILE, which has the timings", "none")
+        print((tune.refit if arguments.fit else tune.retable)(arguments.timings, arguments.out))
+        return EXIT_OK
     parallelism = Parallelism(arguments.tp, arguments.ep)
     targets = [tune.parse_target(text) for text in arguments.shape]
     for model in arguments.model:
         targets += tune.model_targets(model, parallelism, pad_intermediate=arguments.pad_intermediate)
-    if not targets:
-        raise ConfigError("--model, --shape", "at least one of the two", "none")
+    # Targets of equal weights follow each other, so that the weights are made once.
+    targets = sorted(set(targets), key=lambda target: (target[1:], target.layout))
+    problems = list(islice(tune.sample(arguments.seed), arguments.sample))
+    problems += [(target, rows) for target in targets for rows in arguments.rows]
+    if not problems:
+        raise ConfigError("--model, --shape, --sample", "at least one of the three", "none")
+    if arguments.sample and arguments.timings is None:
+        raise ConfigError("--sample", "--timings FILE, which takes the timings", "none")
     path, timings = tune.tune(
-        targets,
-        arguments.rows,
+        problems,
         arguments.out,
+        timings_file=arguments.timings,
         factor=arguments.factor,
+        replays=arguments.replays,
         max_seconds=arguments.max_seconds,
         jobs=arguments.jobs,
         quiet=arguments.quiet,
     )
-    written = [timing.to_row() for timing in timings if timing.gains]
+    written = tune.table_rows(timings)
     if arguments.json:
-        _print_json({"table": str(path), "timed": len(timings), "rows": written})
+        _print_json({"file": str(path), "timed": len(timings), "rows": written})
     else:
-        print(f"{len(written)} of {len(timings)} problems gain and are in {path}")
+        print(f"{len(timings)} timings; by them {len(written)} rows of a table gain; see {path}")
     return EXIT_OK
 
 
