@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import importlib
 import inspect
 import math
 import struct
@@ -19,6 +18,7 @@ from moe_fp8.ops import keys, registry
 from moe_fp8.ops.keys import Call
 from moe_fp8.settings import settings
 from tests import cache_cases, cases
+from tests.cpu.cuda_side import import_cuda_side
 
 I32 = torch.int32
 
@@ -226,10 +226,8 @@ class _Cuda:
     """The CUDA side of the ops on CPU tensors (device -1), with one kernel that records."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0x7000, raising=False)
-        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-        self.launch = importlib.import_module("moe_fp8.ops.launch")
-        self.gemm = importlib.import_module("moe_fp8.ops.gemm.cuda")
+        self.launch = import_cuda_side("moe_fp8.ops.launch", monkeypatch)
+        self.gemm = import_cuda_side("moe_fp8.ops.gemm.cuda", monkeypatch)
         self.kernel = _Kernel()
         self.repeat = self.launch.repeat
         monkeypatch.setattr(self.launch, "_raw_stream", lambda device: 0x7000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Iterator
 from types import ModuleType
@@ -17,6 +16,7 @@ from moe_fp8.jit.driver import ParamBlock
 from moe_fp8.ops import registry
 from moe_fp8.ops.keys import Call
 from tests import cases
+from tests.cpu.cuda_side import import_cuda_side
 from tests.cpu.test_jit_driver import _ARTIFACT, FakeDriver
 
 
@@ -41,10 +41,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> StrictDriver:
 @pytest.fixture
 def launch(fake: StrictDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """`moe_fp8.ops.launch` with one kernel, loaded on device 0; the current device is the context's."""
-    for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice"):
-        if not hasattr(torch._C, name):
-            monkeypatch.setattr(torch._C, name, None, raising=False)
-    module = importlib.import_module("moe_fp8.ops.launch")
+    module = import_cuda_side("moe_fp8.ops.launch", monkeypatch)
     kernel = driver.load(_ARTIFACT, 100_000, 128)
     monkeypatch.setattr(module, "get_kernel", lambda spec: kernel)
     monkeypatch.setattr(module, "_raw_stream", lambda device: 0x7000)

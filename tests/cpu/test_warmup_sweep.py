@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +18,7 @@ from moe_fp8.problems import GemmLayout, GemmProblem
 from moe_fp8.settings import settings as package_settings
 from moe_fp8.specs import kernel_spec
 from moe_fp8.warmup import GemmShape, Parallelism, Plan, PlanOptions, describe, gemm_shapes, load_model, plan
+from tests.cpu.cuda_side import import_cuda_side
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -42,11 +41,7 @@ GROUPED: tuple[GemmLayout, ...] = ("m_indices", "psum", "offsets", "masked")
 def launcher() -> Iterator[ModuleType]:
     """`moe_fp8.ops.gemm.cuda`, which needs no GPU up to the launch; device numbers count the tables."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice"):
-            # Torch for CPUs has neither; the module looks them up when it is imported.
-            if not hasattr(torch._C, name):
-                patch.setattr(torch._C, name, None, raising=False)
-        module = importlib.import_module("moe_fp8.ops.gemm.cuda")
+        module = import_cuda_side("moe_fp8.ops.gemm.cuda", patch)
         patch.setattr(module.launch, "table", lambda device: gemm_table.devices()[device])
         # So that these come back in the end; the sweep sets them for each plan.
         patch.setattr(module.launch, "num_sms", module.launch.num_sms)
