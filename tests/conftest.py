@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=0,
         help="what its inputs and its memory traffic are drawn from (default: 0)",
     )
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """A test draws the same numbers in every order of the tests, also where it sets no seed."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture

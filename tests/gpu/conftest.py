@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,32 @@ def _free_memory() -> object:
 
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > 8 << 30:
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def _fresh_runtime() -> Iterator[None]:
+    from moe_fp8.jit import runtime, tensor_map
+    from moe_fp8.ops import launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime._RUNTIME, "__dict__", vars(runtime.KernelRuntime()))
+        patch.setattr(launch, "_launches", {})
+        tensor_map.encode_tiled.cache_clear()
+        yield
+
+
+@pytest.fixture
+def fresh_runtime() -> Iterator[None]:
+    """The test sees the package as a new process does: no kernel, launch or tensor map of earlier tests.
+
+    The kernel runtime is also not frozen. Everything is as before when the test has ended.
+    """
+    with _fresh_runtime():
+        yield
+
+
+@pytest.fixture(scope="module")
+def fresh_module_runtime() -> Iterator[None]:
+    """`fresh_runtime` once for all tests of a module."""
+    with _fresh_runtime():
+        yield

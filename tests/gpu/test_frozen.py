@@ -19,15 +19,14 @@ DRAWS = 4
 
 
 @pytest.fixture(scope="module")
-def frozen() -> Iterator[Plan]:
+def frozen(fresh_module_runtime: None) -> Plan:
     planned = plan(
         load_model(CONFIG),
         PlanOptions(**OPTIONS, num_sms=torch.cuda.get_device_properties(0).multi_processor_count),
     )
     load_plan(planned)
     moe_fp8.freeze("strict")
-    yield planned
-    moe_fp8.unfreeze()
+    return planned
 
 
 @pytest.fixture(autouse=True)

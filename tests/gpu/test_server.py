@@ -29,13 +29,12 @@ OPTIONS = EngineOptions(max_batch=4, max_context=512, cache_pages=65, prefill_ch
 
 
 @pytest.fixture(scope="module")
-def engine(demo_folder: Path) -> Iterator[Engine]:
+def engine(demo_folder: Path, fresh_module_runtime: None) -> Iterator[Engine]:
     backend = choose_backend("cuda")
     engine = prepare_engine(demo_folder, backend, OPTIONS)
     engine.start()
     yield engine
     engine.stop()
-    moe_fp8.unfreeze()
 
 
 def generate(engine: Engine, prompts: list[list[int]], count: int) -> list[list[int]]:

@@ -10,6 +10,8 @@ import torch
 import moe_fp8
 from tests import cases
 
+pytestmark = pytest.mark.usefixtures("fresh_runtime")
+
 
 @pytest.mark.parametrize("rows", [3, 130])
 def test_a_gemm_in_a_new_thread(rows: int) -> None:
