@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,28 +122,23 @@ def silu_mul(shape: SiluMulShape, power_of_two: bool = False, limit: float | Non
     return Work(call, size, torch.uint8, inputs.DEVICE, defined.view(size))
 
 
-def quantize_and_multiply(shape: DenseShape, config: str | None = None) -> Work:
-    """A GEMM reads what the kernel before wrote; where it is too early, it reads other values."""
-    others, x = (torch.randn(shape.m, shape.k, device=inputs.DEVICE).bfloat16() for _ in range(2))
-    a, b = moe_fp8.quantize_fp8(x), inputs.weights(shape.n, shape.k)
+def quantize_and_multiply(shape: DenseShape, weights: bool = False) -> Work:
+    """quantize_fp8 writes an operand twice; a GEMM that reads the operand too early finds the first values.
+
+    weights: the operand is B. If B is constant, a GEMM may read it while the kernel before still runs.
+    """
+    a, (b, b_scale) = inputs.activations(shape.m, shape.k), inputs.weights(shape.n, shape.k)
+    rows = shape.n if weights else shape.m
+    others, x = (torch.randn(rows, shape.k, device=inputs.DEVICE).bfloat16() for _ in range(2))
+    written = moe_fp8.quantize_fp8(x)
+    if weights:
+        b = written[0]
+    else:
+        a = written
 
     def call(out: Tensor) -> None:
-        moe_fp8.quantize_fp8(others, out=a)
-        moe_fp8.quantize_fp8(x, out=a)
-        moe_fp8.gemm_fp8(*a, *b, out=out, config=config)
-
-    return Work(call, (shape.m, shape.n), torch.bfloat16, inputs.DEVICE)
-
-
-def quantize_weights_and_multiply(shape: DenseShape) -> Work:
-    """The same with the weights, which a GEMM may read ahead of the kernel before it if they are constant."""
-    others, w = (torch.randn(shape.n, shape.k, device=inputs.DEVICE).bfloat16() for _ in range(2))
-    a, b_scale = inputs.activations(shape.m, shape.k), inputs.weights(shape.n, shape.k)[1]
-    b, unused = moe_fp8.quantize_fp8(w)
-
-    def call(out: Tensor) -> None:
-        moe_fp8.quantize_fp8(others, out=(b, unused))
-        moe_fp8.quantize_fp8(w, out=(b, unused))
+        moe_fp8.quantize_fp8(others, out=written)
+        moe_fp8.quantize_fp8(x, out=written)
         moe_fp8.gemm_fp8(*a, b, b_scale, out=out)
 
     return Work(call, (shape.m, shape.n), torch.bfloat16, inputs.DEVICE)
@@ -215,6 +211,8 @@ _MASKED = [
     _grouped(GroupedShape("masked", 2, 512, 4096, 7168), "192x128"),
 ]
 
+_quantize_weights_and_multiply = partial(quantize_and_multiply, weights=True)
+
 _QUANTIZE = [
     Case("quantize_fp8", QuantizeShape(64, 7168), quantize),
     Case("quantize_fp8", QuantizeShape(4096, 1536), quantize, {"power_of_two": True, "in_dtype": "float32"}),
@@ -224,8 +222,8 @@ _QUANTIZE = [
     Case("silu_mul_quantize", SiluMulShape(64, 2048, num_experts=32, buffer_rows=128), silu_mul),
     Case("quantize_fp8 + gemm_fp8", DenseShape(16, 2112, 7168), quantize_and_multiply),
     Case("quantize_fp8 + gemm_fp8", DenseShape(1024, 4096, 2048), quantize_and_multiply),
-    Case("quantize_fp8 of weights + gemm_fp8", DenseShape(16, 2112, 7168), quantize_weights_and_multiply),
-    Case("quantize_fp8 of weights + gemm_fp8", DenseShape(1024, 4096, 2048), quantize_weights_and_multiply),
+    Case("quantize_fp8 of weights + gemm_fp8", DenseShape(16, 2112, 7168), _quantize_weights_and_multiply),
+    Case("quantize_fp8 of weights + gemm_fp8", DenseShape(1024, 4096, 2048), _quantize_weights_and_multiply),
 ]
 
 CASES = [*_FEW_TOKENS, *_MANY_TOKENS, *_CONTIGUOUS, *_MASKED, *_QUANTIZE]
