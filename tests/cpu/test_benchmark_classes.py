@@ -1,0 +1,337 @@
+"""Every class of the benchmarks on the CPU: it builds its inputs, checks results and stores rows.
+
+The reference ops play the peer behind the peer's own interface. So layouts and scales agree because the
+inputs are built to fit, not by luck. Only the clock is replaced.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_fp8
+from benchmarks import compare, cublas, gemm, host, inputs, logits, random_shapes, silu_mul, topk
+from benchmarks.compare import Session
+from benchmarks.results import ResultsFile
+from benchmarks.shapes import DenseShape, GroupedShape, MqaShape, PagedShape, SiluMulShape, TopkShape
+from tests.cpu.benchmark_rows import ENVIRONMENT, read_rows
+
+
+class ReferencePeer:
+    """The interface of `benchmarks.peer.DeepGemm` over the reference ops."""
+
+    name = "reference"
+
+    def aligned(self, scale: Tensor) -> Tensor:
+        assert moe_fp8.to_mn_major(scale) is scale, "the peer would have to convert these scales"
+        return scale
+
+    def gemm(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> None:
+        moe_fp8.gemm_fp8(a, a_scale, b, b_scale, out=out)
+
+    def grouped_contiguous(
+        self,
+        a: Tensor,
+        a_scale: Tensor,
+        b: Tensor,
+        b_scale: Tensor,
+        out: Tensor,
+        psum: Tensor,
+        m_indices: Tensor | None,
+    ) -> None:
+        layout = {"psum": psum} if m_indices is None else {"m_indices": m_indices}
+        moe_fp8.grouped_gemm_fp8_contiguous(a, a_scale, b, b_scale, **layout, out=out)
+
+    def grouped_masked(
+        self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, *rest: Any
+    ) -> None:
+        masked_m, expected_m = rest
+        moe_fp8.grouped_gemm_fp8_masked(a, a_scale, b, b_scale, masked_m, expected_m=expected_m, out=out)
+
+    def mqa_logits(
+        self, q: Tensor, k: Tensor, k_scale: Tensor, weights: Tensor, ks: Tensor, ke: Tensor, width: int
+    ) -> Tensor:
+        return moe_fp8.mqa_logits_fp8(q, k, k_scale, weights, ks, ke, max_seqlen_k=width)
+
+    def paged_metadata(self, context_lens: Tensor, block_size: int, num_sms: int) -> Tensor:
+        assert context_lens.dim() == 2
+        return moe_fp8.paged_mqa_logits_metadata(context_lens, block_size=block_size, num_sms=num_sms)
+
+    def paged_mqa_logits(self, *arguments: Any) -> Tensor:
+        *operands, width = arguments
+        return moe_fp8.paged_mqa_logits_fp8(*operands, max_context_len=width)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness on the CPU: tensors there, a small L2, and a clock that says 1, 2, 3... microseconds."""
+
+    def replay(calls: list[Any], num_calls: int) -> list[Any]:
+        for call in calls:
+            call()
+        assert num_calls >= 8
+        return calls
+
+    monkeypatch.setattr(inputs, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(compare, "Replay", replay)
+    monkeypatch.setattr(
+        compare, "alternate", lambda replays, turns: [float(i + 1) for i in range(len(replays))]
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for module in (gemm, logits, silu_mul, topk):
+        monkeypatch.setattr(module, "l2_bytes", lambda: 1)
+    for module in (logits, host):
+        monkeypatch.setattr(module, "num_sms", lambda: 4)
+    monkeypatch.setattr(gemm, "_MASKED_ROWS", 8)
+    monkeypatch.setattr(gemm, "CUBLAS", [])
+
+
+SMALL = {
+    "dense": (gemm, "DENSE", [DenseShape(3, 192, 256), DenseShape(1, 64, 128)]),
+    "contiguous": (
+        gemm,
+        "CONTIGUOUS",
+        [
+            GroupedShape("m_indices", 3, 5, 192, 256, "zipf"),
+            GroupedShape("psum", 4, 2, 64, 128, "routed"),
+            GroupedShape("offsets", 4, 2, 64, 128, "routed"),
+        ],
+    ),
+    "masked": (gemm, "MASKED", [GroupedShape("masked", 3, 4, 192, 256, "spread")]),
+    "mqa_logits": (logits, "MQA_LOGITS", [MqaShape(5, 40, heads=8)]),
+    "paged_mqa_logits": (
+        logits,
+        "PAGED_MQA_LOGITS",
+        [PagedShape(3, 90, heads=8), PagedShape(2, 300, next_n=2, heads=8)],
+    ),
+    "paged_metadata": (logits, "PAGED_METADATA", [PagedShape(3, 700)]),
+}
+
+
+@pytest.mark.parametrize("cls", SMALL)
+def test_class_runs_against_a_peer(
+    cls: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module, constant, shapes = SMALL[cls]
+    monkeypatch.setattr(module, constant, shapes)
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    getattr(module, f"run_{cls}")(session, ReferencePeer(), 1)
+    assert session.failures == []
+    rows = read_rows(tmp_path / "h200.json")
+    assert len(rows) == len(shapes)
+    for row in rows:
+        assert row["class"] == cls
+        assert row["us"] == 1.0 and row["peers"] == {"reference": 2.0} and row["ratio"] == 2.0
+        expected = {"reference rel_error"}
+        if row["class"] == "dense":
+            expected |= {"batch-invariant rel_error", "batch-invariant us"}
+        assert row["notes"].keys() == expected, "the peer was left out"
+        assert 0 <= row["rel_error"] < 3e-3
+
+
+def test_silu_mul_runs_beside_its_parts(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shapes = [SiluMulShape(5, 256), SiluMulShape(4, 128, num_experts=3, buffer_rows=8)]
+    monkeypatch.setattr(silu_mul, "SILU_MUL_QUANTIZE", shapes)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    silu_mul.run_silu_mul_quantize(session, None, 1)
+    assert session.failures == []
+    rows, masked = read_rows(tmp_path / "h200.json")
+    assert rows["peers"] == {"torch + quantize_fp8": 2.0} and rows["notes"]["copy us"] == 3.0
+    assert masked["peers"] == {} and masked["notes"]["copy us"] == 2.0
+    assert rows["gbs"] == pytest.approx(5 * (5 * 256 + 8) / 1e3, rel=1e-3)
+    assert masked["gbs"] == pytest.approx(12 * (5 * 128 + 4) / 1e3, rel=1e-3)
+    assert all(1e-2 < row["rel_error"] < 4e-2 for row in (rows, masked))
+
+
+def test_topk_runs_beside_torch(on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(topk, "TOPK", [TopkShape(3, 50, 8), TopkShape(9, 50, 8, "causal")])
+    monkeypatch.setattr(random_shapes, "TOPK", [TopkShape(2, 70, 9, "causal")])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    results = ResultsFile(tmp_path / "h200.json", ENVIRONMENT)
+    session = Session(results, replays=1, failures=[], sets=("listed", "development"))
+    topk.run_topk(session, None, 1)
+    assert session.failures == []
+    rows = read_rows(tmp_path / "h200.json")
+    assert [row["shape"].get("set") for row in rows] == [None, None, "development"]
+    for row in rows:
+        assert row["peers"] == {"torch.topk": 2.0} and row["rel_error"] == 0
+
+
+def test_topk_knows_a_wrong_choice() -> None:
+    logits = torch.arange(10.0)[None]
+    for columns, error in (([7, 8, 9], 0.0), ([6, 8, 9], math.inf), ([8, 9, 9], math.inf)):
+        assert topk._error(torch.tensor([columns], dtype=torch.int32), logits, 3) == error
+
+
+def test_host_class_times_every_op(on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("_CALLS", "_ROUNDS", "_NEW_CALLS", "_NEW_ROUNDS"):
+        monkeypatch.setattr(host, name, 2)
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    host.run_host(session, ReferencePeer(), 1)
+    assert session.failures == []
+    rows = read_rows(tmp_path / "h200.json")
+    ops = {
+        "gemm_fp8": ["reference"],
+        "grouped_gemm_fp8_masked": ["reference"],
+        "quantize_fp8": [],
+        "indexer_quantize_and_cache": [],
+        "paged_mqa_logits_fp8": ["reference"],
+    }
+    kinds = ("again", "new address", "new m")
+    expected = [({"op": op, "call": kind}, peers) for op, peers in ops.items() for kind in kinds]
+    assert [(row["shape"], sorted(row["peers"])) for row in rows] == expected
+
+
+def test_calls_of_class_host_are_as_new_as_their_row_says(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(host, "_NEW_CALLS", 3)
+    monkeypatch.setattr(host, "_NEW_ROUNDS", 2)
+    seen: dict[str, list[tuple[int, int]]] = {}
+
+    def eager(session: Any, op: Any, kind: str, peer: Any, rounds: Any, before: Any) -> None:
+        if op.name == "gemm_fp8":
+            made = [op.ours(*where).args[0] for calls in (before, *rounds) for where in calls]
+            seen[kind] = [(a.shape[0], a.data_ptr()) for a in made]
+
+    monkeypatch.setattr(host, "_eager", eager)
+    host.run_host(Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), 1, []), None, 1)
+    assert len(set(seen["again"])) == 1
+    *usual, moved = seen["new address"][:-6], seen["new address"][-6:]
+    assert {m for m, _ in moved} == {64} and len({address for _, address in moved}) == 6
+    assert not set(moved) & set(usual[0]) and all(address % 16 == 0 for _, address in moved)
+    before, timed = [m for m, _ in seen["new m"][:6]], [m for m, _ in seen["new m"][6:]]
+    assert len(set(timed)) == 6 and not set(timed) & {64, *before}
+
+
+def test_compile_and_warmup_run_without_a_gpu(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    host.run_compile(session, None, 24)
+    host.run_warmup(session, None, 1)
+    assert session.failures == []
+    rows = read_rows(tmp_path / "h200.json")
+    compiled = [row for row in rows if row["class"] == "compile"]
+    assert "gemm_fp8" in {row["shape"]["kernel"] for row in compiled}
+    assert all(0 < row["us"] <= row["notes"]["max_us"] for row in compiled)
+    *empties, full, bundle = (row for row in rows if row["class"] == "warmup")
+    assert all(row["notes"]["compiled"] == row["notes"]["kernels"] > 0 for row in empties)
+    assert [row["notes"]["compiled"] for row in (full, bundle)] == [0, 0]
+    assert bundle["shape"]["store"] == "bundle"
+
+
+@pytest.mark.parametrize("damage", ["wrong", "unwritten"])
+def test_a_wrong_result_is_not_timed(
+    damage: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*arguments: Tensor, out: Tensor, constant_weights: bool) -> None:
+        if damage == "wrong":
+            out.normal_()
+
+    monkeypatch.setattr(gemm, "DENSE", [DenseShape(3, 192, 256)])
+    monkeypatch.setattr(moe_fp8, "gemm_fp8", broken)
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    gemm.run_dense(session, None, 1)
+    assert len(session.failures) == 1 and "WrongResult" in session.failures[0]
+    assert not (tmp_path / "h200.json").exists()
+
+
+def test_a_wrong_peer_is_left_out_with_the_reason(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Broken(ReferencePeer):
+        def gemm(self, *arguments: Any) -> None:
+            arguments[-1].zero_()
+
+    monkeypatch.setattr(gemm, "DENSE", [DenseShape(3, 192, 256)])
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    gemm.run_dense(session, Broken(), 1)
+    (row,) = read_rows(tmp_path / "h200.json")
+    assert row["peers"] == {} and row["ratio"] is None
+    assert "relative error 1" in row["notes"]["reference left out"]
+
+
+def test_development_shapes_are_rows_of_their_own_set(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gemm, "DENSE", [DenseShape(3, 192, 256)])
+    monkeypatch.setattr(gemm.random_shapes, "DENSE", [DenseShape(5, 64, 128), DenseShape(6, 64, 128)])
+    path = tmp_path / "h200.json"
+
+    def run(commit: str, *sets: str) -> list[tuple[str, str]]:
+        results = ResultsFile(path, {**ENVIRONMENT, "commit": commit})
+        session = Session(results, replays=20, failures=[], sets=sets)
+        gemm.run_dense(session, ReferencePeer(), 1)
+        assert session.failures == []
+        return [(row["shape"].get("set", "listed"), row["commit"]) for row in read_rows(path)]
+
+    assert run("a", "development") == [("development", "a")] * 2
+    assert run("b", "listed") == [("listed", "b"), *[("development", "a")] * 2]
+    assert run("c", "listed", "development") == [("listed", "c"), *[("development", "c")] * 2]
+
+
+def test_unseen_shapes_are_drawn_from_the_measured_commit(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gemm.unseen_shapes, "dense", lambda commit: [DenseShape(len(commit), 64, 128)])
+    path = tmp_path / "h200.json"
+    results = ResultsFile(path, {**ENVIRONMENT, "commit": "c" * 40})
+    gemm.run_dense(Session(results, replays=1, failures=[], sets=("unseen",)), None, 1)
+    (row,) = read_rows(path)
+    assert row["shape"] == {"m": 40, "n": 64, "k": 128, "set": "unseen"} and row["commit"] == "c" * 40
+
+
+def test_cublas_is_a_peer_and_a_ceiling(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def block_scaled(
+        a: Tensor, b: Tensor, a_scale: Tensor, a_kind: Any, b_scale: Tensor, b_kind: Any
+    ) -> Tensor:
+        groups = a.shape[1] // 128
+        # What torch 2.11 checks before it calls cuBLASLt.
+        assert a_scale.shape == (a.shape[0], groups) and a_scale.stride() == (1, a.shape[0])
+        padded = -(-groups // 4) * 4
+        assert b_scale.shape == (padded, -(-b.shape[1] // 128)) and b_scale.stride() == (1, padded)
+        assert (a_kind.name, b_kind.name) == ("BlockWise1x128", "BlockWise128x128")
+        return moe_fp8.gemm_fp8(a, a_scale, b.t(), b_scale[:groups].t().contiguous())
+
+    def tensor_scaled(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+        assert options["scale_a"].numel() == options["scale_b"].numel() == 1
+        return (a.float() @ b.float()).bfloat16()
+
+    monkeypatch.setattr(gemm, "DENSE", [DenseShape(3, 192, 256), DenseShape(1, 64, 128)])
+    monkeypatch.setattr(gemm, "CUBLAS", [cublas.scaled_mm, cublas.per_tensor])
+    monkeypatch.setattr(cublas.functional, "scaled_mm", block_scaled)
+    monkeypatch.setattr(torch, "_scaled_mm", tensor_scaled)
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    gemm.run_dense(session, ReferencePeer(), 1)
+    assert session.failures == []
+    for row in read_rows(tmp_path / "h200.json"):
+        scaled_mm = next(name for name in row["peers"] if name.startswith("scaled_mm-"))
+        assert row["peers"] == {"reference": 2.0, scaled_mm: 3.0}
+        assert row["ratio"] == 2.0, "the ratio is against the best peer"
+        assert row["notes"]["cublaslt per-tensor us"] == 4.0
+
+
+def test_a_torch_without_scaled_mm_is_recorded(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gemm, "DENSE", [DenseShape(3, 192, 256)])
+    monkeypatch.setattr(gemm, "CUBLAS", [cublas.scaled_mm])
+    monkeypatch.delattr(cublas.functional, "ScalingType")
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    gemm.run_dense(session, ReferencePeer(), 1)
+    assert session.failures == []
+    (row,) = read_rows(tmp_path / "h200.json")
+    assert row["peers"] == {"reference": 2.0}
+    (note,) = [text for name, text in row["notes"].items() if name.endswith("left out")]
+    assert "ScalingType" in note
