@@ -1,4 +1,4 @@
-"""Cases of `repetition`: the GEMMs, every family of tiles by its config, and the quantizers before them."""
+"""Cases of `repetition`: the GEMMs with configs of every family of tiles, and the quantizers before them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .shapes import DenseShape, GroupedShape, SiluMulShape, aligned_starts
 
 @dataclass(frozen=True)
 class QuantizeShape:
-    """`m` is a multiple of 4: scales have no padding between their columns then."""
+    """`m` is a multiple of 4, so scales have no padding between their columns."""
 
     m: int
     k: int
@@ -39,7 +39,7 @@ def dense(shape: DenseShape, config: str | None = None, out_dtype: str = "bfloat
 
 
 def contiguous(shape: GroupedShape, config: str | None = None, out_dtype: str = "bfloat16") -> Work:
-    """Rows between segments are of no expert, and not defined."""
+    """Rows between segments belong to no expert and are not defined."""
     counts = shape.counts()
     starts = aligned_starts(counts)
     if shape.layout == "offsets":
@@ -62,7 +62,7 @@ def contiguous(shape: GroupedShape, config: str | None = None, out_dtype: str = 
 
 
 def masked(shape: GroupedShape, config: str | None = None, out_dtype: str = "bfloat16") -> Work:
-    """Buffers with room for the longest expert; what is behind an expert's rows is not defined."""
+    """Each expert's buffer has room for the longest expert; rows past the expert's count are not defined."""
     counts = shape.counts()
     m_max = -(-max(counts) // 64) * 64
     a = inputs.expert_activations(len(counts), m_max, shape.k)
@@ -80,7 +80,7 @@ def masked(shape: GroupedShape, config: str | None = None, out_dtype: str = "bfl
 
 
 def quantize(shape: QuantizeShape, power_of_two: bool = False, in_dtype: str = "bfloat16") -> Work:
-    """Of bytes: all values, then all scales."""
+    """The output holds bytes: all values, then all scales."""
     m, k = shape.m, shape.k
     x = torch.randn(m, k, device=inputs.DEVICE).to(getattr(torch, in_dtype))
 
@@ -94,7 +94,10 @@ def quantize(shape: QuantizeShape, power_of_two: bool = False, in_dtype: str = "
 
 
 def silu_mul(shape: SiluMulShape, power_of_two: bool = False, limit: float | None = None) -> Work:
-    """Of bytes: all values, then all scales, as `quantize`; rows behind an expert's count are not defined."""
+    """The output holds bytes as in `quantize`: all values, then all scales.
+
+    Rows past an expert's count are not defined.
+    """
     counts, k = shape.counts(), shape.intermediate
     if shape.num_experts is None:
         experts, m, masked_m = 1, shape.m, None
@@ -125,7 +128,7 @@ def silu_mul(shape: SiluMulShape, power_of_two: bool = False, limit: float | Non
 def quantize_and_multiply(shape: DenseShape, weights: bool = False) -> Work:
     """quantize_fp8 writes an operand twice; a GEMM that reads the operand too early finds the first values.
 
-    weights: the operand is B. If B is constant, a GEMM may read it while the kernel before still runs.
+    `weights`: the operand is B. A GEMM may read a constant B while the kernel before it still runs.
     """
     a, (b, b_scale) = inputs.activations(shape.m, shape.k), inputs.weights(shape.n, shape.k)
     rows = shape.n if weights else shape.m
@@ -156,7 +159,7 @@ def _grouped(shape: GroupedShape, config: str | None = None, **options: Any) -> 
     return Case("grouped_gemm_fp8_contiguous", shape, contiguous, given | options)
 
 
-#: Weights on the M side and tokens on the N side of wgmma; with 64 weight rows warpgroups alternate.
+#: Weights are on the M side of wgmma and tokens on the N side. With 64 weight rows, warpgroups alternate.
 _FEW_TOKENS = [
     _dense(1, 2112, 7168),
     _dense(1, 2112, 7168, "8x64"),
