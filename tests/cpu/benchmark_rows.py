@@ -1,4 +1,4 @@
-"""Results files as the tests of the benchmarks write and read them."""
+"""The results files that the tests of the benchmarks write and read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every class of the benchmarks on the CPU: it builds its inputs, checks results and stores rows.
 
-The reference ops play the peer behind the peer's own interface. So layouts and scales agree because the
-inputs are built to fit, not by luck. Only the clock is replaced.
+The reference ops play the peer behind the peer's own interface. So layouts and scales agree because of the
+way the inputs are built, and not by luck. Only the clock is replaced.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ReferencePeer:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness on the CPU: tensors there, a small L2, and a clock that says 1, 2, 3... microseconds."""
+    """The harness on the CPU: CPU tensors, a small L2, and a clock that says 1, 2, 3... microseconds."""
 
     def replay(calls: list[Any], num_calls: int) -> list[Any]:
         for call in calls:
@@ -297,7 +297,7 @@ def test_cublas_is_a_peer_and_a_ceiling(
         a: Tensor, b: Tensor, a_scale: Tensor, a_kind: Any, b_scale: Tensor, b_kind: Any
     ) -> Tensor:
         groups = a.shape[1] // 128
-        # What torch 2.11 checks before it calls cuBLASLt.
+        # torch 2.11 checks the same before it calls cuBLASLt
         assert a_scale.shape == (a.shape[0], groups) and a_scale.stride() == (1, a.shape[0])
         padded = -(-groups // 4) * 4
         assert b_scale.shape == (padded, -(-b.shape[1] // 128)) and b_scale.stride() == (1, padded)

@@ -1,4 +1,4 @@
-"""What the benchmarks store and plan: rows of a results file, derived figures, shapes, rotation of inputs."""
+"""The benchmarks' stored rows and plans: the results file, derived figures, shapes, rotation of inputs."""
 
 from __future__ import annotations
 

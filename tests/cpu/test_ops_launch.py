@@ -1,4 +1,4 @@
-"""Launches from any thread, on any device, and of plain tensors alone, on a stand-in for libcuda."""
+"""Launches from any thread, on any device, and only for plain tensors, with a fake libcuda."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.cpu.test_jit_driver import _ARTIFACT, FakeDriver
 
 
 class StrictDriver(FakeDriver):
-    """Counts launches that fail, as one does that a capture would not survive."""
+    """Counts failed launches, because a failed launch would end a capture."""
 
     failed = 0
 
@@ -40,7 +40,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> StrictDriver:
 
 @pytest.fixture
 def launch(fake: StrictDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """`moe_fp8.ops.launch` with one kernel, loaded on device 0; the current device is the context's."""
+    """`moe_fp8.ops.launch` with one kernel, loaded on device 0; the context gives the current device."""
     module = import_cuda_side("moe_fp8.ops.launch", monkeypatch)
     kernel = driver.load(_ARTIFACT, 100_000, 128)
     monkeypatch.setattr(module, "get_kernel", lambda spec: kernel)
@@ -106,7 +106,7 @@ def test_the_first_use_on_a_second_device_fails_no_launch(launch: ModuleType, fa
 
 
 class Watched(torch.Tensor):
-    """A subclass that sees the ops that it is an operand of."""
+    """A subclass that records the ops that it is an operand of."""
 
     seen: tuple[str, ...] = ()
 
@@ -117,7 +117,7 @@ class Watched(torch.Tensor):
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """CPU tensors say that they are on a GPU; the calls that go past torch's dispatcher."""
+    """CPU tensors claim to be on a GPU; returns the calls that bypass torch's dispatcher."""
     calls: list[Call] = []
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(registry._Launcher, "repeat", lambda call: calls.append(call) or True)

@@ -1,4 +1,4 @@
-"""`moe-fp8 tune` but for the timing itself: targets, candidates, the table's file, the command."""
+"""`moe-fp8 tune` without the timing itself: targets, candidates, the table's file, the command."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_tune_needs_a_gpu(
 
 
 class _Clock:
-    """Instead of a graph: calls of the n-th config take 10 - n us."""
+    """A stand-in for a graph: calls of the n-th config take 10 - n us."""
 
     made: list[str]
 

@@ -1,4 +1,4 @@
-"""The tests in this folder need a Hopper GPU; without one they are skipped, and say why."""
+"""The tests in this folder need a Hopper GPU; without it they are skipped, and say why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def _missing() -> str:
-    """Why these tests cannot run here; empty if they can."""
+    """The reason why these tests cannot run here; empty if they can."""
     import torch
 
     if not torch.cuda.is_available():
@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _free_memory() -> object:
-    """Later cases, and the server's own process, get back what a large case held."""
+    """Free the cached memory of a large test for later tests and for the server's own process."""
     yield
     import torch
 
