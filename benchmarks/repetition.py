@@ -245,7 +245,7 @@ def _value(element: Tensor) -> str:
 
 
 def _numbers(what: str, numbers: Sequence[int]) -> str:
-    """The numbers as text: all of them if there are few, else the first ones and the last."""
+    """The numbers as text: all of them if there are few, else the first numbers and the last."""
     if len(numbers) <= 8:
         return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
     shown = ", ".join(map(str, numbers[:6]))

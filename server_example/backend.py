@@ -30,7 +30,7 @@ class Backend:
 
 
 def choose_backend(choice: DeviceChoice = "auto") -> Backend:
-    """Hopper if there is a Hopper GPU and `choice` allows it. Raises `ConfigError` for "cuda" without one."""
+    """Hopper if present and allowed by `choice`. Raises `ConfigError` for "cuda" without a Hopper GPU."""
     missing = _why_no_hopper()
     if choice != "cpu" and missing is None:
         # With TF32, the plain-torch parts would differ from the reference backend by more than rounding.

@@ -19,7 +19,7 @@ class StreamOptions(BaseModel):
 
 
 class CompletionRequest(BaseModel):
-    """Unknown fields are refused: a setting without effect should not look as if it had one."""
+    """Unknown fields are refused: a setting without effect should not look effective."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -172,7 +172,7 @@ def test_a_grouped_shape_fits_in_30_gb(shape: GroupedShape) -> None:
     rows = e * max(gemm._MASKED_ROWS, *counts) if shape.layout == "masked" else aligned_starts(counts)[-1]
     most_sets = min(64, max(2, gemm._MOST_ROW_BYTES // (rows * (k + 4 * n))))
     sets, _ = plan_rotation(e * n * k, L2, most_sets)
-    # Each set has weights, two activations (one is the peer's own for `offsets`) and two outputs.
+    # Each set has weights, two activations (for `offsets` one belongs to the peer) and two outputs.
     held = sets * (e * n * k + rows * (2 * k + 4 * n))
     # float64 copies while the largest expert is checked, or bf16 while rows are quantized.
     checking = 24 * (max(counts) * (n + k) + n * k)
