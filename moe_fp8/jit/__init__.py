@@ -1,4 +1,4 @@
-"""KernelSpec -> cubin -> loaded kernel. Importing this loads neither NVRTC nor libcuda."""
+"""KernelSpec -> cubin -> loaded kernel. Importing this package loads neither NVRTC nor libcuda."""
 
 from moe_fp8.jit.artifact import Artifact
 from moe_fp8.jit.build import BuildReport, BuildRow, build
