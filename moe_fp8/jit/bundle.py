@@ -93,7 +93,7 @@ class Manifest:
         coverage: Iterable[Mapping[str, Any]],
         kernels: Iterable[BundledKernel],
     ) -> Manifest:
-        """The sorted manifest of all `coverage` and `kernels`; of kernels with equal keys the last is kept."""
+        """The sorted manifest of all `coverage` and `kernels`; of kernels with equal keys the last stays."""
         plans = {canonical(plan): plan for plan in coverage}
         by_key = {kernel.key: kernel for kernel in kernels}
         return cls(
