@@ -1,4 +1,4 @@
-"""MN-major activation scales: the layout that TMA reads, and conversion into it."""
+"""MN-major activation scales: the layout that TMA reads, and the conversion to this layout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_mn_major(scale: Tensor) -> bool:
     if len(stride) == 2:
         m, groups = scale.shape
         pitch = (m + 3) & -4
-        # The usual case first: this is on every GEMM call's path.
+        # The usual case comes first, because every new GEMM call runs this check.
         if stride != (1, pitch) and m > 0:
             fits = (stride[0] == 1 or m == 1) and (stride[1] == pitch or groups == 1)
             return fits and not scale.data_ptr() & 15
@@ -49,11 +49,12 @@ def is_mn_major(scale: Tensor) -> bool:
 
 
 def to_mn_major(scale: Tensor) -> Tensor:
-    """Activation scales in the layout that the GEMMs read without conversion.
+    """Convert activation scales to the layout that the GEMMs read without conversion.
 
     scale: fp32 `[M, G]` or `[E, M, G]` of any strides (G = K/128). Returns the same values with
-    stride `(1, align(M,4))`, or `(align(M,4)*G, 1, align(M,4))` for three dimensions; `scale` itself
-    where it already is so. One copy kernel at most; safe to capture. Units are unchanged.
+    stride `(1, align(M,4))`, or `(align(M,4)*G, 1, align(M,4))` for three dimensions. Returns `scale`
+    itself if it already has this layout. Units do not change. Launches at most one copy kernel; safe to
+    capture.
     """
     if is_mn_major(scale):
         return scale
@@ -62,7 +63,7 @@ def to_mn_major(scale: Tensor) -> Tensor:
 
 
 def converted(op: str, scale: Tensor) -> Tensor:
-    """`to_mn_major` on behalf of `op`, which was given another layout: counted and logged."""
+    """Convert `scale`, which `op` got in another layout, by `to_mn_major`; count and log the conversion."""
     global _implicit
     with _lock:
         _implicit += 1
@@ -76,5 +77,5 @@ def converted(op: str, scale: Tensor) -> Tensor:
 
 
 def implicit_scale_conversions() -> int:
-    """How many times in this process an op had to convert `a_scale` to MN-major before its launch."""
+    """The number of times that an op of this process had to convert `a_scale` to MN-major first."""
     return _implicit

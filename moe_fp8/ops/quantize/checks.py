@@ -40,7 +40,7 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
 
 
 def _outputs(op: str, q: Tensor, scale: Tensor, shape: tuple[int, ...]) -> None:
-    """q fp8 of `shape`, contiguous; scale fp32 with one column for each 128 of q's; devices are left out."""
+    """q fp8 of `shape`, contiguous; scale fp32, one column for 128 columns of q; devices are not checked."""
     if q.shape != shape:
         refuse_shape(op, "q", q, f"{list(shape)}")
     if q.dtype is not FP8:
@@ -76,11 +76,11 @@ def silu_mul_quantize(
     *strides, column_stride = x.stride()
     if column_stride != 1:
         raise ArgumentError(op, "x", "contiguous rows", f"stride {x.stride()}", "call .contiguous() on it")
-    # Where a dimension has one entry, its stride plays no part.
+    # The stride of a dimension of size 1 has no effect.
     if any(stride & 7 for stride, size in zip(strides, leading, strict=True) if size > 1):
         raise ArgumentError(op, "x", "rows that are multiples of 16 bytes apart", f"stride {x.stride()}")
     if limit is not None and not 0 < limit <= _F32_MAX:
-        raise ArgumentError(op, "limit", "a positive number that float32 has, or None", limit)
+        raise ArgumentError(op, "limit", "a positive number within float32's range, or None", limit)
     if not x.get_device() == q.get_device() == scale.get_device():
         refuse_device(op, x, q=q, scale=scale)
     if masked_m is not None and masked_m.get_device() != x.get_device():
