@@ -12,7 +12,7 @@ from moe_fp8.problems import SEGMENT_ALIGNMENT
 
 
 def contiguous_layout(layout: str, index: Tensor, m: int, num_experts: int) -> None:
-    """Check that the segments of `index` lie in order in the `m` rows of `a`, aligned if the layout needs it."""
+    """Check that the segments of `index` lie in order within the `m` rows of `a`, and aligned if required."""
     values = index.tolist()
     if layout == "m_indices":
         _m_indices(values, num_experts)
