@@ -51,6 +51,6 @@ def hopper_device() -> driver.DeviceInfo | None:
 
 
 def default_num_sms() -> int:
-    """Multiprocessors of this machine's Hopper GPU; if there is no Hopper, the number of an H100 SXM or H200."""
+    """Multiprocessors of this machine's Hopper GPU; without a Hopper GPU, `DEFAULT_NUM_SMS`."""
     device = hopper_device()
     return DEFAULT_NUM_SMS if device is None else device.num_sms
