@@ -124,7 +124,7 @@ def _torch() -> Finding:
     try:
         return Finding("torch", "ok", metadata.version("torch"))
     except metadata.PackageNotFoundError:
-        remedy = "pip install 'torch>=2.11,<2.14'; planning and building do without"
+        remedy = "pip install 'torch>=2.11,<2.14'; planning and building do not need it"
         return Finding("torch", "warn", "not installed: the ops cannot be called", remedy)
 
 

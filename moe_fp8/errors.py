@@ -1,4 +1,4 @@
-"""One exception tree: every error this package raises is a `MoeFp8Error`.
+"""The package's exceptions: every error that this package raises is a `MoeFp8Error`.
 
 A message names the wrong argument, the expected value, the given value and a remedy. Attributes hold the
 same facts, so that a caller can act on them without parsing text.
@@ -37,7 +37,7 @@ class ArgumentError(MoeFp8Error, ValueError):
 
 
 class ContractError(ArgumentError):
-    """The *contents* of a tensor break an op's contract; only checked mode looks at contents.
+    """The *contents* of a tensor break an op's contract; only checked mode checks contents.
 
     `expert` and `row` locate the first wrong entry; each is None if it does not apply.
     """
@@ -59,7 +59,7 @@ class ContractError(ArgumentError):
 
 
 class UnsupportedError(MoeFp8Error, NotImplementedError):
-    """The request is well formed but no kernel serves it; the message names what would be served."""
+    """The request is well formed but not supported; the message names a supported request."""
 
 
 class ConfigError(MoeFp8Error, ValueError):
@@ -75,7 +75,7 @@ class ConfigError(MoeFp8Error, ValueError):
 
 
 class SettingError(ConfigError):
-    """A MOE_FP8_* environment variable has an unknown name, a bad value or one that this task excludes."""
+    """A MOE_FP8_* environment variable has an unknown name, a bad value, or a value that this task excludes."""
 
 
 class ModelError(ConfigError):

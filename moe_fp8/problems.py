@@ -156,7 +156,7 @@ class PagedMqaMetadataProblem:
     num_sms: int = DEFAULT_NUM_SMS
 
     def for_selection(self) -> PagedMqaMetadataProblem:
-        """The problem that the choice of a kernel uses: the same one."""
+        """The problem that the choice of a kernel uses: this problem itself."""
         return self
 
 

@@ -26,7 +26,7 @@ class BufferSpec:
 class StaticBuffers:
     """Tensors `[capacity, *row_shape]` whose addresses never change.
 
-    A graph captured over `view(bucket)` reads whatever `load` last copied there. All rows start as
+    A graph captured over `view(bucket)` reads the values that `load` last copied there. All rows start as
     padding. Not thread-safe.
     """
 

@@ -20,7 +20,7 @@ class GraphRunner:
     """Runs `step` over static buffers: a graph replay on CUDA, a plain call on CPU.
 
     `step(inputs) -> outputs` maps names to tensors; every input and output has the batch as its
-    first dimension. To be capturable it must have shapes that depend only on the bucket, must not
+    first dimension. A capturable step must have shapes that depend only on the bucket, must not
     read device data on the host (`.item()`, `.tolist()`, boolean indexing, `nonzero`), and must not
     copy host tensors to the device. State that outlives a step (a paged cache) is written in place.
     Its kernels must be loaded before capture: preload the warmup plan first.

@@ -1,4 +1,4 @@
-"""A compiled kernel and what the compiler reported about it."""
+"""A compiled kernel and the compiler's report about it."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def write_bundle(
 
 
 def _make(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes]) -> bool:
-    """Make a new bundle; False if another process has made one in the meantime."""
+    """Make a new bundle; False if another process has made a bundle there in the meantime."""
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     try:
         for kernel, data in entries.items():

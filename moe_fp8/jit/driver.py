@@ -307,7 +307,7 @@ def _check(call: str, result: tuple[Any, ...]) -> Any:
 
 @contextmanager
 def _relaxed_capture(api: Any) -> Iterator[None]:
-    """Let this thread load code while a stream of the process is being captured."""
+    """Let this thread load code while the process captures a stream."""
     relaxed = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     exchange = api.cuThreadExchangeStreamCaptureMode
     before = _check("cuThreadExchangeStreamCaptureMode", exchange(relaxed))

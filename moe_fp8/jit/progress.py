@@ -25,7 +25,7 @@ class BuildRow:
     warnings: tuple[str, ...]
 
 
-#: Called after each kernel with (kernels done, kernels in all, the row).
+#: A callback that is called after each kernel with (kernels done, kernels in all, the row).
 ProgressCallback: TypeAlias = Callable[[int, int, BuildRow], None]
 
 #: None or True: a bar on a terminal, else a line for each compiled kernel, on stderr. False: silence.

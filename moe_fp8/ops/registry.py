@@ -22,7 +22,7 @@ from torch import Tensor
 from moe_fp8.ops.keys import Call
 from moe_fp8.settings import settings
 
-# Any: torch leaves Library's methods untyped.
+# The type is Any, because torch leaves Library's methods untyped.
 _library: Any = torch.library.Library("moe_fp8", "DEF")
 
 

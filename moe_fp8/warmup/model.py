@@ -201,7 +201,7 @@ def _attention(fields: _Fields) -> Attention:
         )
     if fields.has("q_lora_rank"):
         raise ModelError(
-            "kv_lora_rank", "an integer beside q_lora_rank", None, "latent attention needs both ranks"
+            "kv_lora_rank", "an integer, as q_lora_rank is given", None, "latent attention needs both ranks"
         )
     num_kv_heads = fields.number("num_key_value_heads")
     if num_heads % num_kv_heads:
@@ -218,11 +218,11 @@ def _indexer(fields: _Fields) -> Indexer | None:
         return None
     if len(given) < len(names):
         missing = ", ".join(name for name in names if name not in given)
-        raise ModelError(missing, f"an integer beside {', '.join(given)}", None)
+        raise ModelError(missing, f"an integer, as {', '.join(given)} is given", None)
     if not fields.has("kv_lora_rank") or not fields.has("q_lora_rank"):
         raise ModelError(
-            "kv_lora_rank, q_lora_rank", "integers beside index_n_heads", None,
-            "the indexer projects its queries from latent attention's",
+            "kv_lora_rank, q_lora_rank", "integers, as index_n_heads is given", None,
+            "the indexer projects its queries from the queries of latent attention",
         )  # fmt: skip
     return Indexer(*(fields.number(name) for name in names))
 

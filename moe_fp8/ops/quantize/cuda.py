@@ -35,7 +35,7 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Prepare
 def silu_mul_quantize(
     x: Tensor, masked_m: Tensor | None, q: Tensor, scale: Tensor, power_of_two: bool, limit: float | None
 ) -> Prepared | None:
-    """x [M,2I] or [E,M,2I] -> q fp8 [...,I] and scale [...,I/128], as in `quantize`."""
+    """x [M,2I] or [E,M,2I] -> q fp8 [...,I] and scale [...,I/128]; `scale` is handled as in `quantize`."""
     if not scales.is_mn_major(scale):
         # to_mn_major copies the scales, so that rows that are not written keep their values.
         padded = scales.to_mn_major(scale)
