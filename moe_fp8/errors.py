@@ -75,7 +75,7 @@ class ConfigError(MoeFp8Error, ValueError):
 
 
 class SettingError(ConfigError):
-    """A MOE_FP8_* environment variable has an unknown name, a bad value, or a value that this task excludes."""
+    """A MOE_FP8_* environment variable has an unknown name, a bad value or a value that the task forbids."""
 
 
 class ModelError(ConfigError):
