@@ -166,7 +166,10 @@ def _repetition(rows: Results) -> str:
     """The rows' sums for each op."""
     header = ["op", "cases", "seeds", "calls", "compared", "differing"]
     lines = [f"### {_TITLES['repetition']}", ""]
-    lines += ["Outputs of calls beside memory traffic, compared bit for bit with that of the first call.", ""]
+    lines += [
+        "Calls are repeated beside memory traffic. Each compared output should have the bits of the first output.",
+        "",
+    ]
     lines += [_line(header), _line(["---"] * len(header))]
     ops = list(dict.fromkeys(row["shape"]["op"] for row in rows))
     for title, members in [*((op, [op]) for op in ops), ("all", ops)]:

@@ -219,7 +219,7 @@ def full_commit(commit: str | None) -> str:
     found = _git("rev-parse", "--verify", "--quiet", f"{commit or 'HEAD'}^{{commit}}")
     if not found:
         raise ValueError(
-            f"git finds no commit {commit or 'HEAD'}: give --commit the full hash of what is measured"
+            f"git finds no commit {commit or 'HEAD'}: give --commit the full hash of the measured commit"
         )
     return found
 

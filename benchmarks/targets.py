@@ -107,7 +107,7 @@ ABSOLUTE = [
         unit="GB/s",
     ),
     Target(
-        "dense, m <= 128: usual time / that of the batch-invariant mode",
+        "dense, m <= 128: usual time / time in batch-invariant mode",
         "dense",
         lambda s: s["m"] <= 128,
         figure=_batch_invariant,

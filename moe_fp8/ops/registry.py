@@ -78,7 +78,10 @@ def checked(tensor: Tensor) -> bool:
     """
     if not settings().checked:
         return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    if not tensor.is_cuda:
+        return True
+    with torch.cuda.device(tensor.device):  # whose current stream runs the op
+        return not torch.cuda.is_current_stream_capturing()
 
 
 def _nothing(*_arguments: object) -> None:

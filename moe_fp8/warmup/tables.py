@@ -37,7 +37,7 @@ def plan_table(
         f"{plan.model.name}: {len(plan.specs)} kernels for tp={options.tp} ep={options.ep} "
         f"max_tokens={options.max_tokens} max_batch={options.max_batch} next_n={options.next_n} "
         f"num_sms={options.num_sms}\n"
-        "rows: of A if dense, expected of one expert if grouped, else queries or requests"
+        "rows: rows of A if dense, expected rows of an expert if grouped, else queries or requests"
     )
     served: dict[KernelSpec, list[tuple[int, int]]] = {}
     for row in plan.rows:
