@@ -78,10 +78,11 @@ def test_what_are_no_timings_is_refused(tmp_path: Path, text: bytes) -> None:
     assert cli.main(["tune", "--fit"]) == 2
 
 
-def test_the_shipped_table_is_what_the_shipped_timings_give(tmp_path: Path) -> None:
-    out = tmp_path / "h200.json"
-    assert cli.main(["tune", "--table", "--timings", str(TIMINGS / "h200_models.gz"), "--out", str(out)]) == 0
-    assert json.loads(out.read_text()) == json.loads(gemm_table.table_file("h200").read_text())
+@pytest.mark.parametrize("device", ["h100", "h200"])
+def test_a_shipped_table_is_what_the_shipped_timings_give(device: str, tmp_path: Path) -> None:
+    timings, out = TIMINGS / f"{device}_models.gz", tmp_path / "table.json"
+    assert cli.main(["tune", "--table", "--timings", str(timings), "--out", str(out)]) == 0
+    assert json.loads(out.read_text()) == json.loads(gemm_table.table_file(device).read_text())
 
 
 def test_the_shipped_model_loses_little_on_gemms_that_it_was_not_fitted_to() -> None:
