@@ -167,7 +167,7 @@ def _repetition(rows: Results) -> str:
     header = ["op", "cases", "seeds", "calls", "compared", "differing"]
     lines = [f"### {_TITLES['repetition']}", ""]
     lines += [
-        "Calls are repeated beside memory traffic. Each compared output should have the bits of the first output.",
+        "Calls are repeated beside memory traffic; each compared output should equal the first bit for bit.",
         "",
     ]
     lines += [_line(header), _line(["---"] * len(header))]
