@@ -16,7 +16,7 @@ _STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1
 
 
 class _Kernels(Collector):
-    """What became of the kernels of every op; all of it belongs before the first request."""
+    """The JIT events of every op's kernels; all of them should happen before the first request."""
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         family = GaugeMetricFamily(
@@ -30,7 +30,7 @@ class _Kernels(Collector):
 
 class Metrics:
     def __init__(self, gauges: Mapping[str, tuple[str, Callable[[], float]]]) -> None:
-        """`gauges`: what the engine knows at any time, by name: its text and how to read it."""
+        """`gauges`: for each name of a gauge, its help text and a function that reads its value."""
         self.registry = CollectorRegistry()
         registry = self.registry
         self.requests = Counter(

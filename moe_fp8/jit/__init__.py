@@ -1,4 +1,4 @@
-"""The process's kernels, as users see them: freeze the set of kernels after warmup, and read the counters.
+"""The process's kernels, for users: freeze the set of kernels after warmup, and read the counters.
 
 Importing this module loads neither torch nor NVRTC nor libcuda.
 """

@@ -1,4 +1,4 @@
-"""The ops: each checks its arguments, selects a kernel and launches it; on CPU, the reference runs."""
+"""The ops. Each checks its arguments, selects a kernel and launches it; on CPU the reference runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checks of shapes, dtypes, strides and devices that ops have in common: metadata only, no device access.
+"""Checks of shapes, dtypes, strides and devices that the ops share; they read metadata, not the device.
 
-Checks run inside the op, so that a call through `torch.ops.moe_fp8` is checked too. Each condition is
-a comparison of attributes; text is made only to raise.
+Checks run inside the op, so that a call through `torch.ops.moe_fp8` is checked too. Each check compares
+attributes; a message is built only for an error.
 """
 
 from __future__ import annotations
@@ -100,22 +100,22 @@ def refuse_device(op: str, first: Tensor, **others: Tensor) -> None:
 
 
 def rank(op: str, name: str, tensor: Tensor, expected: str, dims: int) -> None:
-    """`tensor` has `dims` dimensions; `expected` spells its shape."""
+    """Check that `tensor` has `dims` dimensions; `expected` is its shape as text."""
     if tensor.dim() != dims:
         refuse_shape(op, name, tensor, expected)
 
 
 def out_dtype(op: str, dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, if an op can allocate its output with it."""
+    """Check that an op can allocate its output with `dtype`, and return `dtype`."""
     if dtype is not BF16 and dtype is not F32:
         raise ArgumentError(op, "out_dtype", "torch.bfloat16 or torch.float32", dtype)
     return dtype
 
 
 def given_out(op: str, out: Tensor, dtype: torch.dtype | None) -> None:
-    """A caller's `out` agrees with the caller's `out_dtype`, where both are given."""
+    """Check that the dtype of the caller's `out` is the caller's `out_dtype`, if both are given."""
     if dtype is not None and out.dtype is not dtype:
-        raise ArgumentError(op, "out", f"dtype {dtype} (out_dtype)", out.dtype, "leave out_dtype away")
+        raise ArgumentError(op, "out", f"dtype {dtype} (out_dtype)", out.dtype, "omit out_dtype")
 
 
 def extent(op: str, name: str, size: int, unit: str) -> None:
@@ -125,7 +125,7 @@ def extent(op: str, name: str, size: int, unit: str) -> None:
 
 
 def workers(op: str, tensor: Tensor, num_sms: int | None) -> int:
-    """`num_sms`, or the number of SMs of the tensor's GPU where it is None."""
+    """`num_sms`, or the number of SMs of the tensor's GPU if `num_sms` is None."""
     if num_sms is None:
         if tensor.device.type != "cuda":
             raise ArgumentError(op, "num_sms", f"a number of workers on {tensor.device}", None, "pass it")

@@ -1,4 +1,4 @@
-"""MN-major activation scales: the layout that TMA reads, and conversion into it."""
+"""MN-major activation scales: the layout that TMA reads, and the conversion to this layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def pitch(scale: Tensor) -> int:
     """
     *experts, m, groups = scale.shape
     usual = (m + 3) & -4
-    if scale.stride() == (1, usual):  # before the general case, as every new call of a quantizer comes here
+    if scale.stride() == (
+        1,
+        usual,
+    ):  # the usual case comes first, because every new GEMM call runs this check
         return 0 if scale.data_ptr() & 15 else max(usual, 4)
     *expert_strides, row_stride, stride = scale.stride()
     if m == 0 or 0 in experts:
@@ -55,12 +58,12 @@ def is_mn_major(scale: Tensor) -> bool:
 
 
 def to_mn_major(scale: Tensor) -> Tensor:
-    """Activation scales in the layout that the GEMMs read without conversion.
+    """Convert activation scales to the layout that the GEMMs read without conversion.
 
     scale: fp32 `[M, G]` or `[E, M, G]` of any strides (G = K/128). Returns the same values with
-    stride `(1, align(M,4))`, or `(align(M,4)*G, 1, align(M,4))` for three dimensions; or `scale` itself if it
-    is MN-major already, which a larger multiple of 4 in the place of `align(M,4)` is too. One copy kernel at
-    most; safe to capture. Units are unchanged.
+    stride `(1, align(M,4))`, or `(align(M,4)*G, 1, align(M,4))` for three dimensions. Returns `scale`
+    itself if it is MN-major already, also with a larger multiple of 4 in place of `align(M,4)`. Units do not
+    change. Launches at most one copy kernel; safe to capture.
     """
     if is_mn_major(scale):
         return scale
@@ -76,7 +79,7 @@ def _count_conversion() -> Callable[[str], None]:
 
 
 def converted(op: str, scale: Tensor) -> Tensor:
-    """`to_mn_major` on behalf of `op`, which was given another layout: counted and logged."""
+    """Convert `scale`, which `op` got in another layout, by `to_mn_major`; count and log the conversion."""
     _count_conversion()("gemm_fp8")  # the kernel of all GEMMs
     _log.debug(
         "%s: a_scale %s with stride %s converted to MN-major; quantize_fp8 writes that layout itself",

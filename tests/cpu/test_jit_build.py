@@ -89,7 +89,7 @@ def test_a_compiler_that_cannot_start_fails_its_kernels_and_ends_the_build(
 
 
 def test_workers_do_not_import_the_callers_main(tmp_path: Path, sources: SourceTree) -> None:
-    """A script without a __main__ guard: multiprocessing's spawn would run it again, imports and all."""
+    """The script has no __main__ guard, so multiprocessing's spawn would run it and its imports again."""
     script = tmp_path / "script.py"
     script.write_text(
         f"""

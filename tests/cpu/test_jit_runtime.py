@@ -22,7 +22,7 @@ from tests.cpu.jit_kernels import spec, write_kernels
 
 
 class Loader:
-    """Stands for the driver: notes what it is asked to load."""
+    """A fake driver that records its loads."""
 
     def __init__(self) -> None:
         self.loaded: list[tuple[str, int, int]] = []
@@ -51,7 +51,7 @@ def runtime(store: KernelStore, loader: Loader) -> KernelRuntime:
 def test_equal_specs_share_one_kernel(runtime: KernelRuntime, loader: Loader, store: KernelStore) -> None:
     kernel = runtime.get_kernel(spec(smem_bytes=1024))
     for _ in range(100):
-        # New objects reuse the addresses of dead ones: identity must never answer for another spec.
+        # New objects reuse the addresses of dead objects: identity must never answer for another spec.
         assert runtime.get_kernel(spec(smem_bytes=1024)) is kernel
         assert runtime.get_kernel(spec(smem_bytes=2048)) is not kernel
     assert loader.loaded == [

@@ -1,4 +1,4 @@
-"""silu_mul_quantize against its definition in float64, and as the input of the grouped GEMM behind it."""
+"""silu_mul_quantize against its definition in float64, and as the input of the grouped GEMM after it."""
 
 from __future__ import annotations
 
@@ -87,5 +87,5 @@ def test_the_grouped_gemm_reads_its_scales_as_they_are() -> None:
         if count:
             y = silu_cases.exact(x[e, :count])
             w = cases.gemm_reference.dequantize_blocks(b[e], b_scale[e], cases.F64)
-            # What quantizing the activations alone costs is 2.6e-2.
+            # Quantizing the activations alone makes an error of 2.6e-2.
             assert cases.relative_error(out[e, :count], y @ w.T) < 4e-2

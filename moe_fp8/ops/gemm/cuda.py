@@ -1,7 +1,7 @@
-"""CUDA launches of the GEMMs: problem -> spec, grid and the one struct that the kernel takes.
+"""CUDA launches of the GEMMs: problem -> spec, grid and the parameter struct of the kernel.
 
-Arguments arrive checked, with outputs allocated and activation scales MN-major. The struct's layout is that
-of `GemmParams` in `moe_fp8/kernels`.
+The arguments are already checked, the outputs allocated and the activation scales MN-major. The struct is
+`GemmParams` in `moe_fp8/kernels`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _gemm_plan(
     config_text: str | None,
     device: int,
 ) -> _GemmPlan:
-    """Raises TileError where `config_text` names no config that this call may use."""
+    """The plan of a call. Raises TileError if `config_text` names no config that this call may use."""
     problem = _gemm_problem(layout, m, n, k, num_experts, expected_m, fp32, config_text, device)
     chosen = select_gemm(problem)
     config = chosen.config
@@ -94,7 +94,7 @@ def dense(
     config: str | None,
     constant_weights: bool,
 ) -> Prepared:
-    """a [M,K], b [N,K], out [M,N]."""
+    """Prepare a dense GEMM: a [M,K], b [N,K], out [M,N]."""
     return _gemm("dense", a, a_scale, b, b_scale, out, None, None, config, constant_weights)
 
 
@@ -109,7 +109,7 @@ def contiguous(
     out: Tensor,
     config: str | None,
 ) -> Prepared:
-    """a [M,K], b [E,N,K], out [M,N]; the layout says what `index` is."""
+    """Prepare a contiguous GEMM: a [M,K], b [E,N,K], out [M,N]; `layout` gives the meaning of `index`."""
     return _gemm(layout, a, a_scale, b, b_scale, out, index, expected_m, config)
 
 
@@ -123,7 +123,7 @@ def masked(
     out: Tensor,
     config: str | None,
 ) -> Prepared:
-    """a [E,Mmax,K], b [E,N,K], out [E,Mmax,N], masked_m [E]."""
+    """Prepare a masked GEMM: a [E,Mmax,K], b [E,N,K], out [E,Mmax,N], masked_m [E]."""
     return _gemm("masked", a, a_scale, b, b_scale, out, masked_m, expected_m, config)
 
 
@@ -150,7 +150,8 @@ def _gemm(
     out_stride = row_stride(out)
     scale_pitch = a_scale.stride(-1) if k > 128 else scales.pitch(a_scale)
     block = launch.new_block(GEMM)
-    # A box is 128 bytes of each row. Promoted to 256, L2 would fetch the next box's too: 4.04 TB/s, not 4.39.
+    # A box is 128 bytes of each row. With a promotion of 256 bytes, L2 would also fetch the bytes of the next
+    # box, which gives 4.04 instead of 4.39 TB/s.
     GEMM.pack_into(
         block.buffer,
         0,

@@ -61,7 +61,7 @@ def _readable_rows(op: str, x: Tensor) -> None:
 
 
 def _outputs(op: str, q: Tensor, scale: Tensor, shape: tuple[int, ...]) -> None:
-    """q fp8 of `shape`, contiguous; scale fp32 with one column for each 128 of q's; devices are left out."""
+    """q fp8 of `shape`, contiguous; scale fp32, one column for 128 columns of q; devices are not checked."""
     if q.shape != shape:
         refuse_shape(op, "q", q, f"{list(shape)}")
     if q.dtype is not FP8:
@@ -78,7 +78,7 @@ def _outputs(op: str, q: Tensor, scale: Tensor, shape: tuple[int, ...]) -> None:
 def silu_mul_quantize(
     x: Tensor, masked_m: Tensor | None, q: Tensor, scale: Tensor, power_of_two: bool, limit: float | None
 ) -> None:
-    """x bf16 [M,2I], with masked_m int32 [E] [E,M,2I]; q fp8 and scale fp32, [..,I] and [..,I/128]."""
+    """x bf16 [M,2I], or [E,M,2I] with masked_m int32 [E]; q fp8 [..,I]; scale fp32 [..,I/128]."""
     op = "silu_mul_quantize"
     if masked_m is None:
         if x.dim() != 2:
@@ -101,7 +101,7 @@ def silu_mul_quantize(
     if not x.is_contiguous():
         _readable_rows(op, x)
     if limit is not None and not 0 < limit <= _F32_MAX:
-        raise ArgumentError(op, "limit", "a positive number that float32 has, or None", limit)
+        raise ArgumentError(op, "limit", "a positive number within float32's range, or None", limit)
     if not x.get_device() == q.get_device() == scale.get_device():
         refuse_device(op, x, q=q, scale=scale)
     if masked_m is not None and masked_m.get_device() != x.get_device():
