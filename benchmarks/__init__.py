@@ -1,1 +1,1 @@
-"""Side-by-side timings of moe_fp8's public ops; `python -m benchmarks --help`."""
+"""Timings of moe_fp8's public ops beside a peer's; see `python -m benchmarks --help`."""

@@ -1,7 +1,7 @@
-"""Time moe_fp8's ops on this GPU, and DeepGEMM's where `--peer` names it; count what does not repeat.
+"""Time moe_fp8's ops on this GPU, and DeepGEMM's if `--peer` names it; count outputs that do not repeat.
 
-Exit code 0 where every shape was right and timed, 1 where some were not (they are listed last), 2 for
-bad arguments.
+The exit code is 0 if every shape was right and timed, and 1 if some shapes were not (the last lines list
+them). It is 2 for bad arguments.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def environment(commit: str) -> dict[str, str]:
-    """What the numbers depend on: the head of the results file."""
+    """The facts that the numbers depend on; they are the head of the results file."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "device": device_slug(properties.name),
@@ -141,7 +141,7 @@ def main() -> int:
         try:
             run = repeating if name == "repetition" else RUNNERS[name]
             run(session, peer, 3 if options.quick else 1)
-        except Exception as error:  # a broken class must not cost the others their turn
+        except Exception as error:  # a class that fails must not stop the classes after it
             session.fail(name, error)
         try:
             torch.cuda.synchronize()

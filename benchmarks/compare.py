@@ -1,4 +1,4 @@
-"""One shape from checked outputs to a row: the part that every GPU class shares."""
+"""The step that every GPU class shares: contestants of one shape are checked and timed, and give a row."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ _Shape = TypeVar("_Shape")
 _SHOWN = ("us", "tflops", "gbs", "ceiling_share", "ratio", "rel_error")
 
 
-#: The drawn sets have many shapes and are read as a whole.
+#: Drawn sets have many shapes and only their summary is read, so fewer replays are enough.
 _DRAWN_REPLAYS = 10
 
 
 class WrongResult(Exception):
-    """A contestant's output is not what float64 says; it is not timed."""
+    """A contestant's output differs from the float64 result; the contestant is not timed."""
 
 
 @dataclass
 class Contestant:
-    """`calls` has one capture-safe call an input set; `check` runs the first set and returns its error.
+    """One op to time: `calls` has a call for each input set, `check` runs the first and returns its error.
 
-    `aside` marks one that is no peer, as it computes something easier than the op or is ours in another
-    mode: its time goes into the notes and not into the ratio. `tolerance` is its own where it differs from
-    the class's.
+    The calls are capture-safe.
+
+    `aside` marks a contestant that is no peer: it computes something easier than the op, or it is our own op
+    in another mode. Its time goes into the notes and not into the ratio. `tolerance` replaces the tolerance
+    of the class.
     """
 
     name: str
@@ -42,7 +44,7 @@ class Contestant:
 
     @classmethod
     def unavailable(cls, name: str, error: Exception) -> Contestant:
-        """One that could not even be set up: its check raises `error`."""
+        """A contestant whose setup failed; its check raises `error`."""
 
         def check() -> float:
             raise error
@@ -52,7 +54,7 @@ class Contestant:
 
 @dataclass
 class Session:
-    """Where rows go, which sets of shapes are timed and how long each shape is."""
+    """The results file, the sets of shapes to time, and the number of replays for each shape."""
 
     results: ResultsFile
     replays: int
@@ -66,9 +68,9 @@ class Session:
         development: Sequence[_Shape],
         unseen: Callable[[str], Sequence[_Shape]],
     ) -> Iterator[tuple[dict[str, Any], _Shape]]:
-        """Every `step`-th shape of the chosen sets, each with the terms of its row.
+        """Yield every `step`-th shape of the chosen sets, each with the terms of its row.
 
-        `unseen` draws that set's shapes from the hash of the commit that is measured.
+        `unseen` draws the shapes of the unseen set from the hash of the measured commit.
         """
         for name in self.sets:
             if name == UNSEEN:
@@ -79,10 +81,10 @@ class Session:
                 yield shape_dict(shape) | ({} if name == LISTED else {"set": name}), shape
 
     def compare(self, row: Row, contestants: Sequence[Contestant], num_calls: int, tolerance: float) -> None:
-        """Check every contestant, time them alternating, complete `row` and store it.
+        """Check every contestant, time them in turns, complete `row` and store it.
 
-        The first contestant is ours: if it is wrong, nothing is timed and the shape counts as failed.
-        A peer that is wrong or raises is left out, with the reason in the row's notes.
+        The first contestant is ours: if it is wrong, nothing is timed and the shape counts as failed. A peer
+        that is wrong or raises is left out, and the row's notes give the reason.
         """
         label = f"{row.cls} {_terms(row)}"
         ours, *peers = contestants

@@ -1,4 +1,4 @@
-"""cuBLASLt's FP8 GEMMs as torch calls them, for class dense: with scales of blocks and of a tensor."""
+"""cuBLASLt's FP8 GEMMs for class dense, called through torch: with block scales and with tensor scales."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FAST_TOLERANCE = 2e-2
 
 
 def scaled_mm(a: Sequence[Quantized], b: Sequence[Quantized]) -> Contestant:
-    """`torch.nn.functional.scaled_mm`, 1 x 128 by 128 x 128 scales: the same problem as `gemm_fp8`."""
+    """`torch.nn.functional.scaled_mm` with 1 x 128 and 128 x 128 scales, the same problem as `gemm_fp8`."""
     name = f"scaled_mm-{torch.__version__.split('+')[0]}"
     try:
         kinds = functional.ScalingType
@@ -40,8 +40,10 @@ def scaled_mm(a: Sequence[Quantized], b: Sequence[Quantized]) -> Contestant:
 
 
 def per_tensor(a: Sequence[Quantized], b: Sequence[Quantized]) -> Contestant:
-    """`torch._scaled_mm` with one scale a tensor and fast accumulation: what the hardware gives without
-    block scales. It multiplies the fp8 values as they are, which is not the product that the op computes.
+    """`torch._scaled_mm` with one scale for each tensor and fast accumulation.
+
+    It shows what the hardware reaches without block scales. It multiplies the fp8 values without their
+    scales, so its product is not the op's product.
     """
     name = "cublaslt per-tensor"
     try:
@@ -69,7 +71,7 @@ def per_tensor(a: Sequence[Quantized], b: Sequence[Quantized]) -> Contestant:
 
 
 def _column_major(scale: Tensor) -> Tensor:
-    """[M, K/128] with strides (1, M): as `scaled_mm` wants it, which knows no padding of M to 4."""
+    """[M, K/128] with strides (1, M); `scaled_mm` wants no padding of M to a multiple of 4."""
     rows, groups = scale.shape
     out = torch.empty_strided((rows, groups), (1, rows), dtype=scale.dtype, device=scale.device)
     return out.copy_(scale)

@@ -22,20 +22,21 @@ from .results import BATCH_INVARIANT, Row
 from .shapes import CONTIGUOUS, DENSE, MASKED, DenseShape, GroupedShape, aligned_starts
 from .timing import Call, l2_bytes, plan_rotation
 
-#: bf16 output rounding is about 1.7e-3.
+#: Rounding to a bf16 output makes a relative error of about 1.7e-3.
 TOLERANCE = 3e-3
 
-#: Rows of an expert's buffer in masked mode: what a low-latency dispatch of 128 tokens from 8 ranks reserves.
+#: Rows of an expert's buffer in masked mode. A low-latency dispatch of 128 tokens from 8 ranks reserves them.
 _MASKED_ROWS = 1024
 
-#: All contestants' activations and outputs together, in bytes. Where it limits the input sets, what passes
-#: between two uses of a set exceeds the L2 by far.
+#: Upper bound in bytes for the activations and outputs of all contestants together. If it limits the number
+#: of input sets, the bytes that pass between two uses of a set still exceed the L2 by far.
 _MOST_ROW_BYTES = 6 << 30
 
 _Shape = TypeVar("_Shape", DenseShape, GroupedShape)
 
 
-#: cuBLASLt's contestants of class dense: from input sets, and one that cannot be set up says why.
+#: Makers of cuBLASLt's contestants for class dense, from input sets. A contestant whose setup fails has a
+#: check that raises the reason.
 CUBLAS: list[Callable[[list[Quantized], list[Quantized]], Contestant]] = [
     cublas.scaled_mm,
     cublas.per_tensor,
@@ -64,14 +65,18 @@ def run_masked(session: Session, peer: DeepGemm | None, step: int) -> None:
 
 
 def gemm_bytes(counts: Sequence[int], n: int, k: int) -> float:
-    """Least traffic: weights of experts that have rows, valid rows in and, as bf16, out; scales with each."""
+    """The least traffic of the GEMM in bytes.
+
+    It counts the weights of experts that have rows, valid rows of inputs, valid rows of bf16 outputs, and
+    scales.
+    """
     active = sum(1 for count in counts if count)
     weights = n * k + 4 * -(-n // 128) * (k // 128)
     return active * weights + sum(counts) * (k + 4 * (k // 128) + 2 * n)
 
 
 def _rows(cls: str, chosen: Iterable[tuple[dict[str, Any], _Shape]]) -> Iterator[tuple[Row, _Shape]]:
-    """Every chosen shape with its row to fill in; a shape comes with the terms of its row."""
+    """Yield every chosen shape with a row to fill in; each shape comes with the terms of its row."""
     for terms, shape in chosen:
         counts = [shape.m] if isinstance(shape, DenseShape) else shape.counts()
         flops = 2.0 * sum(counts) * shape.n * shape.k
@@ -79,7 +84,10 @@ def _rows(cls: str, chosen: Iterable[tuple[dict[str, Any], _Shape]]) -> Iterator
 
 
 def _rotation(weight_bytes: int, rows: int, n: int, k: int, contestants: int) -> tuple[int, int]:
-    """(input sets, calls a graph); a set has `rows` rows of activations and, a contestant, of outputs."""
+    """(input sets, calls of a graph). A set has `rows` rows of activations.
+
+    Each contestant has as many rows of outputs.
+    """
     row_bytes = max(1, rows) * (k + 2 * n * contestants)
     most_sets = min(64, max(2, _MOST_ROW_BYTES // row_bytes))
     return plan_rotation(weight_bytes, l2_bytes(), most_sets)
@@ -112,7 +120,7 @@ def _dense(session: Session, peer: DeepGemm | None, shape: DenseShape, row: Row)
         calls = [partial(peer.gemm, a[i][0], peer.aligned(a[i][1]), *b[i], outs[i]) for i in range(num_sets)]
         contestants.append(contestant(peer.name, outs, calls))
     contestants += [make(a, b) for make in CUBLAS]
-    # The mode is a setting of the process; what it changes is the config.
+    # The mode is a setting of the process. It changes only the config, so the config is enough here.
     invariant = str(gemm_config(GemmProblem("dense", m, n, k, batch_invariant=True)))
     outs = [_poisoned(m, n) for _ in range(num_sets)]
     calls = [
@@ -159,7 +167,7 @@ def _contiguous(session: Session, peer: DeepGemm | None, shape: GroupedShape, ro
     starts = ragged if shape.layout == "offsets" else aligned
     psum = _int32([start + count for start, count in zip(aligned[:-1], counts, strict=True)])
     m_indices = _m_indices(aligned, counts) if shape.layout == "m_indices" else None
-    # Engines pass no hint with m_indices; with the others they know how many rows they routed.
+    # Engines pass no hint with m_indices. With the other layouts they know how many rows they routed.
     index: dict[str, Any] = {"psum": psum, "expected_m": shape.rows_per_expert}
     if shape.layout == "offsets":
         index = {"offsets": _int32(ragged), "expected_m": shape.rows_per_expert}
@@ -185,7 +193,7 @@ def _contiguous(session: Session, peer: DeepGemm | None, shape: GroupedShape, ro
     ]
     contestants = [contestant("moe_fp8", starts, a, outs, calls)]
     if peer is not None:
-        # The peer knows no ragged offsets: there it computes the same experts in its psum layout.
+        # The peer has no ragged offsets. For that layout it computes the same experts in its psum layout.
         if shape.layout == "offsets":
             a = [inputs.activations(aligned[-1], k) for _ in range(num_sets)]
         outs = [_poisoned(aligned[-1], n) for _ in range(num_sets)]

@@ -1,4 +1,4 @@
-"""Classes host, compile and warmup: what the CPU does before a kernel runs."""
+"""Classes host, compile and warmup: the CPU's work before a kernel runs."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from .shapes import PagedShape, expert_counts
 from .targets import AGAIN, NEW_ADDRESS, NEW_M
 from .timing import Call
 
-#: Calls a round and rounds.
+#: Calls in a round, and rounds.
 _CALLS, _ROUNDS = 200, 100
-#: The same for kinds whose calls all differ: fewer, so that a queue of them and their M stay small.
+#: The same for kinds whose calls all differ. Smaller numbers keep the queue of calls short and their M small.
 _NEW_CALLS, _NEW_ROUNDS = 20, 25
 _COMPILES = 3
-#: Widths of weights that no class times: the peer has no kernel for them yet.
+#: Widths of weights that no other class times, so the peer has no kernel for them yet.
 _NEW_WIDTHS = (4416, 4672, 4928)
 _MODEL = ROOT / "tests" / "configs" / "deepseek_v32.json"
 _TP, _EP = 8, 8
 
 
 class _Op(NamedTuple):
-    """What makes the calls of one op, ours and the peer's: functions of M and of an address.
+    """Makers of one op's calls, ours and the peer's; each maker takes M and an address.
 
     The address counts pieces of 16 bytes from the start of the first operand's buffer. `usual_m` is the M of
-    the calls that do not vary it.
+    calls that do not vary M.
     """
 
     name: str
@@ -57,12 +57,12 @@ class _Op(NamedTuple):
 
 @torch.inference_mode()
 def run_host(session: Session, peer: DeepGemm | None, step: int) -> None:
-    """Host time of one eager call, in inference mode as engines make it: enqueued without waiting; small
-    shapes keep the queue short.
+    """Host time of one eager call in inference mode, as engines make it.
 
-    An op has three rows. `again` makes one call over and over. `new address` moves the first operand each
-    time, as allocators do in a server that runs without graphs. `new m` has a number of rows (of requests,
-    for paged logits) that no call had before; its kernel is loaded.
+    Calls are enqueued without waiting, and small shapes keep the queue short. An op has three rows. `again`
+    makes one call over and over. `new address` moves the first operand each time, as allocators do in a
+    server that runs without graphs. `new m` has a number of rows (or of requests, for paged logits) that no
+    call had before; its kernel is loaded already.
     """
     for make in (_dense, _masked, _quantize, _cache, _paged):
         try:
@@ -73,7 +73,7 @@ def run_host(session: Session, peer: DeepGemm | None, step: int) -> None:
         new = range(_NEW_CALLS * _NEW_ROUNDS)
         again = [(op.usual_m, 0)] * _CALLS
         moved = [(op.usual_m, 1 + i) for i in new]
-        # The clock sees odd M; the even ones that are called before it load the same kernels.
+        # The timed calls have odd M; the untimed calls before them have even M and load the same kernels.
         odd, even = [(2 * i + 1, 0) for i in new], [(2 * i + 2, 0) for i in new]
         _eager(session, op, AGAIN, peer, [again] * _ROUNDS, again)
         _eager(session, op, NEW_ADDRESS, peer, _rounds(moved), again)
@@ -81,7 +81,7 @@ def run_host(session: Session, peer: DeepGemm | None, step: int) -> None:
 
 
 def _most_m() -> int:
-    """The largest M of any call, and not less than the number of addresses."""
+    """The largest M of any call; it is also not less than the number of addresses."""
     return max(64, 2 * _NEW_CALLS * _NEW_ROUNDS)
 
 
@@ -90,18 +90,18 @@ def _rounds(calls: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def _buffer(*shape: int) -> Tensor:
-    """Random bf16 values for `shape` at any address."""
+    """Random bf16 values, enough for `shape` at any address."""
     return torch.randn(math.prod(shape) + 16 * _most_m(), device=inputs.DEVICE, dtype=torch.bfloat16)
 
 
 def _view(buffer: Tensor, shape: tuple[int, ...], address: int) -> Tensor:
-    """The values of `shape` that begin `address` pieces of 16 bytes into the buffer."""
+    """A view of `shape` that begins `address` pieces of 16 bytes into the buffer."""
     first = address * 16 // buffer.element_size()
     return buffer[first : first + math.prod(shape)].view(shape)
 
 
 def _scales(*shape: int) -> Tensor:
-    """MN-major scales of that shape; their values do not matter."""
+    """MN-major scales of this shape; their values do not matter."""
     *experts, m, groups = shape
     aligned = -(-m // 4) * 4
     flat = torch.full((math.prod(experts) * groups * aligned,), 0.01, device=inputs.DEVICE)
@@ -178,7 +178,7 @@ def _cache(peer: DeepGemm | None) -> _Op:
 
 
 def _paged(peer: DeepGemm | None) -> _Op:
-    """The schedule is that of the first four requests, whatever the batch: more would only fill the queue."""
+    """Every batch uses the schedule of its first four requests: more work would only fill the queue."""
     few = inputs.paged_inputs(PagedShape(4, 1024))
     heads, dim, width = few.q.shape[2], few.q.shape[3], few.max_context_len
     q = _buffer(_most_m(), 1, heads, dim).to(inputs.FP8)
@@ -233,13 +233,13 @@ def _eager(
 
 
 def _calls(make: Callable[[int, int], Call], of: list[tuple[int, int]]) -> list[Call]:
-    """The calls of these M and addresses; the same M and address are the same call."""
+    """The calls for these pairs of M and address; equal pairs share one call."""
     made = {where: make(*where) for where in dict.fromkeys(of)}
     return [made[where] for where in of]
 
 
 def _loop(calls: list[Call]) -> float:
-    """Microseconds of host time a call; the device starts idle and is waited for outside the timing."""
+    """Host time in us for each call; the device is idle at the start, and waiting for it is not timed."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     for call in calls:
@@ -250,9 +250,10 @@ def _loop(calls: list[Call]) -> float:
 
 
 def run_compile(session: Session, peer: DeepGemm | None, step: int) -> None:
-    """NVRTC on one core: every kernel of DeepSeek-V3.2's plan; the peer's first call of a new shape.
+    """Time NVRTC on one core for every kernel of DeepSeek-V3.2's plan, and the peer's first call of a shape.
 
-    The least of three, a pass over all of them each, since what else the host does only adds.
+    A figure is the least of three, because other work on the host only adds time. Each of the three comes
+    from its own pass over all kernels.
     """
     specs = plan(load_model(_MODEL), PlanOptions(tp=_TP, ep=_EP, next_n=2, num_sms=num_sms())).specs[::step]
     least = [math.inf] * len(specs)
@@ -276,7 +277,7 @@ def run_compile(session: Session, peer: DeepGemm | None, step: int) -> None:
 
 
 def _first_call_us(peer: DeepGemm, n: int) -> float:
-    """The peer's first call of a shape that no class times, in microseconds."""
+    """Microseconds of the peer's first call of a shape that no class times."""
     a, a_scale = inputs.activations(64, 3072)
     b, b_scale = inputs.weights(n, 3072)
     scale = peer.aligned(a_scale)
@@ -288,15 +289,16 @@ def _first_call_us(peer: DeepGemm, n: int) -> float:
     return (time.perf_counter() - started) * 1e6
 
 
-#: Kernel launches that engines make at startup to have the peer compile, for DeepSeek-V3 at TP8 and 8,192
-#: tokens, as their sources have it; ours launches none.
+#: Kernel launches with which engines make the peer compile at startup, for DeepSeek-V3 at TP8 and 8,192
+#: tokens, according to the engines' sources. Our warmup launches no kernel.
 _ENGINES_LAUNCHES = "vLLM 0.33.0 relax 2,498, full 66,014; SGLang 0.5.23 131,072"
 
 
 def run_warmup(session: Session, peer: DeepGemm | None, step: int) -> None:
-    """The startup script for DeepSeek-V3.2, TP8 EP8, in fresh processes.
+    """The startup script for DeepSeek-V3.2 with TP8 and EP8, in fresh processes.
 
-    An empty store, with two compilers and with one a core; a full store; a bundle and no store.
+    It runs with an empty store (with two compilers, then with one compiler for each core), with a full store,
+    and with a bundle and no store.
     """
     cores = len(os.sched_getaffinity(0))
     model = ["--model", str(_MODEL), "--tp", str(_TP), "--ep", str(_EP)]
@@ -307,7 +309,7 @@ def run_warmup(session: Session, peer: DeepGemm | None, step: int) -> None:
             environment = dict(os.environ)
             cache = Path(folder, "none" if store == "bundle" else str(jobs))
             if store == "bundle":
-                # From the full store: nothing is compiled for it.
+                # The bundle takes its kernels from the full store, so nothing is compiled for it.
                 build = [sys.executable, "-m", "moe_fp8.cli", "build", "--quiet", *model, "--bundle", bundle]
                 _run([*build, "--cache-dir", str(Path(folder, str(cores)))], environment)
                 environment["MOE_FP8_BUNDLE"] = bundle
@@ -337,7 +339,7 @@ def run_warmup(session: Session, peer: DeepGemm | None, step: int) -> None:
 
 
 def _run(command: list[str], environment: dict[str, str]) -> str:
-    """What it prints; RuntimeError with the end of its complaint where it fails."""
+    """The command's output; raises RuntimeError with the end of its error output if it fails."""
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"exit code {done.returncode}: {done.stderr.strip()[-500:]}")

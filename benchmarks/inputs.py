@@ -1,6 +1,6 @@
-"""Random inputs on the GPU, and the float64 meaning of an op on them.
+"""Random inputs on the GPU, and the float64 result of an op on them.
 
-Values are normal and quantized as in serving; nothing is ever timed on zeros.
+Values are normal and quantized as in serving. Zeros are never timed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def activations(rows: int, k: int) -> Quantized:
 
 
 def index_keys(rows: int, dim: int) -> Quantized:
-    """fp8 [rows, dim] and one fp32 scale a row, [rows]."""
+    """fp8 [rows, dim], and fp32 scales [rows]."""
     x = torch.randn(rows, dim, device=DEVICE)
     scale = x.abs().amax(1) / torch.finfo(FP8).max
     return x.div_(scale[:, None]).to(FP8), scale
@@ -47,7 +47,7 @@ def weights(n: int, k: int, num_experts: int | None = None) -> Quantized:
         return moe_fp8.quantize_fp8_blocks(torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16))
     fp8 = torch.empty(num_experts, n, k, device=DEVICE, dtype=FP8)
     scale = torch.empty(num_experts, -(-n // _BLOCK), k // _BLOCK, device=DEVICE)
-    for expert in range(num_experts):  # one expert at a time: bf16 and fp32 copies of all would not fit
+    for expert in range(num_experts):  # bf16 and fp32 copies of all experts would not fit
         fp8[expert], scale[expert] = weights(n, k)
     return fp8, scale
 
@@ -64,7 +64,7 @@ def dequantize_blocks(fp8: Tensor, scale: Tensor) -> Tensor:
 
 
 def relative_error(out: Tensor, reference: Tensor) -> float:
-    """||out - reference|| / ||reference|| in float64; NaN where `out` holds one."""
+    """||out - reference|| / ||reference|| in float64; NaN if `out` holds a NaN."""
     difference = torch.linalg.vector_norm(out.double() - reference)
     return float(difference / torch.linalg.vector_norm(reference))
 
@@ -76,7 +76,7 @@ def gemm_error(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tens
 
 @dataclass
 class MqaInputs:
-    """One input set of the prefill indexer: ks = 0, causal ke."""
+    """One input set of the prefill indexer, with ks = 0 and causal ke."""
 
     q: Tensor
     k: Tensor
@@ -100,7 +100,7 @@ def mqa_inputs(shape: MqaShape) -> MqaInputs:
 
 
 def mqa_error(out: Tensor, inputs: MqaInputs, sampled_rows: int = 64) -> float:
-    """Error of evenly sampled rows, first and last among them, over their valid range."""
+    """The worst error of evenly sampled rows over their valid ranges; the first and last rows are sampled."""
     m = inputs.q.shape[0]
     keys = inputs.k.float().double() * inputs.k_scale.double()[:, None]
     rows = torch.linspace(0, m - 1, min(m, sampled_rows)).long().tolist()
@@ -114,7 +114,7 @@ def mqa_error(out: Tensor, inputs: MqaInputs, sampled_rows: int = 64) -> float:
 
 @dataclass
 class PagedInputs:
-    """One input set of the decode indexer. `lengths` int32 [B, next_n]: each token's own length."""
+    """One input set of the decode indexer. `lengths` int32 [B, next_n] holds each token's own length."""
 
     q: Tensor
     kv_cache: Tensor
@@ -125,7 +125,7 @@ class PagedInputs:
 
 
 def paged_lengths(shape: PagedShape) -> Tensor:
-    """int32 [B, next_n]: token t of a request sees next_n - 1 - t positions fewer than the last."""
+    """int32 [B, next_n]: token t of a request sees next_n - 1 - t positions fewer than the last token."""
     last = torch.tensor(shape.lengths(), dtype=torch.int32)[:, None]
     return (last - torch.arange(shape.next_n - 1, -1, -1, dtype=torch.int32)).contiguous().to(DEVICE)
 
@@ -153,7 +153,7 @@ def paged_inputs(shape: PagedShape) -> PagedInputs:
 
 
 def paged_error(out: Tensor, inputs: PagedInputs, sampled_requests: int = 16) -> float:
-    """Error of evenly sampled requests over the positions that each of their tokens sees."""
+    """The worst error of evenly sampled requests over the positions that their tokens see."""
     batch, next_n, _, dim = inputs.q.shape
     pages, block = inputs.kv_cache.shape[:2]
     flat = inputs.kv_cache.view(pages, -1)
@@ -172,11 +172,11 @@ def paged_error(out: Tensor, inputs: PagedInputs, sampled_requests: int = 16) ->
 
 
 def _scores(q: Tensor, keys: Tensor, head_weights: Tensor) -> Tensor:
-    """sum_h relu(q[h] . k[j]) * w[h] in float64; the key's scale is already in `keys` and is positive."""
+    """sum_h relu(q[h] . k[j]) * w[h] in float64; `keys` already include their scales, which are positive."""
     dots = keys @ q.float().double().t()
     return dots.relu_() @ head_weights.double()
 
 
 def worse(left: float, right: float) -> float:
-    """The larger error, where NaN is the worst."""
+    """The larger error; NaN counts as the worst."""
     return right if right != right or right > left else left

@@ -1,4 +1,4 @@
-"""Classes mqa_logits, paged_mqa_logits and paged_metadata: the sparse-attention indexer."""
+"""Classes mqa_logits, paged_mqa_logits and paged_metadata: the indexer of sparse attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .results import Row
 from .shapes import MQA_LOGITS, PAGED_METADATA, PAGED_MQA_LOGITS, MqaShape, PagedShape
 from .timing import Call, l2_bytes, plan_rotation
 
-#: fp32 outputs; the tensor core's sum over 128 products keeps fewer bits than fp32.
+#: Outputs are fp32; the tensor core's sum over 128 products keeps fewer bits than fp32.
 TOLERANCE = 2e-3
 
 
@@ -50,7 +50,7 @@ def _mqa(session: Session, peer: DeepGemm | None, shape: MqaShape, terms: dict[s
     set_bytes = n * (dim + 4) + m * heads * (dim + 4)
     num_sets, num_calls = plan_rotation(set_bytes, l2_bytes(), max_sets=16)
     sets = [inputs.mqa_inputs(shape) for _ in range(num_sets)]
-    # One output for all sets, as the peer's allocation inside a graph also comes to one buffer.
+    # All sets share one output, because the peer's allocation inside a graph also gives one buffer.
     out = torch.full((m, n), float("nan"), device=inputs.DEVICE)
 
     def ours(s: MqaInputs) -> object:
@@ -155,7 +155,7 @@ def _metadata(session: Session, peer: DeepGemm | None, shape: PagedShape) -> Non
             return theirs.paged_metadata(lengths, shape.block_size, num_sms())
 
         def check() -> float:
-            # Its schedule has its own chunk size: only the shape and the end can be compared.
+            # The peer's schedule has its own chunk size, so only the shape can be compared.
             return 0.0 if call().shape == (num_sms() + 1, 2) else float("inf")
 
         contestants.append(Contestant(peer.name, [call], check))

@@ -1,4 +1,4 @@
-"""DeepGEMM as a peer: where it is found and the calls that an engine makes on Hopper.
+"""DeepGEMM as a peer: its import, and the calls that an engine makes on Hopper.
 
 It is an oracle for speed and results. Nothing here is imported unless `--peer` names a folder.
 """
@@ -19,11 +19,11 @@ _CUDA_HOME = "/usr/local/cuda"
 
 
 class DeepGemm:
-    """The `deep_gemm` module of `folder` (a `deep_gemm/` package or `deep_gemm.zip`).
+    """The `deep_gemm` module of `folder`, which holds a `deep_gemm/` package or a `deep_gemm.zip`.
 
-    Activation scales must be MN-major and TMA-aligned, as `moe_fp8.to_mn_major` makes them: the peer
-    then reads them as they are and launches no conversion, which `__init__`'s callers check once per
-    input through `aligned`.
+    Activation scales must be MN-major and TMA-aligned, as `moe_fp8.to_mn_major` makes them. The peer then
+    reads them without a conversion kernel. Callers pass each input's scales through `aligned` once, which
+    checks this.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,7 +33,8 @@ class DeepGemm:
             archive = folder / "deep_gemm.zip"
             if not archive.exists():
                 raise FileNotFoundError(f"neither {folder}/deep_gemm/ nor {archive} exists")
-            # Always the same place: the peer's kernel cache knows its headers by their path.
+            # The folder is always the same, because the peer's kernel cache identifies its headers by their
+            # path.
             folder = folder / "unpacked"
             zipfile.ZipFile(archive).extractall(folder)
         sys.path.insert(0, str(folder.resolve()))
@@ -59,7 +60,7 @@ class DeepGemm:
         psum: Tensor,
         m_indices: Tensor | None,
     ) -> None:
-        """By `m_indices` [M] where given, else by `psum` [E]."""
+        """Use `m_indices` [M] if it is given, else `psum` [E]."""
         self._module.m_grouped_fp8_gemm_nt_contiguous(
             (a, a_scale),
             (b, b_scale),
@@ -86,12 +87,12 @@ class DeepGemm:
     def mqa_logits(
         self, q: Tensor, k: Tensor, k_scale: Tensor, weights: Tensor, ks: Tensor, ke: Tensor, width: int
     ) -> Tensor:
-        """Compressed logits [M, width]; with ks = 0 that is the full matrix."""
+        """Compressed logits [M, width]; with ks = 0 they are the full matrix."""
         result: Tensor = self._module.fp8_fp4_mqa_logits((q, None), (k, k_scale), weights, ks, ke, width)
         return result
 
     def paged_metadata(self, context_lens: Tensor, block_size: int, num_sms: int) -> Tensor:
-        """`context_lens` int32 [B, next_n]."""
+        """`context_lens` is int32 [B, next_n]."""
         result: Tensor = self._module.get_paged_mqa_logits_metadata(context_lens, block_size, num_sms)
         return result
 
@@ -105,7 +106,7 @@ class DeepGemm:
         metadata: Tensor,
         max_context_len: int,
     ) -> Tensor:
-        """`context_lens` int32 [B, next_n], each token's own length."""
+        """`context_lens` int32 [B, next_n] holds each token's own length."""
         result: Tensor = self._module.fp8_fp4_paged_mqa_logits(
             (q, None), kv_cache, weights, context_lens, block_table, metadata, max_context_len
         )
@@ -113,7 +114,7 @@ class DeepGemm:
 
 
 def load(folder: Path | None) -> DeepGemm | None:
-    """The peer in `folder`, or None where no folder was named. Raises what its import raises."""
+    """The peer in `folder`, or None if `folder` is None. Raises the errors of its import."""
     if folder is None:
         return None
     peer = DeepGemm(folder)

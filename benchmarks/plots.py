@@ -1,8 +1,8 @@
 """Roofline-style plots of the GEMM classes, drawn from a results file into docs/plots/.
 
-Each shows, against rows, the share of the device's read ceiling and of its arithmetic ceiling that we and
-the peers reach. Only `draw` needs matplotlib (the `bench` extra); a plot carries a digest of its
-figures, so that whether it is current can be told without it.
+Against the number of rows, a plot shows which share of the device's read ceiling and of its arithmetic
+ceiling we and the peers reach. Only `draw` needs matplotlib (the `bench` extra). A plot carries a digest of
+its figures, so a check that the plot is current does not need matplotlib.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .results import CEILINGS, ROOT, Ceiling
 
 FOLDER = ROOT / "docs" / "plots"
 
-#: Part of the digest: raise it where the drawing changes.
+#: A part of the digest: raise it if the drawing changes.
 _VERSION = 1
 
 _CLASSES = {
@@ -33,7 +33,7 @@ _MARKERS = ["o", "x", "+"]
 
 @dataclass(frozen=True)
 class Series:
-    """One contestant: rows, share of the read ceiling, share of the arithmetic ceiling; point by point."""
+    """One contestant's points: rows, share of the read ceiling, share of the arithmetic ceiling."""
 
     name: str
     points: tuple[tuple[float, float, float], ...]
@@ -55,7 +55,7 @@ class Plot:
 
 
 def plots(device: dict[str, Any], folder: Path = FOLDER) -> Iterator[Plot]:
-    """A plot a GEMM class that has rows; none for a device whose ceilings were not measured."""
+    """One plot for each GEMM class that has rows; none for a device whose ceilings were not measured."""
     ceiling = CEILINGS.get(device["device"])
     if ceiling is None:
         return
@@ -92,7 +92,7 @@ def draw(plot: Plot) -> None:
         figure.suptitle(plot.title, fontsize=10)
         panels = figure.subplots(1, 2, sharex=True, sharey=True)
         for column, (axes, ceiling) in enumerate(zip(panels, ("read", "arithmetic"), strict=True), 1):
-            # Ours is drawn last, over the others.
+            # Our series is drawn last, over the other series.
             for index, series in reversed(list(enumerate(plot.series))):
                 style = min(index, len(_COLOURS) - 1)
                 axes.plot(

@@ -1,4 +1,7 @@
-"""Seeded draws of the indexer's shapes, 20 a class, and its `development` set. Standard library only."""
+"""Seeded draws of the indexer's shapes, 20 for each class, and its `development` set.
+
+This module needs only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ _SEED = 20_264
 #: Heads of DeepSeek-V3.2 and of GLM-5.
 _HEADS = (64, 32)
 
-#: Logits of one call: 2 GiB of fp32.
+#: Upper bound for the logits of one call: 2 GiB of fp32.
 _MOST_LOGITS = 1 << 29
-#: Cached tokens of a batch: 0.5 GiB of keys and scales.
+#: Upper bound for the cached tokens of a batch: 0.5 GiB of keys and scales.
 _MOST_TOKENS = 1 << 22
 
 
 def _between(rng: random.Random, least: int, most: int) -> int:
-    """Uniform in the logarithm."""
+    """A draw that is uniform in the logarithm."""
     return round(math.exp(rng.uniform(math.log(least), math.log(most))))
 
 

@@ -1,8 +1,9 @@
-"""Seeded draws from the widths of real models, and the `development` set. Standard library only.
+"""Seeded draws from the widths of real models, and the `development` set.
 
-`DENSE`, `CONTIGUOUS` and `MASKED`, 30 shapes each, and `TOPK`, 20, are the same on every machine. They catch
-a selector that was fitted to the listed shapes. Decisions have been made on them (benchmarks/notes/ names
-some of them), so they prove nothing about shapes that nobody looked at: `unseen_shapes` draws such shapes.
+`DENSE`, `CONTIGUOUS` and `MASKED` have 30 shapes each and `TOPK` has 20. They are the same on every machine.
+They catch a selector that was fitted to the listed shapes. Decisions have been made on them
+(benchmarks/notes/ names some of these decisions), so they prove nothing about shapes that nobody looked at:
+`unseen_shapes` draws such shapes. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _SHAPES_A_CLASS = 30
 _SEED = 20_261
 
 MOST_ROWS = 16_384
-#: Rows of one expert where each has a buffer of its own: more than that is prefill, which is not masked.
+#: Most rows of one expert if each expert has its own buffer. A larger batch is prefill, which is not masked.
 MOST_MASKED_ROWS = 1024
-#: Rows of all experts together. With `_MOST_WEIGHTS` and `_MOST_BUFFER` it keeps a shape below 30 GB
-#: and a class, 10 replays each, below three minutes.
+#: Most rows of all experts together. With `_MOST_WEIGHTS` and `_MOST_BUFFER`, this bound keeps a shape below
+#: 30 GB and a class with 10 replays a shape below three minutes.
 _MOST_ROUTED_ROWS = 65_536
-#: Bytes of one input set: all experts' weights; one contestant's activations and output.
+#: Bytes of one input set: the weights of all experts; the activations and output of one contestant.
 _MOST_WEIGHTS = 2 << 30
 _MOST_BUFFER = 4 << 30
 
@@ -37,7 +38,8 @@ _MOST_BUFFER = 4 << 30
 EXPERT_PARALLEL = ((1, 8), (1, 32))
 _TENSOR_PARALLEL = ((1, 1), (8, 1))
 
-#: Half uniform (0.7 to 1.3 of the mean), half Zipf; every other uniform one has empty experts.
+#: Half of the skews are uniform (0.7 to 1.3 of the mean) and half Zipf. Every other uniform skew has empty
+#: experts.
 SKEWS: tuple[Skew, ...] = ("spread", "zipf", "sparse", "zipf")
 
 
@@ -76,7 +78,7 @@ class Gqa:
 
 @dataclass(frozen=True)
 class CompressedMla:
-    """DeepSeek-V4: one latent head of keys and values, and an output projection of two factors.
+    """DeepSeek-V4's attention: one latent head of keys and values, and an output projection of two factors.
 
     The first factor of the output projection is grouped by heads and is no GEMM of this package.
     """
@@ -98,7 +100,7 @@ class CompressedMla:
 
 @dataclass(frozen=True)
 class Model:
-    """`shared` and `dense` are the intermediate sizes of the shared expert and of dense layers, 0: none."""
+    """`shared` and `dense` are intermediate sizes of the shared expert and of dense layers; 0 means none."""
 
     hidden: int
     moe: int
@@ -133,7 +135,7 @@ MODELS = {
     "Qwen3-30B": Model(2048, 768, 128, Gqa(32, 4)),
 }
 
-#: Models that nothing was ever fitted to or tuned on: keep it so.
+#: Models that nothing was ever fitted to or tuned on. Never fit or tune anything on them.
 UNFITTED = {
     "MiniMax-M2": Model(3072, 1536, 256, Gqa(48, 8)),
     "DeepSeek-V4-Flash": Model(4096, 2048, 256, CompressedMla(64, 1024, 512, 1024, 8, 64), 2048),
@@ -155,13 +157,13 @@ def expert_widths(
     ranks: Sequence[tuple[int, int]] = (*EXPERT_PARALLEL, *_TENSOR_PARALLEL),
     models: Iterable[Model] = MODELS.values(),
 ) -> list[tuple[int, int, int]]:
-    """(experts here, N, K) of the models at these (TP, EP), where the weights fit."""
+    """(experts of one rank, N, K) of the models at these (TP, EP), if the weights fit."""
     found = {width for model in models for tp, ep in ranks for width in model.expert_widths(tp, ep)}
     return sorted((e, n, k) for e, n, k in found if _served(n, k) and e * n * k <= _MOST_WEIGHTS)
 
 
 def log_uniform(rng: random.Random, most: int, count: int = _SHAPES_A_CLASS) -> list[int]:
-    """1 to `most`, one draw from each of `count` equal parts of the logarithm."""
+    """`count` numbers from 1 to `most`: one draw from each of `count` equal parts of the logarithm."""
     width = math.log(most) / count
     return [round(math.exp((part + rng.random()) * width)) for part in range(count)]
 
@@ -173,7 +175,7 @@ def _dense() -> list[DenseShape]:
 
 
 def fits(shape: GroupedShape) -> bool:
-    """Whether the rows of all experts stay within what a class may take."""
+    """Whether the rows of all experts stay within the bounds of a class."""
     counts = shape.counts()
     if shape.layout == "masked":
         rows = shape.num_experts * max(MOST_MASKED_ROWS, *counts, 0)
@@ -201,7 +203,7 @@ def _grouped(
 
 
 def topk_shapes(rng: random.Random) -> list[TopkShape]:
-    """20 shapes of 1 to 4096 rows and 4K to 1M columns, both log-uniform; k from 512 to 4096."""
+    """20 shapes with 1 to 4096 rows and 4K to 1M columns, both log-uniform, and k from 512 to 4096."""
     return list(islice(_topk(rng), 20))
 
 

@@ -1,6 +1,6 @@
-"""Class repetition: every op called over and over, each output compared bit for bit with the first.
+"""Class repetition: every op runs over and over, and each output is compared bit for bit with the first.
 
-It times nothing and has no peer. A row counts calls; rows of several seeds of one case stay side by side.
+The class times nothing and has no peer. A row counts calls. Rows of one case with several seeds are all kept.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ CASES = [*repeated_gemm.CASES, *repeated_indexer.CASES]
 
 
 class OutputsDiffer(Exception):
-    """Calls with the same inputs gave other bits."""
+    """Calls with the same inputs gave different bits."""
 
 
 def chosen(only: str) -> list[Case]:
-    """Cases whose name holds one of the comma-separated parts of `only`; all where it is empty."""
+    """Cases whose name holds one of the comma-separated parts of `only`; all cases if `only` is empty."""
     parts = [part.strip() for part in only.split(",") if part.strip()]
     return [case for case in CASES if not parts or any(part in case.name for part in parts)]
 
@@ -35,7 +35,10 @@ def run_repetition(
     seed: int = 0,
     only: str = "",
 ) -> None:
-    """A case whose outputs differ gets its row and counts as failed; one that raises gets no row."""
+    """Run the chosen cases. A case whose outputs differ gets its row and counts as failed.
+
+    A case that raises gets no row.
+    """
     cases = chosen(only)
     if not cases:
         raise ValueError(f"no case of repetition has {only!r} in its name")

@@ -1,9 +1,10 @@
-"""Cases of `repetition`: the GEMMs, every family of tiles by its config, and the quantizers before them."""
+"""Cases of `repetition`: the GEMMs with configs of every family of tiles, and the quantizers before them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .shapes import DenseShape, GroupedShape, SiluMulShape, aligned_starts
 
 @dataclass(frozen=True)
 class QuantizeShape:
-    """`m` is a multiple of 4: scales have no padding between their columns then."""
+    """`m` is a multiple of 4, so scales have no padding between their columns."""
 
     m: int
     k: int
@@ -38,7 +39,7 @@ def dense(shape: DenseShape, config: str | None = None, out_dtype: str = "bfloat
 
 
 def contiguous(shape: GroupedShape, config: str | None = None, out_dtype: str = "bfloat16") -> Work:
-    """Rows between segments are of no expert, and not defined."""
+    """Rows between segments belong to no expert and are not defined."""
     counts = shape.counts()
     starts = aligned_starts(counts)
     if shape.layout == "offsets":
@@ -61,7 +62,7 @@ def contiguous(shape: GroupedShape, config: str | None = None, out_dtype: str = 
 
 
 def masked(shape: GroupedShape, config: str | None = None, out_dtype: str = "bfloat16") -> Work:
-    """Buffers with room for the longest expert; what is behind an expert's rows is not defined."""
+    """Each expert's buffer has room for the longest expert; rows past the expert's count are not defined."""
     counts = shape.counts()
     m_max = -(-max(counts) // 64) * 64
     a = inputs.expert_activations(len(counts), m_max, shape.k)
@@ -79,7 +80,7 @@ def masked(shape: GroupedShape, config: str | None = None, out_dtype: str = "bfl
 
 
 def quantize(shape: QuantizeShape, power_of_two: bool = False, in_dtype: str = "bfloat16") -> Work:
-    """Of bytes: all values, then all scales."""
+    """The output holds bytes: all values, then all scales."""
     m, k = shape.m, shape.k
     x = torch.randn(m, k, device=inputs.DEVICE).to(getattr(torch, in_dtype))
 
@@ -93,7 +94,10 @@ def quantize(shape: QuantizeShape, power_of_two: bool = False, in_dtype: str = "
 
 
 def silu_mul(shape: SiluMulShape, power_of_two: bool = False, limit: float | None = None) -> Work:
-    """Of bytes: all values, then all scales, as `quantize`; rows behind an expert's count are not defined."""
+    """The output holds bytes as in `quantize`: all values, then all scales.
+
+    Rows past an expert's count are not defined.
+    """
     counts, k = shape.counts(), shape.intermediate
     if shape.num_experts is None:
         experts, m, masked_m = 1, shape.m, None
@@ -121,28 +125,23 @@ def silu_mul(shape: SiluMulShape, power_of_two: bool = False, limit: float | Non
     return Work(call, size, torch.uint8, inputs.DEVICE, defined.view(size))
 
 
-def quantize_and_multiply(shape: DenseShape, config: str | None = None) -> Work:
-    """A GEMM reads what the kernel before wrote; where it is too early, it reads other values."""
-    others, x = (torch.randn(shape.m, shape.k, device=inputs.DEVICE).bfloat16() for _ in range(2))
-    a, b = moe_fp8.quantize_fp8(x), inputs.weights(shape.n, shape.k)
+def quantize_and_multiply(shape: DenseShape, weights: bool = False) -> Work:
+    """quantize_fp8 writes an operand twice; a GEMM that reads the operand too early finds the first values.
+
+    `weights`: the operand is B. A GEMM may read a constant B while the kernel before it still runs.
+    """
+    a, (b, b_scale) = inputs.activations(shape.m, shape.k), inputs.weights(shape.n, shape.k)
+    rows = shape.n if weights else shape.m
+    others, x = (torch.randn(rows, shape.k, device=inputs.DEVICE).bfloat16() for _ in range(2))
+    written = moe_fp8.quantize_fp8(x)
+    if weights:
+        b = written[0]
+    else:
+        a = written
 
     def call(out: Tensor) -> None:
-        moe_fp8.quantize_fp8(others, out=a)
-        moe_fp8.quantize_fp8(x, out=a)
-        moe_fp8.gemm_fp8(*a, *b, out=out, config=config)
-
-    return Work(call, (shape.m, shape.n), torch.bfloat16, inputs.DEVICE)
-
-
-def quantize_weights_and_multiply(shape: DenseShape) -> Work:
-    """The same with the weights, which a GEMM may read ahead of the kernel before it if they are constant."""
-    others, w = (torch.randn(shape.n, shape.k, device=inputs.DEVICE).bfloat16() for _ in range(2))
-    a, b_scale = inputs.activations(shape.m, shape.k), inputs.weights(shape.n, shape.k)[1]
-    b, unused = moe_fp8.quantize_fp8(w)
-
-    def call(out: Tensor) -> None:
-        moe_fp8.quantize_fp8(others, out=(b, unused))
-        moe_fp8.quantize_fp8(w, out=(b, unused))
+        moe_fp8.quantize_fp8(others, out=written)
+        moe_fp8.quantize_fp8(x, out=written)
         moe_fp8.gemm_fp8(*a, b, b_scale, out=out)
 
     return Work(call, (shape.m, shape.n), torch.bfloat16, inputs.DEVICE)
@@ -160,7 +159,7 @@ def _grouped(shape: GroupedShape, config: str | None = None, **options: Any) -> 
     return Case("grouped_gemm_fp8_contiguous", shape, contiguous, given | options)
 
 
-#: Weights on the M side and tokens on the N side of wgmma; with 64 weight rows warpgroups alternate.
+#: Weights are on the M side of wgmma and tokens on the N side. With 64 weight rows, warpgroups alternate.
 _FEW_TOKENS = [
     _dense(1, 2112, 7168),
     _dense(1, 2112, 7168, "8x64"),
@@ -215,6 +214,8 @@ _MASKED = [
     _grouped(GroupedShape("masked", 2, 512, 4096, 7168), "192x128"),
 ]
 
+_quantize_weights_and_multiply = partial(quantize_and_multiply, weights=True)
+
 _QUANTIZE = [
     Case("quantize_fp8", QuantizeShape(64, 7168), quantize),
     Case("quantize_fp8", QuantizeShape(4096, 1536), quantize, {"power_of_two": True, "in_dtype": "float32"}),
@@ -224,8 +225,8 @@ _QUANTIZE = [
     Case("silu_mul_quantize", SiluMulShape(64, 2048, num_experts=32, buffer_rows=128), silu_mul),
     Case("quantize_fp8 + gemm_fp8", DenseShape(16, 2112, 7168), quantize_and_multiply),
     Case("quantize_fp8 + gemm_fp8", DenseShape(1024, 4096, 2048), quantize_and_multiply),
-    Case("quantize_fp8 of weights + gemm_fp8", DenseShape(16, 2112, 7168), quantize_weights_and_multiply),
-    Case("quantize_fp8 of weights + gemm_fp8", DenseShape(1024, 4096, 2048), quantize_weights_and_multiply),
+    Case("quantize_fp8 of weights + gemm_fp8", DenseShape(16, 2112, 7168), _quantize_weights_and_multiply),
+    Case("quantize_fp8 of weights + gemm_fp8", DenseShape(1024, 4096, 2048), _quantize_weights_and_multiply),
 ]
 
 CASES = [*_FEW_TOKENS, *_MANY_TOKENS, *_CONTIGUOUS, *_MASKED, *_QUANTIZE]

@@ -1,4 +1,4 @@
-"""Cases of `repetition`: the sparse-attention indexer, from keys in the cache to the choice of some."""
+"""Cases of `repetition`: the indexer of sparse attention, from keys in the cache to the selected keys."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def mqa(
     compressed: bool = False,
     window: bool = False,
 ) -> Work:
-    """Causal; with `window` a query does not see the first third of the keys before it."""
+    """Causal ranges; with `window` a query does not see the first third of the keys before it."""
     given = inputs.mqa_inputs(shape)
     if window:
         torch.floor_divide(given.ke, 3, out=given.ks)
@@ -54,7 +54,7 @@ def mqa(
 
 
 def paged(shape: PagedShape, out_dtype: str = "float32", schedule_ahead: bool = False) -> Work:
-    """The schedule is made ahead, or before each call by the kernel in front of it."""
+    """The schedule is made once ahead, or by a kernel just before each call."""
     given = inputs.paged_inputs(shape)
     made = moe_fp8.paged_mqa_logits_metadata(given.lengths, block_size=shape.block_size, num_sms=num_sms())
 
@@ -98,7 +98,7 @@ def metadata(shape: PagedShape) -> Work:
 
 
 def cache(shape: CacheShape, in_dtype: str = "bfloat16", power_of_two: bool = False) -> Work:
-    """Of bytes: the whole cache, a page a row."""
+    """The output holds bytes: the whole cache, with one page in each row."""
     num_slots = shape.pages * shape.block_size
     slots = torch.randperm(num_slots + num_slots // 4, device=inputs.DEVICE)
     slots[slots >= num_slots] = -1
@@ -113,7 +113,7 @@ def cache(shape: CacheShape, in_dtype: str = "bfloat16", power_of_two: bool = Fa
 
 
 def cache_and_score(shape: PagedShape) -> Work:
-    """The logits kernel reads keys that the one before wrote; where it is too early, it reads other keys."""
+    """One kernel writes the keys, the next reads them; if it reads too early, it finds other keys."""
     given = inputs.paged_inputs(shape)
     num_slots = given.kv_cache.shape[0] * shape.block_size
     slots = torch.randperm(num_slots, device=inputs.DEVICE)
@@ -132,7 +132,10 @@ def cache_and_score(shape: PagedShape) -> Work:
 
 
 def topk(shape: TopkShape, in_dtype: str = "float32", ties: bool = False, in_order: bool = False) -> Work:
-    """Columns in the upper half of the rows, the bits of the chosen logits in the lower; ties: few values."""
+    """out[0] holds the chosen columns and out[1] the bits of their logits.
+
+    `ties`: the logits have few distinct values.
+    """
     logits = torch.randn(shape.rows, shape.columns, device=inputs.DEVICE)
     logits = (logits.mul_(2).round_() if ties else logits).to(getattr(torch, in_dtype))
     ends = torch.tensor(shape.ends(), device=inputs.DEVICE, dtype=torch.int32)
@@ -146,7 +149,7 @@ def topk(shape: TopkShape, in_dtype: str = "float32", ties: bool = False, in_ord
 
 
 def select(shape: MqaShape, topk: int, max_bytes: int | None = None) -> Work:
-    """In one piece, or in the chunks that `max_bytes` of workspace ask for."""
+    """Select in one piece, or in the chunks that `max_bytes` of workspace allow."""
     given = inputs.mqa_inputs(shape)
     workspace = _workspace(shape.num_queries, shape.context, topk, max_bytes)
 
@@ -167,7 +170,7 @@ def select(shape: MqaShape, topk: int, max_bytes: int | None = None) -> Work:
 
 
 def paged_select(shape: PagedShape, topk: int, max_bytes: int | None = None) -> Work:
-    """As `select`, of the paged cache."""
+    """The same as `select`, with the paged cache."""
     given = inputs.paged_inputs(shape)
     rows = shape.batch * shape.next_n
     workspace = _workspace(
@@ -210,7 +213,8 @@ def _topk(shape: TopkShape, **options: Any) -> Case:
     return Case("indexer_topk", shape, topk, options)
 
 
-#: Calls large enough for the kernel with terms; in the first four of them a race between warps showed once.
+#: Calls that are large enough for the kernel with terms. The first four calls once showed a race between
+#: warps.
 _MQA_WITH_TERMS = [
     _mqa(MqaShape(8192, 65536, 32)),
     _mqa(MqaShape(8192, 32768, 64)),
@@ -252,7 +256,7 @@ _CACHE = [
     Case("indexer_quantize_and_cache + paged_mqa_logits_fp8", PagedShape(32, 1024), cache_and_score),
 ]
 
-#: One to eight CTAs a row, in turn; each of many equal logits too.
+#: One, two, four or eight CTAs work on a row. Some cases have many equal logits.
 _TOPK = [
     _topk(TopkShape(1, 1_048_576, 2048)),
     _topk(TopkShape(7, 200_000, 512, "causal"), ties=True, in_order=True),

@@ -1,9 +1,9 @@
-"""Whether an op gives the same bits in every call: calls under memory traffic, compared with the first one.
+"""Check that an op gives the same bits in every call: calls run under memory traffic and are compared.
 
-A race between a kernel's warps may show in one of a thousand calls, and only where loads are late. So calls
-go back to back into a ring of poisoned outputs, while another stream writes memory, reads L2 or rests; some
-are eager and some replayed in a CUDA graph, with another kernel between them or none. Each output is compared
-with the first call's on the device, bit by bit. On a CPU there is no traffic and no graph.
+A race between a kernel's warps may show in one of a thousand calls, and only if loads are late. So calls run
+back to back into a ring of poisoned outputs while another stream writes memory, reads L2 or rests. Some calls
+are eager and some are replayed in a CUDA graph, with or without another kernel between them. Each output is
+compared bit by bit with the first call's output, on the device. On a CPU there is no traffic and no graph.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from torch import Tensor
 
 from .results import shape_dict
 
-#: Seconds a case where nothing else is asked for.
+#: Seconds for each case by default.
 SECONDS = 0.6
 
-#: What the other stream does during a round. Writes are drawn twice as often as each of the others.
+#: The work of the other stream during a round. Writes are drawn twice as often as each other kind.
 WRITES, SPARSE, READS, REST = "writes", "sparse writes", "reads", "rest"
 _DRAWN = (WRITES, WRITES, SPARSE, READS, REST)
 
-#: Calls of one graph; the ring has so many outputs, or several times as many where they are small.
+#: Calls in one graph. The ring has as many outputs, or several times as many if they are small.
 _UNIT = 8
 _MOST_UNITS = 8
 _RING_BYTES = 1 << 30
 
-#: One of the two is in the outputs before each round, in turn.
+#: Each round fills the outputs with one of the two bytes, in turn.
 _POISONS = (0x7F, 0xFF)
 
-#: Where outputs begin: as torch allocates them.
+#: Alignment of an output in bytes: torch's allocator aligns in the same way.
 _ALIGNMENT = 256
 
-#: Elements that are compared at once: what the comparison allocates, in bytes.
+#: Elements that are compared at once; the comparison allocates as many bytes.
 _AT_ONCE = 1 << 27
 
-#: About how long a piece of traffic takes, and how many of them one unit of calls may get.
+#: About how long a piece of traffic takes, and the most pieces for one unit of calls.
 _PIECE_US = 300.0
 _MOST_PIECES = 8
 
-#: Traffic takes so much longer than the calls beside it.
+#: Traffic takes this many times as long as the calls that run at the same time.
 _SURPLUS = 1.5
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -53,10 +53,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True)
 class Work:
-    """What is repeated: `call(out)` writes, from inputs that never change, what `defined` names of `out`.
+    """The work to repeat: `call(out)` writes the elements of `out` that `defined` marks.
 
-    out: contiguous, of `shape`, which holds no 0, and of `dtype`. defined: bool, broadcastable to `shape`;
-    None: every element. The call is capture-safe where `device` is a GPU.
+    The inputs never change. out: contiguous, of `shape` and `dtype`; no dimension is 0. defined: bool,
+    broadcastable to `shape`; None means every element. The call is capture-safe if `device` is a GPU.
     """
 
     call: Callable[[Tensor], object]
@@ -68,7 +68,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Case:
-    """A call of `op` by its `shape`, a dataclass.
+    """A call of `op` with the dimensions in `shape`, a dataclass.
 
     `make(shape, **options)` draws its inputs from torch's own generators.
     """
@@ -80,7 +80,7 @@ class Case:
 
     @property
     def terms(self) -> dict[str, Any]:
-        """What tells the case from all others."""
+        """The terms that distinguish the case from all other cases."""
         return {"op": self.op, **shape_dict(self.shape), **self.options}
 
     @property
@@ -91,10 +91,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Repetition:
-    """What was found: of `calls`, `compared` outputs were there to be compared and `differing` were wrong.
+    """The result of one case: `calls` were made, `compared` outputs compared, `differing` outputs wrong.
 
-    by_traffic: how many of these beside which traffic. first_was_wrong: most outputs differ from the first
-    one, so that those equal to it are counted, itself among them. example: one difference in words.
+    by_traffic: the number of wrong outputs for each kind of traffic. first_was_wrong: most outputs differ
+    from the first output, so `differing` counts the outputs that equal it, and the first output itself.
+    example: one difference in words.
     """
 
     calls: int
@@ -119,20 +120,20 @@ class Repetition:
 
 
 class Traffic:
-    """What disturbs calls on `device`, a GPU: work of another stream, and a small kernel between calls."""
+    """Disturbances of calls on `device`, a GPU: work on another stream, and a small kernel between calls."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._written = torch.empty(1 << 30, dtype=torch.uint8, device=device)
-        self._read = torch.ones(1 << 22, device=device)  # 16 MiB: stays in L2
+        self._read = torch.ones(1 << 22, device=device)  # 16 MiB: it stays in L2
         self._small = torch.zeros(1 << 20, device=device)
-        for kind in _DRAWN:  # its kernels are loaded before a graph is captured
+        for kind in _DRAWN:  # loads the kernels of the traffic before a graph is captured
             self.start(kind, 1)
         self.between()
         torch.cuda.synchronize(device)
 
     def start(self, kind: str, pieces: int) -> None:
-        """Enqueue `pieces` of about 0.3 ms each; does not wait."""
+        """Enqueue `pieces` of about 0.3 ms each, without waiting."""
         with torch.cuda.stream(self._stream):
             for _ in range(pieces):
                 if kind == WRITES:
@@ -143,19 +144,19 @@ class Traffic:
                     self._read.expand(64, -1).sum(1)
 
     def between(self) -> None:
-        """A kernel of the current stream that has nothing to do with the calls; safe to capture."""
+        """Run a kernel on the current stream that has nothing to do with the calls; safe to capture."""
         self._small.add_(1)
 
 
 def _units(size: int, device: torch.device) -> int:
-    """Units of calls that a ring of outputs of `size` bytes takes."""
+    """The number of units of calls in a ring with outputs of `size` bytes."""
     if device.type != "cuda":
         return 1
     return max(1, min(_MOST_UNITS, _RING_BYTES // (_UNIT * size)))
 
 
 class _Ring:
-    """Outputs of one work, one after the other in memory, and the bits of its first call."""
+    """Outputs of one work, one after another in memory, and the bits of its first call."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -183,14 +184,14 @@ class _Ring:
         self._storage.fill_(byte)
 
     def unit(self, number: int, traffic: Traffic | None) -> None:
-        """Eager calls; `traffic` puts its kernel behind each."""
+        """Make the eager calls of one unit; `traffic` runs its kernel after each call."""
         for out in self.outs[number * _UNIT : (number + 1) * _UNIT]:
             self.work.call(out)
             if traffic is not None:
                 traffic.between()
 
     def capture(self, traffic: Traffic | None) -> list[torch.cuda.CUDAGraph]:
-        """A graph of each unit; each is captured once."""
+        """A graph for each unit; each graph is captured once."""
         for number in range(self.units):
             key = (number, traffic is not None)
             if key not in self._graphs:
@@ -208,14 +209,14 @@ class _Ring:
         return different
 
     def wrong(self) -> list[bool]:
-        """Which outputs differ from the first result; waits for the device."""
+        """For each output, whether it differs from the first result; waits for the device."""
         found = torch.zeros(len(self.outs), dtype=torch.bool, device=self.work.device)
         for rows in self._slices:
             found |= self._different(slice(None), rows).flatten(1).any(1)
         return found.tolist()
 
     def example(self, index: int) -> str:
-        """How one output differs from the first result."""
+        """A text that says how one output differs from the first result."""
         rows: list[int] = []
         count, columns = 0, torch.zeros(self.columns, dtype=torch.bool, device=self.work.device)
         for some in self._slices:
@@ -244,7 +245,7 @@ def _value(element: Tensor) -> str:
 
 
 def _numbers(what: str, numbers: Sequence[int]) -> str:
-    """Few numbers one by one, of many the first and the last."""
+    """The numbers as text: all of them if there are few, else the first numbers and the last."""
     if len(numbers) <= 8:
         return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
     shown = ", ".join(map(str, numbers[:6]))
@@ -254,14 +255,14 @@ def _numbers(what: str, numbers: Sequence[int]) -> str:
 def repeat(case: Case, seconds: float, seed: int, traffic: Traffic | None = None) -> Repetition:
     """Call `case` for about `seconds`, with inputs and traffic drawn from `seed`.
 
-    The time begins after the first call, which may compile. `traffic` may serve many cases; None: its own
-    where the case is on a GPU.
+    The time begins after the first call, which may compile. One `traffic` may serve many cases. If it is
+    None, a case on a GPU gets its own.
     """
     torch.manual_seed(seed)
     work = case.make(case.shape, **case.options)
     if traffic is None and work.device.type == "cuda":
         traffic = Traffic(work.device)
-    with torch.no_grad():  # as engines call ops: the short way through the dispatcher
+    with torch.no_grad():  # engines call ops in this way, which takes the short path through the dispatcher
         return _repeat(work, seconds, seed, traffic)
 
 
@@ -272,12 +273,12 @@ def _repeat(work: Work, seconds: float, seed: int, traffic: Traffic | None) -> R
     call_us, rounds = math.inf, 0
     began = time.monotonic()
     while rounds == 0 or time.monotonic() - began < seconds:
-        # Two quiet rounds tell how long a call takes; the first also prepares its launches.
+        # Two quiet rounds measure how long a call takes. The first of them also prepares the launches.
         disturbed = traffic is not None and rounds >= 2
         kind = rng.choice(_DRAWN) if disturbed else REST
         between = traffic if disturbed and rng.random() < 0.5 else None
         graphs = ring.capture(between) if disturbed and rng.random() < 1 / 3 else []
-        ring.poison(_POISONS[(rounds + 1) % 2])  # not what was below the first result
+        ring.poison(_POISONS[(rounds + 1) % 2])  # not the byte that filled the first output
         round_began = time.perf_counter()
         for number in range(ring.units):
             if traffic is not None and kind != REST:
@@ -318,6 +319,6 @@ def _repeat(work: Work, seconds: float, seed: int, traffic: Traffic | None) -> R
 
 
 def _pieces(call_us: float, rng: random.Random, least: int) -> int:
-    """Pieces of traffic for one unit of calls; a part of one comes about by chance."""
+    """Pieces of traffic for one unit of calls; a fraction is rounded up or down at random."""
     wanted = min(_MOST_PIECES, _SURPLUS * _UNIT * call_us / _PIECE_US)
     return max(least, int(wanted + rng.random()))

@@ -1,9 +1,9 @@
 """Tables and plots for the README and docs, made from benchmarks/results/*.json and never by hand.
 
 `python -m benchmarks.report` rewrites the text between the markers of every file in `TARGETS` and draws the
-plots that are not current; with `--check` it changes nothing and exits 1 where something would change;
-`--show FILE` prints where that results file stands against the targets. Only drawing needs more than the
-standard library: matplotlib, of the `bench` extra.
+plots that are not current. With `--check` it changes nothing and exits with 1 if something would change.
+`--show FILE` compares the results in FILE with the targets. Only drawing needs more than the standard
+library: it needs matplotlib, from the `bench` extra.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _TITLES = {
 
 
 def load_results(folder: Path = RESULTS) -> Results:
-    """Every device's file, in order of device name."""
+    """The results of every device, sorted by the device's name."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
 def summary(results: Results) -> str:
-    """Six lines a device."""
+    """The table of six lines for each device."""
     if not results:
         return "No device has been measured yet."
     parts = []
@@ -64,7 +64,7 @@ def summary(results: Results) -> str:
 
 
 def _sets(device: dict[str, Any]) -> str:
-    """What the sets of the six lines are."""
+    """A sentence that explains the sets of shapes in the six lines."""
     listed = "Listed shapes were chosen by hand, and the kernels were tuned on them."
     commits = sorted(
         {short_commit(row["commit"]) for row in device["rows"] if set_of(row["shape"]) == UNSEEN}
@@ -76,7 +76,7 @@ def _sets(device: dict[str, Any]) -> str:
 
 
 def accounting(results: Results) -> str:
-    """Where every device stands against the targets, and its plots."""
+    """Every device's results against the targets, and its plots."""
     if not results:
         return "No device has been measured yet."
     parts = []
@@ -103,7 +103,7 @@ def full(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-#: File, marker name, generator: one marked section each.
+#: (file, name of the markers, generator): one entry for each marked section.
 TARGETS: list[tuple[Path, str, Callable[[Results], str]]] = [
     (ROOT / "README.md", "benchmarks", summary),
     (ROOT / "docs" / "benchmarks.md", "targets", accounting),
@@ -112,7 +112,7 @@ TARGETS: list[tuple[Path, str, Callable[[Results], str]]] = [
 
 
 def _by_class(device: dict[str, Any]) -> Iterable[tuple[str, Results]]:
-    """A class's sets of shapes one after the other."""
+    """The rows of each class, sorted by their set of shapes."""
     for cls in CLASSES:
         rows = [row for row in device["rows"] if row["class"] == cls]
         for name in dict.fromkeys(set_of(row["shape"]) for row in rows):
@@ -131,7 +131,7 @@ def _versions(device: dict[str, Any]) -> str:
 
 
 def _earlier(device: dict[str, Any]) -> str:
-    """The classes whose rows come from another commit than the last run's, with that commit."""
+    """The classes whose rows come from another commit than the last run, each with its commit."""
     others: dict[str, list[str]] = {}
     for cls, rows in _by_class(device):
         for commit in {short_commit(row["commit"]) for row in rows} - {short_commit(device["commit"])}:
@@ -163,10 +163,13 @@ def _table(cls: str, rows: Results) -> str:
 
 
 def _repetition(rows: Results) -> str:
-    """Sums by op."""
+    """The rows' sums for each op."""
     header = ["op", "cases", "seeds", "calls", "compared", "differing"]
     lines = [f"### {_TITLES['repetition']}", ""]
-    lines += ["Outputs of calls beside memory traffic, compared bit for bit with that of the first call.", ""]
+    lines += [
+        "Calls are repeated beside memory traffic; each compared output should equal the first bit for bit.",
+        "",
+    ]
     lines += [_line(header), _line(["---"] * len(header))]
     ops = list(dict.fromkeys(row["shape"]["op"] for row in rows))
     for title, members in [*((op, [op]) for op in ops), ("all", ops)]:
@@ -190,7 +193,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _number(value: float | None, digits: int | None = None) -> str:
-    """Thousands separated; without `digits`, as many as show three significant figures."""
+    """A number with thousands separators; without `digits`, with three significant figures."""
     if value is None:
         return ""
     if digits is None:
@@ -199,7 +202,7 @@ def _number(value: float | None, digits: int | None = None) -> str:
 
 
 def rewritten(text: str, name: str, body: str) -> str:
-    """`text` with `body` between the markers of `name`; raises ValueError without the two markers."""
+    """`text` with `body` between the markers of `name`; raises ValueError if a marker is missing."""
     begin, end = BEGIN.format(name=name), END.format(name=name)
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"expected one {begin!r} and after it one {end!r}")
@@ -209,7 +212,7 @@ def rewritten(text: str, name: str, body: str) -> str:
 
 
 def stale(targets: Iterable[tuple[Path, str, Callable[[Results], str]]], results: Results) -> dict[Path, str]:
-    """Files whose marked section is not what `results` give, with their right text."""
+    """Files whose marked section differs from what `results` give, with their new text."""
     texts: dict[Path, str] = {}
     for path, name, generate in targets:
         text = texts.get(path) or path.read_text()

@@ -1,4 +1,7 @@
-"""The results file of one device: rows of many classes, each class from one run. Standard library only."""
+"""The results file of one device: rows of many classes, each class from one run.
+
+This module needs only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 LISTED, DEVELOPMENT, UNSEEN = SETS = ("listed", "development", "unseen")
 
-#: What older rows call the development set.
+#: The name of the development set in older rows.
 _OLD_NAMES = {"random": DEVELOPMENT}
 
-#: The contestant that is ours with the config of the batch-invariant mode.
+#: The contestant that is our own op with the config of the batch-invariant mode.
 BATCH_INVARIANT = "batch-invariant"
 
 CLASSES = (
@@ -43,21 +46,24 @@ CLASSES = (
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What a device cannot exceed: reads in GB/s as measured by streaming loads, dense FP8 by datasheet."""
+    """Upper bounds of a device: read bandwidth in GB/s and dense FP8 in TFLOP/s.
+
+    Streaming loads measure the bandwidth; the datasheet gives the arithmetic.
+    """
 
     read_gbs: float
     fp8_tflops: float
 
 
-#: A device without a measured read bandwidth has no entry, and its rows no ceiling share.
+#: A device without a measured read bandwidth has no entry, and its rows have no ceiling share.
 CEILINGS = {"h200": Ceiling(read_gbs=4550, fp8_tflops=1979)}
 
 
 @dataclass
 class Row:
-    """One timed shape. `us` is ours; `peers` maps a peer to its time; `rel_error` is against float64.
+    """One timed shape. `us` is our time, `peers` maps a peer to its time, `rel_error` is against float64.
 
-    `shape["set"]` is there where the shape is of another set than `listed`.
+    `shape["set"]` exists if the shape belongs to another set than `listed`.
     """
 
     cls: str
@@ -82,7 +88,7 @@ class Row:
         return row
 
     def _ceiling_share(self, ceiling: Ceiling | None) -> float | None:
-        """The least time that the bytes and the arithmetic allow, over the time taken."""
+        """The least time for the bytes and the arithmetic, divided by the measured time."""
         if ceiling is None or not (self.flops or self.nbytes):
             return None
         floor = max(self.nbytes / ceiling.read_gbs / 1e3, self.flops / ceiling.fp8_tflops / 1e6)
@@ -111,7 +117,7 @@ class RepetitionRow:
 
 
 def set_of(shape: dict[str, Any]) -> str:
-    """Which set of shapes a row's shape belongs to."""
+    """The name of the set of shapes that a row's shape belongs to."""
     name = str(shape.get("set", LISTED))
     return _OLD_NAMES.get(name, name)
 
@@ -124,12 +130,12 @@ def shape_dict(shape: Any) -> dict[str, Any]:
 
 
 class ResultsFile:
-    """`path` as it grows: every `add` publishes the file again.
+    """The results file `path`; every `add` writes the file again.
 
-    The rows that an earlier run left of a class and set go when the first row of that class and set is
-    added, so that its rows always come from one run; of class repetition only that of the same case and seed
-    goes. The others stay, except that a commit's first unseen row removes the unseen rows of all other
-    commits: each commit has unseen shapes of its own. Raises ValueError where the file belongs to another
+    The first new row of a class and set removes the rows that an earlier run left there, so the rows of a
+    class and set always come from one run. In class repetition it removes only the row of the same case and
+    seed. All other rows stay, with one exception: each commit has its own unseen shapes, so a commit's first
+    unseen row removes the unseen rows of all other commits. Raises ValueError if the file belongs to another
     device.
     """
 
@@ -172,7 +178,7 @@ class ResultsFile:
 
 
 def _group(row: dict[str, Any]) -> tuple[str, ...]:
-    """Rows of one group are replaced together."""
+    """The group of a row; the rows of one group are replaced together."""
     group = (row["class"], set_of(row["shape"]))
     if row["class"] == RepetitionRow.cls:
         return *group, json.dumps(row["shape"], sort_keys=True), str(row["seed"])
@@ -180,7 +186,7 @@ def _group(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def device_slug(name: str) -> str:
-    """'NVIDIA H100 80GB HBM3' -> 'h100': the name of a device's results file."""
+    """The name of a device's results file: 'NVIDIA H100 80GB HBM3' -> 'h100'."""
     for word in name.lower().replace("-", " ").split():
         if re.fullmatch(r"[a-z]+\d+", word):
             return word
@@ -192,15 +198,15 @@ def today() -> str:
 
 
 def git_commit() -> str:
-    """The commit being measured, with '-dirty' where the tree differs from it; 'unknown' outside a clone."""
+    """The measured commit, with '-dirty' if the tree differs from it; 'unknown' outside a clone."""
     return _git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or "unknown"
 
 
 def full_commit(commit: str | None) -> str:
-    """The hash, in full, of the commit being measured: `commit`, or the one that is checked out.
+    """The full hash of the measured commit: `commit`, or the commit that is checked out.
 
-    Raises ValueError where git does not know `commit` and it is not a full hash, and, without `commit`, where
-    what is measured differs from the commit that is checked out.
+    Raises ValueError if `commit` is neither a full hash nor known to git. Without `commit` it raises
+    ValueError if the measured files differ from the commit that is checked out.
     """
     if commit is not None and re.fullmatch(r"[0-9a-f]{40}", commit):
         return commit
@@ -213,13 +219,13 @@ def full_commit(commit: str | None) -> str:
     found = _git("rev-parse", "--verify", "--quiet", f"{commit or 'HEAD'}^{{commit}}")
     if not found:
         raise ValueError(
-            f"git finds no commit {commit or 'HEAD'}: give --commit the full hash of what is measured"
+            f"git finds no commit {commit or 'HEAD'}: give --commit the full hash of the measured commit"
         )
     return found
 
 
 def _git(*arguments: str) -> str:
-    """What git prints in this checkout, "" where it fails."""
+    """The output of git in this checkout; "" if git fails."""
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -228,10 +234,10 @@ def _git(*arguments: str) -> str:
 
 
 def short_commit(commit: str) -> str:
-    """A full hash cut to the digits that `git_commit` gives; anything else as it is."""
+    """A full hash cut to the number of digits that `git_commit` gives; any other text unchanged."""
     return commit[:12] if re.fullmatch(r"[0-9a-f]{40}", commit) else commit
 
 
 def four_digits(value: float) -> float:
-    """Rounded to four significant digits: no more is reproducible."""
+    """The value rounded to four significant digits, because further digits are not reproducible."""
     return float(f"{value:.4g}")

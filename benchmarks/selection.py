@@ -1,8 +1,8 @@
 """Class indexer_select: from bf16 queries to the keys that sparse attention reads.
 
-The peer is made of DeepGEMM's logits and torch.topk, and our quantizer stands in front of both. The peer's
-prefill takes queries in chunks whose logits fit the same bytes, and it adds a mask made ahead to hide the
-keys that a query must not see.
+DeepGEMM's logits and torch.topk together are the peer, with our quantizer before them. In prefill the peer
+takes queries in chunks whose logits fit the same number of bytes. It also adds a mask, made in advance, that
+hides the keys a query must not see.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .timing import l2_bytes, plan_rotation
 
 _TOPK = 2048
 
-#: Logits of a prefill chunk.
+#: Bytes for the logits of a prefill chunk.
 _WORKSPACE = 1 << 30
 
 _PREFILL = MqaShape(4096, 131_072)
@@ -45,7 +45,10 @@ def _quantize(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _difference(chosen: Tensor, logits: Tensor) -> float:
-    """How far the logits of `chosen` [M, k], each row's in any order, are from those of torch.topk."""
+    """The relative difference between the logits of `chosen` [M, k] and the logits of torch.topk's choice.
+
+    The columns of a row may be in any order.
+    """
     picked = logits.gather(1, chosen.clamp(min=0).long()).masked_fill(chosen < 0, -torch.inf)
     best = logits.topk(chosen.shape[1], dim=1).values
     picked = picked.sort(dim=1, descending=True).values
@@ -78,7 +81,7 @@ def _prefill(session: Session, peer: DeepGemm | None) -> None:
     def check(chosen: Tensor) -> float:
         q, weights = _quantize(x, s.weights)
         some = slice(0, m, 64)
-        # All of them, since fewer queries may be scored by another kernel.
+        # All queries are scored, because another kernel may score a smaller number of queries.
         logits = moe_fp8.mqa_logits_fp8(q, s.k, s.k_scale, weights, s.ks, s.ke, fill=True)
         return _difference(chosen[some], logits[some])
 

@@ -1,4 +1,7 @@
-"""What is timed: one list of shapes a class, in the field's terms. Standard library only."""
+"""The shapes to time: one list for each class, in the terms of the field.
+
+This module needs only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Literal
 Skew = Literal["equal", "spread", "zipf", "routed", "sparse"]
 ContiguousLayout = Literal["m_indices", "psum", "offsets"]
 
-#: Rows between segment starts in `m_indices` and `psum`.
+#: In `m_indices` and `psum`, segments start at multiples of this number of rows.
 ALIGNMENT = 128
 
 
@@ -22,7 +25,7 @@ class DenseShape:
 
 @dataclass(frozen=True)
 class GroupedShape:
-    """`rows_per_expert` is the mean; `skew` says how the experts share the total."""
+    """`rows_per_expert` is the mean; `skew` says how the experts share all rows."""
 
     layout: Literal["m_indices", "psum", "offsets", "masked"]
     num_experts: int
@@ -32,7 +35,7 @@ class GroupedShape:
     skew: Skew = "equal"
 
     def counts(self) -> list[int]:
-        """Valid rows of every expert; the same on every machine."""
+        """The number of valid rows of every expert; it is the same on every machine."""
         return expert_counts(self.num_experts, self.rows_per_expert, self.skew)
 
 
@@ -48,7 +51,7 @@ class MqaShape:
 
 @dataclass(frozen=True)
 class PagedShape:
-    """`context` is the mean length; lengths spread evenly from 0.7 to 1.3 of it."""
+    """`context` is the mean length; lengths are spread evenly from 0.7 to 1.3 of the mean."""
 
     batch: int
     context: int
@@ -63,7 +66,10 @@ class PagedShape:
 
 @dataclass(frozen=True)
 class TopkShape:
-    """The `k` greatest of each row. full: of all columns. causal: row i of M, of (i + 1) / M."""
+    """The `k` greatest logits of each row.
+
+    full: each row considers all columns. causal: row i of M considers (i + 1) / M of the columns.
+    """
 
     rows: int
     columns: int
@@ -71,7 +77,7 @@ class TopkShape:
     skew: Literal["full", "causal"] = "full"
 
     def ends(self) -> list[int]:
-        """Columns that each row considers."""
+        """The number of columns that each row considers."""
         if self.skew == "full":
             return [self.columns] * self.rows
         return [(row + 1) * self.columns // self.rows for row in range(self.rows)]
@@ -81,7 +87,8 @@ class TopkShape:
 class SiluMulShape:
     """`m` rows of gate and up projection, `[m, 2 * intermediate]`.
 
-    With `num_experts` (masked), `m` is an expert's mean of the `buffer_rows` that its buffer has.
+    With `num_experts` (masked), an expert's buffer has `buffer_rows` rows, and `m` is the mean of its valid
+    rows.
     """
 
     m: int
@@ -90,16 +97,16 @@ class SiluMulShape:
     buffer_rows: int | None = None
 
     def counts(self) -> list[int]:
-        """Valid rows: all, or of every expert."""
+        """The number of valid rows: of the one input, or of every expert."""
         return [self.m] if self.num_experts is None else expert_counts(self.num_experts, self.m, "spread")
 
 
 def expert_counts(num_experts: int, mean: int, skew: Skew) -> list[int]:
-    """`num_experts` counts with exactly that mean.
+    """`num_experts` counts with exactly this mean.
 
-    equal: all the same. spread: evenly from 0.7 to 1.3 of the mean. zipf: the r-th busiest expert has
-    a share proportional to 1/r. routed: every row picks its expert at random, so that at few rows
-    some experts are empty. sparse: a quarter of the experts are empty, the others are as in spread.
+    equal: all counts are equal. spread: they go evenly from 0.7 to 1.3 of the mean. zipf: the r-th busiest
+    expert has a share proportional to 1/r. routed: every row picks its expert at random, so with few rows
+    some experts are empty. sparse: a quarter of the experts are empty, and the others are as in spread.
     """
     rng = random.Random(20_261)
     total = num_experts * mean
@@ -127,14 +134,17 @@ def expert_counts(num_experts: int, mean: int, skew: Skew) -> list[int]:
 
 
 def aligned_starts(counts: list[int]) -> list[int]:
-    """First row of every expert where segments start at multiples of `ALIGNMENT`; last entry: total rows."""
+    """The first row of every expert, then the number of all rows.
+
+    Segments start at multiples of `ALIGNMENT`.
+    """
     starts = [0]
     for count in counts:
         starts.append(starts[-1] + -(-count // ALIGNMENT) * ALIGNMENT)
     return starts
 
 
-#: DeepSeek-V3's and Qwen3-235B's projections, at TP1 and TP8.
+#: The projections of DeepSeek-V3 and Qwen3-235B, at TP1 and TP8.
 DENSE = [
     DenseShape(1, 4096, 7168),
     DenseShape(1, 2112, 7168),
@@ -216,7 +226,7 @@ MASKED = [
     GroupedShape("masked", 6, 1024, 4096, 7168, "spread"),
 ]
 
-#: DeepSeek-V3's experts (2048) and Qwen3-30B's (768).
+#: The experts of DeepSeek-V3 (2048) and Qwen3-30B (768).
 SILU_MUL_QUANTIZE = [
     *(SiluMulShape(m, k) for k in (2048, 768) for m in (64, 256, 1024, 4096, 8192)),
     *(SiluMulShape(64, k, num_experts=32, buffer_rows=128) for k in (2048, 768)),
@@ -238,7 +248,7 @@ PAGED_METADATA = [PagedShape(1, 4096), PagedShape(64, 4096), PagedShape(256, 409
 #: Bytes of one input set of class topk.
 MOST_LOGITS = 8 << 30
 
-#: DeepSeek-V3.2 chooses 2048 of up to 128K tokens.
+#: DeepSeek-V3.2 chooses 2048 keys from up to 128K tokens.
 TOPK = [
     TopkShape(rows, columns, 2048, skew)
     for rows in (1, 64, 512, 4096)

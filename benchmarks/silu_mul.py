@@ -1,4 +1,4 @@
-"""Class silu_mul_quantize: from an expert's first GEMM to its second, against what memory allows."""
+"""Class silu_mul_quantize: the step between an expert's two GEMMs, compared with memory's limit."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .results import Row
 from .shapes import SILU_MUL_QUANTIZE, SiluMulShape
 from .timing import Call, l2_bytes, plan_rotation
 
-#: Rounding to FP8 is about 2.6e-2.
+#: Rounding to FP8 makes a relative error of about 2.6e-2.
 TOLERANCE = 4e-2
 
 
 def run_silu_mul_quantize(session: Session, peer: DeepGemm | None, step: int) -> None:
-    """`peer` has no such op; torch and `quantize_fp8` take its place."""
+    """Time the op beside torch and `quantize_fp8`, because `peer` has no such op."""
     for terms, shape in session.shapes(step, SILU_MUL_QUANTIZE, (), lambda commit: ()):
         rows, k = sum(shape.counts()), shape.intermediate
         _silu_mul(session, shape, Row("silu_mul_quantize", terms, 0.0, nbytes=silu_mul_bytes(rows, k)))
@@ -30,7 +30,7 @@ def run_silu_mul_quantize(session: Session, peer: DeepGemm | None, step: int) ->
 
 
 def silu_mul_bytes(rows: int, k: int) -> float:
-    """Least traffic: gate and up as bf16 in, FP8 values and their scales out."""
+    """The least traffic in bytes: gate and up as bf16 inputs, FP8 values and their scales as outputs."""
     return rows * (4.0 * k + k + 4 * (k // 128))
 
 
@@ -40,7 +40,7 @@ def _exact(x: Tensor) -> Tensor:
 
 
 def _error(out: Quantized, x: Tensor, counts: list[int]) -> float:
-    """The worst expert's error; without experts that of all rows."""
+    """The error of the worst expert; without experts, the error of all rows."""
     worst = 0.0
     whole = x.dim() == 2
     for expert, count in enumerate(counts):
@@ -56,7 +56,7 @@ def _unfused(x: Tensor, out: Quantized) -> Quantized:
 
 def _silu_mul(session: Session, shape: SiluMulShape, row: Row) -> None:
     counts = shape.counts()
-    # What is written is read again within the rotation too, so that it counts.
+    # A set's outputs are used again within the rotation, so their bytes count too.
     num_sets, num_calls = plan_rotation(int(row.nbytes), l2_bytes())
     leading: tuple[int, ...] = (shape.m,)
     masked_m = None

@@ -1,4 +1,7 @@
-"""What each class is to reach against its peer, and how far the results are. Standard library only."""
+"""The target of each class against its peer, and how far the results are from it.
+
+This module needs only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ Json = dict[str, Any]
 #: Kinds of eager calls that class host times.
 AGAIN, NEW_ADDRESS, NEW_M = "again", "new address", "new m"
 
-#: Unless they say otherwise, targets are against this peer; a row timed without it says nothing about them.
+#: By default targets are against this peer; a row that was timed without it says nothing about them.
 _PEER = "deep_gemm"
 
 
@@ -40,8 +43,8 @@ def _batch_invariant(row: Json) -> float | None:
 class Target:
     """One line of the table. A shape counts for the first line of its class whose `covers` is true of it.
 
-    The geometric mean is to reach `mean`, and every shape `each`; None says that nothing was promised. Where
-    `unit` is empty, figures are peer time / our time. With `at_most` less is better.
+    The geometric mean should reach `mean`, and every shape should reach `each`; None means that nothing was
+    promised. If `unit` is empty, figures are peer time / our time. With `at_most`, less is better.
     """
 
     name: str
@@ -93,7 +96,7 @@ def _names(cls: str) -> tuple[str, ...]:
     return tuple(target.name for target in TARGETS if target.cls == cls)
 
 
-#: Absolute figures; they do not take a shape away from the lines above.
+#: Absolute figures. A shape that counts for one of these lines still counts for the lines above.
 ABSOLUTE = [
     Target(
         "masked, up to 64 rows, 32 experts",
@@ -104,7 +107,7 @@ ABSOLUTE = [
         unit="GB/s",
     ),
     Target(
-        "dense, m <= 128: usual time / that of the batch-invariant mode",
+        "dense, m <= 128: usual time / time in batch-invariant mode",
         "dense",
         lambda s: s["m"] <= 128,
         figure=_batch_invariant,
@@ -126,7 +129,7 @@ ABSOLUTE = [
 
 @dataclass(frozen=True)
 class Standing:
-    """Where one target stands over one set of shapes."""
+    """The figures of one target over one set of shapes."""
 
     target: Target
     set_name: str
@@ -142,7 +145,7 @@ class Standing:
 
     @property
     def shortfall(self) -> float | None:
-        """The share by which the figures miss what was promised; None where nothing was promised."""
+        """The share by which the figures miss the promise; None if nothing was promised."""
         promised = [(self.target.mean, self.mean), (self.target.each, self.worst)]
         missed = [
             (got - wanted if self.target.at_most else wanted - got) / wanted
@@ -153,12 +156,12 @@ class Standing:
 
     @property
     def reached(self) -> bool | None:
-        """None where nothing was promised."""
+        """Whether the promise is kept; None if nothing was promised."""
         return None if self.shortfall is None else self.shortfall == 0
 
 
 def standings(device: Json) -> Iterator[Standing]:
-    """Every target that `device`'s rows say something about; a set of shapes is a line of its own."""
+    """Every target that `device`'s rows say something about, with one entry for each set of shapes."""
     figures: dict[tuple[int, str], list[float]] = {}
     lines = [*TARGETS, *ABSOLUTE]
     for row in device["rows"]:
@@ -174,7 +177,7 @@ def standings(device: Json) -> Iterator[Standing]:
 
 
 def table(device: Json) -> str:
-    """Markdown: geometric mean and worst of every target, next to what was promised."""
+    """A Markdown table: geometric mean and worst figure of every target, and the promise."""
     lines = [
         "| class | shapes | geometric mean | target | worst | bound for each | reached |",
         "|---|---|---|---|---|---|---|",
@@ -196,7 +199,7 @@ def table(device: Json) -> str:
 
 @dataclass(frozen=True)
 class Headline:
-    """A line of the README: an op and the targets, by name, whose shapes it takes together."""
+    """A line of the README: an op, and the names of the targets whose shapes it takes together."""
 
     name: str
     targets: tuple[str, ...]
@@ -215,7 +218,10 @@ HEADLINES = [
 
 
 def headlines(device: Json) -> str:
-    """Markdown: six lines. A line is about its unseen shapes, or its listed ones where it has none."""
+    """A Markdown table of six lines.
+
+    A line is about its unseen shapes, or about its listed shapes if it has no unseen shapes.
+    """
     found = list(standings(device))
     lines = [
         "| op | shapes | geometric mean | worst | targets |",

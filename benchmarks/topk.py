@@ -21,14 +21,14 @@ _PEER = "torch.topk"
 
 
 def run_topk(session: Session, peer: DeepGemm | None, step: int) -> None:
-    """`peer` has no such op; torch.topk without order takes its place."""
+    """Time the op beside torch.topk without order, because `peer` has no such op."""
     for terms, shape in session.shapes(step, TOPK, random_shapes.TOPK, unseen_shapes.topk):
         _topk(session, shape, terms)
         torch.cuda.empty_cache()
 
 
 def _logits(shape: TopkShape, ends: Tensor | None) -> Tensor:
-    """Normal logits; -inf outside the ranges, which torch.topk has no other way to be told of."""
+    """Normal logits, with -inf outside the ranges; torch.topk has no other way to know the ranges."""
     logits = torch.randn(shape.rows, shape.columns, device=inputs.DEVICE)
     if ends is not None:
         for row, end in enumerate(shape.ends()):
@@ -37,7 +37,7 @@ def _logits(shape: TopkShape, ends: Tensor | None) -> Tensor:
 
 
 def _error(columns: Tensor, logits: Tensor, k: int) -> float:
-    """0 where the chosen logits are those that torch.topk chooses, each once."""
+    """0 if the chosen logits equal torch.topk's choice and no column is chosen twice, else infinity."""
     chosen = torch.where(columns < 0, float("-inf"), logits.gather(1, columns.long().clamp_min(0)))
     repeated = (columns[:, 1:] == columns[:, :-1]) & (columns[:, 1:] >= 0)
     exact = torch.equal(chosen.sort(1, descending=True).values, logits.topk(k, 1).values)

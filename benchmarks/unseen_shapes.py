@@ -1,8 +1,9 @@
-"""The `unseen` set: shapes drawn from the hash of the commit that is measured. Standard library only.
+"""The `unseen` set: shapes drawn from the hash of the measured commit.
 
-A commit's hash depends on everything in it, so that nobody can have tuned that commit on the shapes that it
-is measured on. At least half of the GEMMs have the widths of models that nothing was ever fitted to, and some
-have one, two or four experts, whose tiles seldom fill whole rounds of the SMs.
+A commit's hash depends on everything in the commit, so nobody can have tuned a commit on its own unseen
+shapes. At least half of the GEMMs have the widths of models that nothing was ever fitted to. Some GEMMs have
+one, two or four experts, whose tiles seldom fill whole rounds of the SMs. This module needs only the standard
+library.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .random_shapes import MODELS, UNFITTED, Layout
 from .shapes import DenseShape, GroupedShape, MqaShape, PagedShape, TopkShape
 
 _SHAPES_A_CLASS = 24
-#: Numbers of experts, and the rows of each expert, that a class has besides those.
+#: Numbers of experts of the additional shapes of a class, and the range of their rows.
 _FEW_EXPERTS = (1, 2, 4, 1, 2, 4)
 _FEW_EXPERTS_ROWS = (200, 2000)
 
@@ -28,7 +29,7 @@ _Shape = TypeVar("_Shape")
 
 
 def seed(commit: str) -> int:
-    """The seed that belongs to a commit: SHA-256 of its hash. ValueError unless that has 40 hex digits."""
+    """The seed of a commit: the SHA-256 of its hash. Raises ValueError unless the hash has 40 hex digits."""
     if not re.fullmatch(r"[0-9a-f]{40}", commit):
         raise ValueError(
             f"unseen shapes are drawn from a commit's full hash of 40 hex digits, got {commit!r}"
@@ -86,7 +87,7 @@ def _grouped(
     most_rows: int,
     known: set[GroupedShape],
 ) -> list[GroupedShape]:
-    """Experts of the models' numbers first, then few experts of many rows."""
+    """Draw shapes with the models' numbers of experts first, then shapes with few experts and many rows."""
     least, most = map(math.log, _FEW_EXPERTS_ROWS)
     calls: list[tuple[int | None, int]] = [
         (None, rows) for rows in drawn.log_uniform(rng, most_rows, _SHAPES_A_CLASS)
@@ -95,7 +96,7 @@ def _grouped(
     found: list[GroupedShape] = []
     for i, (experts, rows) in enumerate(calls):
         layout, skew = layouts[i % len(layouts)], drawn.SKEWS[i % len(drawn.SKEWS)]
-        # Whole turns of the skews, so that both pools have every skew.
+        # Each pool serves whole turns of the skews, so it gets every skew.
         pool = pools[i // len(drawn.SKEWS) % len(pools)]
         candidates = [GroupedShape(layout, experts or e, rows, n, k, skew) for e, n, k in pool]
         found.append(_new(rng, [shape for shape in candidates if drawn.fits(shape)], {*known, *found}))
@@ -103,5 +104,5 @@ def _grouped(
 
 
 def _new(rng: random.Random, candidates: Sequence[_Shape], known: set[_Shape]) -> _Shape:
-    """A draw from the candidates that are not among `known`."""
+    """A draw from the candidates that are not in `known`."""
     return rng.choice([shape for shape in candidates if shape not in known])

@@ -1,6 +1,7 @@
 """FP8 MoE operators for NVIDIA Hopper: JIT-compiled kernels behind CUDA-graph-safe PyTorch ops.
 
-Names load on first use, so that planning and compiling (`moe_fp8.warmup`, `moe-fp8`) need no torch.
+The top level holds the ops and the errors; `moe_fp8.jit` holds `freeze` and the counters. Names load on first
+use, so that planning and compiling (`moe_fp8.warmup`, `moe-fp8`) need no torch.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from moe_fp8 import jit
     from moe_fp8.errors import (
         ArgumentError,
         BundleError,
@@ -25,12 +27,10 @@ if TYPE_CHECKING:
         ToolchainError,
         UnsupportedError,
     )
-    from moe_fp8.jit.runtime import JitCounters, counters, counters_by_op, freeze, is_frozen, unfreeze
     from moe_fp8.ops import (
         gemm_fp8,
         grouped_gemm_fp8_contiguous,
         grouped_gemm_fp8_masked,
-        implicit_scale_conversions,
         indexer_quantize_and_cache,
         indexer_select,
         indexer_topk,
@@ -52,7 +52,6 @@ __all__ = [
     "ConfigError",
     "ContractError",
     "DriverError",
-    "JitCounters",
     "JitError",
     "JitMissError",
     "ModelError",
@@ -61,18 +60,14 @@ __all__ = [
     "TileError",
     "ToolchainError",
     "UnsupportedError",
-    "counters",
-    "counters_by_op",
-    "freeze",
     "gemm_fp8",
     "grouped_gemm_fp8_contiguous",
     "grouped_gemm_fp8_masked",
-    "implicit_scale_conversions",
     "indexer_quantize_and_cache",
     "indexer_select",
     "indexer_topk",
     "indexer_workspace_bytes",
-    "is_frozen",
+    "jit",
     "mqa_logits_fp8",
     "paged_indexer_select",
     "paged_mqa_logits_fp8",
@@ -81,19 +76,15 @@ __all__ = [
     "quantize_fp8_blocks",
     "silu_mul_quantize",
     "to_mn_major",
-    "unfreeze",
 ]
-
-_RUNTIME_NAMES = ("JitCounters", "counters", "counters_by_op", "freeze", "is_frozen", "unfreeze")
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in _RUNTIME_NAMES:
-        home = "moe_fp8.jit.runtime"
-    else:
-        home = "moe_fp8.errors" if name.endswith("Error") else "moe_fp8.ops"
+    if name == "jit":
+        return importlib.import_module("moe_fp8.jit")
+    home = "moe_fp8.errors" if name.endswith("Error") else "moe_fp8.ops"
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

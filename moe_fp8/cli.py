@@ -1,4 +1,4 @@
-"""`moe-fp8`: what a model needs warm, building it, checking that it is there, and what is wrong here."""
+"""`moe-fp8`: plan, build and check the kernels of a model, tune GEMM tiles, and diagnose this machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,10 @@ from moe_fp8.warmup.tables import build_table, console, plan_table, rows_table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `moe-fp8`; the exit code."""
+    """Run `moe-fp8` and return the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        if given[:1] == ["bench"]:  # its arguments, --help too, belong to the benchmarks
+        if given[:1] == ["bench"]:  # the benchmarks parse all its arguments, --help too
             return _bench(given[1:])
         arguments = _parser().parse_args(given)
         command: Callable[[argparse.Namespace], int] = arguments.command
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MoeFp8Error as error:
         return complain(error)
     except BrokenPipeError:
-        # The reader of a pipe has seen enough; keep the interpreter from flushing into it at exit.
+        # The reader closed the pipe. Keep the interpreter from flushing into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
 
@@ -82,31 +83,31 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
         return sub
 
-    plan = command("plan", _plan, "show every distinct kernel that a model can launch; compiles nothing")
+    plan = command("plan", _plan, "show every distinct kernel that a model can launch; compile nothing")
     _add_subject(plan)
     add_plan_arguments(plan)
     add_store_arguments(plan)
     plan.add_argument("--rows", action="store_true", help="also show every use: op, weights, rows, config")
 
-    build = command("build", _build, "compile every kernel of a model's plan; needs no GPU")
+    build = command("build", _build, "compile every kernel of a model's plan, without a GPU")
     add_model_argument(build)
     add_plan_arguments(build)
     add_store_arguments(build)
     add_build_arguments(build)
-    add_bundle_argument(build, "put the kernels into this folder too, or add them to the bundle that it is")
-    build.add_argument("--force", action="store_true", help="replace the bundle that is there")
+    add_bundle_argument(build, "also put the kernels into this bundle; create the folder if needed")
+    build.add_argument("--force", action="store_true", help="replace an existing bundle")
 
-    check = command("check", _check, "fail where a kernel of a plan has not been built; compiles nothing")
+    check = command("check", _check, "fail if a kernel of the plan has not been built; compile nothing")
     add_model_argument(check)
     add_plan_arguments(check)
     add_store_arguments(check)
-    add_bundle_argument(check, "look into this bundle alone")
+    add_bundle_argument(check, "look only into this bundle")
 
-    doctor = command("doctor", _doctor, "look at this machine: driver, GPU, NVRTC, torch, kernel cache")
+    doctor = command("doctor", _doctor, "check this machine: driver, GPU, NVRTC, torch, kernel cache")
     add_store_arguments(doctor)
     add_bundle_argument(doctor, "look at this bundle (default: $MOE_FP8_BUNDLE)")
 
-    tune = command("tune", _tune, "time GEMM tiles on this GPU and correct its table; docs/tuning.md")
+    tune = command("tune", _tune, "time GEMM tiles on this GPU and correct its table; see docs/tuning.md")
     tune.add_argument(
         "--model", action="append", default=[], metavar="PATH",
         help="model folder, or its config.json: tune the GEMMs of one rank; may be repeated",
@@ -118,36 +119,57 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     tune.add_argument(
         "--rows", type=counts, default=counts("1,8,16,32,64,128"), metavar="ROWS",
-        help="numbers of rows, of each expert where there are several (default 1,8,16,32,64,128)",
+        help="numbers of rows, of each expert if there are several (default 1,8,16,32,64,128)",
     )  # fmt: skip
+    tune.add_argument(
+        "--sample", type=int, default=0, metavar="COUNT",
+        help="time so many random GEMMs, for --fit; needs --timings",
+    )  # fmt: skip
+    tune.add_argument("--seed", type=int, default=0, help="of the random GEMMs (default %(default)s)")
     tune.add_argument(
         "--factor", type=float, default=1.6,
-        help="try what should cost at most this many times the least (default %(default)s)",
+        help="try tiles with a predicted cost of at most this many times the least (default %(default)s)",
     )  # fmt: skip
+    tune.add_argument(
+        "--replays", type=int, default=11, help="replays of which the median counts (default %(default)s)"
+    )
     tune.add_argument(
         "--max-seconds", type=float, default=float("inf"),
-        help="begin nothing more after this time and write what was timed (default: no limit)",
+        help="begin no more timings after this time and write the timings so far (default: no limit)",
     )  # fmt: skip
     tune.add_argument(
-        "--out", type=Path, default=None, help="the table to correct (default: the package's, of this device)"
+        "--out", type=Path, default=None, help="table to correct (default: the package's for this device)"
+    )
+    tune.add_argument(
+        "--timings", type=Path, default=None, metavar="FILE",
+        help="add every timing to this file; without --out no table is corrected",
+    )  # fmt: skip
+    tune.add_argument(
+        "--fit", action="store_true", help="time nothing: fit the cost model to the timings of --timings"
+    )
+    tune.add_argument(
+        "--table", action="store_true", help="time nothing: make the device's table from those of --timings"
     )
     add_build_arguments(tune)
 
-    commands.add_parser("bench", help="time the ops on this GPU: `python -m benchmarks` of a source checkout")
+    commands.add_parser("bench", help="time the ops on this GPU; needs a source checkout")
     return parser
 
 
 def _add_subject(parser: argparse.ArgumentParser) -> None:
-    """A model, or one GEMM."""
+    """Add the options that name a model or one GEMM."""
     either = parser.add_mutually_exclusive_group(required=True)
     either.add_argument("--model", metavar="PATH", help=MODEL_HELP)
     either.add_argument(
         "--explain", nargs=3, type=positive, metavar=("M", "N", "K"),
-        help="say which config this GEMM gets and why; M: rows of A, or of one expert's buffer if masked",
+        help="show which config this GEMM gets and why; M: rows of A, or of one expert's buffer if masked",
     )  # fmt: skip
-    parser.add_argument("--layout", choices=GEMM_LAYOUTS, default="dense", help="of --explain")
-    parser.add_argument("--experts", type=positive, default=1, help="of --explain, where grouped")
-    parser.add_argument("--expected-m", type=positive, default=None, help="of --explain, where grouped")
+    parser.add_argument("--layout", choices=GEMM_LAYOUTS, default="dense", help="layout for --explain")
+    parser.add_argument("--experts", type=positive, default=1, help="experts for --explain, if grouped")
+    parser.add_argument(
+        "--expected-m", type=positive, default=None,
+        help="expected rows of an expert for --explain, if grouped",
+    )  # fmt: skip
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -188,7 +210,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _state(
     specs: Sequence[KernelSpec], arguments: argparse.Namespace
 ) -> tuple[dict[KernelSpec, str], set[KernelSpec]] | tuple[None, None]:
-    """Keys, and the kernels that are built; or a word on stderr: a plan can be read without a compiler."""
+    """(keys, built kernels) of `specs`; without a compiler, (None, None) and a note on stderr."""
     try:
         store = store_from(arguments)
         keys = {spec: store.key(spec) for spec in specs}
@@ -291,33 +313,45 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _tune(arguments: argparse.Namespace) -> int:
     from moe_fp8 import tune  # imports torch
 
+    if arguments.fit or arguments.table:
+        if arguments.timings is None:
+            raise ConfigError("--fit, --table", "--timings FILE, which has the timings", "none")
+        print((tune.refit if arguments.fit else tune.retable)(arguments.timings, arguments.out))
+        return EXIT_OK
     parallelism = Parallelism(arguments.tp, arguments.ep)
     targets = [tune.parse_target(text) for text in arguments.shape]
     for model in arguments.model:
         targets += tune.model_targets(model, parallelism, pad_intermediate=arguments.pad_intermediate)
-    if not targets:
-        raise ConfigError("--model, --shape", "at least one of the two", "none")
+    # Targets of equal weights follow each other, so that the weights are made once.
+    targets = sorted(set(targets), key=lambda target: (target[1:], target.layout))
+    problems = list(islice(tune.sample(arguments.seed), arguments.sample))
+    problems += [(target, rows) for target in targets for rows in arguments.rows]
+    if not problems:
+        raise ConfigError("--model, --shape, --sample", "at least one of the three", "none")
+    if arguments.sample and arguments.timings is None:
+        raise ConfigError("--sample", "--timings FILE, which takes the timings", "none")
     path, timings = tune.tune(
-        targets,
-        arguments.rows,
+        problems,
         arguments.out,
+        timings_file=arguments.timings,
         factor=arguments.factor,
+        replays=arguments.replays,
         max_seconds=arguments.max_seconds,
         jobs=arguments.jobs,
         quiet=arguments.quiet,
     )
-    written = [timing.to_row() for timing in timings if timing.gains]
+    written = tune.table_rows(timings)
     if arguments.json:
-        _print_json({"table": str(path), "timed": len(timings), "rows": written})
+        _print_json({"file": str(path), "timed": len(timings), "rows": written})
     else:
-        print(f"{len(written)} of {len(timings)} problems gain and are in {path}")
+        print(f"{len(timings)} timings; by them {len(written)} rows of a table gain; see {path}")
     return EXIT_OK
 
 
 def _bench(argv: Sequence[str]) -> int:
-    """Hand `argv` to `python -m benchmarks`, which is in a source checkout and not in the wheel.
+    """Hand `argv` to `python -m benchmarks`, which only a source checkout has; the wheel does not.
 
-    Found beside the package and not by name: other distributions install a `benchmarks` of their own.
+    The folder is located beside the package: other distributions may install a package of the same name.
     """
     checkout = Path(__file__).resolve().parent.parent
     if not all((checkout / part).is_file() for part in ("benchmarks/__main__.py", "pyproject.toml")):

@@ -1,4 +1,4 @@
-"""What this machine has of what the package needs, and the remedy for what it has not."""
+"""Checks of this machine: whether each requirement of the package is met, and a remedy if it is not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. "warn": planning and building work without it; "fail": they do not."""
+    """The result of one check. With "warn", planning and building still work; with "fail", they do not."""
 
     name: str
     status: Status
@@ -31,12 +31,12 @@ class Finding:
     remedy: str = ""
 
     def to_dict(self) -> dict[str, str]:
-        """As JSON types."""
+        """The finding as JSON types."""
         return asdict(self)
 
 
 def diagnose(cache_dir: Path | None = None, bundle: Path | None = None) -> tuple[Finding, ...]:
-    """Look at everything; raises nothing for what is missing. The folders override the settings'."""
+    """Run all checks; a problem becomes a finding, not an exception. The folders override the settings."""
 
     def cache() -> Finding:
         return _cache(cache_dir)
@@ -63,7 +63,7 @@ def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
     try:
         return check()
     except MoeFp8Error as error:
-        # These messages end in their remedy already.
+        # The message already ends with a remedy.
         return Finding(name, "warn" if name == "GPU" else "fail", str(error).splitlines()[0])
 
 
@@ -124,7 +124,7 @@ def _torch() -> Finding:
     try:
         return Finding("torch", "ok", metadata.version("torch"))
     except metadata.PackageNotFoundError:
-        remedy = "pip install 'torch>=2.11,<2.14'; planning and building do without"
+        remedy = "pip install 'torch>=2.11,<2.14'; planning and building do not need it"
         return Finding("torch", "warn", "not installed: the ops cannot be called", remedy)
 
 

@@ -1,7 +1,7 @@
-"""One exception tree: every error this package raises is a `MoeFp8Error`.
+"""The package's exceptions: every error that this package raises is a `MoeFp8Error`.
 
-Messages say what was wrong, what was expected, what came, and the remedy; the same facts are
-attributes, so that a caller can act on them without parsing text.
+A message names the wrong argument, the expected value, the given value and a remedy. Attributes hold the
+same facts, so that a caller can act on them without parsing text.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class MoeFp8Error(Exception):
-    """Base of every error raised by moe_fp8. They can be pickled, as engines do between their processes."""
+    """Base of every error that moe_fp8 raises. Engines can pickle it and send it to a process."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exception's own would call the class with the message alone, which subclasses do not take.
+        # Exception.__reduce__ would call the class with the message alone; subclasses take other arguments.
         return _restore, (type(self), self.args), self.__dict__
 
 
@@ -37,9 +37,9 @@ class ArgumentError(MoeFp8Error, ValueError):
 
 
 class ContractError(ArgumentError):
-    """The *contents* of a tensor break an op's contract; only checked mode looks at contents.
+    """The *contents* of a tensor break an op's contract; only checked mode checks contents.
 
-    `expert` and `row` name the first offender, where they apply.
+    `expert` and `row` locate the first wrong entry; each is None if it does not apply.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class ContractError(ArgumentError):
 
 
 class UnsupportedError(MoeFp8Error, NotImplementedError):
-    """The request is well formed but no kernel serves it; the message names what would be served."""
+    """The request is well formed but not supported; the message names a supported request."""
 
 
 class ConfigError(MoeFp8Error, ValueError):
-    """What was configured is missing, malformed or contradictory: an option, or what the subclasses name."""
+    """An option is missing, malformed or contradictory. The subclasses name other kinds of configuration."""
 
     def __init__(self, field: str, expected: str, got: Any, remedy: str = "") -> None:
         self.field = field
@@ -75,11 +75,11 @@ class ConfigError(MoeFp8Error, ValueError):
 
 
 class SettingError(ConfigError):
-    """A MOE_FP8_* environment variable has an unknown name or a bad value, or does not fit what is asked."""
+    """A MOE_FP8_* environment variable has an unknown name, a bad value or a value that the task forbids."""
 
 
 class ModelError(ConfigError):
-    """A model's config or checkpoint is missing, malformed or describes what no kernel serves."""
+    """A model's config or checkpoint is missing or malformed, or no kernel serves the model."""
 
 
 class TileError(ConfigError):
@@ -87,7 +87,7 @@ class TileError(ConfigError):
 
 
 class JitError(MoeFp8Error, RuntimeError):
-    """Base of what can go wrong between a kernel spec and a loaded kernel."""
+    """Base of the errors in compiling, storing and loading a kernel."""
 
 
 class CompileError(JitError):
@@ -112,9 +112,9 @@ class JitMissError(JitError):
 
 
 class BundleError(JitError):
-    """A folder is not a kernel bundle that this process may use, or cannot be made one.
+    """A folder holds no kernel bundle that this process may use, or a bundle cannot be written there.
 
-    `bundle` is the folder, `what` the part of it that is wrong.
+    `bundle` is the folder; `what` names the wrong part of it.
     """
 
     def __init__(self, bundle: str, what: str, expected: str, got: Any, remedy: str) -> None:

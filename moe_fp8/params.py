@@ -1,9 +1,9 @@
-"""The one struct that each kernel takes, and the numbers that Python and device code both know: stated here.
+"""The parameter struct of each kernel, and the constants that Python and device code share.
 
-A struct is an ordered list of fields. It gives the format by which a launch packs its parameters, and the
-`static_assert`s with which the kernel is compiled: a struct or a constant of the device code that differs
-fails to compile, on a machine without a GPU. `jit/sources.py` puts these behind the kernel's source, so that
-they are a part of its key. Standard library only.
+A struct is an ordered list of fields. It gives the format in which a launch packs its parameters. It also
+gives `static_assert`s for the kernel: if a struct or a constant of the device code differs, the kernel does
+not compile, even on a machine without a GPU. `jit/sources.py` appends these assertions to the kernel's
+source, so they are a part of its key. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _TYPES = {
 
 
 class ParamStruct:
-    """`name` of the struct in device code, and its fields in order, each "type name".
+    """A struct of device code: its `name` there, and its fields in order, each as "type name".
 
     Types are TensorMap, pointer, int64, int and float. `pack_into(buffer, offset, *values)` takes a value for
-    each: 128 bytes for a map, an address for a pointer. `size` is the struct's, padding included.
+    each field: 128 bytes for a TensorMap, an address for a pointer. `size` is in bytes and includes padding.
     """
 
     def __init__(self, name: str, *fields: str) -> None:
@@ -49,7 +49,7 @@ class ParamStruct:
         self.pack_into = struct.Struct(layout).pack_into
 
     def assertions(self) -> Iterable[tuple[str, int]]:
-        """(expression of device code, what it must be): the struct's size, each field's place and size."""
+        """Pairs (expression of device code, its required value): the size, each field's offset and size."""
         yield f"sizeof({self.name})", self.size
         for field, offset in self.offsets.items():
             yield f"offsetof({self.name}, {field})", offset
@@ -175,7 +175,7 @@ INDEXER_TOPK = ParamStruct(
     "int num_carried",
 )
 
-#: A GEMM's layouts as the enumerators of `sched::Layout`.
+#: Layout of a GEMM -> enumerator of `sched::Layout`.
 _ENUMERATORS = {
     "dense": "kDense",
     "m_indices": "kMIndices",
@@ -224,7 +224,7 @@ _MQA = {
     **_query_boxes(),
 }
 
-#: Kernel -> its struct, and what its constants must be.
+#: Kernel -> its struct, and the required values of its constants.
 _KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
     "gemm_fp8": (
         GEMM,
@@ -269,12 +269,12 @@ _KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
     "indexer_topk": (INDEXER_TOPK, {"moe_fp8::topk::kBins": heuristics.TOPK_BINS, **_IN_DTYPES}),
 }
 
-#: Diagnostics name this module. NVRTC has neither <cstddef> nor the builtin of other compilers.
+#: `#line` makes diagnostics name this module. NVRTC has neither <cstddef> nor `__builtin_offsetof`.
 _HEAD = ('#line 1 "params.py"', "#define offsetof(type, field) __INTADDR__(&((type*)0)->field)")
 
 
 def assertions(kernel: str) -> str:
-    """What stands behind the source of `kernel` when it is compiled; nothing where it has no struct here."""
+    """The text that is appended to the source of `kernel`; empty if the kernel has no struct here."""
     if kernel not in _KERNELS:
         return ""
     params, constants = _KERNELS[kernel]

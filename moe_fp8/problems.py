@@ -1,9 +1,10 @@
-"""Descriptions of one call of an op: what is computed, on which shapes; nothing about how.
+"""Problems: each describes one call of an op by its computation and its shapes, but not by its kernel.
 
-A problem is what the planner enumerates and what an op derives from its tensors; both hand it to
-`moe_fp8.specs`. It holds what it was given. The choice of a kernel sees it `for_selection`, where sizes that
-only tune are rounded, so that the planner can try each problem that any call of a model may be, whatever a
-heuristic does with its fields. Standard library only.
+The planner enumerates problems, and an op derives its problem from its tensors. Both pass the problem to
+`moe_fp8.specs`, which chooses a kernel. A problem holds the exact sizes of the call. The choice uses the
+problem's `for_selection()`, which rounds the sizes that only affect speed. Therefore the planner can try
+every rounded problem that a call of a model may give, whatever a heuristic does with the fields. This module
+needs only the standard library.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ GemmLayout = Literal["dense", "m_indices", "psum", "offsets", "masked"]
 OutDtype = Literal["bfloat16", "float32"]
 InDtype = Literal["bfloat16", "float16", "float32"]
 
-#: Streaming multiprocessors of an H100 SXM and of an H200: what plans assume where no GPU is seen.
+#: Streaming multiprocessors of an H100 SXM and of an H200. Plans assume this number if there is no GPU.
 DEFAULT_NUM_SMS = 132
 
 #: Rows between segment starts in the `m_indices` and `psum` layouts.
@@ -28,17 +29,17 @@ SCALE_BLOCK = 128
 INDEXER_HEADS = (8, 16, 32, 64)
 PAGE_SIZES = (32, 64, 128)
 
-#: Up to here every number of rows may have a kernel of its own.
+#: Up to this number of rows, the choice of a kernel may differ from one number to the next.
 _EXACT_ROWS = 1024
 
 
 def selection_rows(rows: int) -> int:
-    """Rows as the choice of a GEMM kernel sees them: exact up to 1024, then rounded up to multiples of 64."""
+    """The rows for the choice of a GEMM kernel: exact up to 1024, then rounded up to a multiple of 64."""
     return rows if rows <= _EXACT_ROWS else -(-rows // 64) * 64
 
 
 def selection_extent(size: int) -> int:
-    """Other numbers as the choice of a kernel sees them: rounded up to a power of two."""
+    """The value that the choice of a kernel uses for other sizes: `size` rounded up to a power of two."""
     return 1 << max(size - 1, 0).bit_length()
 
 
@@ -46,10 +47,10 @@ def selection_extent(size: int) -> int:
 class GemmProblem:
     """D[M,N] = A[M,K] @ B[N,K]^T with 1x128 and 128x128 scales; grouped by expert unless dense.
 
-    `m`: the rows of `a` (of one expert's buffer for "masked"). `expected_m`: the valid rows that an expert is
-    expected to have, or None. Both only tune.
-    `device` names whose measured table corrects the choice ("" for none). `batch_invariant`: a row's bits
-    may depend on neither `m` nor the layout. `config`: the tile that the caller asks for, as text.
+    `m`: the rows of `a` (of one expert's buffer for "masked"). `expected_m`: the expected number of valid
+    rows of an expert, or None. `m` and `expected_m` only guide the choice of a tile.
+    `device`: the device whose measured table corrects the choice, or "" for none. `batch_invariant`: a row's
+    bits must not depend on `m` or the layout. `config`: the tile that the caller asks for, as text, or None.
     """
 
     layout: GemmLayout
@@ -66,9 +67,9 @@ class GemmProblem:
 
     @property
     def rows(self) -> int:
-        """The rows that a token tile should cover, by `selection_rows`; 1 or more.
+        """The rows that a token tile should cover, rounded by `selection_rows`; 1 or more.
 
-        Without a hint these are all rows for "dense" and "masked", else the average of the experts.
+        If `expected_m` is not used, these are all rows for "dense" and "masked", else the mean per expert.
         """
         rows = -(-self.m // self._shares)
         if self.expected_m is not None and self.layout != "dense":
@@ -77,11 +78,11 @@ class GemmProblem:
 
     @property
     def _shares(self) -> int:
-        # The rows of a contiguous layout are shared out among the experts.
+        # The experts share the rows of a contiguous layout.
         return 1 if self.layout in ("dense", "masked") else max(1, self.num_experts)
 
     def for_selection(self) -> GemmProblem:
-        """The problem as the choice of a kernel sees it: as if every expert had `rows` rows."""
+        """The problem that the choice of a kernel uses: every expert has `rows` rows."""
         rows = self.rows
         return GemmProblem(
             self.layout,
@@ -102,8 +103,8 @@ class GemmProblem:
 class MqaLogitsProblem:
     """Prefill indexer logits of `num_queries` rows against `num_keys` keys.
 
-    `whole_queries`, `whole_keys`: sizes of the call that this is a chunk of, whose kernel it gets; 0 where it
-    is no chunk. `batch_invariant`: a row's bits do not depend on any of these.
+    `whole_queries`, `whole_keys`: if this is a chunk of a call, the sizes of the whole call, which choose the
+    kernel; else 0. `batch_invariant`: a row's bits must not depend on any of these sizes.
     """
 
     num_queries: int
@@ -119,7 +120,7 @@ class MqaLogitsProblem:
     whole_keys: int = 0
 
     def for_selection(self) -> MqaLogitsProblem:
-        """The problem as the choice of a kernel sees it: the whole, its sizes as `selection_extent`."""
+        """The problem that the choice of a kernel uses: the whole call, rounded by `selection_extent`."""
         return replace(
             self,
             num_queries=selection_extent(self.whole_queries or self.num_queries),
@@ -133,7 +134,7 @@ class MqaLogitsProblem:
 class PagedMqaLogitsProblem:
     """Decode indexer logits of `batch` requests of `next_n` tokens against a paged cache.
 
-    `num_workers`: workers of the schedule; 0 for as many as there are SMs.
+    `num_workers`: workers of the schedule; 0 means `num_sms`.
     """
 
     batch: int
@@ -146,20 +147,20 @@ class PagedMqaLogitsProblem:
     num_workers: int = 0
 
     def for_selection(self) -> PagedMqaLogitsProblem:
-        """The problem as the choice of a kernel sees it: whatever the number of workers."""
+        """The problem that the choice of a kernel uses: without a number of workers."""
         return self if self.num_workers == 0 else replace(self, num_workers=0)
 
 
 @dataclass(frozen=True)
 class PagedMqaMetadataProblem:
-    """Division of a batch's KV among `num_sms` workers."""
+    """The schedule that divides the keys of a batch among `num_sms` workers."""
 
     batch: int
     next_n: int
     num_sms: int = DEFAULT_NUM_SMS
 
     def for_selection(self) -> PagedMqaMetadataProblem:
-        """The problem as the choice of a kernel sees it: all of it."""
+        """The problem that the choice of a kernel uses: this problem itself."""
         return self
 
 
@@ -174,7 +175,7 @@ class QuantizeProblem:
     num_sms: int = DEFAULT_NUM_SMS
 
     def for_selection(self) -> QuantizeProblem:
-        """The problem as the choice of a kernel sees it: `m` as `selection_extent`."""
+        """The problem that the choice of a kernel uses: `m` is rounded by `selection_extent`."""
         return replace(self, m=selection_extent(self.m))
 
 
@@ -182,8 +183,8 @@ class QuantizeProblem:
 class SiluMulQuantizeProblem:
     """SiLU(gate) * up of `[m, 2k]`, quantized 1x128 to `[m, k]`.
 
-    `num_experts`: buffers of `m` rows each, of which the first `masked_m` count; None where there is one and
-    all its rows do.
+    `num_experts`: the number of buffers of `m` rows, each with its first `masked_m` rows valid; None means
+    one buffer with all rows valid.
     """
 
     m: int
@@ -193,13 +194,13 @@ class SiluMulQuantizeProblem:
     num_sms: int = DEFAULT_NUM_SMS
 
     def for_selection(self) -> SiluMulQuantizeProblem:
-        """The problem as the choice of a kernel sees it: `m` as `selection_extent`."""
+        """The problem that the choice of a kernel uses: `m` is rounded by `selection_extent`."""
         return replace(self, m=selection_extent(self.m))
 
 
 @dataclass(frozen=True)
 class IndexerCacheProblem:
-    """Quantization of index keys into a paged cache, one scale a key."""
+    """Quantization of index keys into a paged cache, with one scale per key."""
 
     num_rows: int
     head_dim: int
@@ -208,13 +209,13 @@ class IndexerCacheProblem:
     num_sms: int = DEFAULT_NUM_SMS
 
     def for_selection(self) -> IndexerCacheProblem:
-        """The problem as the choice of a kernel sees it: `num_rows` as `selection_extent`."""
+        """The problem that the choice of a kernel uses: `num_rows` is rounded by `selection_extent`."""
         return replace(self, num_rows=selection_extent(self.num_rows))
 
 
 @dataclass(frozen=True)
 class IndexerTopkProblem:
-    """The greatest logits of `num_rows` rows of `num_columns`."""
+    """Selection of the greatest logits in each of `num_rows` rows of `num_columns` columns."""
 
     num_rows: int
     num_columns: int
@@ -222,7 +223,7 @@ class IndexerTopkProblem:
     num_sms: int = DEFAULT_NUM_SMS
 
     def for_selection(self) -> IndexerTopkProblem:
-        """The problem as the choice of a kernel sees it: sizes as `selection_extent`."""
+        """The problem that the choice of a kernel uses: both sizes are rounded by `selection_extent`."""
         return replace(
             self,
             num_rows=selection_extent(self.num_rows),

@@ -1,6 +1,6 @@
-"""Settings from `MOE_FP8_*` environment variables: read once, checked strictly, never again.
+"""Settings from `MOE_FP8_*` environment variables, which are read once and checked strictly.
 
-This is the only module that looks at them.
+No other module reads these variables.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ MissPolicy = Literal["compile", "warn", "strict"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment can choose.
+    """The settings of a process, each with its environment variable.
 
-    `cache_dir` (MOE_FP8_CACHE_DIR): where compiled kernels are kept; None, kept in memory only, where
-    there is no home directory. `checked` (MOE_FP8_CHECKED): ops also look at the contents of index
-    tensors. `batch_invariant` (MOE_FP8_BATCH_INVARIANT): a row's bits in a GEMM or in prefill logits depend
-    on neither the other rows nor their number. `jobs` (MOE_FP8_JOBS): compiler processes of a build.
-    `miss` (MOE_FP8_JIT_MISS): what a frozen process does about a kernel that is not loaded. `bundle`
-    (MOE_FP8_BUNDLE): a kernel bundle, which is looked at before `cache_dir`; None for none. `dispatch`
-    (MOE_FP8_DISPATCH): every call of an op goes through torch's dispatcher, so that whatever watches it sees
-    a `moe_fp8::` event; an active torch profiler has the same effect.
+    `cache_dir` (MOE_FP8_CACHE_DIR): the folder of compiled kernels. It is None without a home directory, and
+    kernels are then kept in memory only.
+    `checked` (MOE_FP8_CHECKED): ops also check the contents of index tensors.
+    `batch_invariant` (MOE_FP8_BATCH_INVARIANT): a row's bits in a GEMM or in prefill logits depend neither on
+    the other rows nor on their number.
+    `jobs` (MOE_FP8_JOBS): the number of compiler processes of a build.
+    `miss` (MOE_FP8_JIT_MISS): how a frozen process treats a kernel that is not loaded.
+    `bundle` (MOE_FP8_BUNDLE): a kernel bundle that is searched before `cache_dir`, or None.
+    `dispatch` (MOE_FP8_DISPATCH): every call of an op goes through torch's dispatcher, so that an observer of
+    the dispatcher sees a `moe_fp8::` event. An active torch profiler has the same effect.
     """
 
     cache_dir: Path | None
@@ -43,7 +45,7 @@ class Settings:
 
     @cached_property
     def past_dispatcher(self) -> bool:
-        """Whether an eager call may go past torch's dispatcher, and past the checks if it was made before."""
+        """Whether an eager call may skip torch's dispatcher, and a repeated call also its checks."""
         return not (self.dispatch or self.checked)
 
 

@@ -1,8 +1,8 @@
-"""problem -> KernelSpec: the one selector, called by the ops and by warmup alike.
+"""The selector of kernels: problem -> KernelSpec. The ops and warmup call the same functions.
 
-A `KernelSpec` is everything the compiler needs and nothing else: equal specs are one kernel.
-An op asks once for the spec, the grid and the tile (`Selection`); what depends only on run-time addresses and
-strides (parameters, tensor maps) is decided at launch. The planner asks for the spec alone.
+A `KernelSpec` holds everything the compiler needs and nothing else, so equal specs are the same kernel.
+An op asks once for the spec, the grid and the tile (`Selection`). The launch then makes the parameters and
+tensor maps, which depend on run-time addresses and strides. The planner asks for the spec alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class KernelSpec:
 
     `name` is the entry file `kernels/<name>.cuh` and the `extern "C"` symbol in it. `defines` are
     the integer macros it is specialised with, sorted by name. `num_threads`, `smem_bytes` (dynamic)
-    and `cluster_size` are the launch facts that the kernel itself restates in a static_assert.
+    and `cluster_size` configure the launch; the kernel checks them in a static_assert.
     """
 
     name: str
@@ -48,17 +48,17 @@ class KernelSpec:
         return f"{self.name}[{values}]"
 
 
-#: Values that one thread of the quantizing kernels takes, threads of a block, and rows that it takes at once.
+#: Values per thread of the quantizing kernels; threads per block of `quantize_fp8` and rows of its tile.
 QUANTIZE_VALUES = 8
 _QUANTIZE_THREADS = 256
 QUANTIZE_ROWS = _QUANTIZE_THREADS * QUANTIZE_VALUES // SCALE_BLOCK
 
-#: The same of the kernel that takes SiLU(gate) * up.
+#: The same constants for the kernel `silu_mul_quantize`.
 SILU_VALUES = 16
 _SILU_THREADS = 128
 SILU_ROWS = _SILU_THREADS * SILU_VALUES // SCALE_BLOCK
 
-#: LAYOUT of a GEMM kernel by the problem's layout.
+#: Layout of a GEMM problem -> LAYOUT macro of its kernel.
 GEMM_LAYOUTS = {"dense": 0, "m_indices": 1, "psum": 2, "offsets": 3, "masked": 4}
 
 
@@ -167,7 +167,7 @@ Config = TypeVar("Config", covariant=True)
 
 @dataclass(frozen=True)
 class Selection(Generic[Config]):
-    """What one look-up gives: the kernel, the blocks of its launch, and the tile that both follow from."""
+    """The result of a selection: the kernel, the blocks of its launch, and the tile that determines both."""
 
     spec: KernelSpec
     grid: int
@@ -175,14 +175,14 @@ class Selection(Generic[Config]):
 
 
 def select_gemm(problem: GemmProblem) -> Selection[heuristics.GemmConfig]:
-    """Raises TileError where `problem.config` names no config that it may use."""
+    """The kernel, grid and tile of a GEMM. Raises TileError if the GEMM may not use `problem.config`."""
     config = heuristics.gemm_config(problem)
     grid = heuristics.gemm_grid(config, problem.layout, problem.m, problem.n, problem.num_sms)
     return Selection(_gemm_spec(problem.layout, config, problem.out_dtype), grid, config)
 
 
 def select_mqa_logits(problem: MqaLogitsProblem) -> Selection[heuristics.MqaWork]:
-    """The config is that of the whole call, the division that of the chunk."""
+    """The whole call determines the config; the chunk determines the division into work items."""
     config = heuristics.mqa_config(problem)
     spec = _mqa_spec(
         problem.num_heads, problem.head_dim, problem.compressed, problem.fill, problem.out_dtype, config
@@ -211,18 +211,18 @@ _QUANTIZE_BLOCKS_PER_SM = 8
 
 
 def select_quantize(problem: QuantizeProblem) -> Selection[None]:
-    """Blocks take turns with tiles of `QUANTIZE_ROWS` rows and one group."""
+    """The grid's blocks take turns with tiles of `QUANTIZE_ROWS` rows and one group of columns."""
     tiles = -(-problem.m // QUANTIZE_ROWS) * (problem.k // SCALE_BLOCK)
     spec = _quantize_spec(problem.in_dtype, problem.power_of_two)
     return Selection(spec, min(tiles, problem.num_sms * _QUANTIZE_BLOCKS_PER_SM), None)
 
 
-#: Blocks of SiLU(gate) * up that their registers let share an SM.
+#: Blocks of `silu_mul_quantize` that share an SM; registers set this limit.
 _SILU_BLOCKS_PER_SM = 10
 
 
 def select_silu_mul_quantize(problem: SiluMulQuantizeProblem) -> Selection[None]:
-    """Blocks take turns with tiles of `SILU_ROWS` rows and one group; how many rows count, they read."""
+    """The grid's blocks take turns with tiles of `SILU_ROWS` rows and one group; they read `masked_m`."""
     experts = 1 if problem.num_experts is None else problem.num_experts
     tiles = experts * -(-problem.m // SILU_ROWS) * (problem.k // SCALE_BLOCK)
     spec = _silu_mul_quantize_spec(problem.num_experts is not None, problem.power_of_two)
@@ -230,7 +230,7 @@ def select_silu_mul_quantize(problem: SiluMulQuantizeProblem) -> Selection[None]
 
 
 def select_indexer_cache(problem: IndexerCacheProblem) -> Selection[None]:
-    """As many threads as quantize all rows."""
+    """The grid has one thread for every `QUANTIZE_VALUES` values of all rows."""
     spec = _indexer_cache_spec(problem.head_dim, problem.in_dtype, problem.power_of_two)
     return Selection(
         spec, -(-problem.num_rows * problem.head_dim // (spec.num_threads * QUANTIZE_VALUES)), None
@@ -238,7 +238,7 @@ def select_indexer_cache(problem: IndexerCacheProblem) -> Selection[None]:
 
 
 def select_indexer_topk(problem: IndexerTopkProblem) -> Selection[heuristics.TopkConfig]:
-    """A cluster takes a row."""
+    """One cluster of blocks selects from one row."""
     config = heuristics.topk_config(problem)
     return Selection(_indexer_topk_spec(problem.in_dtype, config), problem.num_rows * config.cluster, config)
 
@@ -256,5 +256,5 @@ _SELECTORS: dict[type[Problem], Callable[[Any], Selection[object]]] = {
 
 
 def kernel_spec(problem: Problem) -> KernelSpec:
-    """The kernel that serves `problem`: a pure function of what it is `for_selection`."""
+    """The kernel that serves `problem`: a pure function of `problem.for_selection()`."""
     return _SELECTORS[type(problem)](problem).spec

@@ -1,1 +1,1 @@
-"""An example of serving with moe_fp8: a FastAPI app over a small paged-KV engine."""
+"""An example server for moe_fp8: a FastAPI app over a small engine with a paged cache."""

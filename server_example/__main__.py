@@ -49,12 +49,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def prepare_engine(folder: Path, backend: Backend, options: EngineOptions) -> Engine:
-    """An engine that is ready to start: on CUDA with every kernel loaded, graphs captured, and frozen."""
+    """An engine that is ready to start; on CUDA kernels are loaded and frozen, and graphs are captured."""
     start = time.perf_counter()
     if backend.name == "cuda":
         kernels = plan_options(options.prefill_chunk, options.max_batch, backend.num_sms, PAGE_TOKENS)
         load_kernels(folder, kernels)
-        # Before the capture: a kernel that the plan lacks should end the start and not a request.
+        # Freeze before the capture: a kernel that the plan lacks should end the start, not a request.
         freeze_kernels()
     engine = Engine(folder, backend, options)
     engine.warm_up()

@@ -1,4 +1,4 @@
-"""HTTP: completions (plain and streamed), models, health, metrics."""
+"""The HTTP interface: completions (plain and streamed), models, health, metrics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ApiError(Exception):
 
 
 def create_app(engine: Engine) -> FastAPI:
-    """The app starts the engine's thread, and stops it on shutdown."""
+    """An app that starts the engine's thread, and stops the thread on shutdown."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -58,7 +58,8 @@ def create_app(engine: Engine) -> FastAPI:
         completion = Completion(engine, body)
         completion.submit()
         if body.stream:
-            # The stream cancels when it is closed; one whose client left before it began never runs.
+            # A stream cancels its request when it closes. If the client leaves before the stream begins, the
+            # stream never runs, so this task cancels the request.
             left = BackgroundTask(engine.cancel, completion.request)
             return EventSourceResponse(completion.stream(), sep="\n", background=left)
         answer = await completion.collect(http)
@@ -76,7 +77,7 @@ def create_app(engine: Engine) -> FastAPI:
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        counters = moe_fp8.counters()
+        counters = moe_fp8.jit.counters()
         body = {
             "status": "ok" if engine.alive else "failed",
             "failure": engine.failure,
@@ -90,7 +91,7 @@ def create_app(engine: Engine) -> FastAPI:
             "total_pages": engine.scheduler.pool.capacity,
             "graphs": {"captured": engine.runner.captured, "replays": engine.runner.replays},
             "jit": {
-                "frozen": moe_fp8.is_frozen(),
+                "frozen": moe_fp8.jit.is_frozen(),
                 "loads": counters.loads,
                 "compiles": counters.compiles,
                 "misses": counters.misses,
@@ -106,7 +107,7 @@ def create_app(engine: Engine) -> FastAPI:
 
 
 class Completion:
-    """One request from its HTTP body to its answer."""
+    """One request, from its HTTP body to its answer."""
 
     def __init__(self, engine: Engine, body: CompletionRequest) -> None:
         self.engine = engine
@@ -128,7 +129,7 @@ class Completion:
         self.events = events
 
         def emit(event: scheduler.TokenEvent) -> None:
-            # A loop that has closed has no one left to hear of it; the engine must not fail for that.
+            # A closed loop has no listener left; the engine must not fail because of it.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
@@ -183,7 +184,7 @@ class Completion:
         )
 
     async def collect(self, http: Request) -> CompletionResponse:
-        """Waits for the whole answer; if the client goes away, the request is cancelled."""
+        """Waits for the whole answer; if the client disconnects, the request is cancelled."""
         watcher = asyncio.ensure_future(_disconnected(http))
         pieces = []
         try:
@@ -205,7 +206,7 @@ class Completion:
             self.engine.cancel(self.request)
 
     async def stream(self) -> AsyncIterator[dict[str, str]]:
-        """Server-sent events; closing the connection cancels the request."""
+        """Yields server-sent events; if the connection closes, the request is cancelled."""
         try:
             while True:
                 got = await self.events.get()

@@ -1,4 +1,4 @@
-"""Where the model runs: Hopper kernels, planned, loaded and frozen; or the reference on the CPU."""
+"""The backend that runs the model: planned, loaded and frozen Hopper kernels, or the reference on the CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Backend:
-    """`name` is "cuda" (Hopper kernels) or "reference" (plain torch); `reason` says why it was taken."""
+    """`name` is "cuda" (Hopper kernels) or "reference" (plain torch); `reason` says why it was chosen."""
 
     name: Literal["cuda", "reference"]
     device: torch.device
@@ -30,10 +30,10 @@ class Backend:
 
 
 def choose_backend(choice: DeviceChoice = "auto") -> Backend:
-    """Hopper if there is one and `choice` allows. Raises `ConfigError` for "cuda" without a Hopper."""
+    """Hopper if present and allowed by `choice`. Raises `ConfigError` for "cuda" without a Hopper GPU."""
     missing = _why_no_hopper()
     if choice != "cpu" and missing is None:
-        # TF32 would make the plain-torch parts differ from the reference backend by more than rounding.
+        # With TF32, the plain-torch parts would differ from the reference backend by more than rounding.
         torch.backends.cuda.matmul.allow_tf32 = False
         properties = torch.cuda.get_device_properties(0)
         return Backend(
@@ -57,14 +57,14 @@ def _why_no_hopper() -> str | None:
 
 
 def plan_options(max_tokens: int, max_batch: int, num_sms: int, block_size: int) -> PlanOptions:
-    """What the engine asks of a model: one rank, one token a request and step."""
+    """The plan for the engine's calls: one rank, and one token for each request and step."""
     return PlanOptions(
         max_tokens=max_tokens, max_batch=max_batch, next_n=1, num_sms=num_sms, block_size=block_size
     )
 
 
 def load_kernels(folder: Path, options: PlanOptions) -> int:
-    """Builds what the disk store lacks (with progress), and loads every kernel; returns how many."""
+    """Builds the kernels that the disk store lacks (with progress) and loads all; returns their number."""
     kernels = plan(load_model(folder), options)
     build_plan(kernels, progress=True)
     loaded = load_plan(kernels)
@@ -73,5 +73,5 @@ def load_kernels(folder: Path, options: PlanOptions) -> int:
 
 
 def freeze_kernels() -> None:
-    """From here on a kernel that warmup did not load is an error, not a stall."""
-    moe_fp8.freeze("strict")
+    """From here on, a kernel that warmup did not load is an error, not a stall."""
+    moe_fp8.jit.freeze("strict")

@@ -1,4 +1,4 @@
-"""The paged cache: device storage, and the host's list of free pages."""
+"""The paged cache: storage on the device, and the list of free pages on the host."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from server_example.model.config import ModelConfig
 
 PAGE_TOKENS = 64
-#: Page 0 belongs to no request: padded rows of a batch write there and read nothing.
+#: Page 0 belongs to no request: padded rows of a batch write to it, and nothing reads it.
 DUMMY_PAGE = 0
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's share. A slot is `page * PAGE_TOKENS + offset`.
+    """The cache of one layer. A slot is `page * PAGE_TOKENS + offset`.
 
-    `latent` bf16 [slots, kv_lora_rank + rope]; `index` uint8 [pages, PAGE_TOKENS, 1, D + 4], a page
-    being PAGE_TOKENS*D fp8 bytes followed by PAGE_TOKENS fp32 scales; `index_keys` (uint8 [pages,
-    PAGE_TOKENS, D]) and `index_scales` (fp32 [pages, PAGE_TOKENS]) are views of it.
+    `latent` is bf16 [slots, kv_lora_rank + rope]. `index` is uint8 [pages, PAGE_TOKENS, 1, D + 4]; a page has
+    PAGE_TOKENS*D fp8 bytes and then PAGE_TOKENS fp32 scales. `index_keys` (uint8 [pages, PAGE_TOKENS, D]) and
+    `index_scales` (fp32 [pages, PAGE_TOKENS]) are views of `index`.
     """
 
     latent: torch.Tensor
@@ -42,17 +42,17 @@ class LayerCache:
         )
 
     def write_latent(self, slots: torch.Tensor, values: torch.Tensor) -> None:
-        """slots int64 [T], values [T, latent_dim]."""
+        """Writes `values` [T, latent_dim] to `slots` int64 [T]."""
         self.latent.index_copy_(0, slots, values.to(torch.bfloat16))
 
     def read_index(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys float8 [N, D] and scales fp32 [N] of int64 slots [N], contiguous."""
+        """Keys float8 [N, D] and scales fp32 [N] of int64 slots [N]; both are contiguous."""
         page, offset = slots // PAGE_TOKENS, slots % PAGE_TOKENS
         return self.index_keys[page, offset].view(torch.float8_e4m3fn), self.index_scales[page, offset]
 
 
 class PagePool:
-    """Free pages of the cache, on the host. Page `DUMMY_PAGE` is never handed out."""
+    """The free pages of the cache, kept on the host. Page `DUMMY_PAGE` is never handed out."""
 
     def __init__(self, num_pages: int) -> None:
         self.capacity = num_pages - 1
@@ -63,7 +63,7 @@ class PagePool:
         return len(self._free)
 
     def take(self, count: int) -> list[int] | None:
-        """`count` pages, or None (and nothing taken) if fewer are free."""
+        """`count` pages; None, and no page is taken, if fewer pages are free."""
         if count > len(self._free):
             return None
         return [self._free.pop() for _ in range(count)]

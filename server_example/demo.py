@@ -1,4 +1,4 @@
-"""`python -m server_example.demo [--once]`: make a model, compile its kernels, serve it, ask it something."""
+"""`python -m server_example.demo [--once]`: make a model, compile its kernels, serve it, send a request."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ START_SECONDS = 120.0
 
 
 def free_port(wanted: int = 0) -> int:
-    """`wanted`, or any port if that is 0. Raises `OSError` where another process listens there."""
+    """`wanted`, or any free port if `wanted` is 0. Raises `OSError` if another process listens there."""
     with socket.socket() as sock:
-        # As the server binds it: connections that are still closing do not count.
+        # The server binds its socket with the same option, so connections that are still closing do not
+        # count.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", wanted))
         return int(sock.getsockname()[1])
@@ -87,7 +88,7 @@ def main() -> int:
     try:
         port = free_port(wanted)
     except OSError as error:
-        # Otherwise whatever listens there would be asked, and might even answer.
+        # Without this check, the demo would ask the other process on this port, which might even answer.
         print(
             f"error: port {wanted}: {error.strerror}; choose another with --port (make: PORT=)",
             file=sys.stderr,

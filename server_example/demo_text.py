@@ -1,4 +1,4 @@
-"""The text from which the demo model's tokenizer and word order are made."""
+"""The text that gives the demo model's tokenizer and word order."""
 
 DEMO_TEXT = """\
 The server reads a request and the scheduler gives it a place. The tokens of the request go to the model, \

@@ -1,4 +1,4 @@
-"""Continuous batching over one model: prefill in chunks, decode in replayed graphs."""
+"""Continuous batching over one model: prefill runs in chunks, and decode runs in replayed graphs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _Work = TypeVar("_Work")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`max_context` is capped by the model's; `cache_pages` includes the dummy page."""
+    """`max_context` is capped by the model's limit; `cache_pages` includes the dummy page."""
 
     max_batch: int = 8
     max_context: int = 1024
@@ -55,7 +55,7 @@ class EngineStoppedError(Exception):
 
 
 class Engine:
-    """Owns the model, the cache and one thread that does all device work."""
+    """The owner of the model, the cache and one thread that does all device work."""
 
     def __init__(self, folder: Path, backend: Backend, options: EngineOptions) -> None:
         """Loads the model; on CUDA the backend's kernels must be loaded already."""
@@ -107,10 +107,10 @@ class Engine:
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
 
-    # Called from the server's threads.
+    # The server's threads call the following methods.
 
     def warm_up(self) -> None:
-        """Runs a prefill and every decode bucket once, capturing graphs on CUDA. Call before `start`."""
+        """Runs a prefill and every decode bucket once; captures graphs on CUDA. Call it before `start`."""
         page = [DUMMY_PAGE] * self.table_width
         self.model.prefill(PrefillBatch.of([0, 0], 0, page, self.backend.device), self.caches)
         self.runner.capture()
@@ -119,7 +119,7 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the step in progress; unfinished requests get an error."""
+        """Ends the thread after the current step; unfinished requests get an error."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -143,12 +143,12 @@ class Engine:
             self._wake.notify()
 
     def cancel(self, request: Request) -> None:
-        """Frees what the request holds, at the next step. Harmless after it has finished."""
+        """Frees the request's pages at the next step. Has no effect after the request has finished."""
         with self._wake:
             request.cancelled = True
             self._wake.notify()
 
-    # The engine's thread.
+    # The engine's thread runs the following methods.
 
     def _loop(self) -> None:
         try:
@@ -181,7 +181,7 @@ class Engine:
         self.metrics.step_seconds.labels(phase).observe(time.perf_counter() - start)
 
     def _prefill(self, request: Request) -> None:
-        """One chunk, so that a long prompt does not hold up those that decode."""
+        """Prefills one chunk, so that a long prompt does not delay the decoding requests."""
         chunk = request.prompt[request.context : request.context + self.options.prefill_chunk]
         batch = PrefillBatch.of(chunk, request.context, request.pages, self.backend.device)
         logits = self.model.prefill(batch, self.caches)
@@ -208,7 +208,7 @@ class Engine:
         }
 
     def _append(self, request: Request, logits: torch.Tensor) -> None:
-        """Samples the next token, and ends the request if that was its last."""
+        """Samples the next token, and ends the request if this token is its last."""
         token = request.sampler(logits)
         request.generated.append(token)
         self.metrics.generated_tokens.inc()
@@ -246,7 +246,7 @@ def _load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         raise ConfigError("tokenizer.json", "a file in the model folder", None, "the checkpoint lacks it")
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # The library raises nothing narrower.
+    except Exception as error:  # The library raises no narrower exception.
         raise ConfigError("tokenizer.json", "a tokenizer of the tokenizers library", str(error)) from error
     if tokenizer.get_vocab_size() > vocab_size:
         raise ConfigError("tokenizer.json", f"at most {vocab_size} tokens", tokenizer.get_vocab_size())

@@ -1,9 +1,9 @@
 """Writes a small model with DeepSeek-V3.2's architecture: `python -m server_example.make_demo_model DIR`.
 
-Nothing is trained. The layers have fixed random weights. The embedding is a scaled orthogonal matrix and
-the head maps a token's direction to those that follow it somewhere in `DEMO_TEXT`, so the residual stream
-proposes the next tokens that make words, and the layers (attention, indexer, experts), which see the whole
-context, choose among them. All randomness comes from integers, so that every machine makes the same bytes.
+Nothing is trained. The layers have fixed random weights. The embedding is a scaled orthogonal matrix. The
+head maps a token's direction to the tokens that follow it somewhere in `DEMO_TEXT`. So the residual stream
+proposes next tokens that make words. The layers (attention, indexer, experts) see the whole context and
+choose among these tokens. All randomness comes from integers, so that every machine makes the same bytes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ CONFIG: dict[str, Any] = {
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
-    """Byte-level BPE over `DEMO_TEXT`; id 0 is the end of text."""
+    """A byte-level BPE tokenizer over `DEMO_TEXT`; id 0 is the end of text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -98,7 +98,7 @@ class _Maker:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def random(self, *shape: int, std: float) -> torch.Tensor:
-        """Uniform with this standard deviation."""
+        """Uniform random values with this standard deviation."""
         steps = 1 << 15
         integers = torch.randint(-steps, steps + 1, shape, generator=self.generator)
         return integers.float() * (std * 3**0.5 / steps)
@@ -155,7 +155,7 @@ class _Maker:
 
 
 def _longest_loop(follows: dict[int, list[int]], start: int) -> list[int]:
-    """A long simple cycle of the graph: the longest that loops erased from random walks leave."""
+    """A long simple cycle of the graph: the longest first loop among the random walks."""
     chance = random.Random(SEED)
     best: list[int] = []
     for _ in range(WALKS):
@@ -172,18 +172,18 @@ def _longest_loop(follows: dict[int, list[int]], start: int) -> list[int]:
 
 
 def _followers(tokenizer: Tokenizer, vocab_size: int) -> torch.Tensor:
-    """fp32 [vocab, vocab]: how well the second token follows the first; 0 where it never does in the text.
+    """fp32 [vocab, vocab]: how well the second token follows the first; 0 if it never follows in the text.
 
-    One follower of each token is preferred, along a long loop so that the text does not soon repeat. The
-    preference is as large as the layers' usual say in the matter: they overrule it now and then, and the
-    rounding of one device or another rarely decides.
+    One follower of each token is preferred. The preferred followers form a long loop, so that the text does
+    not soon repeat. The preference is about as large as the usual effect of the layers. So the layers
+    overrule it now and then, and the rounding of a device rarely decides.
     """
     ids = tokenizer.encode(DEMO_TEXT).ids
     follows: dict[int, list[int]] = {}
     for token, follower in zip(ids, ids[1:] + ids[:1], strict=True):
         follows.setdefault(token, []).append(follower)
     for token in range(vocab_size):
-        # A token that the text does not have leads back into it.
+        # A token that is not in the text leads back into the text.
         follows.setdefault(token, [ids[token % len(ids)]])
     loop = _longest_loop(follows, ids[0])
     preferred = dict(zip(loop, loop[1:] + loop[:1], strict=True))
@@ -201,7 +201,7 @@ def make_demo_model(folder: Path) -> None:
     tokenizer = make_tokenizer(vocab)
     maker = _Maker(SEED)
     signs = torch.randint(0, 2, (hidden,), generator=maker.generator).float() * 2 - 1
-    # Entries are +-1: orthogonal rows of rms 1, exact in bf16.
+    # The signs of a Hadamard matrix are +-1: its rows are orthogonal, have rms 1 and are exact in bf16.
     embedding = 4 * (hadamard(hidden, torch.device("cpu")).sign() * signs)[:vocab]
     head = _followers(tokenizer, vocab).T @ embedding * (12 / hidden / 4)
     head += maker.random(vocab, hidden, std=hidden**-0.5)
@@ -215,7 +215,7 @@ def make_demo_model(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}, indent=2) + "\n"
     )
-    # The config last: a folder that has one is complete.
+    # The config is written last, so a folder with a config is complete.
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
 
 

@@ -8,27 +8,29 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-import moe_fp8
+from moe_fp8 import jit
+
+_EVENTS = ("compiles", "store_hits", "loads", "misses", "scale_conversions")
 
 _STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
 class _Kernels(Collector):
-    """What became of the kernels of every op; all of it belongs before the first request."""
+    """The JIT events of every op's kernels; all of them should happen before the first request."""
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         family = GaugeMetricFamily(
             "moe_fp8_jit_events", "Compiles, loads, misses by op", labels=["op", "event"]
         )
-        for op, counters in sorted(moe_fp8.counters_by_op().items()):
-            for event, count in vars(counters).items():
-                family.add_metric([op, event], count)
+        for op, counters in sorted(jit.counters().by_op.items()):
+            for event in _EVENTS:
+                family.add_metric([op, event], getattr(counters, event))
         yield family
 
 
 class Metrics:
     def __init__(self, gauges: Mapping[str, tuple[str, Callable[[], float]]]) -> None:
-        """`gauges`: what the engine knows at any time, by name: its text and how to read it."""
+        """`gauges`: for each name of a gauge, its help text and a function that reads its value."""
         self.registry = CollectorRegistry()
         registry = self.registry
         self.requests = Counter(
@@ -40,9 +42,9 @@ class Metrics:
             "server_step_seconds", "Engine steps", ["phase"], buckets=_STEP_BUCKETS, registry=registry
         )
         kernels: dict[str, tuple[str, Callable[[], float]]] = {
-            "moe_fp8_jit_compiles": ("Kernels compiled", lambda: moe_fp8.counters().compiles),
-            "moe_fp8_jit_loads": ("Kernels loaded", lambda: moe_fp8.counters().loads),
-            "moe_fp8_jit_misses": ("Kernels missed while frozen", lambda: moe_fp8.counters().misses),
+            "moe_fp8_jit_compiles": ("Kernels compiled", lambda: jit.counters().compiles),
+            "moe_fp8_jit_loads": ("Kernels loaded", lambda: jit.counters().loads),
+            "moe_fp8_jit_misses": ("Kernels missed while frozen", lambda: jit.counters().misses),
         }
         for name, (text, value) in {**gauges, **kernels}.items():
             Gauge(name, text, registry=registry).set_function(value)

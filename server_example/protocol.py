@@ -1,4 +1,4 @@
-"""The HTTP bodies: a strict subset of OpenAI's completions API."""
+"""The HTTP bodies, a strict subset of OpenAI's completions API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StreamOptions(BaseModel):
 
 
 class CompletionRequest(BaseModel):
-    """Unknown fields are refused: a setting that has no effect should not look as if it had."""
+    """Unknown fields are refused: a setting without effect should not look effective."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -57,7 +57,7 @@ class Choice(BaseModel):
 
 
 class CompletionResponse(BaseModel):
-    """A whole answer, or one chunk of a stream (`finish_reason` null until the last)."""
+    """A whole answer, or one chunk of a stream (`finish_reason` is null until the last chunk)."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -85,5 +85,5 @@ def error_body(
 
 
 def completion_id() -> tuple[str, int]:
-    """A fresh id and the current time in seconds."""
+    """A fresh id, and the current time in seconds."""
     return f"cmpl-{uuid.uuid4().hex}", int(time.time())

@@ -1,4 +1,4 @@
-"""From logits to a token, on the host, reproducible from a seed."""
+"""The choice of a token from logits, on the host; a seed makes it reproducible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """`temperature` 0 is greedy. `seed` None: unpredictable. `max_tokens` counts generated tokens."""
+    """`temperature` 0 is greedy. `seed` None is unpredictable. `max_tokens` counts generated tokens."""
 
     max_tokens: int = 16
     temperature: float = 0.0
@@ -20,7 +20,7 @@ class SamplingParams:
 
 
 class Sampler:
-    """One request's. Its choices depend on its logits and seed only, not on what else is in the batch."""
+    """The sampler of one request. Its choices depend only on its logits and seed, not on the batch."""
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
@@ -31,13 +31,14 @@ class Sampler:
             self.generator.manual_seed(params.seed)
 
     def __call__(self, logits: torch.Tensor) -> int:
-        """logits fp32 [vocab] on the CPU."""
+        """`logits` is fp32 [vocab] on the CPU."""
         if self.params.temperature == 0:
             return int(logits.argmax())
         probabilities = (logits.double() / self.params.temperature).softmax(dim=0)
         if self.params.top_p < 1:
             ordered, order = probabilities.sort(descending=True, stable=True)
-            # Keep the smallest set whose mass reaches top_p: a token stays if the mass before it does not.
+            # Keep the smallest set whose mass reaches top_p: a token stays if the mass before it is below
+            # top_p.
             before = ordered.cumsum(0) - ordered
             probabilities = torch.zeros_like(probabilities)
             probabilities[order] = ordered.masked_fill(before >= self.params.top_p, 0.0)

@@ -1,4 +1,7 @@
-"""Which requests run: a bounded queue, admission by free pages, first come first served. No device code."""
+"""Decides which requests run: a bounded queue, admission by free pages, first come first served.
+
+This module has no device code.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ class TokenEvent:
 
 
 class QueueFullError(Exception):
-    """As many requests wait as may wait."""
+    """The queue of waiting requests is full."""
 
 
 class RequestTooLongError(Exception):
-    """The request could never run, however empty the server."""
+    """The request could never run, even on an empty server."""
 
 
 @dataclass(eq=False)
@@ -62,8 +65,8 @@ class Request:
 class Scheduler:
     """Waiting and running requests, and their pages. Not thread-safe: the engine guards it.
 
-    A request is admitted with all pages that it can ever need, so that none runs out midway and none has
-    to be evicted.
+    A request is admitted with all pages that it can ever need. So no request runs out of pages midway, and
+    none has to be evicted.
     """
 
     def __init__(self, pool: PagePool, *, max_batch: int, max_waiting: int, max_context: int) -> None:
@@ -106,7 +109,7 @@ class Scheduler:
         return [request for request in self.running if not request.prefilling]
 
     def release(self, request: Request) -> None:
-        """Takes the request out, wherever it is, and frees its pages. A second call does nothing."""
+        """Removes the request from the queue or batch, and frees its pages. A second call does nothing."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
@@ -115,7 +118,7 @@ class Scheduler:
         self.pool.give_back(pages)
 
     def drop_cancelled(self) -> list[Request]:
-        """Releases and returns the requests whose client has gone."""
+        """Releases and returns the requests whose client has disconnected."""
         gone = [request for request in (*self.waiting, *self.running) if request.cancelled]
         for request in gone:
             self.release(request)

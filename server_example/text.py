@@ -1,4 +1,4 @@
-"""Tokens to text as they come: whole characters only, and nothing that may turn out to be a stop string."""
+"""Tokens to text as they come: whole characters only, and no text that may begin a stop string."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
-    """Text of one request. Pieces returned by `push` and `finish`, joined, are its whole completion."""
+    """The text of one request. The pieces from `push` and `finish`, joined, are its whole completion."""
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
@@ -19,7 +19,7 @@ class TextStream:
         self.stopped = False
 
     def _hold(self) -> int:
-        """Length of the longest end of `_held` that begins a stop string."""
+        """The length of the longest end of `_held` that begins a stop string."""
         longest = min(len(self._held), max((len(stop) for stop in self._stop), default=1) - 1)
         for length in range(longest, 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):
@@ -42,10 +42,10 @@ class TextStream:
         return str(self._tokenizer.decode(self._tokens[self._decoded_upto :], skip_special_tokens=True))
 
     def push(self, token: int) -> str:
-        """Text that is certain after this token. Sets `stopped` once a stop string is complete."""
+        """The text that is certain after this token. Sets `stopped` once a stop string is complete."""
         self._tokens.append(token)
         text = self._pending()
-        # A character may span tokens; four bytes at most, so longer runs of U+FFFD are not incomplete.
+        # A character may span tokens. It has four bytes at most, so longer runs of U+FFFD are not incomplete.
         if text.endswith(_PARTIAL) and len(self._tokens) - self._decoded_upto < 4:
             return ""
         self._decoded_upto = len(self._tokens)
@@ -53,7 +53,7 @@ class TextStream:
         return self._take(0 if self.stopped else self._hold())
 
     def finish(self) -> str:
-        """What was held back, once no token will come."""
+        """The text that was held back, after the last token."""
         if not self.stopped and self._decoded_upto < len(self._tokens):
             text = self._pending()
             self._decoded_upto = len(self._tokens)

@@ -1,4 +1,4 @@
-"""Cases of `indexer_quantize_and_cache`: keys, slots and a cache whose every byte is known beforehand."""
+"""Cases of `indexer_quantize_and_cache`: keys, slots and a cache with known bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from tests.cases import generator
 
 @dataclass(frozen=True)
 class CacheCase:
-    """`storage` uint8 [pages, page stride] is what `kv_cache` views: the bytes between pages are in it."""
+    """Keys, slots and a cache: `kv_cache` is a view of `storage`, uint8 [pages, page stride].
+
+    `storage` includes the bytes between pages.
+    """
 
     k: Tensor
     storage: Tensor
@@ -28,7 +31,7 @@ class CacheCase:
         )
 
     def to(self, device: str) -> CacheCase:
-        """Copies; rows of k as far apart as here."""
+        """A copy on `device`; rows of k are as far apart as here."""
         k = torch.empty_strided(self.k.shape, self.k.stride(), dtype=self.k.dtype, device=device)
         return CacheCase(
             k.copy_(self.k), self.storage.to(device, copy=True), self.block_size, self.slot_mapping.to(device)
@@ -36,7 +39,10 @@ class CacheCase:
 
 
 def keys(rows: int, dim: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """[rows, dim] of magnitudes that differ by orders; row 1 is zero, row 2 tiny but for two outliers."""
+    """[rows, dim] whose rows differ by orders of magnitude.
+
+    Row 1 is zero, and row 2 is tiny except for two outliers.
+    """
     gen = generator(seed, "cpu")
     k = torch.randn(rows, dim, generator=gen) * torch.randn(rows, 1, generator=gen).exp()
     if rows > 2:
@@ -47,8 +53,10 @@ def keys(rows: int, dim: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def slots(rows: int, num_slots: int, seed: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
-    """[rows] distinct slots in no order, among them one in four that is to be skipped: -1, any other
-    negative number, or one past the cache."""
+    """[rows] distinct slots in random order.
+
+    One slot in four is to be skipped: it is -1, another negative number, or past the cache.
+    """
     gen = generator(seed, "cpu")
     mapping = torch.randperm(num_slots, generator=gen)[:rows]
     low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
@@ -69,7 +77,10 @@ def cache_case(
     row_padding: int = 0,
     seed: int = 0,
 ) -> CacheCase:
-    """`page_padding` bytes between pages, `row_padding` elements between rows; enough pages by default."""
+    """A case with `page_padding` bytes between pages and `row_padding` elements between rows.
+
+    By default there are enough pages for all rows.
+    """
     pages = pages or -(-rows // block_size) + 2
     gen = generator(seed, "cpu")
     size = (pages, block_size * (dim + 4) + page_padding)

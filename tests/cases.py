@@ -1,7 +1,7 @@
-"""Random cases of every op, their float64 answers and the tolerances: shared by the CPU and GPU tests.
+"""Random cases of every op, their float64 answers and the tolerances, for the CPU and GPU tests.
 
-Padding is NaN everywhere it may be: rows, scales, page tails, keys that no query sees. Tensors are made
-with the reference quantizer, so that an op under test never makes its own inputs.
+Padding is NaN wherever possible: rows, scales, page tails, keys that no query sees. The reference quantizer
+makes the tensors, so that an op under test never makes its own inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ F32_TOLERANCE = 1e-3
 #: The same for fp32 logits, over all written elements.
 LOGITS_TOLERANCE = 1e-3
 
-#: What outputs hold beforehand where "untouched" is checked: exact in fp32, no plausible result.
+#: The content of outputs before a call, if the test checks that elements stay untouched. It is exact in fp32
+#: and not a plausible result.
 SENTINEL = -12345.0
 
 NAN_BYTE = 0x7F
@@ -39,7 +40,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
-    """||out - expected|| / ||expected|| in float64; NaN if either holds one."""
+    """||out - expected|| / ||expected|| in float64; NaN if either holds a NaN."""
     difference = (out.to(F64) - expected.to(F64)).norm()
     return float(difference / expected.to(F64).norm().clamp_min(1e-30))
 
@@ -49,7 +50,7 @@ def generator(seed: int, device: str) -> torch.Generator:
 
 
 def activations(m: int, k: int, gen: torch.Generator, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """fp8 [m,k] and MN-major scales of normal rows whose magnitudes differ by orders."""
+    """fp8 [m,k] and MN-major scales; the rows are normal and differ by orders of magnitude."""
     device = gen.device
     x = torch.randn(m, k, generator=gen, device=device)
     x *= torch.randn(m, 1, generator=gen, device=device).exp()
@@ -61,7 +62,7 @@ def activations(m: int, k: int, gen: torch.Generator, power_of_two: bool = False
 
 
 def weights(num_experts: int, n: int, k: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
-    """fp8 [E,n,k] and fp32 scales [E,ceil(n/128),k/128], blocks of different magnitudes."""
+    """fp8 [E,n,k] and fp32 scales [E,ceil(n/128),k/128]; the blocks have different magnitudes."""
     device = gen.device
     q = torch.empty(num_experts, n, k, dtype=torch.float8_e4m3fn, device=device)
     scale = torch.empty(num_experts, -(-n // 128), k // 128, device=device)
@@ -74,8 +75,11 @@ def weights(num_experts: int, n: int, k: int, gen: torch.Generator) -> tuple[Ten
 
 @dataclass(frozen=True)
 class GemmCase:
-    """Operands of a GEMM. `runs` are (expert, first row, one past the last) of `a`'s valid rows; for
-    "masked", rows count within the expert's buffer."""
+    """Operands of a GEMM.
+
+    `runs` are (expert, first row, one past the last row) of `a`'s valid rows. For "masked", rows count within
+    the expert's buffer.
+    """
 
     layout: str
     a: Tensor
@@ -104,10 +108,10 @@ def _align(rows: int) -> int:
 
 
 def layout_of(layout: str, rows: Sequence[int], total: int | None = None) -> tuple[int, list[int]]:
-    """(M, contents of the index tensor) for `rows` rows an expert.
+    """(M, contents of the index tensor); expert e has rows[e] rows.
 
-    `total` adds padding rows at the end. In "m_indices" an expert with more than two rows gets a -1
-    in the middle of them.
+    `total` adds padding rows at the end. In "m_indices" an expert with more than two rows gets a -1 in the
+    middle of its rows.
     """
     owned: list[list[int]] = []
     start = end = 0
@@ -158,7 +162,7 @@ def contiguous_case(
 
 
 def with_index(case: GemmCase, values: Sequence[int]) -> GemmCase:
-    """`case` with other contents of the index tensor, written in place; rows of no expert become NaN."""
+    """`case` with new contents of the index tensor, written in place; rows of no expert become NaN."""
     assert case.index is not None
     case.index.copy_(torch.tensor(values, dtype=torch.int32))
     if case.layout == "masked":
@@ -187,7 +191,7 @@ def masked_case(
 
 
 def run_reference(case: GemmCase, run: tuple[int, int, int]) -> Tensor:
-    """float64 answer of one run of rows."""
+    """The float64 answer for one run of rows."""
     e, start, end = run
     if case.layout == "dense":
         a, scale, b, b_scale = case.a, case.a_scale, case.b, case.b_scale
@@ -201,8 +205,11 @@ def run_reference(case: GemmCase, run: tuple[int, int, int]) -> Tensor:
 
 
 def check_gemm(case: GemmCase, out: Tensor) -> None:
-    """Every expert's valid rows of `out` are within tolerance together, and each row within twice that:
-    among thousands of good rows, or of rows a hundred times as large, a wrong one would hardly show."""
+    """Check each expert's valid rows together within the tolerance, and each row within twice the tolerance.
+
+    A wrong row hardly shows in a norm among thousands of good rows, or among rows that are a hundred times as
+    large.
+    """
     limit = tolerance(out.dtype)
     for run in case.runs:
         e, start, end = run
@@ -235,7 +242,7 @@ def random_fp8(shape: Sequence[int], gen: torch.Generator) -> Tensor:
 
 
 def query_ranges(kind: str, m: int, n: int, seed: int) -> tuple[Tensor, Tensor]:
-    """int32 ks, ke [m]: "causal" (the last query sees all), "random" (some empty) or "empty"."""
+    """int32 ks, ke [m]: "causal" (the last query sees all keys), "random" (some are empty) or "empty"."""
     gen = generator(seed, "cpu")
     if kind == "causal":
         ks = torch.zeros(m, dtype=torch.int32)
@@ -273,8 +280,15 @@ def mqa_case(
     )
 
 
+def negative_scores(case: MqaCase) -> MqaCase:
+    """`case` with keys and queries such that the score of every head is negative."""
+    q = case.q.view(torch.uint8).bitwise_and(0x7F).clamp(min=0x20)  # magnitudes from 1/8 on
+    k = case.k.view(torch.uint8).bitwise_or(0x80).clamp(min=0xA0)
+    return replace(case, q=q.view(case.q.dtype), k=k.view(case.k.dtype))
+
+
 def mqa_expected(case: MqaCase, columns: int | None = None, rest: float = SENTINEL) -> Tensor:
-    """float64 logits, full or compressed to `columns`; `rest` where nothing is to be written."""
+    """float64 logits, full or compressed to `columns`; elements that nothing writes are `rest`."""
     m, n = case.q.shape[0], case.k.shape[0]
     out = torch.full((m, n if columns is None else columns), rest, dtype=F64, device=case.q.device)
     indexer_reference.mqa_logits(*case.arguments(), out, columns is not None, False, F64)
@@ -282,7 +296,10 @@ def mqa_expected(case: MqaCase, columns: int | None = None, rest: float = SENTIN
 
 
 def check_logits(out: Tensor, expected: Tensor, rest: float = SENTINEL) -> None:
-    """Written elements of `out` are within tolerance together, none is plainly wrong, the rest is `rest`."""
+    """Check that the written elements of `out` are right and that all other elements are `rest`.
+
+    The written elements must be within tolerance together, and no single element may be plainly wrong.
+    """
     written = expected != rest
     assert torch.equal(out[~written], torch.full_like(out[~written], rest)), "wrote outside of the ranges"
     if written.any():
@@ -290,7 +307,7 @@ def check_logits(out: Tensor, expected: Tensor, rest: float = SENTINEL) -> None:
         error = relative_error(got, wanted)
         limit = tolerance(out.dtype) if out.dtype is torch.bfloat16 else LOGITS_TOLERANCE
         assert error < limit, f"relative error {error:.2e}"
-        # A single one does not show in the norm of a million.
+        # A single wrong element does not show in the norm of a million elements.
         usual = wanted.square().mean().sqrt()
         assert ((got - wanted).abs() <= 0.05 * (wanted.abs() + usual)).all(), "an element is wrong"
 
@@ -323,11 +340,11 @@ def paged_case(
     max_pages: int = 0,
     dim: int = 128,
 ) -> PagedCase:
-    """Requests of `lengths` ([B] or [B][next_n]) over shuffled pages `page_padding` bytes apart.
+    """Requests of `lengths` ([B] or [B][next_n]) over shuffled pages with `page_padding` bytes between them.
 
     The table has at least `max_pages` columns; entries that must not be read point far outside the cache.
     """
-    # Built on the CPU: page by page on a GPU would be thousands of launches.
+    # The case is built on the CPU: page by page on a GPU would be thousands of launches.
     gen = generator(seed, "cpu")
     batch = len(lengths)
     longest = [max(length) if isinstance(length, Sequence) else length for length in lengths]
@@ -360,7 +377,7 @@ def paged_case(
 
 
 def paged_expected(case: PagedCase, columns: int, rest: float = SENTINEL) -> Tensor:
-    """float64 logits [B*next_n, columns]; `rest` where nothing is to be written."""
+    """float64 logits [B*next_n, columns]; elements that nothing writes are `rest`."""
     rows = case.q.shape[0] * case.next_n
     out = torch.full((rows, columns), rest, dtype=F64, device=case.q.device)
     indexer_reference.paged_mqa_logits(

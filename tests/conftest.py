@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """A test draws the same numbers in every order of the tests, even if it sets no seed."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
 @pytest.fixture
 def checked_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ops also look at the contents of index tensors, as with MOE_FP8_CHECKED=1."""
+    """Ops also check the contents of index tensors, as with MOE_FP8_CHECKED=1."""
     from moe_fp8.ops import registry
     from moe_fp8.settings import settings
 
@@ -42,7 +52,10 @@ def checked_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def put_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., None]]:
-    """put_table(rows, device="h200"): tables of measured tiles instead of the package's; no rows, no file."""
+    """put_table(rows, device="h200") replaces the package's tables of measured tiles.
+
+    Without rows it writes no table.
+    """
     from moe_fp8.heuristics.gemm import table as gemm_table
 
     def forget() -> None:

@@ -1,4 +1,4 @@
-"""The demo model for tests: made once a module, run directly or through an engine."""
+"""The demo model for tests: each module makes it once, and runs it directly or through an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from server_example.model.config import ModelConfig
 from server_example.model.transformer import Transformer
 from server_example.model.weights import load_weights
 
-#: Prompts whose greedy continuations stay clear of ties for 64 tokens.
+#: The greedy continuations of these prompts have no ties for 64 tokens.
 STEADY_PROMPTS = ("The router looks at", "The graph", "Then the tile")
 
 
@@ -66,7 +66,7 @@ class ModelRun:
         return logits.cpu()
 
     def follow(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-        """Logits [len(tokens), vocab] from which each of `tokens` was (or would have been) chosen."""
+        """Logits [len(tokens), vocab]: row i is the row that chooses tokens[i]."""
         logits = [self.prefill(prompt)]
         logits.extend(self.decode(token) for token in tokens[:-1])
         return torch.stack(logits)

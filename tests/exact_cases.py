@@ -1,4 +1,4 @@
-"""Indexer cases whose logits are exact in any order of adding, and often equal."""
+"""Indexer cases whose logits are exact in any order of summation, and often equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests import cases
 
 
 def mqa(m: int, n: int, heads: int, kind: str, device: str = "cpu", seed: int = 0) -> cases.MqaCase:
-    """Small integers and powers of two: logits are exact in any order of adding, and often equal."""
+    """Values are small integers and powers of two, so logits are exact in any order and often equal."""
     case = cases.mqa_case(m, n, heads, kind, "cpu", seed)
     gen = cases.generator(seed, "cpu")
     return cases.MqaCase(
@@ -31,7 +31,7 @@ def paged(
     block_size: int,
     device: str = "cpu",
 ) -> cases.PagedCase:
-    """The same of a paged cache; entries that nothing may read stay NaN."""
+    """The same with a paged cache; entries that nothing may read stay NaN."""
     case = cases.paged_case(lengths, next_n, heads, block_size, device)
     gen = cases.generator(1, "cpu")
     pages = case.kv_cache.shape[0]
@@ -54,7 +54,7 @@ def _small(shape: Sequence[int], gen: torch.Generator) -> Tensor:
 
 
 def paged_logits(case: cases.PagedCase, out: Tensor) -> None:
-    """The reference's logits in fp32, at the places that are to be written."""
+    """The reference's logits in fp32, in the elements that the op should write."""
     reference.paged_mqa_logits(case.q, case.kv_cache, case.weights, case.context_lens, case.block_table, out)
 
 

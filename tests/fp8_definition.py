@@ -12,7 +12,7 @@ def f32(value: float) -> float:
 
 
 def _fp8_values() -> list[float]:
-    """Every non-negative float8_e4m3fn, by the format's definition."""
+    """Every non-negative float8_e4m3fn value, by the format's definition."""
     values = []
     for code in range(0x7F):
         exponent, mantissa = code >> 3, code & 7
@@ -24,14 +24,14 @@ FP8_VALUES = _fp8_values()
 
 
 def fp8_code(value: float) -> int:
-    """The byte of the float8_e4m3fn nearest to `value`, ties to even."""
+    """The byte of the float8_e4m3fn value nearest to `value`; ties go to even."""
     magnitude = abs(value)
     nearest = min(range(len(FP8_VALUES)), key=lambda code: (abs(FP8_VALUES[code] - magnitude), code & 1))
     return nearest | (0x80 if math.copysign(1, value) < 0 else 0)
 
 
 def quantize_group(group: list[float], power_of_two: bool) -> tuple[list[int], float]:
-    """FP8 bytes and the scale of one group."""
+    """The FP8 bytes and the scale of one group."""
     amax = max(max(abs(value) for value in group), f32(1e-10))
     scale = f32(amax / 448.0)
     if power_of_two:

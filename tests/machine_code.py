@@ -1,8 +1,8 @@
-"""Machine code of sm_90: arrivals on a barrier that may execute before a load from shared memory has read.
+"""Find arrivals on a barrier that may execute before a load from shared memory has read (sm_90 machine code).
 
-An arrival says "I have read this stage". Behind a load for whose value no instruction has waited it says so
-too early: under memory traffic the load comes late, and reads what the next copy has written. ptxas does not
-wait before an arrival of any kind; whether the value is needed before it is left to the source.
+An arrival says "I have read this stage". It says so too early if it comes after a load and no instruction has
+waited for the load's value. Under memory traffic such a load comes late and reads data that the next copy has
+written. ptxas does not wait before any kind of arrival; the source decides whether the value is needed first.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
 
-#: Bytes of an instruction.
+#: Size of an instruction in bytes.
 SIZE = 16
 
 _HEX_AT_END = re.compile(r"0x[0-9a-f]+$")
 _REGISTER = re.compile(r"(?<![A-Z])R(\d+)")
 _WIDTH = re.compile(r"\.(64|128)\b")
 
-# Control flow by the first word of the opcode. Straight ones lead to the next instruction alone: also BSSY,
-# which says where its BSYNC leads to.
+# Control flow by the first word of the opcode. Straight instructions lead only to the next instruction. BSSY
+# is one of them; it names the address that its BSYNC leads to.
 _STRAIGHT = frozenset(
     {"ACQBULK", "BMOV", "BPT", "BREAK", "BSSY", "ELECT", "ENDCOLLECTIVE", "NANOSLEEP", "PREEXIT", "YIELD"}
 )
@@ -44,16 +44,16 @@ _OTHER_SYNCS = ("SYNCS.EXCH", "SYNCS.PHASECHK", "SYNCS.CCTL")  # set up, wait, t
 
 
 class MachineCodeError(Exception):
-    """The disassembler is missing or fails, or there is code that the analysis does not know."""
+    """The disassembler is missing or fails, or the analysis does not know some code."""
 
 
 @dataclass(frozen=True, eq=False)
 class Instruction:
     """One instruction at `address`, in bytes from the start of its section.
 
-    `target`: the address that it may lead to, if it names one (BSSY: that its BSYNC leads to). `signals`: a
-    bit for the scoreboard that it signals when its result is there, or 0. `waits`: a bit for each scoreboard
-    on which it waits before it is issued.
+    `target`: the address that it may lead to, if it names an address (for BSSY, the address that its BSYNC
+    leads to). `signals`: a bit for the scoreboard that it signals when its result is there, or 0. `waits`: a
+    bit for each scoreboard that it waits on before it is issued.
     """
 
     address: int
@@ -74,16 +74,16 @@ class Instruction:
 
     @cached_property
     def is_arrival(self) -> bool:
-        """Whether it tells others that this thread has come here: by an mbarrier or a barrier of threads."""
+        """Whether it tells other threads that this thread is here, by an mbarrier or a barrier of threads."""
         if self.family == "SYNCS" and not self.opcode.startswith((*_ARRIVALS, *_OTHER_SYNCS)):
             raise MachineCodeError(f"is this an arrival? {self}")
         return self.opcode.startswith(_ARRIVALS)
 
     @cached_property
     def is_in_order(self) -> bool:
-        """Whether its result comes after that of every such instruction of the warp before it.
+        """Whether its result comes after the results of all such instructions before it in the warp.
 
-        ptxas relies on it, also where a predicate is off (`unwaited_uses`).
+        ptxas relies on this order, even if a predicate is off (`unwaited_uses`).
         """
         return self.family in ("LDS", "LDSM", "SHFL")
 
@@ -94,8 +94,8 @@ class Instruction:
 
     @cached_property
     def is_load(self) -> bool:
-        """Whether it may read shared memory into registers, be it to change it."""
-        if self.predicate == "@!PT":  # a filler in front of LDGSTS
+        """Whether it may read shared memory into registers, perhaps to change it."""
+        if self.predicate == "@!PT":  # a filler before LDGSTS
             return False
         changes = self.family == "ATOMS" and not self.operands.startswith("RZ")
         return self.family in ("LDS", "LDSM") or self.is_generic_load or changes
@@ -115,7 +115,7 @@ class Instruction:
         return frozenset(range(first, first + count))
 
 
-#: The instructions of a section, in order and without gaps from address 0, where it is entered.
+#: The instructions of a section, in order and without gaps from address 0, which is its entry.
 Code: TypeAlias = Sequence[Instruction]
 
 
@@ -123,8 +123,9 @@ Code: TypeAlias = Sequence[Instruction]
 class EarlyArrival:
     """An arrival that some path reaches while `load` is open.
 
-    `passed`: at how many other arrivals the load was open before, on the path where they are most; 2: or more
-    often. In a loop that loads a stage ahead, the first arrival is about an older stage than the load.
+    `passed`: the number of other arrivals at which the load was open before, on the path with the most of
+    them; 2 means two or more. In a loop that loads one stage ahead, the first arrival is about an older stage
+    than the load.
     """
 
     arrival: Instruction
@@ -134,13 +135,14 @@ class EarlyArrival:
 
 @cache
 def nvdisasm() -> Path:
-    """The program of the wheel nvidia-cuda-nvdisasm; raises MachineCodeError where it is not installed."""
+    """nvdisasm from the wheel nvidia-cuda-nvdisasm; raises MachineCodeError if it is not installed."""
     remedy = "install it with `pip install 'nvidia-cuda-nvdisasm>=13,<14'`"
     try:
         files = metadata.files("nvidia-cuda-nvdisasm") or []
     except metadata.PackageNotFoundError as error:
         raise MachineCodeError(f"nvidia-cuda-nvdisasm is not installed; {remedy}") from error
-    # Looked up by name: it is in nvidia/cu13/bin or nvidia/cuda_nvdisasm/bin, as the version has it.
+    # The file is found by name, because its folder depends on the wheel's version: nvidia/cu13/bin or
+    # nvidia/cuda_nvdisasm/bin.
     found = [Path(str(file.locate())) for file in files if file.name == "nvdisasm"]
     if not found or not found[0].is_file():
         raise MachineCodeError(f"nvidia-cuda-nvdisasm is installed, but nvdisasm is not there; {remedy}")
@@ -148,7 +150,7 @@ def nvdisasm() -> Path:
 
 
 def run_nvdisasm(image: bytes, *options: str) -> str:
-    """What nvdisasm prints of `image`; raises MachineCodeError where it fails."""
+    """The output of nvdisasm for `image`; raises MachineCodeError if nvdisasm fails."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(image)
         file.flush()
@@ -159,7 +161,7 @@ def run_nvdisasm(image: bytes, *options: str) -> str:
 
 
 def sections(cubin: bytes) -> dict[str, bytes]:
-    """What is in the sections of an ELF file, by name."""
+    """The contents of an ELF file's sections, by name."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
     entry, count, names = struct.unpack_from("<HHH", cubin, 58)
     headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry) for i in range(count)]
@@ -171,7 +173,7 @@ def sections(cubin: bytes) -> dict[str, bytes]:
 
 
 def code_section(cubin: bytes) -> bytes:
-    """The machine code of a cubin; raises MachineCodeError where it is not in exactly one section."""
+    """The machine code of a cubin; raises MachineCodeError if it is not in exactly one section."""
     found = [section for name, section in sections(cubin).items() if name.startswith(".text.")]
     if len(found) != 1:
         raise MachineCodeError(f"a cubin with {len(found)} sections of code, expected one")
@@ -179,9 +181,10 @@ def code_section(cubin: bytes) -> bytes:
 
 
 def disassemble(cubins: Iterable[bytes]) -> list[Code]:
-    """The code of each cubin; raises MachineCodeError for what it does not know.
+    """The code of each cubin; raises MachineCodeError for unknown code.
 
-    nvdisasm takes half a second to start and 0.04 s for a kernel: each core runs it once, on many sections.
+    nvdisasm takes half a second to start and 0.04 s for a kernel. So each core runs it once, on many
+    sections.
     """
     texts = [code_section(cubin) for cubin in cubins]
     cores = min(os.cpu_count() or 1, len(texts)) or 1
@@ -194,7 +197,7 @@ def _disassemble(texts: Sequence[bytes]) -> list[Code]:
     whole = b"".join(texts)
     if not whole:
         return []
-    # A header, and a list of functions: for mere code it has one.
+    # The listing is a header and a list of functions; mere code has one function.
     rows = json.loads(run_nvdisasm(whole, "--emit-json", "--binary", "SM90a"))[1][0]["sass-instructions"]
     if len(rows) * SIZE != len(whole):
         raise MachineCodeError(f"nvdisasm lists {len(rows)} instructions in {len(whole)} bytes")
@@ -210,7 +213,7 @@ def _disassemble(texts: Sequence[bytes]) -> list[Code]:
 
 
 def _instruction(row: dict[str, Any], text: bytes, address: int, base: int) -> Instruction:
-    """`base`: what the listing calls the section's start."""
+    """`base`: the address of the section's start in the listing."""
     opcode, operands, target = row["opcode"], row.get("operands", ""), None
     family = opcode.partition(".")[0]
     if "control-flow" in row.get("other-attributes", {}) and family not in _KNOWN:
@@ -220,24 +223,25 @@ def _instruction(row: dict[str, Any], text: bytes, address: int, base: int) -> I
         operands = f"{operands[: found.start()]}{target:#x}"
     # From bit 105: stall 4, yield 1, scoreboard of the result 3, scoreboard of the operands 3, wait mask 6.
     control = struct.unpack_from("<Q", text, address + 8)[0] >> 41
-    signals = 1 << (control >> 5 & 7) & 63  # 7 is none
+    signals = 1 << (control >> 5 & 7) & 63  # 7 means none
     waits = control >> 11 & 63
     return Instruction(address, row.get("predicate", ""), opcode, operands, target, signals, waits)
 
 
-#: Open loads, each with the scoreboards of which any covers it and the number of arrivals that it has passed:
-#: an entry for each such state that a path leads to, so that the union of two paths loses nothing.
+#: Open loads. Each entry has the load, the scoreboards that cover it (any of them suffices), and the number
+#: of arrivals that it has passed. Each state that a path leads to has its own entry, so a union of two paths
+#: loses nothing.
 _Open: TypeAlias = frozenset[tuple[Instruction, int, int]]
 
 
 def early_arrivals(code: Code) -> list[EarlyArrival]:
-    """The arrivals that some path reaches with open loads, in order of address, then of the load's.
+    """The arrivals that some path reaches with open loads, by the arrival's address and then the load's.
 
-    A load is open until an instruction waits on the scoreboard that it signals, or that a later instruction
-    signals whose result comes after the load's. A generic load is closed by MEMBAR at GPU scope too, which
-    waits until it is performed; at a BAR it does not count, which tells the own block alone. DEPBAR counts as
-    no wait. Raises MachineCodeError for an arrival that nothing leads to, or where the code runs off its end:
-    then the flow is not understood.
+    A load is open until an instruction waits on its scoreboard. The scoreboard of a later instruction serves
+    as well if that instruction's result comes after the load's. MEMBAR at GPU scope also closes a generic
+    load, because it waits until the load is performed. At a BAR a generic load does not count, because BAR
+    tells only the own block. DEPBAR does not count as a wait. Raises MachineCodeError for an arrival that
+    nothing leads to, or if the code runs off its end: the control flow is then not understood.
     """
     open_loads = _open_loads(code)
     found = []
@@ -258,15 +262,16 @@ def _address(one: Instruction) -> int:
 
 
 def unwaited_uses(code: Code) -> list[tuple[Instruction, Instruction]]:
-    """(load, instruction that names a register of its result while the load is open).
+    """Pairs (load, instruction that names a register of the load's result while the load is open).
 
-    ptxas makes each instruction wait for what it needs: any such pair means that the rules here miss a wait.
+    ptxas makes each instruction wait for its operands, so any such pair means that the rules here miss a
+    wait.
     """
     found = []
     for at, entries in _open_loads(code).items():
         one = code[at]
         for load in {load for load, _, _ in entries}:
-            # A load may overwrite the result of one that comes before its own.
+            # A load may overwrite the result of an earlier load, if its own result comes later.
             overwrites = one.results if one.is_in_order and load.is_in_order else frozenset()
             if load.results & (one.registers - overwrites):
                 found.append((load, one))
@@ -274,7 +279,7 @@ def unwaited_uses(code: Code) -> list[tuple[Instruction, Instruction]]:
 
 
 def _open_loads(code: Code) -> dict[int, _Open]:
-    """What is open when the instruction of an index is issued, for each that some path leads to."""
+    """For each instruction that some path leads to, by index: the open loads when it is issued."""
     successors = _successors(code)
     issued: dict[int, _Open] = {}
     pending: list[tuple[int, _Open]] = [(0, frozenset())]
@@ -306,7 +311,7 @@ def _after(one: Instruction, open_: _Open) -> _Open:
 
 
 def _successors(code: Code) -> Callable[[int], Sequence[int]]:
-    """Where the instruction of an index may lead to, as indices."""
+    """A function from an instruction's index to the indices that it may lead to."""
     joins = {(one.operands.partition(",")[0], one.target) for one in code if one.family == "BSSY"}
     behind_joins = {target // SIZE for _, target in joins if target is not None}
     returns = [at + 1 for at, one in enumerate(code) if one.family == "CALL"]
@@ -321,7 +326,7 @@ def _successors(code: Code) -> Callable[[int], Sequence[int]]:
         if one.family in _ENDS:
             return () if alone and not one.predicate else (following,)
         if one.family == "BSYNC":
-            # It leads to the target of its BSSY, which as a rule is right behind it.
+            # It leads to the target of its BSSY, which is usually the next instruction.
             expected = (one.operands, following * SIZE) in joins
             return (following,) if expected else (following, *behind_joins)
         if one.family == "RET":
@@ -333,6 +338,6 @@ def _successors(code: Code) -> Callable[[int], Sequence[int]]:
             return (following,)
         if one.target is not None and one.opcode.startswith("CALL.REL") and alone:
             return (one.target // SIZE, following) if one.predicate else (one.target // SIZE,)
-        return range(len(code))  # to an address in a register
+        return range(len(code))  # it leads to an address in a register
 
     return lead

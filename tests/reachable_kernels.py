@@ -1,4 +1,4 @@
-"""The kernels that calls can reach: those of the models in tests/configs, and of problems of every kind."""
+"""The kernels that calls can reach: kernels of the models in tests/configs, and of problems of every kind."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def reachable() -> list[KernelSpec]:
 
 @dataclass(frozen=True)
 class ReachableKernels:
-    """All of them compiled: the build's report, and the store that it has filled."""
+    """All reachable kernels, compiled: the build's report, and the store that it has filled."""
 
     report: BuildReport
     store: KernelStore
 
     def cubin(self, spec: KernelSpec) -> bytes:
-        """One of them; raises KeyError for any other spec."""
+        """The cubin of one of the kernels; raises KeyError for any other spec."""
         artifact = self.store.get(self.store.key(spec))
         if artifact is None:
             raise KeyError(str(spec))
@@ -99,6 +99,6 @@ class ReachableKernels:
 
 
 def compile_reachable() -> ReachableKernels:
-    """Takes about a minute on two cores; the store is kept in memory."""
+    """Compile all reachable kernels; it takes about a minute on two cores. The store is kept in memory."""
     store = KernelStore(None)
     return ReachableKernels(build(reachable(), store, progress=False), store)

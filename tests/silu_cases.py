@@ -1,4 +1,4 @@
-"""Random cases of silu_mul_quantize and what its results must be: shared by the CPU and GPU tests."""
+"""Random cases of silu_mul_quantize and checks of its results, for the CPU and GPU tests."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from moe_fp8 import silu_mul_quantize
 from tests import cases
 from tests.cases import F64, NAN_BYTE, SENTINEL
 
-#: Relative error of exp and of the reciprocal in the CUDA kernel, and what is left of it in a scale.
+#: Relative error of exp and of the reciprocal in the CUDA kernel, as far as it shows in a scale.
 EXP_TOLERANCE = 6e-6
 
 
 def rows(m: int, intermediate: int, padding: int = 0, seed: int = 0) -> Tensor:
-    """bf16 [m, 2 * intermediate], rows of different magnitudes with `padding` columns of NaN in between."""
+    """bf16 [m, 2 * intermediate]; rows differ in magnitude, with `padding` columns of NaN between them."""
     gen = cases.generator(seed + 31 * m + intermediate, "cpu")
     width = 2 * intermediate
     storage = torch.full((m, width + padding), float("nan"), dtype=torch.bfloat16)
     values = torch.randn(m, width, generator=gen) * (2 * torch.randn(m, 1, generator=gen)).exp()
     if m > 2:
         values[1] = 0
-        # Gates that let nothing of their up projection through, or all.
+        # These gates let nothing of their up projection through, or all of it.
         values[2, :4] = torch.tensor([-60.0, 60.0, -300.0, 300.0])
     storage[:, :width] = values
     return storage[:, :width]
 
 
 def expert_rows(counts: Sequence[int], m: int, intermediate: int, padding: int = 0, seed: int = 0) -> Tensor:
-    """bf16 [E, m, 2 * intermediate], NaN in the rows that `counts` leave."""
+    """bf16 [E, m, 2 * intermediate]; rows past an expert's count are NaN."""
     x = rows(len(counts) * m, intermediate, padding, seed)
     x = x.unflatten(0, (len(counts), m))
     for e, count in enumerate(counts):
@@ -39,7 +39,7 @@ def expert_rows(counts: Sequence[int], m: int, intermediate: int, padding: int =
 
 
 def poisoned(*shape: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """(q, scale) to write to for outputs of `shape`: NaN, and a number that no scale is."""
+    """Outputs (q, scale) of `shape`: values are NaN, scales hold a number that is never a scale."""
     q = torch.full(shape, NAN_BYTE, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     *leading, m, width = shape
     groups, pitch = width // 128, -(-m // 4) * 4
@@ -58,7 +58,10 @@ def exact(x: Tensor, limit: float | None = None) -> Tensor:
 
 
 def check_values(q: Tensor, scale: Tensor, y: Tensor, power_of_two: bool = False) -> None:
-    """(q, scale) are the float64 `y` [M, I], quantized: scales to rounding, values to half a step of e4m3."""
+    """Check (q, scale) against the float64 `y` [M, I].
+
+    Scales must be equal up to rounding, values to half a step of e4m3.
+    """
     m, width = y.shape
     groups = y.view(m, width // 128, 128)
     wanted = groups.abs().amax(-1).clamp_min(1e-10) / 448
@@ -70,13 +73,13 @@ def check_values(q: Tensor, scale: Tensor, y: Tensor, power_of_two: bool = False
     else:
         assert ((ratio - 1).abs() < EXP_TOLERANCE).all()
     back = q.to(torch.float32).to(F64).view_as(groups) * got[..., None]
-    # Three mantissa bits; below 2^-6 steps of 2^-9.
+    # Values have three mantissa bits; below 2^-6, steps are 2^-9.
     step = torch.maximum(groups.abs() / 16, got[..., None] * 2**-10)
     assert ((back - groups).abs() <= step * 1.001 + groups.abs() * EXP_TOLERANCE).all()
 
 
 def _order(q: Tensor) -> Tensor:
-    """Codes as integers in the order of their values, neighbours one apart."""
+    """Codes as integers in the order of their values; neighbours differ by one."""
     code = q.view(torch.uint8).int()
     return torch.where(code < 0x80, code, 0x80 - code)
 
@@ -84,12 +87,15 @@ def _order(q: Tensor) -> Tensor:
 def check_like(
     got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], power_of_two: bool = False
 ) -> None:
-    """Two results [M, I] are the same but for the exp: scales to rounding, few values differ, by one step."""
+    """Check that two results [M, I] are equal except for the error of exp.
+
+    Scales must be equal up to rounding, and few values may differ, by one step.
+    """
     q, scale = got[0].cpu(), got[1].cpu()
     ratio = scale / expected[1]
     same = (ratio - 1).abs() < EXP_TOLERANCE
     if power_of_two:
-        # Right at a power of two, one may be rounded up where the other is not.
+        # Close to a power of two, one scale may be rounded up and the other not.
         assert (same | (ratio == 2) | (ratio == 0.5)).all()
         assert same.float().mean() > 0.99
     else:
@@ -103,7 +109,7 @@ def check_like(
 def check_masked(
     x: Tensor, counts: Sequence[int], limit: float | None = None, power_of_two: bool = False
 ) -> None:
-    """The op on x's device: valid rows as the CPU has them, the others as they were."""
+    """Run the op on x's device: valid rows must be as on the CPU, other rows unchanged."""
     num_experts, m, width = x.shape
     shape = (num_experts, m, width // 2)
     out = poisoned(*shape, device=x.device.type)
@@ -120,7 +126,7 @@ def check_experts(
     limit: float | None = None,
     power_of_two: bool = False,
 ) -> None:
-    """Poisoned outputs after the op ran on them with these counts."""
+    """Check outputs that were poisoned before the op ran on them with these counts."""
     host = x.cpu()
     for e, wanted in enumerate(counts):
         count = min(max(wanted, 0), x.shape[1])

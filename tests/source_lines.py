@@ -1,4 +1,4 @@
-"""Which line of device code each instruction of a kernel comes from."""
+"""The line of device code that each instruction of a kernel comes from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_fp8.jit.sources import SourceTree, package_sources
 from moe_fp8.specs import KernelSpec
 from tests.machine_code import SIZE, MachineCodeError, code_section, sections
 
-# Opcodes of a table of lines; the last two are extended ones.
+# Opcodes of a table of lines; the last two are extended opcodes.
 _COPY, _ADVANCE_ADDRESS, _ADVANCE_LINE, _SET_FILE = 1, 2, 3, 4
 _CONST_ADD_ADDRESS, _FIXED_ADVANCE_ADDRESS = 8, 9
 _SET_ADDRESS, _INLINED_CALL = 0x02, 0x90
@@ -32,16 +32,17 @@ class SourceLine:
         return f"{self.file}:{self.number}"
 
 
-#: A line, the line of the call that it was inlined at, and so on up to the kernel.
+#: A line, the line of the call that inlined it, and so on up to the kernel.
 Chain: TypeAlias = tuple[SourceLine, ...]
 
 
 def source_lines(spec: KernelSpec, cubin: bytes, sources: SourceTree | None = None) -> dict[int, Chain]:
-    """By address, where the instructions of `cubin` come from, which was compiled for `spec` from `sources`.
+    """The lines that the instructions of `cubin` come from, by address.
 
-    Compiles it once more, with line numbers: they leave the code as it is, or it raises MachineCodeError.
-    What the compiler has copied elsewhere has no line there, and gets that of the instruction before it: then
-    its operands say what it reads.
+    `cubin` was compiled for `spec` from `sources`. The function compiles them once more, with line numbers.
+    It raises MachineCodeError if the line numbers change the code. Instructions that the compiler has copied
+    elsewhere have no line there and get the line of the instruction before them; their operands then tell
+    what they read.
     """
     closure = (sources or package_sources()).closure(spec.name)
     options = (*compile_options(spec), "-lineinfo")
@@ -72,9 +73,10 @@ class _Row:
 
 
 def _rows(table: bytes) -> list[_Row]:
-    """The rows of a .debug_line section: DWARF 2, and an opcode of NVIDIA's for where a row is inlined.
+    """The rows of a .debug_line section: DWARF 2, and an NVIDIA opcode for the place where a row is inlined.
 
-    nvdisasm drops a row that differs from the one before in nothing but that, and so confuses callers.
+    nvdisasm does not serve here: it drops a row that differs from the row before only in this place, and so
+    confuses callers.
     """
     reader = _Reader(table, 10)
     _, _, base, span, first_special = struct.unpack("<BBbBB", reader.take(5))

@@ -1,4 +1,4 @@
-"""Cases of `indexer_topk`: logits that are NaN outside the ranges, and what is to be chosen of them."""
+"""Cases of `indexer_topk`: logits that are NaN outside the ranges, and the expected choice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.cases import generator
 
-#: How logits are drawn.
+#: The ways to draw logits.
 KINDS = ("normal", "few", "equal", "one_exponent", "special", "ascending", "descending", "sparse", "negative")
 
 _SPECIAL = (math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-40, 1.0, -1.0)
@@ -23,21 +23,21 @@ class TopkCase:
     ends: Tensor | None
 
     def to(self, device: str) -> TopkCase:
-        """Copies; rows of logits as far apart and as far from alignment as here, between them NaN."""
+        """A copy on `device`; rows have the same stride and offset as here, with NaN between them."""
         logits = _spread(self.logits, self.logits.stride(0), self.logits.storage_offset(), device)
         ranges = (None if each is None else each.to(device, copy=True) for each in (self.starts, self.ends))
         return TopkCase(logits, *ranges)
 
 
 def _spread(values: Tensor, stride: int, offset: int, device: str) -> Tensor:
-    """`values` in rows `stride` elements apart, the first `offset` elements into its storage; NaN between."""
+    """`values` in rows `stride` elements apart, from element `offset` of a new storage; the rest is NaN."""
     rows, columns = values.shape
     storage = torch.full((offset + rows * stride + columns,), math.nan, dtype=values.dtype, device=device)
     return storage.as_strided((rows, columns), (stride, 1), offset).copy_(values)
 
 
 def draw(kind: str, rows: int, columns: int, seed: int = 0) -> Tensor:
-    """fp32 [rows, columns] of a kind."""
+    """fp32 [rows, columns] of one kind."""
     gen = generator(seed, "cpu")
     if kind == "few":
         return torch.randint(0, 3, (rows, columns), generator=gen).float()
@@ -57,7 +57,7 @@ def draw(kind: str, rows: int, columns: int, seed: int = 0) -> Tensor:
 
 
 def ranges(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[Tensor | None, Tensor | None]:
-    """(starts, ends). full: neither is given. causal: ends that grow. random: any, some of them empty."""
+    """(starts, ends). full: neither is given. causal: ends grow. random: any ranges, some of them empty."""
     if kind == "full":
         return None, None
     if kind == "causal":
@@ -79,7 +79,7 @@ def topk_case(
     offset: int = 0,
     seed: int = 0,
 ) -> TopkCase:
-    """Rows `stride` elements apart, the first `offset` elements into its storage; NaN outside the ranges."""
+    """Rows `stride` elements apart, from element `offset` of their storage; NaN outside the ranges."""
     stride = columns if stride is None else stride
     starts, ends = ranges(of_ranges, rows, columns, seed)
     at = torch.arange(columns)
@@ -105,7 +105,7 @@ def expected(case: TopkCase, k: int, by_value: bool) -> tuple[list[list[int]], l
         end = columns if case.ends is None else int(case.ends[row])
         start, end = max(start, 0), min(end, columns)
         values = case.logits[row].tolist()
-        # sorted() is stable, in reverse order too.
+        # sorted() is stable, even in reverse order.
         chosen = sorted(range(start, end), key=lambda at: _rank(values[at]), reverse=True)[:k]
         if not by_value:
             chosen.sort()

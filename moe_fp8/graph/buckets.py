@@ -11,8 +11,8 @@ from moe_fp8.errors import ArgumentError
 class BatchBuckets:
     """Increasing batch sizes; a batch of n rows runs in the smallest bucket that holds n.
 
-    `sizes` are positive ints in any order, duplicates allowed. Raises `ArgumentError` when there is
-    none, or one is not positive.
+    `sizes` are positive ints in any order; duplicates are allowed. Raises `ArgumentError` if there is no
+    size or if a size is not positive.
     """
 
     def __init__(self, sizes: Iterable[int]) -> None:
@@ -22,9 +22,10 @@ class BatchBuckets:
 
     @classmethod
     def up_to(cls, largest: int) -> BatchBuckets:
-        """1, 2, 4, then multiples of 8; `largest` itself is always a bucket.
+        """Buckets of 1, 2, 4, then multiples of 8; `largest` itself is always a bucket.
 
-        Raises `ArgumentError` where it is not positive. The steps are fine because padding costs work too.
+        The steps are small because padded rows cost time too. Raises `ArgumentError` if `largest` is not
+        positive.
         """
         if largest < 1:
             raise ArgumentError("BatchBuckets.up_to", "largest", "a positive int", largest)
@@ -38,7 +39,7 @@ class BatchBuckets:
         return self.sizes[-1]
 
     def bucket(self, rows: int) -> int:
-        """Smallest size >= rows. Raises `ArgumentError` for rows < 1 or above the largest bucket."""
+        """The smallest size >= rows. Raises `ArgumentError` for rows < 1 or above the largest bucket."""
         if not 1 <= rows <= self.largest:
             raise ArgumentError(
                 "BatchBuckets.bucket",

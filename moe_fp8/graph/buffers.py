@@ -12,10 +12,10 @@ from moe_fp8.errors import ArgumentError
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """One input: shape of a row (without the batch dimension), dtype, and what a padded row holds.
+    """One input: the shape of a row (without the batch dimension), the dtype, and the value of padded rows.
 
-    `pad` must make a padded row harmless to the step: context length 0, page 0 where page 0 belongs
-    to no request, token 0.
+    `pad` must make a padded row harmless to the step: for example context length 0, token 0, or page 0 if
+    page 0 belongs to no request.
     """
 
     row_shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class BufferSpec:
 class StaticBuffers:
     """Tensors `[capacity, *row_shape]` whose addresses never change.
 
-    A graph captured over `view(bucket)` reads whatever `load` last copied there. All rows start as
+    A graph captured over `view(bucket)` reads the values that `load` last copied there. All rows start as
     padding. Not thread-safe.
     """
 
@@ -47,12 +47,12 @@ class StaticBuffers:
         return {name: tensor[:bucket] for name, tensor in self._tensors.items()}
 
     def clear(self) -> None:
-        """Makes every row padding again, ordered with the current stream."""
+        """Fill every row with padding again, ordered with the current stream."""
         for name, tensor in self._tensors.items():
             tensor.fill_(self.specs[name].pad)
 
     def check(self, inputs: Mapping[str, torch.Tensor]) -> int:
-        """The number of rows of `inputs`, which must be as for `load`. Raises `ArgumentError`."""
+        """Check `inputs` as `load` does and return their number of rows. Raises `ArgumentError`."""
         if inputs.keys() != self.specs.keys():
             raise ArgumentError(
                 "StaticBuffers.load", "inputs", f"the names {sorted(self.specs)}", sorted(inputs)
@@ -72,12 +72,13 @@ class StaticBuffers:
         return rows
 
     def load(self, inputs: Mapping[str, torch.Tensor], bucket: int) -> int:
-        """Copies rows in, pads up to `bucket`, and returns the number of rows.
+        """Copy the rows in, pad up to `bucket` rows, and return the number of copied rows.
 
-        `inputs` has exactly the names of the specs; each tensor is `[rows, *row_shape]` with one
-        `rows` <= bucket <= capacity for all, of the spec's dtype, on any device. A copy from the host is
-        ordered with the current stream; the host tensor may be reused at once. Not for use inside a
-        capture. Raises `ArgumentError` for a missing or unknown name and for a wrong shape or dtype.
+        `inputs` has exactly the names of the specs. Each tensor is `[rows, *row_shape]` in its spec's dtype,
+        on any device; `rows` is the same for all, and `rows` <= `bucket` <= `capacity`. A copy from the host
+        is ordered with the current stream, and the host tensor may be reused at once. Do not call `load`
+        inside a capture. Raises `ArgumentError` for a missing or unknown name, a wrong shape or dtype, and a
+        `bucket` out of range.
         """
         rows = self.check(inputs)
         if not rows <= bucket <= self.capacity:

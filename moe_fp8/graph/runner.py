@@ -20,13 +20,14 @@ class GraphRunner:
     """Runs `step` over static buffers: a graph replay on CUDA, a plain call on CPU.
 
     `step(inputs) -> outputs` maps names to tensors; every input and output has the batch as its
-    first dimension. To be capturable it must have shapes that depend only on the bucket, must not
+    first dimension. A capturable step must have shapes that depend only on the bucket, must not
     read device data on the host (`.item()`, `.tolist()`, boolean indexing, `nonzero`), and must not
     copy host tensors to the device. State that outlives a step (a paged cache) is written in place.
-    Kernels it launches must be loaded before capture: preload the warmup plan first.
+    Its kernels must be loaded before capture: preload the warmup plan first.
 
     `warmup_runs` eager calls precede each capture, so that libraries allocate workspaces and
-    choose algorithms outside it. They run on padding only. One thread may use a runner at a time.
+    choose algorithms outside the capture. These calls see only padded rows. One thread may use a runner at
+    a time.
     """
 
     def __init__(
@@ -56,14 +57,15 @@ class GraphRunner:
         return tuple(sorted(self._graphs))
 
     def capture(self, progress: Callable[[int], None] | None = None) -> None:
-        """Captures every bucket, the largest first so that the smaller ones fit in its memory pool.
+        """Capture every bucket, the largest first, so that the smaller buckets fit in its memory pool.
 
-        `progress(bucket)` is called after each. On CPU there is nothing to capture, and the step is called
-        once for each bucket. Call it again after replacing a tensor that the step closes over: the old
-        graphs are dropped. Raises `ArgumentError` where an output has no row for each of the bucket's.
+        `progress(bucket)` is called after each bucket. On CPU nothing is captured, and the step is called
+        once for each bucket. Call `capture` again after replacing a tensor that the step closes over; it
+        drops the old graphs. Raises `ArgumentError` if the first dimension of an output is not the bucket's
+        size.
         """
         self._graphs.clear()
-        # What the last run left would be run again, and written again into the step's state.
+        # Otherwise the step would see the last run's rows again and write them into its state again.
         self.buffers.clear()
         with self._on_device():
             pool = torch.cuda.graph_pool_handle() if self.uses_graphs else None
@@ -90,11 +92,11 @@ class GraphRunner:
         return graph, outputs
 
     def run(self, inputs: Tensors) -> dict[str, torch.Tensor]:
-        """Loads `inputs` (`[rows, ...]` each), pads to a bucket, runs it, and returns `rows` rows.
+        """Load `inputs` (`[rows, ...]` each), pad them to a bucket, run the step, and return `rows` rows.
 
-        The outputs are views of memory that the next `run` overwrites; on CUDA they are ordered with
-        the current stream and nothing has been synchronised. Raises `ArgumentError` for inputs that are
-        not as the specs say, a batch that no bucket holds and, on CUDA, before `capture()`.
+        The outputs are views of memory that the next `run` overwrites. On CUDA they are ordered with the
+        current stream, and `run` does not synchronise. Raises `ArgumentError` for inputs that do not match
+        the specs, for a batch that no bucket holds and, on CUDA, for a bucket that was not captured.
         """
         bucket = self.buckets.bucket(self.buffers.check(inputs))
         if self.uses_graphs and bucket not in self._graphs:
@@ -111,7 +113,7 @@ class GraphRunner:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Streams and graphs are those of the current device."""
+        """Make `device` current: streams and graphs are created on the current device."""
         if self.uses_graphs:
             with torch.cuda.device(self.device):
                 yield
@@ -125,6 +127,6 @@ def _check_outputs(outputs: Tensors, bucket: int) -> None:
             raise ArgumentError(
                 "GraphRunner.capture",
                 f"output {name}",
-                f"{bucket} rows, one for each of the bucket's",
+                f"{bucket} rows, as the bucket has",
                 f"shape {list(tensor.shape)}",
             )

@@ -1,7 +1,7 @@
-"""problem -> tile config: pure functions, no torch, no GPU.
+"""Heuristics: problem -> tile config, as pure functions that need neither torch nor a GPU.
 
-The same function serves the ops at launch and the planner before any launch, so whatever a config
-depends on must be a field of the problem.
+The ops at launch and the planner before any launch call the same function, so a config may depend only on
+fields of the problem.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from moe_fp8.heuristics.mqa import (
     key_box_rows,
     mqa_config,
     mqa_division,
+    mqa_most_queries,
     mqa_smem_bytes,
     paged_mqa_config,
     query_box_rows,
@@ -65,6 +66,7 @@ __all__ = [
     "key_box_rows",
     "mqa_config",
     "mqa_division",
+    "mqa_most_queries",
     "mqa_smem_bytes",
     "paged_mqa_config",
     "parse_gemm_config",

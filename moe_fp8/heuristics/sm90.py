@@ -1,4 +1,4 @@
-"""What every kernel's tile has to fit into on Hopper. Standard library only."""
+"""Limits of Hopper that every kernel's tile must respect. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ SMEM_CAPACITY = 232_448
 #: Threads that issue one wgmma together.
 WARPGROUP = 128
 
-#: Room for the barriers and for the other small things that a kernel keeps in addition to its stages.
+#: Bytes for the barriers and other small data that a kernel keeps in addition to its stages.
 BARRIER_BYTES = 1024

@@ -6,20 +6,21 @@ from dataclasses import dataclass
 
 from moe_fp8.problems import IndexerTopkProblem
 
-#: Most columns that a row can be asked for.
+#: The most columns that can be selected from a row.
 TOPK_MAX_K = 4096
 
-#: Logits of one CTA's share that stay in shared memory while the threshold is found: with two histograms of
-#: 2048 bins that is 80 KiB, so that two CTAs share an SM and one row's barriers hide behind another's loads.
+#: Logits of a CTA's share that stay in shared memory during the search for the threshold. With two
+#: histograms of 2048 bins they take 80 KiB, so that two CTAs share an SM and the barriers of one row overlap
+#: the loads of another row.
 TOPK_CAPACITY = 8192
 
-#: Bins of one of its histograms.
+#: Bins of one histogram.
 TOPK_BINS = 2048
 
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """`cluster` CTAs of `num_threads` a row."""
+    """Each row gets `cluster` CTAs of `num_threads` threads."""
 
     cluster: int
     num_threads: int
@@ -31,9 +32,9 @@ def topk_smem_bytes() -> int:
 
 
 def topk_config(problem: IndexerTopkProblem) -> TopkConfig:
-    """As many CTAs a row as the GPU has SMs for, if each has enough columns.
+    """Up to eight CTAs per row, as far as the GPU has SMs and each CTA gets enough columns.
 
-    Where rows alone fill the GPU, two smaller CTAs share an SM.
+    If the rows outnumber the SMs, each row gets one smaller CTA, and two CTAs share an SM.
     """
     problem = problem.for_selection()
     if problem.num_rows > problem.num_sms:

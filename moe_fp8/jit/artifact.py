@@ -1,4 +1,4 @@
-"""A compiled kernel and what the compiler reported about it."""
+"""A compiled kernel and the compiler's report about it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from dataclasses import dataclass
 class Artifact:
     """One cubin with one entry point.
 
-    `key`: content key. `name`: the extern "C" symbol. `registers`: a thread. `spill_bytes`: stores
-    plus loads. `local_bytes`: stack frame of a thread. `static_smem_bytes`: a block, without the
-    dynamic part. `nvrtc`: "major.minor". `compile_seconds`: wall time inside NVRTC. `warnings`:
-    what NVRTC and ptxas said beyond the resource report, one line or diagnostic each; empty for
-    every kernel in this package.
+    `key`: content key. `name`: the extern "C" symbol. `registers`: per thread. `spill_bytes`: stores
+    plus loads. `local_bytes`: stack frame per thread. `static_smem_bytes`: static shared memory per block.
+    `nvrtc`: "major.minor". `compile_seconds`: wall time inside NVRTC. `log`: NVRTC's log. `warnings`: the
+    diagnostics of NVRTC and ptxas, without the resource report; empty for every kernel in this package.
     """
 
     key: str

@@ -1,4 +1,4 @@
-"""Many specs -> artifacts, by as many compiler processes as there are cores for it."""
+"""Parallel build: many specs -> artifacts, compiled by several processes."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ __all__ = ["BuildReport", "BuildRow", "Progress", "ProgressCallback", "build"]
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What a build did: a row for every distinct spec, in the order given; `seconds` is wall time."""
+    """The result of a build: a row for every distinct spec, in the given order. `seconds` is wall time."""
 
     rows: tuple[BuildRow, ...]
     seconds: float
 
     @property
     def compiled(self) -> int:
-        """Kernels that were compiled now."""
+        """The number of kernels that this build compiled."""
         return sum(not row.cached for row in self.rows)
 
     @property
     def cached(self) -> int:
-        """Kernels that were already there."""
+        """The number of kernels that the store already held."""
         return sum(row.cached for row in self.rows)
 
 
@@ -49,11 +49,11 @@ def build(
     jobs: int | None = None,
     progress: Progress = None,
 ) -> BuildReport:
-    """Make sure that `store` (default: the process's) holds every spec.
+    """Make sure that `store` (default: the process's store) holds a kernel for every spec. Needs no GPU.
 
-    `jobs`: compiler processes, default MOE_FP8_JOBS or the cores at hand. They are fresh processes
-    that import neither the caller's main module nor torch. All specs are tried before CompileError
-    is raised for those that failed; ToolchainError where there is no compiler. Needs no GPU.
+    `jobs`: compiler processes; the default is MOE_FP8_JOBS, else the available cores. They are fresh
+    processes that import neither the caller's main module nor torch. The build tries all specs, then raises
+    CompileError with all failures. It raises ToolchainError if there is no compiler.
     """
     started = time.perf_counter()
     store = store or default_store()
@@ -101,7 +101,7 @@ def _row(spec: KernelSpec, artifact: Artifact, cached: bool) -> BuildRow:
     )
 
 
-#: (artifact, already there) or what went wrong.
+#: (artifact, whether the store already held it), or an error message.
 _Result: TypeAlias = tuple[Artifact, bool] | str
 
 
@@ -128,11 +128,11 @@ def _compile_apart(
         for _ in specs:
             spec, result = results.get()
             if not isinstance(result, str):
-                # The worker has written it to disk, if there is a disk; this process wants it too.
+                # The worker wrote the artifact to disk if it could; this process keeps it in memory too.
                 store.adopt(result[0])
             yield spec, result
     finally:
-        # Reached early when the caller is interrupted: a worker has nothing to save.
+        # An interrupted caller gets here early. Workers have nothing to save.
         for compiler in compilers:
             compiler.stop()
         for thread in threads:
@@ -141,7 +141,7 @@ def _compile_apart(
 
 
 class _Compiler:
-    """One worker process, started again where it dies, and the thread's work of feeding it."""
+    """One worker process, which is restarted if it dies, and the loop that feeds it from a thread."""
 
     def __init__(self, location: dict[str, str | None]) -> None:
         self._location = location
@@ -162,13 +162,13 @@ class _Compiler:
             try:
                 result = self._compile(spec)
             except Exception as error:
-                # Whatever it was, the build waits for a result of every task.
+                # The build waits for a result of every task, so any error must become a result.
                 result = f"the compiler process cannot be used ({type(error).__name__}: {error})"
             results.put((spec, result))
         self.stop()
 
     def stop(self) -> None:
-        """End the process, if there is one, and start no other."""
+        """End the process, if it runs, and start no other."""
         with self._lock:
             self._stopped = True
             process, self._process = self._process, None
@@ -182,7 +182,7 @@ class _Compiler:
             worker.write_frame(_pipe(process.stdin), {"spec": worker.spec_to_json(spec)})
             reply = worker.read_frame(_pipe(process.stdout))
         except (OSError, ValueError):
-            # The pipe broke, or stop() closed it: the same as no reply.
+            # The pipe broke, or stop() closed it. Both count as no reply.
             pass
         if reply is None:
             with self._lock:
@@ -201,7 +201,7 @@ class _Compiler:
             if self._stopped:
                 raise OSError("the build was stopped")
             if self._process is None:
-                # Not multiprocessing: that imports the caller's main module in every child, torch and all.
+                # multiprocessing would import the caller's main module, and so torch, in every child.
                 code = (
                     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
                     "from moe_fp8.jit.worker import main; main()"
@@ -219,7 +219,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):
-        # Bytes may be left for a process that is gone.
+        # Closing fails if unsent bytes remain for the ended process.
         with suppress(OSError):
             _pipe(stream).close()
 

@@ -1,7 +1,7 @@
-"""A kernel bundle: a folder of compiled kernels and a manifest of what they are and what they cover.
+"""A kernel bundle: a folder of compiled kernels, with a manifest of the kernels and the plans they serve.
 
-It is relocatable, made on any machine (`moe_fp8.jit.bundle_writer`) and only read here. Unlike the cache it
-is a promise: what is wrong with it is an error and never a reason to go on without.
+A bundle is relocatable and can be made on any machine (`moe_fp8.jit.bundle_writer`); this module only reads
+it. A bundle is a promise, unlike the cache: any fault in it is an error, and no kernel is compiled instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_fp8.jit.sources import SourceTree, package_sources
 from moe_fp8.jit.toolchain import installed_nvrtc, nvrtc_version
 from moe_fp8.settings import settings
 
-#: Raise it when the manifest's fields come to mean something else.
+#: Increase this number when the meaning of the manifest's fields changes.
 FORMAT = 1
 
 MANIFEST = "manifest.json"
@@ -37,7 +37,7 @@ _KEY = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What compiled the kernels: architecture, "major.minor" of NVRTC, digest of all device code."""
+    """The inputs common to all kernels: architecture, "major.minor" of NVRTC, digest of all device code."""
 
     arch: str
     nvrtc: str
@@ -45,7 +45,7 @@ class Toolchain:
 
     @classmethod
     def here(cls, sources: SourceTree | None = None, arch: str = ARCH) -> Toolchain:
-        """What this process compiles with; raises ToolchainError where there is no NVRTC."""
+        """The toolchain of this process; raises ToolchainError if there is no NVRTC."""
         major, minor = nvrtc_version()
         return cls(arch, f"{major}.{minor}", (sources or package_sources()).digest())
 
@@ -63,7 +63,7 @@ class BundledKernel:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a bundle holds. `coverage`: a JSON object for each plan in it, with its model's name."""
+    """The contents of a bundle. `coverage`: a JSON object for each plan in it, with its model's name."""
 
     toolchain: Toolchain
     coverage: tuple[Mapping[str, Any], ...]
@@ -71,11 +71,11 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """A SHA-256 over all the rest."""
+        """A SHA-256 over all other fields."""
         return hashlib.sha256(canonical(self._content())).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON types, with the digest."""
+        """The manifest as JSON types, with the digest."""
         return {**self._content(), "digest": self.digest}
 
     def _content(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Manifest:
         coverage: Iterable[Mapping[str, Any]],
         kernels: Iterable[BundledKernel],
     ) -> Manifest:
-        """The manifest of all `coverage` and `kernels`, whatever their order."""
+        """The sorted manifest of all `coverage` and `kernels`; of kernels with equal keys the last stays."""
         plans = {canonical(plan): plan for plan in coverage}
         by_key = {kernel.key: kernel for kernel in kernels}
         return cls(
@@ -104,7 +104,7 @@ class Manifest:
 
 
 def canonical(value: Mapping[str, Any]) -> bytes:
-    """The one text of a JSON object."""
+    """The canonical text of a JSON object."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -118,11 +118,11 @@ class Bundle:
 
     @classmethod
     def open(cls, path: Path, sources: SourceTree | None = None, arch: str = ARCH) -> Bundle:
-        """The bundle in the folder `path`; `sources` and `arch`: what this process compiles.
+        """The bundle in the folder `path`; this process would compile `sources` for `arch`.
 
-        Raises BundleError where it is none, where another user may write it, where the manifest is damaged,
-        and where its kernels are those of other sources, another architecture or another NVRTC than the one
-        that is installed, if one is.
+        Raises BundleError if the folder is no bundle, if another user may write it, if the manifest is
+        damaged, and if the kernels were compiled from other sources, for another architecture or by another
+        NVRTC than the installed version. Without an installed NVRTC, any version is accepted.
         """
         try:
             status = path.stat()
@@ -147,7 +147,7 @@ class Bundle:
         return int(major), int(minor)
 
     def get(self, key: str) -> Artifact | None:
-        """The artifact of `key`, or None where the manifest names none; BundleError where it is damaged."""
+        """The artifact of `key`, or None if the manifest does not name it; BundleError if it is damaged."""
         kernel = self._kernels.get(key)
         if kernel is None:
             return None
@@ -168,7 +168,7 @@ class Bundle:
         return artifact
 
     def to_dict(self) -> dict[str, Any]:
-        """Where it is and what it holds, in short, as JSON types."""
+        """A summary of the bundle's place and contents, as JSON types."""
         kernels = self.manifest.kernels
         return {
             "path": str(self.path),
@@ -180,21 +180,21 @@ class Bundle:
         }
 
     def summary(self) -> str:
-        """What it holds, in a line."""
+        """A summary of the bundle's contents in one line."""
         told = self.to_dict()
         size, models, digest = told["bytes"] / 1e6, ", ".join(told["models"]), told["digest"][:12]
         version = self.manifest.toolchain.nvrtc
         return f"{told['kernels']} kernels, {size:.1f} MB, NVRTC {version}, for {models}; digest {digest}"
 
     def verify(self) -> None:
-        """Read every kernel; raises BundleError for the first that is not what the manifest says."""
+        """Read every kernel; raises BundleError for the first kernel that differs from the manifest."""
         for key in self._kernels:
             self.get(key)
 
 
 @cache
 def bundle_in_use() -> Bundle | None:
-    """The bundle of `settings().bundle`, None where there is to be none; raises BundleError."""
+    """The bundle that `settings().bundle` names, or None if it names none; raises BundleError."""
     path = settings().bundle
     return None if path is None else Bundle.open(path)
 
@@ -205,13 +205,13 @@ def _refuse(path: Path, what: str, expected: str, got: object, remedy: str) -> N
 
 def _check_trust(path: Path, what: str, status: Any) -> None:
     if problem := distrust(status):
-        remedy = "make this user or root its owner and `chmod -R go-w` it: what is in it is executed"
-        _refuse(path, what, "what only this user or root can write", f"one that {problem}", remedy)
+        remedy = "make this user or root its owner and `chmod -R go-w` it: its contents are executed"
+        _refuse(path, what, "a path that only this user or root can write", f"a path that {problem}", remedy)
 
 
 def _check_toolchain(path: Path, built: Toolchain, sources: str, arch: str) -> None:
     installed = installed_nvrtc()
-    # Without NVRTC nothing is compiled, so that the version in the keys is the bundle's to say.
+    # Without NVRTC this process compiles nothing, so the keys use the bundle's version.
     nvrtc = built.nvrtc if installed is None else f"{installed[0]}.{installed[1]}"
     for what, ours, theirs in (
         ("architecture", arch, built.arch),
@@ -219,11 +219,11 @@ def _check_toolchain(path: Path, built: Toolchain, sources: str, arch: str) -> N
         ("digest of the kernel sources", sources, built.sources),
     ):
         if ours != theirs:
-            _refuse(path, what, f"{ours}, as this process would compile with", theirs, _BUILD_AGAIN)
+            _refuse(path, what, f"{ours}, with which this process compiles", theirs, _BUILD_AGAIN)
 
 
 def _parse(path: Path, data: bytes) -> Manifest:
-    """The manifest in `data`, whose digest and fields are as they must be."""
+    """The manifest in `data`, after checking its digest and fields; raises BundleError."""
     try:
         content = json.loads(data)
         found = content["format"]
@@ -253,6 +253,10 @@ def _parse(path: Path, data: bytes) -> Manifest:
         ) from error
     if not whole:
         _refuse(
-            path, MANIFEST, "models' names, NVRTC's version, and files named by keys", "others", _COPY_AGAIN
+            path,
+            MANIFEST,
+            "models' names, NVRTC's version, and files named by keys",
+            "other values",
+            _COPY_AGAIN,
         )
     return manifest

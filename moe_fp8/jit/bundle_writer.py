@@ -1,8 +1,8 @@
-"""Writes kernel bundles: whoever looks at the folder finds no bundle, the old one or the new one.
+"""Writes kernel bundles atomically: at any time a reader finds no bundle, the old bundle or the new bundle.
 
-A new bundle is made in a folder next to its place and renamed. A bundle that exists gets new files first,
-which no manifest names yet, and then its manifest by a rename. The same kernels make the same bytes on every
-machine.
+A new bundle is written to a temporary folder beside its final place, which is then renamed. An existing
+bundle first gets the new kernel files, which its manifest does not name yet; a rename then replaces its
+manifest. The same kernels give the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from moe_fp8.specs import KernelSpec
 def existing_bundle(
     path: Path, *, force: bool = False, sources: SourceTree | None = None, arch: str = ARCH
 ) -> Bundle | None:
-    """The bundle in `path` that can be added to; None where there is none, or with `force` is to be none.
+    """The bundle in `path`, to which kernels can be added; None if there is no bundle or `force` is set.
 
-    Raises BundleError where the folder holds something else, or, without `force`, a bundle that is damaged
+    Raises BundleError if the folder holds something else, or, without `force`, a bundle that is damaged
     or that this process may not use.
     """
     try:
@@ -68,16 +68,16 @@ def write_bundle(
     sources: SourceTree | None = None,
     arch: str = ARCH,
 ) -> Bundle:
-    """Make the bundle `path` of `kernels`, or add them to the one that is there; the bundle.
+    """Make the bundle `path` of `kernels`, or add them to an existing bundle; returns the bundle.
 
-    `coverage`: what the kernels are for, as JSON types. `force`: replace a bundle that is there instead of
+    `coverage`: the plan that the kernels serve, as JSON types. `force`: replace an existing bundle instead of
     adding to it. Folders get mode 0755 and files 0644, for a server that runs as another user. Raises
-    BundleError as `existing_bundle` does and where the folder cannot be written; ToolchainError.
+    BundleError as `existing_bundle` does and if the folder cannot be written; ToolchainError.
     """
     toolchain = Toolchain.here(sources, arch)
     entries: dict[BundledKernel, bytes] = {}
     for spec, artifact in kernels.items():
-        # What differs from build to build has no place in a content hash.
+        # The content hash must not depend on fields that differ from build to build.
         data = encode(replace(artifact, compile_seconds=0.0, log=""))
         digest = hashlib.sha256(data).hexdigest()
         entries[BundledKernel(artifact.key, str(spec), artifact.key + SUFFIX, len(data), digest)] = data
@@ -89,7 +89,7 @@ def write_bundle(
                 old = existing_bundle(path, force=force, sources=sources, arch=arch)
                 plans = [coverage] if old is None else [*old.manifest.coverage, coverage]
                 there = () if old is None else old.manifest.kernels
-                # Where keys are equal, the later entry stays: it is the kernel that the bundle already has.
+                # For equal keys the later entry wins: the kernel that the bundle already has.
                 _update(path, Manifest.merged(toolchain, plans, (*entries, *there)), entries)
     except OSError as error:
         raise _unwritable(path, error) from error
@@ -97,7 +97,7 @@ def write_bundle(
 
 
 def _make(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes]) -> bool:
-    """Make a bundle where there is none; False where there is one by now."""
+    """Make a new bundle; False if another process has made a bundle there in the meantime."""
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     try:
         for kernel, data in entries.items():
@@ -118,7 +118,7 @@ def _make(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes]
 
 
 def _update(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes]) -> None:
-    """Turn the bundle in `path` into that of `manifest`."""
+    """Turn the bundle in `path` into the bundle that `manifest` describes."""
     for kernel in manifest.kernels:
         if kernel in entries and not _holds(path, kernel):
             _publish(path / kernel.file, entries[kernel])
@@ -127,7 +127,7 @@ def _update(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, byte
     sync_folder(path)
     named = {kernel.file for kernel in manifest.kernels}
     for file in path.iterdir():
-        # Kernels of a bundle that was replaced, and what a killed process left.
+        # Kernels of a replaced bundle, and temporary files of a killed process.
         if file.suffix in (SUFFIX, ".tmp") and file.name not in named:
             file.unlink()
 
@@ -145,7 +145,7 @@ def _text(manifest: Manifest) -> bytes:
 def _publish(path: Path, data: bytes) -> None:
     descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
     try:
-        # Whatever the umask: readable for a server of another user, writable for nobody else.
+        # Independent of the umask: other users, such as a server's, may read the file but not write it.
         os.fchmod(descriptor, 0o644)
         write_synced(descriptor, data)
         os.replace(temporary, path)
@@ -157,7 +157,7 @@ def _publish(path: Path, data: bytes) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the folder's lock among builders; the kernel drops it when its holder dies."""
+    """Hold the folder's lock against other builders; the OS releases it if this process dies."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""KernelSpec -> Artifact through NVRTC: takes no tensor, launches nothing, needs no driver."""
+"""KernelSpec -> Artifact through NVRTC. Compiling takes no tensor, launches nothing and needs no driver."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _STATIC_SMEM = re.compile(r"(\d+) bytes smem")
-# Only the known lines of the report: ptxas also says "info" for wgmma it had to serialise and for a
-# setmaxnreg it ignored, and those must not pass unseen.
+# This matches only the known lines of the resource report: ptxas also prints "info" for serialised wgmma
+# and for an ignored setmaxnreg, and these messages must count as warnings.
 _REPORT_LINE = re.compile(
     r"^ptxas (?:info)?\s*[:.]\s*"
     r"(?:\d+ bytes gmem|Compiling entry function|Function properties for|\d+ bytes stack frame,"
@@ -35,8 +35,8 @@ _REPORT_LINE = re.compile(
 def compile_kernel(spec: KernelSpec, arch: str = ARCH, sources: SourceTree | None = None) -> Artifact:
     """Compile `spec` for `arch`; `sources` defaults to the kernels of this package.
 
-    Raises CompileError with NVRTC's log, and where the result is not exactly one kernel named
-    `spec.name`; ToolchainError where there is no usable NVRTC. Compiler warnings are logged at
+    Raises CompileError with NVRTC's log, also if the result is not exactly one kernel named
+    `spec.name`; ToolchainError if there is no usable NVRTC. Compiler warnings are logged at
     WARNING and kept in `Artifact.warnings`. Thread-safe; blocks without holding the GIL.
     """
     closure = (sources or package_sources()).closure(spec.name)
@@ -111,7 +111,7 @@ def _call(api: Any, kernel: str, function: Any, *arguments: Any) -> Any:
 
 
 def _largest(pattern: re.Pattern[str], log: str, default: int | None = None) -> tuple[int, ...]:
-    """Element-wise maximum: a device function that was not inlined has a report of its own."""
+    """Element-wise maximum of all matches: a device function that was not inlined has its own report."""
     matches = [tuple(int(group) for group in found.groups()) for found in pattern.finditer(log)]
     if not matches:
         if default is not None:

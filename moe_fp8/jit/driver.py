@@ -1,6 +1,6 @@
-"""libcuda: load a cubin, launch a kernel, describe a device. Nothing else touches the driver.
+"""libcuda: load a cubin, launch a kernel, describe a device. No other module calls the driver.
 
-Importing this module loads no library; the first call does, and raises ToolchainError where there
+Importing this module loads no library. The first call loads libcuda, and raises ToolchainError if there
 is no driver.
 """
 
@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, TypeAlias
 from moe_fp8.errors import DriverError, ToolchainError
 from moe_fp8.jit.artifact import Artifact
 
-#: Dynamic shared memory that a kernel gets without asking, in bytes a block.
+#: Dynamic shared memory that a kernel may use without an attribute, in bytes per block.
 _DEFAULT_SMEM_LIMIT = 48 * 1024
 
 _ALIGNMENT = 64
 
-#: Grids and streams whose launch configuration a kernel keeps.
+#: The most launch configurations (pairs of grid and stream) that a kernel keeps.
 _MAX_CONFIGS = 1024
 
 #: The compute capability that the kernels run on.
@@ -31,7 +31,7 @@ HOPPER = (9, 0)
 
 
 class DeviceInfo(NamedTuple):
-    """`cc`: compute capability. `driver_version`: CUDA version of the driver, (major, minor)."""
+    """A GPU. `cc`: compute capability. `driver_version`: CUDA version of the driver, (major, minor)."""
 
     name: str
     cc: tuple[int, int]
@@ -40,11 +40,11 @@ class DeviceInfo(NamedTuple):
 
 
 class ParamBlock:
-    """Host memory for a kernel's one by-value struct parameter, reusable from call to call.
+    """Host memory for a kernel's single by-value struct parameter, reusable from call to call.
 
-    `buffer` is a writable view of `size` bytes at a 64-byte boundary (tensor maps need that), to
-    be filled with `struct.pack_into`. A launch copies it before it returns, so one block serves any
-    number of launches, of several threads too while none of them writes to it.
+    `buffer` is a writable view of `size` bytes, to be filled with `struct.pack_into`; tensor maps need its
+    64-byte alignment. A launch copies the buffer before it returns, so one block serves any number of
+    launches. Several threads may launch with the same block while no thread writes to it.
     """
 
     __slots__ = ("_storage", "address", "buffer", "kernel_params", "size")
@@ -58,22 +58,22 @@ class ParamBlock:
         self.size = size
         self.address = base + offset
         self.buffer = view[offset : offset + size]
-        #: Address of the `void*[1]` that a launch takes; it holds `address`.
+        #: Address of the `void*[1]` that a launch takes; the array holds `address`.
         self.kernel_params = self.address + padded
         struct.pack_into("P", view, offset + padded, self.address)
 
 
-#: What `LoadedKernel.launch` takes: a block, or any writable buffer of the struct's size.
+#: Parameters of `LoadedKernel.launch`: a block, or any writable buffer of the struct's size.
 Params: TypeAlias = ParamBlock | bytearray | memoryview | ctypes.Array[Any] | ctypes.Structure
 
 
 class LoadedKernel:
-    """A kernel ready to launch in every context of the process; stays loaded until exit.
+    """A kernel ready to launch in every context of the process; it stays loaded until exit.
 
-    `num_threads` a block, `smem_bytes` of dynamic shared memory a block; cluster dimensions are
-    compiled in.
+    `num_threads`: threads per block. `smem_bytes`: dynamic shared memory per block. Cluster dimensions are
+    compiled into the kernel.
 
-    Launches are programmatic dependent ones: a kernel may start before its predecessor on the stream has
+    Launches use programmatic dependent launch: a kernel may start before its predecessor on the stream has
     ended, so every kernel executes `griddepcontrol.wait` in all threads before it touches memory.
     """
 
@@ -94,8 +94,8 @@ class LoadedKernel:
         self.num_threads = num_threads
         self.smem_bytes = smem_bytes
         self._kernel = kernel
-        # A launch takes a CUkernel cast to CUfunction: unlike a real CUfunction it belongs to no context,
-        # so that one handle serves every device.
+        # A launch accepts a CUkernel cast to CUfunction. Unlike a real CUfunction, a CUkernel belongs to no
+        # context, so one handle serves every device.
         self._function = api.CUfunction(int(kernel))
         self._launch = api.cuLaunchKernelEx
         self._configs: dict[tuple[int, int], Any] = {}
@@ -105,8 +105,8 @@ class LoadedKernel:
     def launch(self, grid: int, stream: int, params: Params, device: int = 0) -> None:
         """Launch `grid` (> 0) blocks on `stream`, a raw CUstream of the current context.
 
-        `device`: whose context is made current where the thread has none. `params` is copied before the
-        call returns. Thread-safe and capture-safe, asynchronous; raises DriverError.
+        If the thread has no context, the primary context of `device` is made current. `params` is copied
+        before the call returns. Asynchronous, thread-safe and capture-safe; raises DriverError.
         """
         if type(params) is ParamBlock:
             kernel_params = params.kernel_params
@@ -121,7 +121,7 @@ class LoadedKernel:
             self._retry(status, config, grid, kernel_params, device)
 
     def _configure(self, grid: int, stream: int) -> Any:
-        """The launch configuration for this grid and stream; kept, since making one costs microseconds."""
+        """Make and keep the launch configuration for this grid and stream; making it takes microseconds."""
         api = _driver()
         dependent = api.CUlaunchAttribute()
         dependent.id = api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -139,9 +139,9 @@ class LoadedKernel:
         return config
 
     def prepare(self, current: int | None = None) -> None:
-        """Load the code onto the current device and allow its shared memory there; idempotent.
+        """Load the code onto the current device and set its shared-memory limit there; idempotent.
 
-        `current`: that device, if it is known. Allowed while a stream is being captured.
+        `current`: the index of the current device, if known. Allowed during stream capture.
         """
         if current in self._ready:
             return
@@ -157,17 +157,17 @@ class LoadedKernel:
                         f"cuKernelSetAttribute({self.name}, smem={self.smem_bytes})",
                         api.cuKernelSetAttribute(attribute, self.smem_bytes, self._kernel, device),
                     )
-                # Modules load lazily by default, that is inside the first launch: force it now.
+                # By default a module loads lazily, in the first launch. This call loads it now.
                 _check(f"cuKernelGetFunction({self.name})", api.cuKernelGetFunction(self._kernel))
             self._ready.add(int(device))
 
     def _retry(self, status: Any, config: Any, grid: int, kernel_params: int, wanted: int) -> None:
         api = _driver()
-        # A thread that has called nothing of the CUDA runtime yet has no context.
+        # A thread has no context before its first call of the CUDA runtime.
         bound = ensure_context(wanted)
         device = int(_check("cuCtxGetDevice", api.cuCtxGetDevice()))
         if bound or device not in self._ready:
-            # Loaded on another device: its shared-memory limit is still the default here.
+            # The kernel was loaded on another device; here its shared-memory limit is still the default.
             self.prepare()
             status = self._launch(config, self._function, kernel_params, 0)[0]
         _check(
@@ -177,7 +177,7 @@ class LoadedKernel:
 
 
 def load(artifact: Artifact, smem_bytes: int, num_threads: int) -> LoadedKernel:
-    """Load `artifact` onto the current device; retains device 0's primary context where none is current.
+    """Load `artifact` onto the current device; retains device 0's primary context if none is current.
 
     Synchronous (milliseconds); allowed during stream capture. Raises DriverError, ToolchainError.
     """
@@ -197,9 +197,9 @@ def load(artifact: Artifact, smem_bytes: int, num_threads: int) -> LoadedKernel:
 
 
 def ensure_context(device: int = 0) -> bool:
-    """Make a context current on this thread if none is: the primary one of `device`, as the runtime would.
+    """If this thread has no current context, make the primary context of `device` current.
 
-    Returns whether there was none.
+    The CUDA runtime does the same. Returns whether there was no context.
     """
     api = _driver()
     if int(_check("cuCtxGetCurrent", api.cuCtxGetCurrent())) != 0:
@@ -211,7 +211,7 @@ def ensure_context(device: int = 0) -> bool:
 
 
 def device_count() -> int:
-    """Number of visible GPUs; 0 where there is no driver or the driver sees none."""
+    """The number of visible GPUs; 0 if there is no driver or the driver sees no GPU."""
     try:
         api = _driver()
     except ToolchainError:
@@ -222,7 +222,7 @@ def device_count() -> int:
 def device_info(device: int | None = None) -> DeviceInfo:
     """Describe `device`, or the current context's device, or device 0; creates no context.
 
-    Raises ToolchainError where there is no driver or no GPU.
+    Raises ToolchainError if there is no driver or no GPU.
     """
     api = _driver()
     if device is None:
@@ -253,11 +253,11 @@ def _device_info(device: int) -> DeviceInfo:
 @cache
 def tensor_map_encoder() -> Any:
     """cuTensorMapEncodeTiled as a C function of (map, dtype, rank, address, dims, strides, box,
-    element strides, interleave, swizzle, l2 promotion, fill) that returns a CUresult int. It takes
-    ctypes objects only: a bare int would be passed as 32 bits.
+    element strides, interleave, swizzle, l2 promotion, fill) that returns a CUresult int. Pass only
+    ctypes objects: a bare int would be passed as 32 bits.
 
-    cuda.bindings' own wrapper costs an object for every dimension and encodes into memory of 16-byte
-    alignment, where 64 are required.
+    The wrapper of cuda.bindings creates an object for every dimension, and encodes into memory of 16-byte
+    alignment although 64 bytes are required.
     """
     api = _driver()
     flags = api.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
@@ -265,7 +265,7 @@ def tensor_map_encoder() -> Any:
         "cuGetProcAddress(cuTensorMapEncodeTiled)",
         api.cuGetProcAddress(b"cuTensorMapEncodeTiled", 12000, int(flags)),
     )
-    # PYFUNCTYPE keeps the GIL: the call is pure arithmetic of some 100 ns.
+    # PYFUNCTYPE keeps the GIL, since the call is pure arithmetic of about 100 ns.
     return ctypes.PYFUNCTYPE(ctypes.c_int)(int(address))
 
 
@@ -287,7 +287,7 @@ def _driver() -> Any:
         raise ToolchainError(
             f"cuda.bindings.driver cannot be imported ({error}); pip install 'cuda-bindings>=13,<14'"
         ) from error
-    # cuda.bindings opens libcuda at the first call and raises RuntimeError when it cannot.
+    # cuda.bindings opens libcuda at the first call and raises RuntimeError if it cannot.
     try:
         (status,) = api.cuInit(0)
     except Exception as error:
@@ -307,7 +307,7 @@ def _check(call: str, result: tuple[Any, ...]) -> Any:
 
 @contextmanager
 def _relaxed_capture(api: Any) -> Iterator[None]:
-    """Let this thread load code while a stream of the process is being captured."""
+    """Let this thread load code while the process captures a stream."""
     relaxed = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     exchange = api.cuThreadExchangeStreamCaptureMode
     before = _check("cuThreadExchangeStreamCaptureMode", exchange(relaxed))
@@ -318,7 +318,7 @@ def _relaxed_capture(api: Any) -> Iterator[None]:
 
 
 class _Pointer:
-    """A `void*[1]` to a caller's buffer; keeps both where they are for the length of a launch."""
+    """A `void*[1]` to a caller's buffer; it keeps the array and the buffer alive during a launch."""
 
     __slots__ = ("_keep", "_slot", "address")
 

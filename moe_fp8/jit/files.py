@@ -1,7 +1,7 @@
-"""A compiled kernel as a file, and which files may be executed.
+"""The file format of a compiled kernel, and the check that a file may be executed.
 
-One file holds one kernel: a header with the SHA-256 of the rest, the metadata, the cubin. What is in
-it is executed, so that neither it nor its folder may be writable by other users.
+One file holds one kernel: a header with the SHA-256 of the rest, the metadata, the cubin. The GPU executes
+the cubin, so other users must be able to write neither the file nor its folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def encode(artifact: Artifact) -> bytes:
 
 
 def decode(data: bytes) -> Artifact | None:
-    """The artifact in a file's bytes, or None where they are not exactly what `encode` wrote."""
+    """The artifact in a file's bytes, or None if `encode` of this version did not write these bytes."""
     start = len(_MAGIC) + _DIGEST_BYTES
     body = data[start:]
     if not data.startswith(_MAGIC) or hashlib.sha256(body).digest() != data[len(_MAGIC) : start]:
@@ -43,12 +43,12 @@ def decode(data: bytes) -> Artifact | None:
         metadata["warnings"] = tuple(metadata["warnings"])
         return Artifact(cubin=body[4 + length :], **metadata)
     except (ValueError, KeyError, TypeError):
-        # Whole, but of another version of this package, whose artifacts have other fields.
+        # The file is whole, but another version of this package with other fields wrote it.
         return None
 
 
 def distrust(status: os.stat_result) -> str:
-    """Why a file or folder must not be used, "" where it may: it is this user's or root's alone to write."""
+    """Why a file or folder must not be used; "" if only this user or root can write it."""
     if status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return ""
     return (
@@ -57,10 +57,10 @@ def distrust(status: os.stat_result) -> str:
 
 
 def read_file(path: Path) -> tuple[bytes, os.stat_result]:
-    """The bytes of a file that is no link, and the status of what was read; raises OSError."""
+    """The bytes of a file that is no symbolic link, and the status of the open file; raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        # open() leaves the descriptor of a folder open when it refuses it.
+        # open() refuses a folder but does not close its descriptor; `finally` closes it.
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(), os.fstat(descriptor)
     finally:
@@ -76,7 +76,7 @@ def write_synced(descriptor: int, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames within `folder` outlive a crash; raises OSError."""
+    """Make renames within `folder` durable after a crash; raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

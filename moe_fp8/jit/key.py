@@ -1,4 +1,4 @@
-"""What identifies a compiled kernel: its sources, its options and its compiler, never a path."""
+"""The key of a compiled kernel: a digest of its sources, options and compiler, but of no path."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from moe_fp8.jit.sources import SourceClosure, SourceTree, package_sources
 from moe_fp8.jit.toolchain import nvrtc_version
 from moe_fp8.specs import KernelSpec
 
-#: The one architecture that the kernels are written for (wgmma, setmaxnreg and TMA need the "a").
+#: The only architecture that the kernels are written for; wgmma and setmaxnreg need the "a".
 ARCH = "sm_90a"
 
-# Raise it when the same inputs come to mean another artifact: fields parsed from the log, say.
+# Change it if the same inputs give another artifact, for example with other fields parsed from the log.
 _FORMAT = b"moe_fp8 kernel 1"
 
 
 def compile_options(spec: KernelSpec, arch: str = ARCH) -> tuple[str, ...]:
-    """NVRTC's options for `spec`; all that distinguishes two kernels of one entry file."""
+    """NVRTC's options for `spec`; kernels of the same entry file differ only in these options."""
     defines = dict(spec.defines)
     defines["NUM_THREADS"] = spec.num_threads
     defines["SMEM_BYTES"] = spec.smem_bytes
@@ -24,17 +24,17 @@ def compile_options(spec: KernelSpec, arch: str = ARCH) -> tuple[str, ...]:
     return (
         f"--gpu-architecture={arch}",
         "--std=c++17",
-        # Otherwise NVRTC looks in the working directory for what is not among the given headers.
+        # Otherwise NVRTC looks in the working directory for a header that it was not given.
         "--no-source-include",
         "--ptxas-options=-v",
-        # NVRTC caches PTX that it has assembled before, and then reports no registers and no spills.
+        # With its cache, NVRTC reports no registers and no spills for PTX that it has assembled before.
         "--no-cache",
         *(f"-D{name}={value}" for name, value in sorted(defines.items())),
     )
 
 
 def digest(closure: SourceClosure, options: tuple[str, ...], arch: str, nvrtc: tuple[int, int]) -> str:
-    """32 hex digits that name the artifact of these inputs."""
+    """The key of the artifact with these inputs: 32 hex digits."""
     hasher = hashlib.sha256(_FORMAT)
     for part in (closure.entry, closure.digest, arch, f"{nvrtc[0]}.{nvrtc[1]}", *options):
         data = part.encode()
@@ -49,7 +49,7 @@ def kernel_key(
     sources: SourceTree | None = None,
     nvrtc: tuple[int, int] | None = None,
 ) -> str:
-    """The key of `spec` here and now, or of what the NVRTC of another version makes of it.
+    """The key of the kernel that NVRTC version `nvrtc` (default: the loaded version) compiles from `spec`.
 
     Raises ToolchainError, or CompileError for a missing source.
     """

@@ -1,4 +1,4 @@
-"""How a build is shown: a bar where there is a terminal, a line for each kernel elsewhere."""
+"""Progress of a build: a bar on a terminal, else a line for each kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_fp8.specs import KernelSpec
 
 @dataclass(frozen=True)
 class BuildRow:
-    """One kernel of a build. `seconds` is the compile time, 0.0 where it was `cached`."""
+    """One kernel of a build. `seconds` is the compile time, 0.0 if the kernel was `cached`."""
 
     spec: KernelSpec
     key: str
@@ -25,7 +25,7 @@ class BuildRow:
     warnings: tuple[str, ...]
 
 
-#: Called after each kernel with (kernels done, kernels in all, the row).
+#: A callback that is called after each kernel with (kernels done, kernels in all, the row).
 ProgressCallback: TypeAlias = Callable[[int, int, BuildRow], None]
 
 #: None or True: a bar on a terminal, else a line for each compiled kernel, on stderr. False: silence.
@@ -47,7 +47,7 @@ def open_progress(progress: Progress, total: int) -> Iterator[ProgressCallback]:
 
 
 def line_printer(stream: TextIO) -> ProgressCallback:
-    """A callback that prints a line for each compiled kernel, and one at the end."""
+    """A callback that prints a line for each compiled kernel, and a last line with the totals."""
     compiled = 0
 
     def show(done: int, total: int, row: BuildRow) -> None:

@@ -1,12 +1,13 @@
-"""The process's kernels: looked up on every launch, loaded once, frozen after warmup."""
+"""The process's kernels: every launch looks its kernel up here, and `freeze` closes the set after warmup."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass, replace
-from typing import Literal
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from moe_fp8.errors import ConfigError, JitMissError, ToolchainError
 from moe_fp8.jit import driver
@@ -19,21 +20,45 @@ from moe_fp8.specs import KernelSpec
 
 FreezeMode = Literal["compile", "warn", "strict"]
 
+#: The fields of `JitCounters` that count something.
+Event: TypeAlias = Literal["compiles", "store_hits", "loads", "misses", "scale_conversions"]
+
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class JitCounters:
-    """Events since the process started. `misses` counts kernels asked for while frozen and not loaded."""
+    """How often each event has happened since the process started.
+
+    `compiles`: kernels that were compiled. `store_hits`: kernels that were read from the store or a bundle.
+    `loads`: kernels that were loaded onto a GPU. `misses`: requests for a kernel that was not loaded, after
+    `freeze`. `scale_conversions`: calls of a GEMM whose `a_scale` had to be copied into the MN-major layout.
+
+    `by_op` holds the same counters for each kernel, by its name; the three GEMMs share "gemm_fp8". Kernels
+    that nothing has happened to are left out.
+    """
 
     compiles: int = 0
     store_hits: int = 0
     loads: int = 0
     misses: int = 0
+    scale_conversions: int = 0
+    by_op: Mapping[str, JitCounters] = field(default_factory=dict, compare=False, repr=False)
+
+
+def _snapshot(counts: Counter[Event], by_op: Mapping[str, JitCounters]) -> JitCounters:
+    return JitCounters(
+        counts["compiles"],
+        counts["store_hits"],
+        counts["loads"],
+        counts["misses"],
+        counts["scale_conversions"],
+        by_op,
+    )
 
 
 class KernelRuntime:
-    """Spec -> loaded kernel, with the policy for what is not loaded yet. Thread-safe."""
+    """Gives the loaded kernel of a spec, and knows what to do if it is not loaded. Thread-safe."""
 
     def __init__(
         self,
@@ -46,13 +71,13 @@ class KernelRuntime:
         self._loading: dict[KernelSpec, threading.Lock] = {}
         self._lock = threading.Lock()
         self._mode: FreezeMode | None = None
-        self._counts: dict[str, JitCounters] = {}
+        self._counts: dict[str, Counter[Event]] = {}
 
     def get_kernel(self, spec: KernelSpec) -> LoadedKernel:
-        """The loaded kernel of `spec`; compiles and loads it first if need be and allowed.
+        """Return the loaded kernel of `spec`. A kernel that is not loaded is compiled and loaded first.
 
-        Raises JitMissError when frozen strictly, CompileError, DriverError, ToolchainError. A
-        loaded kernel is found without a lock.
+        A loaded kernel is found without a lock. Raises JitMissError for any other after a strict `freeze`,
+        CompileError, DriverError, ToolchainError.
         """
         kernel = self._by_spec.get(spec)
         if kernel is None:
@@ -62,7 +87,7 @@ class KernelRuntime:
         return kernel
 
     def _load(self, spec: KernelSpec, just_built: bool = False) -> LoadedKernel:
-        """`just_built`: what the store holds was compiled for this very load, so it counts as a compile."""
+        """`just_built`: the artifact was compiled for this very load, so the load counts a compile."""
         with self._lock:
             loading = self._loading.setdefault(spec, threading.Lock())
         with loading:
@@ -72,22 +97,18 @@ class KernelRuntime:
             artifact, hit = self.store.get_or_compile(spec)
             kernel = self._loader(artifact, spec.smem_bytes, spec.num_threads)
             with self._lock:
-                found = hit and not just_built
-                self._count(spec, compiles=not found, store_hits=found, loads=True)
+                self._count(spec.name, "store_hits" if hit and not just_built else "compiles", "loads")
                 self._by_spec[spec] = kernel
                 self._loading.pop(spec, None)
             return kernel
 
-    def _count(self, spec: KernelSpec, **events: bool) -> None:
-        """Under the lock."""
-        so_far = self._counts.get(spec.name, JitCounters())
-        self._counts[spec.name] = replace(
-            so_far, **{event: getattr(so_far, event) + happened for event, happened in events.items()}
-        )
+    def _count(self, op: str, *events: Event) -> None:
+        """The caller holds the lock."""
+        self._counts.setdefault(op, Counter()).update(events)
 
     def _miss(self, spec: KernelSpec, mode: FreezeMode) -> None:
         with self._lock:
-            self._count(spec, misses=True)
+            self._count(spec.name, "misses")
         if mode == "strict":
             try:
                 key = self.store.key(spec)
@@ -103,7 +124,7 @@ class KernelRuntime:
 
     @property
     def store(self) -> KernelStore:
-        """The store behind this runtime; the process's default one unless another was given."""
+        """The store behind this runtime. It is the process's default store unless the caller gave another."""
         if self._store is None:
             self._store = default_store()
         return self._store
@@ -111,9 +132,9 @@ class KernelRuntime:
     def preload(
         self, specs: Iterable[KernelSpec], jobs: int | None = None, progress: Progress = False
     ) -> int:
-        """Compile (in parallel) and load every spec that is not loaded yet; the number newly loaded.
+        """Compile (in parallel) and load every spec that is not loaded yet; return how many were loaded.
 
-        An explicit request, so it is allowed and counts no miss while frozen. Launches nothing and
+        The request is explicit, so it is allowed after `freeze` and counts no miss. It launches nothing and
         allocates no tensor.
         """
         wanted = [spec for spec in dict.fromkeys(specs) if spec not in self._by_spec]
@@ -124,10 +145,11 @@ class KernelRuntime:
         return len(wanted)
 
     def freeze(self, mode: FreezeMode | None = None) -> None:
-        """From now on a kernel that is not loaded is a miss, which is counted.
+        """From now on, a request for a kernel that is not loaded counts as a miss.
 
-        "strict" raises JitMissError, "warn" logs and loads, "compile" loads; None takes
-        MOE_FP8_JIT_MISS (default "strict").
+        `mode` says what else a miss does: "strict" raises JitMissError, "warn" logs a warning and loads the
+        kernel, "compile" loads it. None takes MOE_FP8_JIT_MISS, whose default is "strict". Raises ConfigError
+        for another mode.
         """
         if mode is None:
             mode = settings().miss
@@ -136,7 +158,7 @@ class KernelRuntime:
         self._mode = mode
 
     def unfreeze(self) -> None:
-        """Load and compile on demand again, without counting."""
+        """Undo `freeze`: kernels are loaded and compiled on demand again, and nothing counts as a miss."""
         self._mode = None
 
     def is_frozen(self) -> bool:
@@ -144,18 +166,19 @@ class KernelRuntime:
         return self._mode is not None
 
     def is_loaded(self, spec: KernelSpec) -> bool:
-        """Whether `get_kernel(spec)` would return without loading anything."""
+        """Whether `get_kernel(spec)` returns without loading anything."""
         return spec in self._by_spec
 
     def counters(self) -> JitCounters:
-        """A consistent snapshot."""
-        rows = [astuple(counts) for counts in self.counters_by_op().values()]
-        return JitCounters(*map(sum, zip(*rows, strict=True)))
-
-    def counters_by_op(self) -> dict[str, JitCounters]:
-        """The same for each kernel that was asked for, by its name: "gemm_fp8", "indexer_topk"..."""
+        """Return a consistent snapshot: the events of all ops and, in `by_op`, the events of each op."""
         with self._lock:
-            return dict(self._counts)
+            by_op = {op: _snapshot(counts, {}) for op, counts in self._counts.items()}
+            return _snapshot(sum(self._counts.values(), Counter[Event]()), by_op)
+
+    def count_scale_conversion(self, op: str) -> None:
+        """Count that a call of the kernel `op` had to copy its `a_scale` into the MN-major layout."""
+        with self._lock:
+            self._count(op, "scale_conversions")
 
 
 _RUNTIME = KernelRuntime()
@@ -167,4 +190,4 @@ unfreeze = _RUNTIME.unfreeze
 is_frozen = _RUNTIME.is_frozen
 is_loaded = _RUNTIME.is_loaded
 counters = _RUNTIME.counters
-counters_by_op = _RUNTIME.counters_by_op
+count_scale_conversion = _RUNTIME.count_scale_conversion

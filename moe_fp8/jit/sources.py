@@ -1,8 +1,8 @@
 """Kernel text: the entry file of a kernel and every header it includes, as bytes in memory.
 
-What is collected here is both what the key digests and what NVRTC compiles: no include path is ever
-handed to the compiler, so nothing outside the kernels folder can get into a cubin unseen. Behind an entry
-file stands what `params.py` asserts about the kernel's parameters and constants.
+The key digests exactly the text that NVRTC compiles. The compiler gets no include path, so no text from
+outside the kernels folder can get into a cubin unnoticed. The text of an entry file ends with the assertions
+of `params.py` about the kernel's parameters and constants.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if sys.version_info >= (3, 11):
 else:
     from importlib.abc import Traversable
 
-# Includes in angle brackets are NVRTC's built-ins: the NVRTC version in the key covers those.
+# Includes in angle brackets are NVRTC's built-in headers; the NVRTC version in the key covers them.
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class SourceClosure:
-    """A kernel's entry file and all it includes, transitively.
+    """A kernel's entry file and all files that it includes, directly or indirectly.
 
-    `files` holds (name relative to the kernels folder, text), sorted by name, the entry with its
-    assertions among them. `digest` is a SHA-256 over names and texts: equal digests compile to equal code.
+    `files` holds (name relative to the kernels folder, text), sorted by name. The entry file is among them,
+    with its assertions. `digest` is a SHA-256 over names and texts: equal digests compile to equal code.
     """
 
     entry: str
@@ -55,7 +55,7 @@ class SourceClosure:
 class SourceTree:
     """A folder of device code. Includes are written relative to it: `#include "ptx/tma.cuh"`.
 
-    Files are read once and kept, so that a process never mixes two versions of a header.
+    Each file is read once and kept, so that a process never mixes two versions of a header.
     """
 
     def __init__(self, root: Traversable) -> None:
@@ -67,11 +67,11 @@ class SourceTree:
 
     @property
     def folder(self) -> Path | None:
-        """The folder, where it is one on disk."""
+        """The folder as a path, or None if it is not on disk (for example inside an archive)."""
         return self._root if isinstance(self._root, Path) else None
 
     def closure(self, kernel: str) -> SourceClosure:
-        """The sources of `<kernel>.cuh`; raises CompileError where a file is missing."""
+        """The sources of `<kernel>.cuh`; raises CompileError if a file is missing."""
         closure = self._closures.get(kernel)
         if closure is None:
             with self._lock:
@@ -80,7 +80,7 @@ class SourceTree:
         return closure
 
     def digest(self) -> str:
-        """A SHA-256 over all device code in the folder; raises CompileError where it cannot be read."""
+        """A SHA-256 over all device code in the folder; raises CompileError if a file cannot be read."""
         with self._lock:
             if self._whole is None:
                 names = sorted(_device_code(self._root))
@@ -126,7 +126,7 @@ class SourceTree:
 
 
 def _device_code(folder: Traversable, prefix: str = "") -> Iterator[str]:
-    """Names of the .cuh files in a folder and those below it."""
+    """Names of the .cuh files in a folder and in its subfolders."""
     for node in folder.iterdir():
         if node.is_dir():
             yield from _device_code(node, f"{prefix}{node.name}/")
@@ -137,7 +137,7 @@ def _device_code(folder: Traversable, prefix: str = "") -> Iterator[str]:
 def _digest(files: Iterable[tuple[str, bytes]]) -> str:
     digest = hashlib.sha256()
     for name, text in files:
-        # Lengths make the encoding injective: moving a byte from a name to a text must show.
+        # The lengths make the encoding injective: moving a byte from a name to a text changes the digest.
         digest.update(b"%d %d\n" % (len(name.encode()), len(text)))
         digest.update(name.encode())
         digest.update(text)

@@ -1,7 +1,7 @@
 """Compiled kernels on disk, shared by any number of processes and published atomically.
 
-A file (`moe_fp8.jit.files`) that is truncated or altered is as good as absent. Files are read only where
-neither they nor their folder can be written by another user, because what is in them is executed.
+A truncated or altered file (`moe_fp8.jit.files`) counts as absent. The store reads a file only if no other
+user can write the file or its folder, because its code is executed.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from moe_fp8.specs import KernelSpec
 
 _logger = logging.getLogger(__name__)
 
-# Longer than any compile: a holder that takes this long is stopped or its file system has lost the
-# lock, and compiling twice is better than waiting for ever.
+# This is longer than any compilation. After this time the lock's holder is stopped, or the file system has
+# lost the lock; compiling twice is then better than waiting for ever.
 _LOCK_SECONDS = 120.0
 
 
 class KernelStore:
-    """Artifacts by key: in `bundle`, if there is one, in memory and, where `root` can be used, on disk.
+    """Artifacts by key: in the optional `bundle`, in memory, and on disk if `root` can be used.
 
-    `root` is created with mode 0700. A folder that cannot be written, or that belongs to another
-    user or can be written by others, costs one warning; what it may not hold is kept in memory. A
-    read-only folder of this user or of root is still read, so that an image may ship one. With
-    `root` None all is kept in memory. The bundle is looked at first and never written; where there is no
-    NVRTC, keys are made with the version of the bundle's.
+    `root` is created with mode 0700. If it cannot be written, belongs to another user or can be written by
+    others, the store warns once and keeps new kernels in memory. A read-only folder of this user or of root
+    is still read, so an image may ship it. If `root` is None, everything is kept in memory. The bundle is
+    searched before the disk and never written. With a bundle, keys use the bundle's NVRTC version, so that
+    they need no NVRTC.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class KernelStore:
         return key
 
     def get(self, key: str) -> Artifact | None:
-        """The artifact of `key`, or None where there is none, or none that is whole.
+        """The artifact of `key`, or None if there is none or its file on disk is damaged.
 
-        Raises BundleError where the bundle has it in a file that is not whole.
+        Raises BundleError if the bundle's file of this artifact is damaged.
         """
         artifact = self._memory.get(key)
         if artifact is None:
@@ -101,7 +101,7 @@ class KernelStore:
                 self._warn(f"cannot be written ({error})")
 
     def get_or_compile(self, spec: KernelSpec) -> tuple[Artifact, bool]:
-        """(artifact, whether it was already there); of any number of processes one compiles.
+        """(artifact, whether the store already held it); if several processes ask, only one compiles.
 
         Raises CompileError, ToolchainError, BundleError.
         """
@@ -121,7 +121,7 @@ class KernelStore:
             return artifact, False
 
     def check_compiler(self, missing: KernelSpec) -> None:
-        """Raise ToolchainError where `missing`, which is not here, cannot be compiled either."""
+        """Raise ToolchainError if `missing`, which the store does not hold, cannot be compiled either."""
         try:
             nvrtc()
         except ToolchainError as error:
@@ -133,11 +133,11 @@ class KernelStore:
             ) from error
 
     def adopt(self, artifact: Artifact) -> None:
-        """Keep `artifact`, which another process has published, in this one's memory."""
+        """Keep `artifact`, which another process has published, in this process's memory."""
         self._memory[artifact.key] = artifact
 
     def location(self) -> dict[str, str | None]:
-        """What another process needs to make the same store: `KernelStore.at(**location)`."""
+        """The arguments with which another process makes the same store: `KernelStore.at(**location)`."""
         self._open()
         folder = None if self._sources is None else self._sources.folder
         return {
@@ -148,15 +148,15 @@ class KernelStore:
 
     @staticmethod
     def at(root: str | None, kernels: str | None, arch: str) -> KernelStore:
-        """The store that `location` described."""
+        """The store that `location` describes."""
         return KernelStore(root, None if kernels is None else SourceTree(Path(kernels)), arch)
 
     def path(self, key: str) -> Path | None:
-        """Where the artifact of `key` is or would be kept on disk."""
+        """The path of the artifact of `key` on disk, whether it exists or not; None without `root`."""
         return None if self.root is None else self.root / f"{key}{SUFFIX}"
 
     def _open(self) -> None:
-        """Create and judge the folder, once."""
+        """Create and check the folder, once."""
         with self._mutex:
             if self._opened:
                 return
@@ -213,8 +213,8 @@ class KernelStore:
     def _write(self, artifact: Artifact) -> None:
         path = self.path(artifact.key)
         assert path is not None
-        # A process that was killed here leaves only its temporary file; the next to hold the lock of
-        # this key removes it.
+        # A process that is killed here leaves only its temporary file. The next process that holds the lock
+        # of this key removes the file.
         descriptor, temporary = tempfile.mkstemp(prefix=f"{artifact.key}.", suffix=".tmp", dir=path.parent)
         try:
             write_synced(descriptor, encode(artifact))
@@ -227,7 +227,7 @@ class KernelStore:
 
     @contextmanager
     def _file_lock(self, key: str) -> Iterator[None]:
-        """Hold this key's lock among processes; the kernel drops it when its holder dies."""
+        """Hold this key's lock against other processes; the OS releases it if this process dies."""
         descriptor = self._acquire(key) if self._writable else None
         try:
             yield
@@ -252,8 +252,8 @@ class KernelStore:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EINTR) or time.monotonic() > deadline:
-                    # No locks on this file system, or a stuck holder. Publishing is atomic anyway, so
-                    # the price is one more compile.
+                    # The file system has no locks, or the holder is stuck. Publishing is atomic anyway, so
+                    # going on costs only a second compilation.
                     os.close(descriptor)
                     _logger.debug("kernel %s is compiled without a lock: %s", key, error)
                     return None
@@ -268,7 +268,7 @@ class KernelStore:
 
 @cache
 def default_store() -> KernelStore:
-    """The store in `settings().cache_dir` behind the bundle of `settings().bundle`; raises BundleError."""
+    """The store in `settings().cache_dir`, with the bundle of `settings().bundle`; raises BundleError."""
     root = settings().cache_dir
     if root is None:
         _logger.warning("there is no HOME: kernels are kept in memory only; set MOE_FP8_CACHE_DIR")

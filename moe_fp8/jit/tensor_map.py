@@ -1,4 +1,4 @@
-"""TMA descriptors: what a bulk tensor copy has to know about a tensor in global memory."""
+"""TMA descriptors (tensor maps), which describe a tensor in global memory to bulk tensor copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 from moe_fp8.errors import ArgumentError, DriverError
 from moe_fp8.jit import driver
 
-#: Bytes of an encoded map.
+#: Bytes of an encoded tensor map.
 TENSOR_MAP_BYTES = 128
 
 MapDtype = Literal["uint8", "float8_e4m3fn", "bfloat16", "float16", "float32", "int32"]
@@ -32,9 +32,10 @@ _MAX_RANK = 5
 
 
 class _Scratch:
-    """The arrays that the driver reads, the aligned map it writes, and the call's arguments.
+    """The arrays that the driver reads, the aligned map that it writes, and the arguments of the call.
 
-    The arguments are C objects made once and set: that halves what ctypes costs for a dozen ints.
+    The arguments are C objects that are made once and then set for each call, which halves the cost of
+    ctypes.
     """
 
     __slots__ = ("address", "arguments", "arrays", "dtype", "l2", "map", "pin", "rank", "swizzle")
@@ -83,11 +84,11 @@ def encode_2d(
     swizzle: int = 128,
     l2_promotion: int = 256,
 ) -> bytes:
-    """The map of a matrix: `encode_tiled` of rank 2, with the one stride as an int."""
+    """The tensor map of a matrix: `encode_tiled` of rank 2, with its single stride as an int."""
     return encode_tiled(ptr, dtype, dims, (stride_bytes,), box, swizzle, l2_promotion)
 
 
-# The result depends on the arguments alone, and allocators hand out the same addresses again and again.
+# The result depends only on the arguments, and allocators return the same addresses again and again.
 @lru_cache(maxsize=8192)
 def encode_tiled(
     ptr: int,
@@ -101,11 +102,11 @@ def encode_tiled(
     """The 128 bytes of a tiled tensor map.
 
     `ptr`: device address, a multiple of 16. `dims`: elements, innermost first, rank 1 to 5.
-    `strides_bytes`: of dimensions 1 and up, multiples of 16. `box`: elements copied along each
-    dimension, at most 256; the innermost is at most `swizzle` bytes unless that is 0. `swizzle`:
-    0, 32, 64 or 128 bytes. `l2_promotion`: 0, 64, 128 or 256 bytes. Elements out of range read as
-    zero and are not written. Cached; host only, so it may be called during capture. Raises
-    ArgumentError naming what the hardware refuses, DriverError, ToolchainError.
+    `strides_bytes`: strides of dimensions 1 and up, multiples of 16. `box`: elements copied along each
+    dimension, at most 256; the innermost extent is at most `swizzle` bytes unless `swizzle` is 0.
+    `swizzle`: 0, 32, 64 or 128 bytes. `l2_promotion`: 0, 64, 128 or 256 bytes. Elements out of range read
+    as zero and are not written. The result is cached. The function works on the host only, so it may be
+    called during capture. Raises ArgumentError that names the broken TMA rule, DriverError, ToolchainError.
     """
     scratch = _local.scratch
     rank = len(dims)
@@ -144,7 +145,7 @@ def _diagnose(
     swizzle: int,
     l2_promotion: int,
 ) -> None:
-    """Raise ArgumentError for the first rule of TMA that the arguments break; return if none."""
+    """Raise ArgumentError for the first TMA rule that the arguments break; return if they break none."""
     if dtype not in _DTYPES:
         _refuse("dtype", f"one of {sorted(_DTYPES)}", dtype)
     if swizzle not in _SWIZZLES:

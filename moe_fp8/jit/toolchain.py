@@ -1,4 +1,4 @@
-"""NVRTC: found, loaded and asked for its version; no driver and no GPU are needed."""
+"""NVRTC: load the library and query its version, without a driver or a GPU."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def nvrtc() -> Any:
 
 
 def _query_version(module: Any) -> tuple[int, int]:
-    # cuda.bindings opens libnvrtc at the first call and raises kinds of its own when it cannot.
+    # cuda.bindings opens libnvrtc at the first call; if it cannot, it raises exceptions of its own types.
     try:
         status, major, minor = module.nvrtcVersion()
     except Exception as error:
-        # What it says may be of several lines.
+        # The error's text may have several lines.
         problem = " ".join(str(error).split())
         raise ToolchainError(f"libnvrtc cannot be loaded ({problem}); {_REMEDY}") from error
     if status != module.nvrtcResult.NVRTC_SUCCESS:
@@ -45,7 +45,7 @@ def _query_version(module: Any) -> tuple[int, int]:
 
 @cache
 def installed_nvrtc() -> tuple[int, int] | None:
-    """(major, minor) of the installed NVRTC, new enough or not; None where none can be loaded."""
+    """(major, minor) of the installed NVRTC, even if it is too old; None if no NVRTC can be loaded."""
     try:
         return _query_version(importlib.import_module("cuda.bindings.nvrtc"))
     except (ImportError, ToolchainError):

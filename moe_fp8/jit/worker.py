@@ -1,6 +1,6 @@
-"""A compiler process of a parallel build: specs come on stdin, artifacts leave on stdout.
+"""A compiler process of a parallel build: it reads specs from stdin and writes artifacts to stdout.
 
-Started by `moe_fp8.jit.build`; ends when stdin does. Neither torch nor a GPU is touched.
+`moe_fp8.jit.build` starts the process, which ends when stdin ends. It uses neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_fp8.specs import KernelSpec
 
 
 def spec_to_json(spec: KernelSpec) -> dict[str, Any]:
-    """A spec as JSON values; `spec_from_json` undoes it."""
+    """A spec as JSON values; `spec_from_json` is the inverse."""
     return {
         "name": spec.name,
         "defines": [list(item) for item in spec.defines],
@@ -29,20 +29,20 @@ def spec_to_json(spec: KernelSpec) -> dict[str, Any]:
 
 
 def spec_from_json(values: dict[str, Any]) -> KernelSpec:
-    """The spec that `spec_to_json` was given."""
+    """The spec from the JSON values of `spec_to_json`."""
     defines = tuple((str(name), int(value)) for name, value in values["defines"])
     return KernelSpec(**{**values, "defines": defines})
 
 
 def write_frame(stream: IO[bytes], header: Mapping[str, Any], payload: bytes = b"") -> None:
-    """One message: lengths, JSON header, bytes."""
+    """Write one message: lengths, JSON header, payload."""
     text = json.dumps(header).encode()
     stream.write(len(text).to_bytes(4, "little") + len(payload).to_bytes(8, "little") + text + payload)
     stream.flush()
 
 
 def read_frame(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
-    """The next message, or None at the end of the stream."""
+    """Read the next message as (header, payload); None at the end of the stream."""
     lengths = stream.read(12)
     if len(lengths) < 12:
         return None
@@ -67,9 +67,9 @@ def serve(store: KernelStore, requests: IO[bytes], replies: IO[bytes]) -> None:
 
 
 def main() -> None:
-    """Entry point: the first frame says which store; the rest are requests."""
+    """Entry point of the process: the first frame names the store; the following frames are requests."""
     replies = os.fdopen(os.dup(1), "wb")
-    # Whatever a library prints must not get between the frames.
+    # Text that a library prints must not get between the frames.
     os.dup2(2, 1)
     first = read_frame(sys.stdin.buffer)
     if first is None:

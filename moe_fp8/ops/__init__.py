@@ -1,4 +1,4 @@
-"""The ops: each checks its arguments, selects a kernel and launches it; on CPU, the reference runs."""
+"""The ops. Each checks its arguments, selects a kernel and launches it; on CPU the reference runs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from moe_fp8.ops.indexer import (
     paged_mqa_logits_metadata,
 )
 from moe_fp8.ops.quantize import quantize_fp8, quantize_fp8_blocks, silu_mul_quantize
-from moe_fp8.ops.scales import implicit_scale_conversions, to_mn_major
+from moe_fp8.ops.scales import to_mn_major
 
 __all__ = [
     "gemm_fp8",
     "grouped_gemm_fp8_contiguous",
     "grouped_gemm_fp8_masked",
-    "implicit_scale_conversions",
     "indexer_quantize_and_cache",
     "indexer_select",
     "indexer_topk",

@@ -1,7 +1,7 @@
-"""Checks of shapes, dtypes, strides and devices that ops have in common: metadata only, no device access.
+"""Checks of shapes, dtypes, strides and devices that the ops share; they read metadata, not the device.
 
-Checks run inside the op, so that a call through `torch.ops.moe_fp8` is checked too. Each condition is
-a comparison of attributes; text is made only to raise.
+Checks run inside the op, so that a call through `torch.ops.moe_fp8` is checked too. Each check compares
+attributes; a message is built only for an error.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ FP8 = torch.float8_e4m3fn
 F32 = torch.float32
 BF16 = torch.bfloat16
 I32 = torch.int32
+
+#: Kernels count rows, columns and coordinates in signed 32 bits. The last tile may reach 2^17 further.
+MAX_EXTENT = 2**31 - 2**17
 
 
 def refuse_shape(op: str, name: str, tensor: Tensor, expected: str, remedy: str = "") -> NoReturn:
@@ -47,6 +50,49 @@ def contiguous(op: str, **tensors: Tensor) -> None:
             refuse_layout(op, name, tensor)
 
 
+def row_stride(tensor: Tensor) -> int:
+    """Elements from one row of `tensor` to the next; its leading dimensions together count the rows.
+
+    Returns 0 if elements within a row are not neighbours, or if no single number leads from every row to the
+    next. The stride of a dimension of size 1 does not matter.
+    """
+    if tensor.is_contiguous():
+        return tensor.shape[-1]
+    *sizes, columns = tensor.shape
+    *strides, column_stride = tensor.stride()
+    if column_stride != 1 and columns > 1:
+        return 0
+    stride, rows = columns, 1
+    for size, step in zip(reversed(sizes), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if rows == 1:
+            stride = step
+        elif step != stride * rows:
+            return 0
+        rows *= size
+    return stride
+
+
+def rows(op: str, **tensors: Tensor) -> None:
+    """TMA can copy each tensor's rows: `row_stride` is a multiple of 16 bytes, and rows do not overlap."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            stride, columns = row_stride(tensor), tensor.shape[-1]
+            if stride < columns or stride * tensor.element_size() & 15:
+                evenly = "" if tensor.dim() == 2 else ", at one distance over all leading dimensions"
+                raise ArgumentError(
+                    op,
+                    name,
+                    f"contiguous rows that start {columns} elements or more, and a multiple of 16 bytes, "
+                    f"apart{evenly}",
+                    f"stride {tensor.stride()} of shape {list(tensor.shape)}",
+                    "call .contiguous() on it",
+                )
+        if tensor.data_ptr() & 15:
+            refuse_address(op, name, tensor)
+
+
 def refuse_device(op: str, first: Tensor, **others: Tensor) -> None:
     for name, tensor in others.items():
         if tensor.device != first.device:
@@ -54,26 +100,32 @@ def refuse_device(op: str, first: Tensor, **others: Tensor) -> None:
 
 
 def rank(op: str, name: str, tensor: Tensor, expected: str, dims: int) -> None:
-    """`tensor` has `dims` dimensions; `expected` spells its shape."""
+    """Check that `tensor` has `dims` dimensions; `expected` is its shape as text."""
     if tensor.dim() != dims:
         refuse_shape(op, name, tensor, expected)
 
 
 def out_dtype(op: str, dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, if an op can allocate its output with it."""
+    """Check that an op can allocate its output with `dtype`, and return `dtype`."""
     if dtype is not BF16 and dtype is not F32:
         raise ArgumentError(op, "out_dtype", "torch.bfloat16 or torch.float32", dtype)
     return dtype
 
 
 def given_out(op: str, out: Tensor, dtype: torch.dtype | None) -> None:
-    """A caller's `out` agrees with the caller's `out_dtype`, where both are given."""
+    """Check that the dtype of the caller's `out` is the caller's `out_dtype`, if both are given."""
     if dtype is not None and out.dtype is not dtype:
-        raise ArgumentError(op, "out", f"dtype {dtype} (out_dtype)", out.dtype, "leave out_dtype away")
+        raise ArgumentError(op, "out", f"dtype {dtype} (out_dtype)", out.dtype, "omit out_dtype")
+
+
+def extent(op: str, name: str, size: int, unit: str) -> None:
+    """`size` is at most MAX_EXTENT; `unit` says what it counts."""
+    if size > MAX_EXTENT:
+        raise ArgumentError(op, name, f"at most {MAX_EXTENT} {unit}", size, "divide the call")
 
 
 def workers(op: str, tensor: Tensor, num_sms: int | None) -> int:
-    """`num_sms`, or the number of SMs of the tensor's GPU where it is None."""
+    """`num_sms`, or the number of SMs of the tensor's GPU if `num_sms` is None."""
     if num_sms is None:
         if tensor.device.type != "cuda":
             raise ArgumentError(op, "num_sms", f"a number of workers on {tensor.device}", None, "pass it")

@@ -1,9 +1,9 @@
-"""Calls as the launches that are remembered tell them apart.
+"""Keys that identify repeated calls of an op, so that their launches can be reused.
 
 Two calls of the same op with the same scalars, addresses and tensor attributes pass the same checks and
-launch the same kernel with the same parameters, so that only the first need be checked and prepared.
-Contents of tensors are no part of this: neither checks nor launches read them. Nor is the identity of
-tensors, whose attributes can change in place.
+launch the same kernel with the same parameters. Only the first call must be checked and prepared. A key
+does not include the contents of tensors, because neither checks nor launches read them. A key does not
+include the identity of tensors either, because their attributes can change in place.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from typing import TypeAlias
 from torch import Tensor
 
 try:
-    # One call in C++ for all attributes of all tensors; reading them one by one takes four times as long.
+    # One C++ call compares all attributes of all tensors; separate comparisons take four times as long.
     from torch._C._dynamo.guards import TensorGuards as _TensorGuards
-except ImportError:  # it is torch.compile's own, and may go
+except ImportError:  # it is internal to torch.compile, and torch may remove it
     _TensorGuards = None  # type: ignore[assignment, misc]
 
-#: What a launch is looked up by, before `attributes_like` has the last word: the op, some shapes, which
-#: optional tensors are given, the scalars, every tensor's address.
+#: The key of a remembered launch: the op, some shapes, a flag for each optional tensor, the scalars, and
+#: every tensor's address. After the look-up, `attributes_like` compares the other attributes.
 Key: TypeAlias = tuple[object, ...]
 
-#: One call of an op: its key, and every tensor that is given. (A plain tuple: a named one takes 0.2 us.)
+#: One call of an op: its key, and every tensor that is given. (A named tuple would take 0.2 us.)
 Call: TypeAlias = tuple[Key, tuple[Tensor, ...]]
 
 
 def attributes_like(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
-    """A function of as many tensors: whether type, dtype, device, shape and strides are those of `tensors`.
+    """A function that tells whether other tensors equal `tensors` in type, dtype, device, shape and strides.
 
-    It may say no where they are: under another inference or autocast mode than it was made in.
+    It takes as many tensors as `tensors` has. It may return False for equal attributes if the inference or
+    autocast mode differs from the mode in which it was made.
     """
-    # Guards say no to a tensor that comes twice.
+    # Guards return False if the same tensor occurs twice.
     if _TensorGuards is None or len({id(tensor) for tensor in tensors}) < len(tensors):
         expected = [_attributes(tensor) for tensor in tensors]
         return lambda *others: expected == [_attributes(tensor) for tensor in others]

@@ -1,7 +1,7 @@
-"""Launches: a loaded kernel on the current stream, remembered for the call.
+"""Launches of loaded kernels on the current stream.
 
-Nothing here waits for the device, reads device data or allocates. Given the call a launch is remembered, and
-`repeat` makes it again without checks or preparation.
+A launch is remembered for its call, so that `repeat` makes it again without checks or preparation. Nothing
+here waits for the device, reads device data or allocates device memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from moe_fp8.params import ParamStruct
 from moe_fp8.problems import InDtype
 from moe_fp8.specs import KernelSpec
 
-#: What a kernel may read, as problems name it.
+#: The names that problems have for the dtypes a kernel may read.
 IN_DTYPES: dict[torch.dtype, InDtype] = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
     torch.float32: "float32",
 }
 
-#: What a family's CUDA side prepares: the kernel, its grid and its parameters.
+#: A family's CUDA side prepares these three: the kernel, its grid and its parameters.
 Prepared: TypeAlias = tuple[KernelSpec, int, ParamBlock]
 
 _raw_stream = torch._C._cuda_getCurrentRawStream
@@ -37,9 +37,9 @@ _current_device = torch._C._cuda_getDevice
 
 
 class _Launch(NamedTuple):
-    """A launch in full but for the stream; read-only, so that threads may share it.
+    """A whole launch, except its stream. It is read-only, so that threads may share it.
 
-    `same` tells whether tensors have the attributes of those that it was made for.
+    `same` tells whether tensors have the attributes of the tensors that the launch was made for.
     """
 
     same: Callable[..., bool]
@@ -50,34 +50,34 @@ class _Launch(NamedTuple):
 
 
 _launches: dict[Key, _Launch] = {}
-# Allocators hand out the same addresses again and again; where they do not, launches remembered in vain
-# must not grow without end: the oldest goes. One takes about 3.5 KiB.
+# Allocators usually hand out the same addresses again. If they do not, launches are remembered in vain. They
+# must not grow without end, so the oldest is dropped. A launch takes about 3.5 KiB.
 _MAX_LAUNCHES = 8192
 _remembering = threading.Lock()
 
 
 @cache
 def num_sms(device: int) -> int:
-    """Streaming multiprocessors; raises UnsupportedError for a GPU that is no Hopper."""
+    """Return the number of streaming multiprocessors. Raises UnsupportedError if the GPU is no Hopper."""
     info = device_info(device)
     if info.cc != (9, 0):
         raise UnsupportedError(
             f"{info.name} (compute capability {info.cc[0]}.{info.cc[1]}): the kernels need Hopper (9.0); "
-            "move the tensors to such a GPU, or to the CPU for the reference implementation"
+            "move the tensors to a Hopper GPU, or to the CPU for the reference implementation"
         )
     return info.num_sms
 
 
 @cache
 def table(device: int) -> str:
-    """The measured table that is meant for the device, "" for none."""
+    """Return the name of the measured table for the device, "" if there is none."""
     return gemm_table.device_of(device_info(device).name)
 
 
 def repeat(call: Call) -> bool:
-    """Launch what was launched for such a call before; False if nothing was.
+    """Repeat the launch that is remembered for an equal call; return False if there is none.
 
-    Such a call has passed the checks: ask before them.
+    The equal call has passed the checks, so callers ask here before they check.
     """
     key, tensors = call
     launch = _launches.get(key)
@@ -101,7 +101,7 @@ def first(
     if device != _current_device():
         with torch.cuda.device(device):
             return first(prepare, arguments, device, call)
-    # A thread that has called nothing of the CUDA runtime yet has no context, and tensor maps need one.
+    # A thread that has not called the CUDA runtime yet has no context, and tensor maps need one.
     ensure_context(device)
     prepared = prepare(*arguments)
     if prepared is not None:
@@ -111,7 +111,7 @@ def first(
 def launch(spec: KernelSpec, grid: int, block: ParamBlock, device: int, call: Call | None) -> None:
     """Launch the kernel of `spec` on the current `device`, loading it if need be; remember it for `call`."""
     kernel = get_kernel(spec)
-    # Found out by a launch that fails, it would end a capture.
+    # A launch that fails because the kernel is not prepared would end a capture.
     kernel.prepare(device)
     kernel.launch(grid, _raw_stream(device), block, device)
     if call is not None:
@@ -124,5 +124,5 @@ def launch(spec: KernelSpec, grid: int, block: ParamBlock, device: int, call: Ca
 
 
 def new_block(params: ParamStruct) -> ParamBlock:
-    """Room for the parameters of one launch."""
+    """Return a block with room for the parameters of one launch."""
     return ParamBlock(-(-params.size // 64) * 64)

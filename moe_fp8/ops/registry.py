@@ -1,9 +1,9 @@
-"""Registration of the ops with torch, and what every op does around its kernel.
+"""Registration of the ops with torch, and the steps that every op takes around its kernel.
 
 A family registers an op in one statement, `op = register(schema, check=..., reference=..., cuda=..., ...)`.
 Every op writes into outputs that the caller allocates, so one schema serves eager calls, graphs and
-`torch.compile` (which functionalises it). This module is the only user of `torch.library`; its low-level
-`Library` is used because `torch.library.custom_op` costs several microseconds a call.
+`torch.compile` (which functionalises it). This module is the only user of `torch.library`. It uses the
+low-level `Library`, because `torch.library.custom_op` costs several microseconds per call.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from torch import Tensor
 from moe_fp8.ops.keys import Call
 from moe_fp8.settings import settings
 
-# Any: torch leaves Library's methods untyped.
+# The type is Any, because torch leaves Library's methods untyped.
 _library: Any = torch.library.Library("moe_fp8", "DEF")
 
 
 class Op(NamedTuple):
-    """A registered op: `call` is what the package calls, `run` what torch does for the CPU and for CUDA.
+    """A registered op: the package calls `call`, and torch's dispatcher calls `run` for the CPU and for CUDA.
 
-    `arguments` are the names of the schema, in order; `cuda` is where the launch is prepared.
+    `arguments` are the argument names of the schema, in order; `cuda` names the function that prepares the
+    launch, as "module:function".
     """
 
     call: Callable[..., None]
@@ -38,14 +39,14 @@ class Op(NamedTuple):
     cuda: str
 
 
-#: Every registered op by its name.
+#: Name -> registered op.
 OPS: dict[str, Op] = {}
 
 
 class _Launcher:
-    """`repeat` of `moe_fp8.ops.launch`, which is imported at the first CUDA call.
+    """Holds `repeat` of `moe_fp8.ops.launch`, which is imported at the first CUDA call.
 
-    So importing the ops loads no CUDA binding.
+    Therefore importing the ops loads no CUDA binding.
     """
 
     repeat: Callable[[Call], bool] | None = None
@@ -64,31 +65,34 @@ def _load_repeat() -> Callable[[Call], bool]:
 
 @cache
 def resolve(cuda: str) -> Callable[..., Any]:
-    """The function that `register` was given as "module:function"."""
+    """Import the function that `cuda` names as "module:function"."""
     module, _, function = cuda.partition(":")
     prepare: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return prepare
 
 
 def checked(tensor: Tensor) -> bool:
-    """Whether to look at contents now: checked mode is on, and `tensor`'s stream is not being captured.
+    """Whether to check contents now: checked mode is on, and the current stream is not being captured.
 
     Reading contents waits for the device, which a capture does not allow.
     """
     if not settings().checked:
         return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    if not tensor.is_cuda:
+        return True
+    with torch.cuda.device(tensor.device):  # whose current stream runs the op
+        return not torch.cuda.is_current_stream_capturing()
 
 
 def _nothing(*_arguments: object) -> None:
-    """The usual meta implementation: outputs are given, so there is nothing to infer."""
+    """The usual meta implementation: the caller gives the outputs, so there is nothing to infer."""
 
 
-# Not is_compiling, which takes twice as long: what else compiles or exports does it in a dispatch mode.
+# is_compiling would take twice as long and is not needed: other compilers and exporters use a dispatch mode.
 _gradients_on, _tracing = torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
-# Types that override nothing, as other subclasses of Tensor do; a tensor that is not given is None.
+# These types override nothing, unlike other subclasses of Tensor. An optional tensor may be None.
 _plain = frozenset({Tensor, torch.nn.Parameter, NoneType}).issuperset
 _shape, _data_ptr = attrgetter("shape"), Tensor.data_ptr
 
@@ -104,24 +108,24 @@ def register(
     fake: Callable[..., None] = _nothing,
     varying: tuple[str, ...] = (),
 ) -> Callable[..., None]:
-    """Register one op of torch; returns what the package calls with every argument of the schema, in order.
+    """Register one op with torch; returns a function that takes every argument of the schema, in order.
 
-    `schema`: torch's text, in which `(a!)` marks the outputs; the first argument is a tensor, whose device
-    decides where the op runs. The other parts take the schema's arguments by position.
+    `schema`: torch's text, in which `(a!)` marks the outputs. The first argument is a tensor; its device
+    decides where the op runs. The functions below take the schema's arguments by position.
 
-    `check` raises what is wrong with them. It may return other arguments to run with, such as converted
-    scales; such a call is not remembered.
-    `contract` is called in checked mode and raises what is wrong with the tensors' contents.
-    `empty` tells whether there is nothing to compute; what little there is instead, it has done then.
+    `check` raises an error for invalid arguments. It may return other arguments to run with, such as
+    converted scales; the launch of this call is then not remembered.
+    `contract` is called in checked mode and raises an error for invalid contents of tensors.
+    `empty` returns whether there is nothing for a kernel to compute; it has then done any remaining work.
     `reference` is the CPU implementation.
-    `cuda`, "module:function", prepares the launch: it returns (spec, grid, parameter block), or None where it
-    has launched what was necessary itself. It is imported at the first CUDA call.
-    `fake` is the meta implementation; outputs are given, so that most ops have nothing to do there.
+    `cuda`, "module:function", prepares the launch: it returns (spec, grid, parameter block), or None if it
+    has launched everything itself. It is imported at the first CUDA call.
+    `fake` is the meta implementation; the caller gives the outputs, so for most ops it does nothing.
     `varying` names tensors, in addition to the first, whose shapes change from call to call while their
     addresses do not, such as a cache that grows.
 
-    Around them every op does the same: a call like one made before is launched again from what was
-    remembered (`launch`); otherwise it is checked, prepared, launched and remembered.
+    All ops share the other steps. A call that equals an earlier call repeats its remembered launch
+    (`launch`). Any other call is checked, prepared, launched and remembered.
     """
     name = schema.split("(", 1)[0]
     _library.define(schema)
@@ -135,7 +139,7 @@ def register(
     call_of = _call_of(name, names, kinds, varying)
 
     def fresh(arguments: tuple[Any, ...], call: Call | None) -> None:
-        """A call like none before, or one that must not pass unseen."""
+        """Check and run a call that has no remembered launch, or that must not use it (`call` is None)."""
         first = arguments[0]
         others = check(*arguments)
         if others is not None:
@@ -150,7 +154,7 @@ def register(
             reference(*arguments)
 
     def run(*arguments: Any) -> None:
-        if len(arguments) < arity:  # torch leaves out what has its default
+        if len(arguments) < arity:  # torch omits trailing arguments that equal their defaults
             arguments += defaults[len(arguments) :]
         first = arguments[0]
         call = None
@@ -161,8 +165,8 @@ def register(
         fresh(arguments, call)
 
     def eager(*arguments: Any) -> None:
-        # Past torch's dispatcher, which is 1.5 us of a call, where that changes nothing: for plain CUDA
-        # tensors with gradients off, as engines run, and where nothing traces, transforms or profiles.
+        # Skip torch's dispatcher, which costs 1.5 us per call, if the result is the same: for plain CUDA
+        # tensors with gradients off, as engines run, and if nothing traces, transforms or profiles the call.
         if (
             not _tracing()
             and _plain(map(type, tensors := tensors_of(arguments)))
@@ -175,7 +179,8 @@ def register(
             call = call_of(arguments, tensors)
             if (_Launcher.repeat or _load_repeat())(call):
                 return
-            # These are of the plain type, and no call with one was ever remembered.
+            # Functional tensors have the plain type too. Their calls are never remembered, so `repeat` has
+            # not matched one. They need the dispatcher.
             if not any(map(torch._is_functional_tensor, call[1])):
                 return fresh(arguments, call)
         op(*arguments)
@@ -186,7 +191,7 @@ def register(
     return eager
 
 
-#: All arguments of a call, and the tensors among them -> what the call is remembered by.
+#: All arguments of a call, and the tensors among them -> the key and the tensors of the call.
 _CallOf: TypeAlias = Callable[[tuple[Any, ...], tuple[Any, ...]], Call]
 
 
@@ -194,7 +199,7 @@ def _call_of(name: str, names: tuple[str, ...], kinds: list[str], varying: tuple
     scalars_of = _getter([at for at, kind in enumerate(kinds) if "Tensor" not in kind])
     shapes_of = _getter([0, *(names.index(one) for one in varying)])
 
-    # This is on the path of every call: a way for each kind of op takes less time than one way for all.
+    # Every call runs one of these functions; a function for each kind of op is faster than a general one.
     def plain(arguments: tuple[Any, ...], tensors: tuple[Any, ...]) -> Call:
         return (name, tensors[0].shape, *scalars_of(arguments), *map(_data_ptr, tensors)), tensors
 

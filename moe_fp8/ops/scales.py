@@ -1,16 +1,16 @@
-"""MN-major activation scales: the layout that TMA reads, and conversion into it."""
+"""MN-major activation scales: the layout that TMA reads, and the conversion to this layout."""
 
 from __future__ import annotations
 
+import importlib
 import logging
-import threading
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
 _log = logging.getLogger(__name__)
-_lock = threading.Lock()
-_implicit = 0
 
 
 def empty_mn_major(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -24,36 +24,46 @@ def _mn_major_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (1, pitch) if len(shape) == 2 else (pitch * groups, 1, pitch)
 
 
-def is_mn_major(scale: Tensor) -> bool:
-    """Whether [M,G] has stride (1, align(M,4)) or [E,M,G] stride (align(M,4)*G, 1, align(M,4)).
+def pitch(scale: Tensor) -> int:
+    """Elements between the groups of MN-major scales; 0 if `scale` is not MN-major.
 
-    The stride of a dimension of size 1 does not matter. The address must be 16-byte aligned.
+    MN-major scales [M,G] have stride (1, P), and [E,M,G] have stride (P*G, 1, P). P is a multiple of 4, at
+    least M. The address is a multiple of 16 bytes. The stride of a dimension of size 1 does not matter.
     """
-    stride = scale.stride()
-    if len(stride) == 2:
-        m, groups = scale.shape
-        pitch = (m + 3) & -4
-        # The usual case first: this is on every GEMM call's path.
-        if stride != (1, pitch) and m > 0:
-            fits = (stride[0] == 1 or m == 1) and (stride[1] == pitch or groups == 1)
-            return fits and not scale.data_ptr() & 15
-        return not scale.data_ptr() & 15
-    num_experts, m, groups = scale.shape
-    pitch = (m + 3) & -4
+    *experts, m, groups = scale.shape
+    usual = (m + 3) & -4
+    if scale.stride() == (
+        1,
+        usual,
+    ):  # the usual case comes first, because every new GEMM call runs this check
+        return 0 if scale.data_ptr() & 15 else max(usual, 4)
+    *expert_strides, row_stride, stride = scale.stride()
+    if m == 0 or 0 in experts:
+        return 4
+    if groups == 1:
+        # From expert to expert, or nowhere.
+        stride = expert_strides[0] if experts and experts[0] > 1 else usual
     fits = (
-        (stride[0] == pitch * groups or num_experts <= 1)
-        and (stride[1] == 1 or m == 1)
-        and (stride[2] == pitch or groups == 1)
+        (row_stride == 1 or m == 1)
+        and stride >= m
+        and not stride & 3
+        and (not experts or experts[0] == 1 or expert_strides[0] == stride * groups)
     )
-    return (fits or m == 0) and not scale.data_ptr() & 15
+    return stride if fits and not scale.data_ptr() & 15 else 0
+
+
+def is_mn_major(scale: Tensor) -> bool:
+    """Whether the GEMMs read `scale` as it is (`pitch`)."""
+    return pitch(scale) > 0
 
 
 def to_mn_major(scale: Tensor) -> Tensor:
-    """Activation scales in the layout that the GEMMs read without conversion.
+    """Convert activation scales to the layout that the GEMMs read without conversion.
 
     scale: fp32 `[M, G]` or `[E, M, G]` of any strides (G = K/128). Returns the same values with
-    stride `(1, align(M,4))`, or `(align(M,4)*G, 1, align(M,4))` for three dimensions; `scale` itself
-    where it already is so. One copy kernel at most; safe to capture. Units are unchanged.
+    stride `(1, align(M,4))`, or `(align(M,4)*G, 1, align(M,4))` for three dimensions. Returns `scale`
+    itself if it is MN-major already, also with a larger multiple of 4 in place of `align(M,4)`. Units do not
+    change. Launches at most one copy kernel; safe to capture.
     """
     if is_mn_major(scale):
         return scale
@@ -61,11 +71,16 @@ def to_mn_major(scale: Tensor) -> Tensor:
     return torch.empty_strided(scale.shape, stride, dtype=scale.dtype, device=scale.device).copy_(scale)
 
 
+@cache
+def _count_conversion() -> Callable[[str], None]:
+    """`count_scale_conversion` of `moe_fp8.jit.runtime`, which the import of the ops alone does not load."""
+    count: Callable[[str], None] = importlib.import_module("moe_fp8.jit.runtime").count_scale_conversion
+    return count
+
+
 def converted(op: str, scale: Tensor) -> Tensor:
-    """`to_mn_major` on behalf of `op`, which was given another layout: counted and logged."""
-    global _implicit
-    with _lock:
-        _implicit += 1
+    """Convert `scale`, which `op` got in another layout, by `to_mn_major`; count and log the conversion."""
+    _count_conversion()("gemm_fp8")  # the kernel of all GEMMs
     _log.debug(
         "%s: a_scale %s with stride %s converted to MN-major; quantize_fp8 writes that layout itself",
         op,
@@ -73,8 +88,3 @@ def converted(op: str, scale: Tensor) -> Tensor:
         scale.stride(),
     )
     return to_mn_major(scale)
-
-
-def implicit_scale_conversions() -> int:
-    """How many times in this process an op had to convert `a_scale` to MN-major before its launch."""
-    return _implicit

@@ -26,15 +26,19 @@ class Replay:
         self.num_calls = num_calls
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
+        self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(side):
             for call in (*calls, *calls):
                 call()
+            torch.cuda.synchronize()
+            # Not `torch.cuda.graph`, which empties the allocator's cache each time.
+            self._graph.capture_begin()
+            try:
+                for i in range(num_calls):
+                    calls[i % len(calls)]()
+            finally:
+                self._graph.capture_end()
         torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            for i in range(num_calls):
-                calls[i % len(calls)]()
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
 

@@ -1,47 +1,58 @@
-"""The whole of it: targets -> kernels built -> timings -> the table's file."""
+"""Problems -> kernels built -> timings -> files: of all timings, and the device's table."""
 
 from __future__ import annotations
 
 import datetime
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 
 from moe_fp8.errors import ConfigError, SettingError, ToolchainError
+from moe_fp8.heuristics import GemmConfig, gemm_configs
+from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
-from moe_fp8.jit import preload
 from moe_fp8.jit.driver import DeviceInfo
+from moe_fp8.jit.runtime import preload
 from moe_fp8.jit.toolchain import nvrtc_version
-from moe_fp8.problems import selection_rows
+from moe_fp8.problems import DEFAULT_NUM_SMS, selection_rows
 from moe_fp8.settings import settings
 from moe_fp8.specs import kernel_spec
-from moe_fp8.tune.table import Timing, check_writable, merge, read_rows, rows_below, write_table
+from moe_fp8.tune.fit import fit, held_out, write_constants
+from moe_fp8.tune.sample import expert_counts
+from moe_fp8.tune.table import check_writable, merge, read_rows, table_choice, table_rows, write_table
 from moe_fp8.tune.targets import Target, candidates
-from moe_fp8.tune.timing import fastest
+from moe_fp8.tune.timing import time_configs
+from moe_fp8.tune.timings import Timing, merge_timings, read_timings, regret, write_timings
 from moe_fp8.warmup.run import hopper_device
+
+#: Replays of which the median counts.
+REPLAYS = 11
 
 
 def tune(
-    targets: Sequence[Target],
-    rows: Sequence[int],
+    problems: Iterable[tuple[Target, int]],
     out: Path | None = None,
     *,
+    timings_file: Path | None = None,
     factor: float = 1.6,
+    replays: int = REPLAYS,
     max_seconds: float = float("inf"),
     jobs: int | None = None,
     quiet: bool = False,
 ) -> tuple[Path, list[Timing]]:
-    """Time each target with each number of rows, merge what gains into the table `out`; (table, all timings).
+    """Time each (target, rows), merge what gains into the table `out`; returns (table, new timings).
 
-    `out`: by default the package's own table for this device. `factor`: see `candidates`. After
-    `max_seconds` no further timing is begun. What was timed is written, also where an error ends the work.
-    Raises ToolchainError without a Hopper GPU; ConfigError for a table that cannot be read or written, and in
-    batch-invariant mode, where no table is consulted; MoeFp8Error where a config computes something else.
+    `out`: by default the package's own table for this device. `timings_file`: all timings are added to this
+    file; then no table is written unless `out` is given. `factor`: see `candidates`. No further
+    timing begins after `max_seconds`. Timings are written also if an error ends the work.
+    Raises ToolchainError without a Hopper GPU; ConfigError for a file that cannot be read or written, and in
+    batch-invariant mode, which consults no table; MoeFp8Error if a config computes something else.
     """
-    started = time.monotonic()
     device = hopper_device()
     if device is None:
         raise ToolchainError(
@@ -49,69 +60,133 @@ def tune(
         )
     if settings().batch_invariant:
         raise SettingError("MOE_FP8_BATCH_INVARIANT", "off while tuning", True, "unset it")
-    path = _table_path(out, device)
-    check_writable(path)
-    old = read_rows(path)
+    path = table_path(out, device.name) if out is not None or timings_file is None else None
+    for file in filter(None, (path, timings_file)):
+        check_writable(file)
+    old_rows = read_rows(path) if path is not None else []
+    old_timings = read_timings(timings_file)[1] if timings_file is not None and timings_file.exists() else []
+    stop = time.monotonic() + max_seconds
     timings: list[Timing] = []
     try:
-        for timing in _timings(targets, rows, device.num_sms, factor, jobs, quiet):
+        for timing in _timings(problems, device.num_sms, factor, replays, jobs, quiet):
             timings.append(timing)
             if not quiet:
                 print(_line(timing), file=sys.stderr, flush=True)
-            if time.monotonic() - started > max_seconds:
+            if time.monotonic() > stop:
                 break
     finally:
-        if timings:
-            write_table(path, _header(device), merge(old, timings))
-    return path, timings
+        if timings and timings_file is not None:
+            write_timings(timings_file, about(device), merge_timings(old_timings, timings))
+        if timings and path is not None:
+            write_table(path, about(device), merge(old_rows, table_rows(timings), timings))
+    written = path or timings_file
+    assert written is not None
+    return written, timings
+
+
+def refit(timings_file: Path, out: Path | None = None) -> str:
+    """Fit the cost model to a file of timings and write its constants; returns what the fit is worth.
+
+    `out`: by default the package's own constants. A quarter of the GEMMs is left out of the fit and tests
+    it. Raises ConfigError for a file that cannot be read or written.
+    """
+    machine, timings = read_timings(timings_file)
+    path = out or gemm_costs.FILE
+    check_writable(path)
+    fitted_to, tested_on = held_out(timings)
+    fitted = fit(fitted_to)
+    write_constants(path, machine, fitted)
+    before = regret(tested_on, partial(_choice, gemm_costs.constants()))
+    after = regret(tested_on, partial(_choice, fitted))
+    lines = [f"{path}: fitted to {len(fitted_to)} timings; what the choice loses on {len(tested_on)} others:"]
+    lines += [f"{name}: {before[name]:.2%} before, {after[name]:.2%} now" for name in after]
+    return "\n".join(lines)
+
+
+def retable(timings_file: Path, out: Path | None = None) -> str:
+    """Make the table of the timings' device anew; returns what it is worth.
+
+    `out`: by default the package's own table of that device. Raises ConfigError for a file that cannot be
+    read or written, or if the package has no table for the device.
+    """
+    machine, timings = read_timings(timings_file)
+    path = table_path(out, machine["device"])
+    check_writable(path)
+    rows = table_rows(timings)
+    write_table(path, machine, rows)
+    by_model = partial(_choice, gemm_costs.constants())
+    before = regret(timings, by_model)
+    after = regret(timings, partial(table_choice, rows, by_model))
+    lines = [f"{path}: {len(rows)} rows of {len(timings)} timings; what the choice loses on these:"]
+    lines += [f"{name}: {before[name]:.2%} by the model, {after[name]:.2%} with the table" for name in after]
+    return "\n".join(lines)
+
+
+def _choice(fitted: gemm_costs.Constants, timing: Timing) -> str:
+    """The timed config that the cost model takes to be the fastest."""
+    target, rows = timing.target, timing.rows
+
+    def cost(config: GemmConfig) -> float:
+        predicted = gemm_costs.predict(
+            config, target.layout, rows, target.n, target.k, target.num_experts, DEFAULT_NUM_SMS, fitted
+        )
+        return predicted.microseconds
+
+    timed = [config for config in gemm_configs(target.layout, target.k) if str(config) in timing.us]
+    return str(min(timed, key=cost))
 
 
 def _timings(
-    targets: Sequence[Target], rows: Sequence[int], num_sms: int, factor: float, jobs: int | None, quiet: bool
+    problems: Iterable[tuple[Target, int]],
+    num_sms: int,
+    factor: float,
+    replays: int,
+    jobs: int | None,
+    quiet: bool,
 ) -> Iterator[Timing]:
-    wanted = sorted({selection_rows(count) for count in rows})
-    # Targets of equal weights follow each other, so that the weights are made once.
-    for target in sorted(set(targets), key=lambda target: (target[1:], target.layout)):
-        problems = {count: target.problem(count, num_sms) for count in wanted}
-        configs = {count: candidates(problem, factor) for count, problem in problems.items()}
+    for target, group in groupby(problems, key=lambda problem: problem[0]):
+        configs = {
+            rows: candidates(target.problem(rows, num_sms), factor)
+            for rows in sorted({selection_rows(rows) for _, rows in group})
+        }
         preload(
             {
-                kernel_spec(replace(problems[count], config=str(config)))
-                for count in wanted
-                for config in configs[count]
+                kernel_spec(replace(target.problem(rows, num_sms), config=str(config)))
+                for rows, tried in configs.items()
+                for config in tried
             },
             jobs,
             False if quiet else None,
         )
-        last = 0
-        for count in wanted:
-            names = [str(config) for config in configs[count]]
-            best, us, model_us = fastest(target, count, names)
-            yield Timing(target, count, max(last, rows_below(count)), best, us, names[0], model_us)
-            last = count
+        for rows, tried in configs.items():
+            for counts in expert_counts(target, rows):
+                us = time_configs(target, rows, counts, [str(config) for config in tried], replays)
+                yield Timing(target, rows, counts, us)
 
 
 def _line(timing: Timing) -> str:
     target = timing.target
-    what = f"{target.layout} {target.n}x{target.k}"
-    what += f" of {target.num_experts} experts" if target.layout != "dense" else ""
+    experts = f" of {target.num_experts} experts" if target.layout != "dense" else ""
+    model, best = next(iter(timing.us)), min(timing.us, key=timing.us.__getitem__)
     return (
-        f"{what}, {timing.rows} rows: {timing.config} {timing.us:.2f} us, "
-        f"model's {timing.model_config} {timing.model_us:.2f} us"
+        f"{target.layout} {target.n}x{target.k}{experts}, {timing.rows} rows: "
+        f"{best} {timing.us[best]:.2f} us, model's {model} {timing.us[model]:.2f} us"
     )
 
 
-def _table_path(out: Path | None, device: DeviceInfo) -> Path:
+def table_path(out: Path | None, device: str) -> Path:
+    """`out`, or the package's table of the device that the driver calls `device`; raises ConfigError."""
     if out is not None:
         return out.expanduser().absolute()
-    name = gemm_table.device_of(device.name)
+    name = gemm_table.device_of(device)
     if not name:
         words = ", ".join(gemm_table.DEVICES.values())
-        raise ConfigError("--out", f"a file, as this is none of {words}", device.name, "give one with --out")
+        raise ConfigError("--out", f"a file, as this is none of {words}", device, "give one with --out")
     return gemm_table.table_file(name)
 
 
-def _header(device: DeviceInfo) -> dict[str, str]:
+def about(device: DeviceInfo) -> dict[str, str]:
+    """What a file says of the machine that its timings come from."""
     return {
         "device": device.name,
         "driver": ".".join(map(str, device.driver_version)),

@@ -1,78 +1,131 @@
-"""A device's table: its rows, its file, and what new timings change in it."""
+"""A device's table: its rows from timings, its file, and what new timings change in it."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, cast
 
 from moe_fp8.errors import ConfigError
 from moe_fp8.heuristics import TOKEN_TILES
+from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.tune.targets import Target
+from moe_fp8.tune.timings import Timing
 
-#: A row is written where the best config takes less than the model's choice by more than this.
-LEAST_GAIN = 0.02
+#: A row is written if the best config takes less than the model's choice by at least this share.
+LEAST_GAIN = 0.05
 
 
 def rows_below(rows: int) -> int:
-    """The most rows that need a smaller tile than `rows`, or fewer of 64: theirs is another matter."""
+    """The most rows that need a smaller tile than `rows`, or fewer blocks of 64: no row reaches that far."""
     if rows > 64:
         return (rows - 1) // 64 * 64
     return max((tile for tile in TOKEN_TILES if tile < rows), default=0)
 
 
-@dataclass(frozen=True)
-class Timing:
-    """The fastest config of one problem and the cost model's choice, with their microseconds a call.
-
-    It stands for more than `above` and up to `rows` rows.
-    """
-
-    target: Target
-    rows: int
-    above: int
-    config: str
-    us: float
-    model_config: str
-    model_us: float
-
-    @property
-    def gains(self) -> bool:
-        return self.us < self.model_us * (1 - LEAST_GAIN)
-
-    def to_row(self) -> dict[str, Any]:
-        return {
-            **self.target._asdict(),
-            "rows": self.rows,
-            "above": self.above,
-            "config": self.config,
-            "us": round(self.us, 2),
-            "model_config": self.model_config,
-            "model_us": round(self.model_us, 2),
+def mean_times(timings: Iterable[Timing]) -> dict[tuple[Target, int], dict[str, float]]:
+    """(target, rows) -> config -> microseconds: the geometric mean over the spreads of experts' rows."""
+    by_problem: dict[tuple[Target, int], list[Mapping[str, float]]] = {}
+    for timing in timings:
+        by_problem.setdefault((timing.target, timing.rows), []).append(timing.us)
+    return {
+        problem: {
+            config: geometric_mean([us[config] for us in spreads])
+            for config in spreads[0]
+            if all(config in us for us in spreads)
         }
+        for problem, spreads in sorted(by_problem.items())
+    }
+
+
+def table_rows(timings: Iterable[Timing]) -> list[dict[str, Any]]:
+    """A row for each problem whose best config gains `LEAST_GAIN` over the cost model's choice.
+
+    A problem whose choice was not timed gives no row. Equal neighbours become one row.
+    """
+    found: list[dict[str, Any]] = []
+    for target, problems in groupby(mean_times(timings).items(), key=lambda item: item[0][0]):
+        timed = 0
+        for (_, rows), us in problems:
+            model = us.get(str(gemm_costs.cheapest(target.problem(rows).for_selection())))
+            best = min(us, key=us.__getitem__)
+            if model is not None and us[best] <= model * (1 - LEAST_GAIN):
+                above = max(timed, rows_below(rows))
+                gain = round(1 - us[best] / model, 3)
+                row = {**target._asdict(), "rows": rows, "above": above, "config": best, "gain": gain}
+                found.append(row)
+            timed = rows
+    return _joined(found)
+
+
+def table_choice(
+    rows: Iterable[dict[str, Any]], model_choice: Callable[[Timing], str], timing: Timing
+) -> str:
+    """The config that a table of these rows has for a timed problem, else the cost model's."""
+    key = gemm_table.row_key(timing.target._asdict())
+    for row in rows:
+        if gemm_table.row_key(row) == key and row["above"] < timing.rows <= row["rows"]:
+            return str(row["config"])
+    return model_choice(timing)
+
+
+def _joined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of which each begins where another ends, with an equal config, as one row of the least gain."""
+    joined: list[dict[str, Any]] = []
+    for row in rows:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and gemm_table.row_key(last) == gemm_table.row_key(row)
+            and last["rows"] == row["above"]
+            and last["config"] == row["config"]
+        ):
+            joined[-1] = {**row, "above": last["above"], "gain": min(last["gain"], row["gain"])}
+        else:
+            joined.append(row)
+    return joined
+
+
+def merge(
+    old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], timings: Iterable[Timing]
+) -> list[dict[str, Any]]:
+    """A table's rows: `new`, and the rows of `old` but for the numbers of rows that `timings` cover."""
+    timed: dict[gemm_table.Key, list[int]] = {}
+    for timing in timings:
+        timed.setdefault(gemm_table.row_key(timing.target._asdict()), []).append(timing.rows)
+    rows = list(new)
+    for row in old:
+        counts = timed.get(gemm_table.row_key(row), [])
+        if row["rows"] not in counts:
+            # An old row ends at the number of rows that was timed now.
+            above = max([row.get("above", 0), *(count for count in counts if count < row["rows"])])
+            rows.append({**row, "above": above})
+    rows.sort(key=lambda row: (*gemm_table.row_key(row), row["rows"]))
+    return _joined(rows)
 
 
 def check_writable(path: Path) -> None:
-    """Raises ConfigError where a file cannot be put at `path`; makes its folder."""
-    remedy = "give a file in a folder that you can write with --out"
+    """Raises ConfigError if no file can be put at `path`; makes its folder."""
+    remedy = "give a file in a folder that you can write"
     try:
         if path.is_dir():
-            raise ConfigError("--out", "a file", str(path), remedy)
+            raise ConfigError("--out, --timings", "a file", str(path), remedy)
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise ConfigError(
-            "--out", f"a place that can be written ({error.strerror})", str(path), remedy
+            "--out, --timings", f"a place that can be written ({error.strerror})", str(path), remedy
         ) from error
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a table, none where there is no file; raises ConfigError where it is no table."""
+    """The rows of a table, none if there is no file; raises ConfigError if it is no table."""
     try:
         rows = json.loads(path.read_text())["rows"] if path.exists() else []
         for row in rows:
@@ -82,23 +135,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return cast(list[dict[str, Any]], rows)
 
 
-def merge(old: Sequence[dict[str, Any]], timings: Sequence[Timing]) -> list[dict[str, Any]]:
-    """A table's rows: those of `old` that `timings` say nothing about, and of `timings` those that gain."""
-    timed: dict[gemm_table.Key, list[int]] = {}
-    for timing in timings:
-        timed.setdefault(gemm_table.row_key(timing.target._asdict()), []).append(timing.rows)
-    rows = [timing.to_row() for timing in timings if timing.gains]
-    for row in old:
-        counts = timed.get(gemm_table.row_key(row), [])
-        if row["rows"] not in counts:
-            # An old row ends where a number of rows was timed now.
-            above = max([row.get("above", 0), *(count for count in counts if count < row["rows"])])
-            rows.append({**row, "above": above})
-    return sorted(rows, key=lambda row: (*gemm_table.row_key(row), row["rows"]))
-
-
-def write_table(path: Path, header: dict[str, str], rows: Sequence[dict[str, Any]]) -> None:
-    """Put a table at `path`, a line for each row; whoever reads it sees the old one or the new one."""
+def write_table(path: Path, header: Mapping[str, str], rows: Sequence[dict[str, Any]]) -> None:
+    """Put a table at `path`, a line for each row. A reader sees either the old file or the new file."""
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in header.items())
     text = f'{{\n{head}  "rows": [\n{lines}\n  ]\n}}\n'

@@ -68,6 +68,6 @@ def candidates(problem: GemmProblem, factor: float) -> list[GemmConfig]:
         for config in gemm_configs(problem.layout, problem.k)
         if config.cluster <= problem.num_sms
     }
-    chosen = gemm_costs.cheapest(problem)
+    chosen = gemm_costs.cheapest(problem.for_selection())
     limit = factor * min(costs.values())
     return [chosen, *(config for config in costs if config != chosen and costs[config] <= limit)]

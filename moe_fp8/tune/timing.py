@@ -1,8 +1,7 @@
 """Times configs of one GEMM against each other, after checking that they compute the same.
 
-A config is timed by replaying a CUDA graph of calls that take turns over weights of more than four times
-the L2 together, as in a model whose other layers run in between. A grouped one is timed with experts' rows
-spread evenly and with skewed ones: the selector knows their mean alone, and what suits one may not the other.
+A config is timed by replaying a CUDA graph of calls. The calls take turns over weights of more than four
+times the L2 together, as in a model whose other layers run in between.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean, geometric_mean
 
 import torch
 from torch import Tensor
@@ -28,50 +26,34 @@ from moe_fp8.tune.targets import Target
 
 _DEVICE = torch.device("cuda")
 
-#: ||out - model's choice|| / ||model's choice|| of two configs' bf16 outputs.
+#: ||out - first config's|| / ||first config's|| of two configs' bf16 outputs.
 _TOLERANCE = 5e-3
 
-#: Experts' rows as multiples of their mean, over and over.
-_SPREAD = (1.0, 0.7, 1.3, 0.9, 1.1, 0.8, 1.2)
+_PAUSE_S = 0.001
 
-_REPLAYS, _FINAL_REPLAYS, _PAUSE_S = 11, 31, 0.002
-
-#: Where weights are so few that 4 x the L2 would take more, launching takes longer than reading them.
+#: If weights are so few that 4 x the L2 would take more sets, launching takes longer than reading them.
 _MOST_SETS = 256
 
 #: fp8 values and their scales.
 Quantized = tuple[Tensor, Tensor]
 
 
-def fastest(target: Target, rows: int, configs: Sequence[str]) -> tuple[str, float, float]:
-    """The fastest of `configs`, its time, and that of `configs[0]`, in microseconds a call.
+def time_configs(
+    target: Target, rows: int, counts: Sequence[int], configs: Sequence[str], replays: int
+) -> dict[str, float]:
+    """Microseconds a call of each of `configs`, as medians of `replays` replays that take turns.
 
-    Where experts' rows are timed as an even spread and skewed, the geometric mean of both counts. Raises
-    MoeFp8Error where outputs are not finite or differ from those of `configs[0]`.
+    `rows`: what the call expects of an expert; `counts`: the rows that each expert has. Raises MoeFp8Error if
+    an output is not finite or differs from the output of `configs[0]`.
     """
     sets = _weights(target.n, target.k, target.num_experts)
     num_calls = -(-8 // len(sets)) * len(sets)  # whole turns, eight calls or more
-    graphs = []
-    for calls in _Calls.each(target, rows):
-        _check(calls, sets[0], configs, f"{target}, {rows} rows")
-        graphs.append(
-            [
-                Replay([partial(calls.run, config, weights) for weights in sets], num_calls)
-                for config in configs
-            ]
-        )
-
-    def times(replays: int, chosen: Sequence[int]) -> list[float]:
-        each = [alternate([of_one[i] for i in chosen], replays, _PAUSE_S) for of_one in graphs]
-        return [geometric_mean(timed) for timed in zip(*each, strict=True)]
-
-    first = times(_REPLAYS, range(len(configs)))
-    best = min(range(len(configs)), key=first.__getitem__)
-    if best == 0:
-        return configs[0], first[0], first[0]
-    # The least of many medians is a little too good: the two that matter are timed again.
-    us, model_us = times(_FINAL_REPLAYS, (best, 0))
-    return configs[best], us, model_us
+    calls = _Calls.of(target, rows, counts)
+    _check(calls, sets[0], configs, f"{target}, {rows} rows")
+    graphs = [
+        Replay([partial(calls.run, config, weights) for weights in sets], num_calls) for config in configs
+    ]
+    return dict(zip(configs, alternate(graphs, replays, _PAUSE_S), strict=True))
 
 
 def _check(calls: _Calls, weights: Quantized, configs: Sequence[str], what: str) -> None:
@@ -122,17 +104,9 @@ class _Calls:
     valid: Tensor
 
     @classmethod
-    def each(cls, target: Target, rows: int) -> list[_Calls]:
-        """What is timed with so many rows, of each expert as a mean where it is grouped."""
-        if target.layout == "dense":
-            return [cls._dense(target, rows)]
-        experts = range(target.num_experts)
-        spread = [_SPREAD[expert % len(_SPREAD)] for expert in experts]
-        skewed = [1 / (1 + expert) for expert in experts]
-        return [
-            cls._grouped(target, rows, [round(rows * share / fmean(shares)) for share in shares])
-            for shares in (spread, skewed)
-        ]
+    def of(cls, target: Target, rows: int, counts: Sequence[int]) -> _Calls:
+        """A call of `target` whose experts have `counts` rows and that expects `rows` of each."""
+        return cls._dense(target, rows) if target.layout == "dense" else cls._grouped(target, rows, counts)
 
     @classmethod
     def _dense(cls, target: Target, rows: int) -> _Calls:
@@ -145,7 +119,7 @@ class _Calls:
         return cls(run, out, torch.arange(rows, device=_DEVICE))
 
     @classmethod
-    def _grouped(cls, target: Target, rows: int, counts: list[int]) -> _Calls:
+    def _grouped(cls, target: Target, rows: int, counts: Sequence[int]) -> _Calls:
         starts = [0]
         for count in counts:
             starts.append(starts[-1] + -(-count // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT)

@@ -1,6 +1,6 @@
-"""HF config -> model description -> plan -> build -> load: everything warm before the first request.
+"""HF config -> model description -> plan -> build -> load: all kernels are warm before the first request.
 
-Nothing here imports torch, allocates a tensor or launches a kernel; planning and building need no GPU.
+No module here imports torch, allocates a tensor or launches a kernel. Planning and building need no GPU.
 """
 
 from __future__ import annotations

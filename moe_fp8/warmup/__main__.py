@@ -1,6 +1,6 @@
-"""Startup script: plan a model, build what is missing, load it all where there is a Hopper GPU.
+"""Startup script: plan a model, build missing kernels, and load all kernels if there is a Hopper GPU.
 
-Progress goes to stderr; stdout gets one line of JSON, also when it fails.
+Progress goes to stderr; stdout gets one line of JSON, also if the script fails.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     add_plan_arguments(parser)
     add_store_arguments(parser)
     add_build_arguments(parser)
-    parser.add_argument("--require-gpu", action="store_true", help="fail where the kernels cannot be loaded")
+    parser.add_argument("--require-gpu", action="store_true", help="fail if the kernels cannot be loaded")
     return parser
 
 
@@ -67,13 +67,13 @@ def _warm(arguments: argparse.Namespace, summary: dict[str, Any]) -> None:
         summary["load_seconds"] = round(time.perf_counter() - started, 3)
     elif arguments.require_gpu:
         raise ToolchainError(
-            "there is no Hopper GPU here to load the kernels on; leave out --require-gpu to build them only, "
-            "or see what `moe-fp8 doctor` says"
+            "there is no Hopper GPU here to load the kernels on; omit --require-gpu to build them only, "
+            "or run `moe-fp8 doctor`"
         )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the startup script; the exit code."""
+    """Run the startup script and return the exit code."""
     arguments = _parser().parse_args(argv)
     summary: dict[str, Any] = {"model": arguments.model, "ok": True}
     code = EXIT_OK

@@ -27,9 +27,9 @@ MODEL_HELP = "model folder, or its config.json"
 EXIT_CODES = """\
 exit codes:
   0  done
-  1  a check failed: kernels are missing, or something that is needed is not there
+  1  a check failed: kernels or requirements of the package are missing
   2  bad arguments, a bad MOE_FP8_* variable, or a model config that cannot be served
-  3  no usable NVRTC (or, where a GPU was asked for, no driver)
+  3  no usable NVRTC (or no driver, if a GPU is required)
   4  a kernel failed to compile
   5  the CUDA driver refused to load a kernel
   6  a kernel bundle is refused, or cannot be written
@@ -37,13 +37,13 @@ exit codes:
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """Which model."""
+    """Add the option that names the model."""
     parser.add_argument("--model", required=True, metavar="PATH", help=MODEL_HELP)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """How a model is served."""
-    default = PlanOptions  # the class: making one reads the settings
+    """Add the options that describe how a model is served."""
+    default = PlanOptions  # the class, because an instance would read the settings
     add_rank_arguments(parser)
     parser.add_argument(
         "--max-tokens",
@@ -59,7 +59,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--next-n", type=int, default=default.next_n,
-        help="tokens of a request in one decode step, at most (default %(default)s)",
+        help="most tokens of a request in one decode step (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--block-size", type=int, default=default.block_size,
@@ -67,7 +67,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--masked-rows", type=int, default=None,
-        help="rows of an expert's buffer in the masked layout (default: what the decode batch needs)",
+        help="rows of an expert's buffer in the masked layout (default: enough for the decode batch)",
     )  # fmt: skip
     parser.add_argument(
         "--num-sms", type=int, default=None,
@@ -75,12 +75,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--batch-invariant", action=argparse.BooleanOptionalAction, default=None,
-        help="the server runs with MOE_FP8_BATCH_INVARIANT on, or not (default: as the variable is here)",
+        help="whether the server runs with MOE_FP8_BATCH_INVARIANT on (default: this process's setting)",
     )  # fmt: skip
 
 
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which share of a model one rank has."""
+    """Add the options that describe one rank's share of a model."""
     default = PlanOptions
     parser.add_argument(
         "--tp", type=int, default=default.tp, help="tensor-parallel ranks (default %(default)s)"
@@ -90,12 +90,12 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--pad-intermediate", action="store_true",
-        help="the weights' intermediate sizes are padded with zeros to a multiple of 128 a rank",
+        help="the weights' intermediate sizes are padded with zeros to a multiple of 128 per rank",
     )  # fmt: skip
 
 
 def add_store_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where compiled kernels are kept."""
+    """Add the option for the folder of compiled kernels."""
     parser.add_argument(
         "--cache-dir", type=absolute, default=None,
         help="where compiled kernels are kept (default: $MOE_FP8_CACHE_DIR, else ~/.cache/moe_fp8)",
@@ -103,23 +103,23 @@ def add_store_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_bundle_argument(parser: argparse.ArgumentParser, text: str) -> None:
-    """A kernel bundle; `text` says what for."""
+    """Add the option for a kernel bundle, with the help `text`."""
     parser.add_argument("--bundle", type=absolute, default=None, metavar="DIR", help=text)
 
 
 def add_build_arguments(parser: argparse.ArgumentParser) -> None:
-    """How kernels are compiled."""
+    """Add the options that control compilation."""
     parser.add_argument(
         "--jobs",
         type=positive,
         default=None,
-        help="compiler processes (default: $MOE_FP8_JOBS, else the cores)",
+        help="compiler processes (default: $MOE_FP8_JOBS, else the number of cores)",
     )
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
 def absolute(text: str) -> Path:
-    """argparse type: a path, made absolute."""
+    """argparse type: a path, converted to an absolute path."""
     return Path(text).expanduser().absolute()
 
 
@@ -132,7 +132,7 @@ def positive(text: str) -> int:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """argparse type: integers >= 1 with commas between them."""
+    """argparse type: integers >= 1, separated by commas."""
     return tuple(positive(number) for number in text.split(","))
 
 
@@ -167,7 +167,7 @@ def batch_invariant_from(arguments: argparse.Namespace) -> bool:
 
 
 def store_from(arguments: argparse.Namespace) -> KernelStore:
-    """The store that the arguments ask for, behind the bundle of the settings; raises BundleError."""
+    """The store that the arguments ask for, with the bundle of the settings; raises BundleError."""
     if arguments.cache_dir is None:
         return default_store()
     return KernelStore(arguments.cache_dir, bundle=bundle_in_use())
@@ -189,6 +189,6 @@ def exit_code(error: MoeFp8Error) -> int:
 
 
 def complain(error: MoeFp8Error) -> int:
-    """Say on stderr what went wrong; the exit code to leave with."""
+    """Print `error` to stderr and return its exit code."""
     print(f"error: {error}", file=sys.stderr)
     return exit_code(error)

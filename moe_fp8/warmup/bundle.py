@@ -1,4 +1,4 @@
-"""Plan -> kernel bundle: a folder that a server without compiler, network or cache can load from."""
+"""Plan -> kernel bundle: a folder from which a server without compiler, network or cache loads kernels."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from moe_fp8.warmup.run import build_plan
 
 
 def coverage(plan: Plan) -> dict[str, Any]:
-    """What a bundle of `plan` is for, as JSON types: the model, the options, the tables of measured tiles.
+    """The coverage of a bundle of `plan`, as JSON types: model, options, tables of measured tiles.
 
-    `tables` has the SHA-256 of each device's table: with another one the selector may ask for other kernels.
+    `tables` has the SHA-256 of each device's table, because with a different table the selector may ask for
+    other kernels.
     """
     tables = {
         device: hashlib.sha256(gemm_table.table_file(device).read_bytes()).hexdigest()
@@ -49,11 +50,12 @@ def build_bundle(
     progress: Progress = None,
     force: bool = False,
 ) -> tuple[BuildReport, Bundle]:
-    """Put every kernel of `plan` into the bundle `path`, which is made where there is none; needs no GPU.
+    """Put every kernel of `plan` into the bundle `path`, which is made if it does not exist; needs no GPU.
 
-    A bundle of this toolchain keeps what it has; any other is refused, or replaced with `force`. Kernels are
-    taken from the bundle, then from the cache in `cache_dir` (default: the setting's), else compiled. `jobs`
-    and `progress` as in `build_plan`. Raises BundleError, CompileError, ToolchainError.
+    A bundle of this toolchain keeps its kernels; any other bundle is refused. With `force`, an existing
+    bundle is replaced. Kernels come from the bundle, else from the cache in `cache_dir` (default: the cache
+    of the settings), else from the compiler. `jobs` and `progress` are as in `build_plan`. Raises
+    BundleError, CompileError, ToolchainError.
     """
     there = existing_bundle(path, force=force)
     store = KernelStore(settings().cache_dir if cache_dir is None else cache_dir, bundle=there)

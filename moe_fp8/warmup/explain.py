@@ -1,4 +1,4 @@
-"""Why a GEMM gets the config that it gets: what a table says of it, what the others would cost."""
+"""Explains the choice of a GEMM's config: the row of a measured table, and the costs of all candidates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_fp8.warmup.tables import state, table_of
 
 @dataclass(frozen=True)
 class Choice:
-    """The config for one `device` ("": any without a table of measured tiles) and where it comes from."""
+    """The config for one `device` ("": any device without a measured table) and the reason for it."""
 
     device: str
     config: GemmConfig
@@ -30,7 +30,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A config that the cost model considers or a table names, its prediction, and what a launch would be."""
+    """A config that the cost model considers or a table names, with its prediction, grid and kernel."""
 
     config: GemmConfig
     prediction: gemm_costs.Prediction
@@ -40,7 +40,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Explanation:
-    """`candidates` are sorted by predicted cost. `problem` is of no device."""
+    """The explanation for one GEMM. `candidates` are sorted by predicted cost; `problem.device` is ""."""
 
     problem: GemmProblem
     choices: tuple[Choice, ...]
@@ -54,7 +54,7 @@ class Explanation:
     def to_dict(
         self, keys: Mapping[KernelSpec, str] | None = None, cached: Collection[KernelSpec] | None = None
     ) -> dict[str, Any]:
-        """As JSON types; `keys` and `cached` as in `Plan.to_dict`."""
+        """The explanation as JSON types; `keys` and `cached` are as in `Plan.to_dict`."""
         problem = self.problem
         return {
             "layout": problem.layout,
@@ -95,15 +95,16 @@ def explain(
     num_sms: int,
     batch_invariant: bool = False,
 ) -> Explanation:
-    """Explain the choice for a GEMM with bf16 output; `m` as `GemmProblem` takes it.
+    """Explain the choice for a GEMM with bf16 output; `m` is as in `GemmProblem`.
 
-    The problem is made and the config chosen as an op does it. Raises ConfigError for what no op would take.
+    The function makes the problem and chooses the config as an op does. Raises ConfigError for arguments
+    that no op accepts.
     """
     for name, value, multiple in (("N", n, N_MULTIPLE), ("K", k, SCALE_BLOCK)):
         if value % multiple:
             raise ConfigError(name, f"a multiple of {multiple}", value)
     if layout == "dense" and (num_experts != 1 or expected_m is not None):
-        raise ConfigError("layout", "a grouped one beside experts or an expected number of rows", layout)
+        raise ConfigError("layout", "a grouped layout for experts or expected rows", layout)
     problem = GemmProblem(
         layout, m, n, k, num_experts, expected_m, num_sms=num_sms, batch_invariant=batch_invariant
     )
@@ -111,7 +112,7 @@ def explain(
     ranked = dict(gemm_costs.ranked(problem))
     rows = gemm_costs.modelled_rows(problem)
     for choice in choices:
-        # A table may name what the model leaves out.
+        # A table may name a config that the model does not consider.
         if choice.config not in ranked:
             ranked[choice.config] = gemm_costs.predict(
                 choice.config, layout, rows, n, k, num_experts, num_sms

@@ -1,7 +1,7 @@
 """Hugging Face `config.json` -> `ModelDescription`: the dimensions that decide which kernels run.
 
-Parsing is strict: a field that is missing, of the wrong type or at odds with another one is a
-`ModelError`; nothing is guessed from a model's name.
+Parsing is strict: a field that is missing, has the wrong type or contradicts another field raises
+`ModelError`. Nothing is guessed from a model's name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True)
 class MlaAttention:
-    """Multi-head latent attention. `q_lora_rank` is None where queries are projected directly."""
+    """Multi-head latent attention. `q_lora_rank` is None if queries are projected directly."""
 
     num_heads: int
     q_lora_rank: int | None
@@ -44,7 +44,7 @@ Attention = MlaAttention | GqaAttention
 
 @dataclass(frozen=True)
 class Indexer:
-    """The lightning indexer of sparse attention: it picks `topk` positions for every query."""
+    """The lightning indexer of sparse attention, which picks `topk` positions for every query."""
 
     num_heads: int
     head_dim: int
@@ -55,9 +55,9 @@ class Indexer:
 class ModelDescription:
     """Dimensions of a mixture-of-experts model, before any parallelism.
 
-    `moe_intermediate_size` is one routed expert's; `dense_intermediate_size` is that of layers
-    without experts and None where every layer has them. `max_positions` is the longest context.
-    `dtype` is what the activations are before they are quantized.
+    `moe_intermediate_size` is the size of one routed expert. `dense_intermediate_size` is the size in
+    layers without experts, or None if every layer has experts. `max_positions` is the longest context.
+    `dtype` is the dtype of the activations before quantization.
     """
 
     name: str
@@ -82,7 +82,7 @@ class _Fields:
         self._config = config
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field exists and is not null."""
         return self._config.get(name) is not None
 
     def raw(self, name: str) -> Any:
@@ -99,7 +99,7 @@ class _Fields:
         return value
 
     def alias(self, *names: str) -> int:
-        """The one value of a field that has several spellings."""
+        """The value of a field that has several names; raises ModelError if they have different values."""
         found = {name: self.number(name) for name in names if self.has(name)}
         if not found:
             raise ModelError(" | ".join(names), "one of these fields", None, "is this a MoE model's config?")
@@ -111,7 +111,7 @@ class _Fields:
 def read_config(path: str | Path) -> dict[str, Any]:
     """The JSON object in `path`: a config file, or a model folder that has a `config.json`.
 
-    Raises ModelError where there is none, it cannot be read, or it is not a JSON object.
+    Raises ModelError if the file does not exist, cannot be read or is not a JSON object.
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
@@ -129,17 +129,17 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def load_model(path: str | Path) -> ModelDescription:
-    """Description of the model in a folder, or of a config file. Raises ModelError."""
+    """The description of the model in `path`, a folder or a config file. Raises ModelError."""
     path = Path(path)
     name = path.name if path.is_dir() else path.stem
     return describe(read_config(path), name=name or path.resolve().name)
 
 
 def describe(config: Mapping[str, Any], *, name: str = "model") -> ModelDescription:
-    """Description of the model that a parsed `config.json` defines.
+    """The description of the model that a parsed `config.json` defines.
 
-    Attention is latent where `kv_lora_rank` is given, else grouped-query. Raises ModelError for a
-    missing, malformed or contradictory field, and where the weights are not FP8 in 128 x 128 blocks.
+    Attention is latent if `kv_lora_rank` is given, else grouped-query. Raises ModelError for a
+    missing, malformed or contradictory field, and if the weights are not FP8 in 128 x 128 blocks.
     """
     fields = _Fields(config)
     _check_quantization(fields.raw("quantization_config"))
@@ -201,7 +201,7 @@ def _attention(fields: _Fields) -> Attention:
         )
     if fields.has("q_lora_rank"):
         raise ModelError(
-            "kv_lora_rank", "an integer beside q_lora_rank", None, "latent attention needs both ranks"
+            "kv_lora_rank", "an integer, as q_lora_rank is given", None, "latent attention needs both ranks"
         )
     num_kv_heads = fields.number("num_key_value_heads")
     if num_heads % num_kv_heads:
@@ -218,17 +218,17 @@ def _indexer(fields: _Fields) -> Indexer | None:
         return None
     if len(given) < len(names):
         missing = ", ".join(name for name in names if name not in given)
-        raise ModelError(missing, f"an integer beside {', '.join(given)}", None)
+        raise ModelError(missing, f"an integer, as {', '.join(given)} is given", None)
     if not fields.has("kv_lora_rank") or not fields.has("q_lora_rank"):
         raise ModelError(
-            "kv_lora_rank, q_lora_rank", "integers beside index_n_heads", None,
-            "the indexer projects its queries from latent attention's",
+            "kv_lora_rank, q_lora_rank", "integers, as index_n_heads is given", None,
+            "the indexer projects its queries from the queries of latent attention",
         )  # fmt: skip
     return Indexer(*(fields.number(name) for name in names))
 
 
 def _has_dense_layers(fields: _Fields, num_layers: int) -> bool:
-    """Whether a layer has a plain MLP: the first ones (DeepSeek, GLM), or listed ones (Qwen)."""
+    """Whether any layer has a plain MLP: the first layers (DeepSeek, GLM), or listed layers (Qwen)."""
     first = fields.number("first_k_dense_replace", least=0, default=0)
     if first > num_layers:
         raise ModelError("first_k_dense_replace", f"at most num_hidden_layers ({num_layers})", first)

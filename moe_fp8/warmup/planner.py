@@ -1,10 +1,9 @@
-"""Every kernel that a model can launch, computed by asking the selector that the ops ask.
+"""Computes every kernel that a model can launch, with the selector that the ops use.
 
-The plan is a set that is computed, not sampled: `specs.kernel_spec` is a pure function of a problem, and
-the planner hands it every problem that an op can derive from a call of the model. `for_selection`
-keeps those few enough to try them all: it rounds rows by `selection_rows`. Which GPU
-will serve is not known, so each device with a measured table is tried. Nothing else is assumed about what
-the selector does with a problem.
+The plan is computed exactly, not sampled: `specs.kernel_spec` is a pure function of a problem, and the
+planner calls it with every problem that an op can derive from a call of the model. This is possible because
+`for_selection` rounds the sizes, so that few distinct problems remain. The planner does not know the GPU of
+the server, so it tries each device with a measured table. It assumes nothing else about the selector.
 """
 
 from __future__ import annotations
@@ -48,13 +47,14 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a server will ask of the model, with bf16 outputs and activations of the model's dtype.
+    """The limits of a server's calls, which use bf16 outputs and activations of the model's dtype.
 
     `max_tokens`: tokens of one forward pass. `max_batch`: requests decoded together, each with 1 to
-    `next_n` tokens. `num_sms`: what the ops will see as the number of SMs. `block_size`: tokens of a
-    page of the indexer's cache. `masked_rows`: rows of an expert's buffer in the masked layout, at most;
-    by default what `max_batch` and `next_n` need, rounded up to 128. `pad_intermediate`: see `gemm_shapes`.
-    `batch_invariant`: the server runs with MOE_FP8_BATCH_INVARIANT on; by default as in this process.
+    `next_n` tokens. `num_sms`: the number of SMs that the ops will use. `block_size`: tokens of a page of
+    the indexer's cache. `masked_rows`: the most rows of an expert's buffer in the masked layout; by default
+    enough for `max_batch` and `next_n`, rounded up to a multiple of 128. `pad_intermediate`: see
+    `gemm_shapes`. `batch_invariant`: whether the server runs with MOE_FP8_BATCH_INVARIANT on; the default is
+    this process's setting.
     """
 
     tp: int = 1
@@ -78,11 +78,11 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One kernel for one use: the `rows` of that use for which the selector picks `spec` on some device.
+    """One kernel for one use: the `rows` of this use for which the selector picks `spec` on some device.
 
     `rows` are inclusive ranges. They count rows of A ("M") for "dense", queries or requests for the
-    indexer, and the rows that an expert is expected to have for grouped layouts. `what` are the
-    modules that share the shape; `n`, `k` and `num_experts` are None where they play no part.
+    indexer, and the expected rows of an expert for grouped layouts. `what` names the modules that share the
+    shape; `n`, `k` and `num_experts` are None if they do not apply.
     """
 
     op: str
@@ -96,7 +96,7 @@ class PlanRow:
 
     @property
     def use(self) -> str:
-        """Op or layout, weights and rows in a line."""
+        """One line of text: op, layout, weights, rows and modules."""
         sizes = " x ".join(str(size) for size in (self.num_experts, self.n, self.k) if size is not None)
         ranges = ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in self.rows)
         parts = (self.op, self.layout, sizes, f"rows {ranges}", f"({', '.join(self.what)})")
@@ -115,7 +115,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a model needs warm: `rows` by use, `specs` the distinct kernels in order of first use."""
+    """The kernels of a model: `rows` by use, and `specs`, the distinct kernels in order of first use."""
 
     model: ModelDescription
     options: PlanOptions
@@ -129,13 +129,13 @@ class Plan:
         return spec in self.specs
 
     def keys(self) -> dict[KernelSpec, str]:
-        """Content key of each kernel with this machine's NVRTC; raises ToolchainError where it has none."""
+        """The content key of each kernel with this machine's NVRTC; raises ToolchainError if it has none."""
         return {spec: kernel_key(spec) for spec in self.specs}
 
     def to_dict(
         self, keys: Mapping[KernelSpec, str] | None = None, cached: Collection[KernelSpec] | None = None
     ) -> dict[str, Any]:
-        """The plan as JSON types; `keys` adds each kernel's key, `cached` whether it is among these."""
+        """The plan as JSON types, with each kernel's key from `keys` and whether `cached` contains it."""
         numbers = {spec: number for number, spec in enumerate(self.specs)}
         return {
             "model": asdict(self.model),
@@ -174,9 +174,9 @@ class Plan:
 def plan(
     model: ModelDescription, options: PlanOptions | None = None, *, extra: Sequence[GemmShape] = ()
 ) -> Plan:
-    """Plan one rank of `model`; `extra` are GEMMs of the caller's that the model's config does not tell.
+    """Plan one rank of `model`; `extra` are further GEMMs of the caller that the config does not define.
 
-    Needs no GPU, no torch and no compiler. Raises ConfigError where the parallelism does not fit.
+    Needs no GPU, no torch and no compiler. Raises ConfigError if the parallelism does not fit the model.
     """
     options = options or PlanOptions()
     parallelism = Parallelism(options.tp, options.ep)
@@ -189,7 +189,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Bounds:
-    """Most rows of each kind of buffer on one rank."""
+    """The most rows of each kind of buffer on one rank."""
 
     dense: int
     context: int
@@ -213,7 +213,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _runs(limit: int, reduced: Callable[[int], int]) -> Iterator[tuple[int, int]]:
-    """The runs (first, last) of 1..limit that `reduced`, which rounds up, makes one number."""
+    """The runs (first, last) of 1..limit whose numbers `reduced`, which rounds up, maps to the same value."""
     first = 1
     while first <= limit:
         last = reduced(first)
@@ -224,7 +224,7 @@ def _runs(limit: int, reduced: Callable[[int], int]) -> Iterator[tuple[int, int]
 def _sweep(
     runs: Iterable[tuple[int, int]], problems_at: Callable[[int], Iterable[Problem]]
 ) -> Iterator[tuple[KernelSpec, Ranges]]:
-    """The kernels over `runs` of rows, each with its ranges of rows."""
+    """The kernels of all `runs` of rows, each with its ranges of rows."""
     found: dict[KernelSpec, list[tuple[int, int]]] = {}
     for first, last in runs:
         for spec in {kernel_spec(problem): None for problem in problems_at(first)}:
@@ -238,7 +238,7 @@ def _sweep(
 
 
 def _merge_shapes(shapes: Iterable[GemmShape]) -> dict[tuple[int, int, int | None], list[GemmShape]]:
-    """Shapes by (N, K, experts): equal weights are one problem."""
+    """Group the shapes by (N, K, experts), because equal shapes give the same problem."""
     merged: dict[tuple[int, int, int | None], list[GemmShape]] = {}
     for shape in shapes:
         merged.setdefault((shape.n, shape.k, shape.num_experts), []).append(shape)
@@ -266,7 +266,8 @@ def _gemm_problems(
     devices = gemm_table.devices()
 
     def problems_at(rows: int) -> Iterator[GemmProblem]:
-        # A hint reaches every row count that a buffer can hold; without one the expectation is among them.
+        # As expected_m, `rows` takes every number that fits in a buffer. Without expected_m, the op's mean
+        # rows per expert are among these numbers.
         m, hint = (rows, None) if experts is None else (limit, rows)
         for device in devices:
             yield GemmProblem(
@@ -287,7 +288,7 @@ def _gemm_problems(
 def _quantize_rows(
     model: ModelDescription, shapes: Iterable[GemmShape], bounds: _Bounds, options: PlanOptions
 ) -> Iterator[PlanRow]:
-    """Activations are quantized before each GEMM, the indexer's queries before its logits."""
+    """The rows of `quantize_fp8`: for the input of each GEMM, and for the indexer's queries."""
     inputs: dict[int, list[str]] = {}
     for shape in shapes:
         inputs.setdefault(shape.k, []).append(shape.what)
@@ -306,7 +307,7 @@ def _quantize_rows(
 
 
 def _silu_mul_rows(shapes: Iterable[GemmShape], bounds: _Bounds, options: PlanOptions) -> Iterator[PlanRow]:
-    """SiLU(gate) * up before each down projection: over all rows and, of routed experts, in their buffers."""
+    """The rows of `silu_mul_quantize`, before each down projection; routed experts also use buffers."""
     uses: dict[tuple[int, int | None], list[str]] = {}
     for shape in shapes:
         if shape.what.endswith(".down"):
@@ -325,7 +326,7 @@ def _silu_mul_rows(shapes: Iterable[GemmShape], bounds: _Bounds, options: PlanOp
             yield PlanRow("silu_mul_quantize", names, None, None, k, num_experts, ranges, spec)
 
 
-#: Both dtypes that logits may be asked for in.
+#: The dtypes that logits may have.
 _LOGITS: tuple[OutDtype, ...] = ("float32", "bfloat16")
 
 
@@ -348,7 +349,7 @@ def _indexer_rows(model: ModelDescription, options: PlanOptions) -> Iterator[Pla
         def prefill(
             queries: int, compressed: bool = compressed, fill: bool = fill, dtype: OutDtype = dtype
         ) -> Iterator[MqaLogitsProblem]:
-            # The keys of several requests may stand in one call.
+            # One call may have the keys of several requests.
             for keys, _ in _runs(options.max_batch * model.max_positions, selection_extent):
                 yield MqaLogitsProblem(
                     queries, keys, heads, dim, compressed, fill, sms, dtype, options.batch_invariant
@@ -359,7 +360,7 @@ def _indexer_rows(model: ModelDescription, options: PlanOptions) -> Iterator[Pla
     for dtype in _LOGITS:
 
         def chosen(rows: int, dtype: OutDtype = dtype) -> Iterator[IndexerTopkProblem]:
-            # A decode step's logits may be a whole page wider than any context.
+            # A decode step's logits may be one page wider than the longest context.
             for columns, _ in _runs(2 * model.max_positions, selection_extent):
                 yield IndexerTopkProblem(rows, columns, dtype, sms)
 

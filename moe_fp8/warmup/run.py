@@ -13,28 +13,29 @@ from moe_fp8.warmup.planner import Plan
 def build_plan(
     plan: Plan, store: KernelStore | None = None, jobs: int | None = None, progress: Progress = None
 ) -> BuildReport:
-    """Make sure that `store` (default: the process's) holds every kernel of `plan`; needs no GPU.
+    """Make sure that `store` (default: the process's store) holds every kernel of `plan`; needs no GPU.
 
-    `jobs` and `progress` as in `moe_fp8.jit.build.build`. Raises CompileError after all kernels were
-    tried, and ToolchainError.
+    `jobs` and `progress` are as in `moe_fp8.jit.build.build`. Raises CompileError after it has tried all
+    kernels, and ToolchainError.
     """
     return build(plan.specs, store, jobs, progress)
 
 
 def load_plan(plan: Plan, jobs: int | None = None, progress: Progress = False) -> int:
-    """Load every kernel of `plan` into this process, building those that are missing; how many were new.
+    """Load every kernel of `plan` into this process, and build missing kernels first.
 
-    After it, `moe_fp8.freeze()` makes sure that no call compiles. Launches nothing and allocates no
-    tensor; not for use during stream capture. Raises ToolchainError where there is no GPU, DriverError.
+    Returns the number of newly loaded kernels. A later `moe_fp8.jit.freeze()` ensures that no call compiles.
+    Launches nothing and allocates no tensor; do not call it during stream capture. Raises ToolchainError if
+    there is no GPU, and DriverError.
     """
     return runtime.preload(plan.specs, jobs, progress)
 
 
 def missing_kernels(plan: Plan, store: KernelStore | None = None) -> dict[KernelSpec, str]:
-    """The kernels of `plan`, with their keys, that `store` does not hold whole; compiles nothing.
+    """The kernels of `plan` that `store` does not hold intact, with their keys; compiles nothing.
 
-    Raises ToolchainError where there is neither NVRTC nor a bundle to tell the version that is a part of
-    every key, and BundleError where a file of the bundle is damaged.
+    Every key includes the NVRTC version. Raises ToolchainError if neither NVRTC nor a bundle gives this
+    version, and BundleError if a file of the bundle is damaged.
     """
     store = store or default_store()
     keys = {spec: store.key(spec) for spec in plan.specs}
@@ -42,7 +43,7 @@ def missing_kernels(plan: Plan, store: KernelStore | None = None) -> dict[Kernel
 
 
 def hopper_device() -> driver.DeviceInfo | None:
-    """The GPU that the kernels would run on, or None where there is none or it is no Hopper."""
+    """The GPU that the kernels would run on, or None if there is no GPU or it is not a Hopper."""
     if driver.device_count() == 0:
         return None
     info = driver.device_info()
@@ -50,6 +51,6 @@ def hopper_device() -> driver.DeviceInfo | None:
 
 
 def default_num_sms() -> int:
-    """Multiprocessors of this machine's Hopper GPU; those of an H100 SXM or H200 where there is none."""
+    """Multiprocessors of this machine's Hopper GPU; without a Hopper GPU, `DEFAULT_NUM_SMS`."""
     device = hopper_device()
     return DEFAULT_NUM_SMS if device is None else device.num_sms

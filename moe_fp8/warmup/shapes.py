@@ -1,4 +1,4 @@
-"""Which FP8 GEMMs one rank of a model runs: (N, K) and experts, after tensor and expert parallelism."""
+"""The FP8 GEMMs of one rank of a model: (N, K) and experts, after tensor and expert parallelism."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moe_fp8.errors import ConfigError
 from moe_fp8.problems import SCALE_BLOCK
 from moe_fp8.warmup.model import MlaAttention, ModelDescription
 
-#: N of every FP8 GEMM is a multiple of this, K of SCALE_BLOCK.
+#: In every FP8 GEMM, N is a multiple of this number and K is a multiple of SCALE_BLOCK.
 N_MULTIPLE = 64
 
 _TRIED_TP = (1, 2, 4, 8, 16, 32, 64)
@@ -18,9 +18,9 @@ _TRIED_TP = (1, 2, 4, 8, 16, 32, 64)
 class GemmShape:
     """Weights of one GEMM on one rank: `[n, k]`, or `[num_experts, n, k]` for routed experts.
 
-    `what` is the module's usual name, with fused projections joined by "+". `whole_context`: its rows may
-    be all tokens of a context and not only those of one pass, as where a chunked prefill projects the
-    latents of the cache up again.
+    `what` is the module's usual name, with fused projections joined by "+". `whole_context`: the GEMM's rows
+    may be all tokens of a context, not only the tokens of one pass. For example, a chunked prefill projects
+    the cached latents up again.
     """
 
     what: str
@@ -32,10 +32,10 @@ class GemmShape:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How one rank's share is cut: `tp` ranks split every layer, `ep` ranks split the experts.
+    """The division of a model among ranks: `tp` ranks split every layer, `ep` ranks split the experts.
 
-    `ep` divides `tp` or is a multiple of it. What the experts' ranks leave of `tp` splits each
-    expert (`moe_tp`); an `ep` beyond `tp` gathers tokens of `ep / tp` data-parallel groups (`dp`).
+    `ep` divides `tp` or is a multiple of it. If `ep` is less than `tp`, `moe_tp` = `tp / ep` ranks split each
+    expert. If `ep` is greater, the experts get tokens from `dp` = `ep / tp` data-parallel groups.
     """
 
     tp: int = 1
@@ -62,9 +62,9 @@ def gemm_shapes(
 ) -> tuple[GemmShape, ...]:
     """The FP8 GEMMs of one rank.
 
-    With `pad_intermediate`, an intermediate size that parallelism leaves off a multiple of 128 is
-    rounded up, as for weights padded with zeros offline. Raises ConfigError where parallelism does
-    not divide the model, or leaves an N or K that no kernel serves; the remedy names what would do.
+    With `pad_intermediate`, a rank's intermediate size that is no multiple of 128 is rounded up, as for
+    weights padded with zeros offline. Raises ConfigError if the parallelism does not divide the model or
+    gives an N or K that no kernel serves; the remedy names settings that work.
     """
     try:
         return _shapes(model, parallelism, pad_intermediate)
@@ -74,7 +74,7 @@ def gemm_shapes(
 
 
 def local_experts(model: ModelDescription, parallelism: Parallelism) -> int:
-    """Routed experts on one rank. Raises ConfigError where `ep` does not divide them."""
+    """The number of routed experts on one rank. Raises ConfigError if `ep` does not divide them."""
     return _divide("the number of routed experts", model.num_experts, "ep", parallelism.ep)
 
 
@@ -92,7 +92,7 @@ def _attention(model: ModelDescription, tp: int) -> list[GemmShape]:
     hidden = model.hidden_size
     heads = _divide("num_attention_heads", attention.num_heads, "tp", tp)
     if not isinstance(attention, MlaAttention):
-        # Fewer key-value heads than ranks are replicated.
+        # If there are fewer key-value heads than ranks, the heads are replicated.
         kv_heads = 1
         if tp <= attention.num_kv_heads:
             kv_heads = _divide("num_key_value_heads", attention.num_kv_heads, "tp", tp)
@@ -157,7 +157,7 @@ def _divide(what: str, total: int, by: str, ways: int) -> int:
 
 
 def _remedy(model: ModelDescription, parallelism: Parallelism) -> str:
-    """What would do instead: other parallelism (this `ep`, or one as large as `tp`), or padding."""
+    """Settings that work: other parallelism (with this `ep`, or with `ep` equal to `tp`), or padding."""
 
     def fits(other: Parallelism, pad: bool) -> bool:
         try:

@@ -14,30 +14,30 @@ from moe_fp8.jit.build import BuildReport
 from moe_fp8.specs import GEMM_LAYOUTS, KernelSpec
 from moe_fp8.warmup.planner import Plan, Ranges
 
-#: Columns where stdout is no terminal.
+#: The width of output, in columns, if stdout is no terminal.
 PLAIN_WIDTH = 100
 
-#: Digits of a key that are shown: enough to tell kernels apart.
+#: The number of a key's digits that tables show; they are enough to distinguish kernels.
 KEY_DIGITS = 12
 
 _LAYOUT_NAMES = {code: name for name, code in GEMM_LAYOUTS.items()}
 
 
 def console() -> Console:
-    """Standard output: as wide as its terminal, or `PLAIN_WIDTH` where it goes to a file."""
+    """Standard output, as wide as its terminal, or `PLAIN_WIDTH` if stdout is no terminal."""
     return Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
 
 
 def plan_table(
     plan: Plan, keys: Mapping[KernelSpec, str] | None, cached: Collection[KernelSpec] | None
 ) -> Group:
-    """A table for each kernel source, with one line for each distinct kernel and the rows that it serves."""
+    """A table for each kernel source, with one line for each distinct kernel and its rows."""
     options = plan.options
     heading = (
         f"{plan.model.name}: {len(plan.specs)} kernels for tp={options.tp} ep={options.ep} "
         f"max_tokens={options.max_tokens} max_batch={options.max_batch} next_n={options.next_n} "
         f"num_sms={options.num_sms}\n"
-        "rows: of A if dense, expected of one expert if grouped, else queries or requests"
+        "rows: rows of A if dense, expected rows of an expert if grouped, else queries or requests"
     )
     served: dict[KernelSpec, list[tuple[int, int]]] = {}
     for row in plan.rows:
@@ -52,7 +52,7 @@ def plan_table(
 def state(
     spec: KernelSpec, keys: Mapping[KernelSpec, str] | None, cached: Collection[KernelSpec] | None
 ) -> tuple[str, str]:
-    """A kernel's key, shortened, and whether it is among those that were built; "-" where that is unknown."""
+    """A kernel's shortened key, and "yes" or "no" for whether it is built; "-" stands for unknown."""
     key = "-" if keys is None else keys[spec][:KEY_DIGITS]
     return key, "-" if cached is None else ("yes" if spec in cached else "no")
 
@@ -60,7 +60,7 @@ def state(
 def rows_table(
     plan: Plan, keys: Mapping[KernelSpec, str] | None, cached: Collection[KernelSpec] | None
 ) -> Group:
-    """A table for each op and layout, with one line for each shape of the weights and kernel for it."""
+    """A table for each op and layout, with one line for each weight shape and kernel."""
     parts: list[RenderableType] = [Text(f"\n{plan.model.name}: {len(plan.rows)} uses")]
     for op, layout in dict.fromkeys((row.op, row.layout) for row in plan.rows):
         rows = [row for row in plan.rows if (row.op, row.layout) == (op, layout)]
@@ -83,7 +83,7 @@ def rows_table(
 
 
 def build_table(report: BuildReport) -> Group:
-    """A table for each kernel source, with one line for each kernel of the build and what ptxas reported."""
+    """A table for each kernel source, with one line for each kernel of the build and its ptxas report."""
     rows = {row.spec: row for row in report.rows}
 
     def cells(spec: KernelSpec) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ def _kernel_tables(
     columns: tuple[str, ...],
     cells: Callable[[KernelSpec], tuple[str, ...]],
 ) -> Group:
-    """`specs` by name, each with the macros that tell it from its namesakes, and `cells` in `columns`."""
+    """A table for each name in `specs`: macros that differ among its kernels, then `cells` in `columns`."""
     parts: list[RenderableType] = [Text(heading)]
     for name in dict.fromkeys(spec.name for spec in specs):
         facts = {spec: _facts(spec) for spec in specs if spec.name == name}
@@ -110,10 +110,10 @@ def _kernel_tables(
         if len(facts) > 1:
             names = [fact for fact in names if len({values.get(fact) for values in facts.values()}) > 1]
         table = table_of(f"\n{name}")
-        # Names wrap where they have an underscore.
+        # A space instead of an underscore lets a name wrap.
         for column in (*(fact.replace("_", " ") for fact in names), *columns):
             is_text = column in ("layout", "key", "cached")
-            # A long heading is folded before a value is cut.
+            # Folding keeps a value whole if its column is too narrow.
             justify: JustifyMethod = "left" if is_text else "right"
             table.add_column(column, justify=justify, no_wrap=is_text, overflow="fold")
         for spec, values in facts.items():
@@ -123,7 +123,7 @@ def _kernel_tables(
 
 
 def table_of(title: str) -> Table:
-    """A table without columns yet."""
+    """An empty table, to which the caller adds columns."""
     return Table(
         title=title,
         title_justify="left",
@@ -135,7 +135,7 @@ def table_of(title: str) -> Table:
 
 
 def _facts(spec: KernelSpec) -> dict[str, str]:
-    """What tells `spec` from others of its name; the layout of a GEMM by name."""
+    """The macros and cluster size that distinguish `spec` from others of its name; a layout as its name."""
     values = dict(spec.defines)
     facts = {}
     if "LAYOUT" in values:

@@ -1,1 +1,1 @@
-"""A DeepSeek-V3.2 model in torch and moe_fp8 ops; the same code on CPU and on Hopper."""
+"""A DeepSeek-V3.2 model in torch and moe_fp8 ops; CPU and Hopper run the same code."""

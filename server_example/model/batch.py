@@ -1,4 +1,4 @@
-"""What one forward pass works on: which tokens, where they sit, and what they may see."""
+"""The inputs of one forward pass: its tokens, their cache slots, and the keys that they may see."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from server_example.cache import PAGE_TOKENS
 
 @dataclass(frozen=True)
 class PrefillBatch:
-    """A run of `tokens` of one request at `positions`, whose last is `slots_of_context` - 1.
+    """A run of `tokens` of one request at `positions`; the last position is N - 1.
 
-    `tokens`, `positions` int64 [T]; `context_slots` int64 [N]: cache slot of every position of the
-    request up to the end of this run; `key_start`, `key_end` int32 [T]: query t sees keys
-    key_start[t] <= j < key_end[t].
+    `tokens`, `positions` are int64 [T]. `context_slots` int64 [N] has the cache slot of every position of the
+    request up to the end of this run. `key_start`, `key_end` are int32 [T]: query t sees keys key_start[t] <=
+    j < key_end[t].
     """
 
     tokens: torch.Tensor
@@ -27,7 +27,7 @@ class PrefillBatch:
 
     @classmethod
     def of(cls, token_ids: list[int], start: int, pages: list[int], device: torch.device) -> PrefillBatch:
-        """`token_ids` at positions start, start + 1, ... of a request that owns `pages` in order."""
+        """A batch of `token_ids` at positions start, start + 1, ...; the request owns `pages`, in order."""
         end = start + len(token_ids)
         context = torch.arange(end, dtype=torch.int64)
         slots = torch.tensor(pages, dtype=torch.int64)[context // PAGE_TOKENS] * PAGE_TOKENS
@@ -42,7 +42,7 @@ class PrefillBatch:
 
     @property
     def slots(self) -> torch.Tensor:
-        """Cache slots of the tokens themselves, int64 [T]."""
+        """Cache slots of this run's tokens, int64 [T]."""
         return self.context_slots[self.context_slots.shape[0] - self.tokens.shape[0] :]
 
     def to_slots(self, keys: torch.Tensor) -> torch.Tensor:
@@ -52,10 +52,10 @@ class PrefillBatch:
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """One token each of B requests; a padded row has context length 0 and a table of dummy pages.
+    """One token for each of B requests; a padded row has context length 0 and a table of dummy pages.
 
-    `tokens` int64 [B]; `context_lens` int32 [B] counts the token itself; `block_table` int32 [B, P].
-    Every method has fixed shapes and stays on the device: it is captured into a graph.
+    `tokens` is int64 [B]. `context_lens` int32 [B] counts the token itself. `block_table` is int32 [B, P].
+    Every method has fixed shapes and stays on the device, because it is captured into a graph.
     """
 
     tokens: torch.Tensor
@@ -72,7 +72,7 @@ class DecodeBatch:
 
     @property
     def active(self) -> torch.Tensor:
-        """bool [B]: the row is a request and not padding."""
+        """bool [B]: whether a row is a request and not padding."""
         return self.context_lens > 0
 
     @property

@@ -1,4 +1,4 @@
-"""The fields of a DeepSeek-V3.2 `config.json` that the model needs, checked."""
+"""The fields of a DeepSeek-V3.2 `config.json` that the model needs, with checks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FP8_BLOCK = 128
 
 
 class ModelConfig(BaseModel):
-    """Names are those of the Hugging Face config; fields it has beyond these are ignored.
+    """Names are the names of the Hugging Face config; other fields of that config are ignored.
 
-    What would change the arithmetic and is not implemented (a rope scaling, an activation other than
-    SiLU, another scoring function) is refused and not ignored.
+    A field is refused, and not ignored, if it would change the arithmetic and is not implemented (a rope
+    scaling, an activation other than SiLU, another scoring function).
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -91,7 +91,7 @@ class ModelConfig(BaseModel):
 
     @property
     def latent_dim(self) -> int:
-        """Elements a token keeps in the attention cache: compressed KV, then the rotated key."""
+        """Elements of one token in the attention cache: compressed KV, then the rotated key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -100,7 +100,7 @@ class ModelConfig(BaseModel):
 
     @classmethod
     def load(cls, folder: Path) -> ModelConfig:
-        """Reads `folder/config.json`. Raises `ModelError` naming the field at fault."""
+        """Reads `folder/config.json`. Raises `ModelError` with the name of the wrong field."""
         raw = read_config(folder)
         try:
             return cls.model_validate(raw)

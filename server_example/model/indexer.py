@@ -1,4 +1,4 @@
-"""The lightning indexer: which cached tokens a query attends to (DeepSeek-V3.2-Exp report, section 2.1)."""
+"""The lightning indexer chooses the cached tokens of a query (DeepSeek-V3.2-Exp report, section 2.1)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from server_example.model.batch import DecodeBatch, PrefillBatch
 from server_example.model.config import ModelConfig
 from server_example.model.layers import Fp8Weight, Quantizer, Rope, layer_norm
 
-#: What the logits of a prefill chunk may take, however long its context.
+#: Most bytes for the logits of a prefill chunk, for a context of any length.
 PREFILL_BYTES = 256 << 20
 
 
@@ -27,7 +27,7 @@ class IndexerWeights:
 
 @dataclass(frozen=True)
 class Selection:
-    """`slots` int64 [T, k] of the cache, and bool [T, k]: False where a query has fewer than k tokens."""
+    """The cache's `slots` int64 [T, k], and bool [T, k]: False if a query has fewer than k tokens."""
 
     slots: torch.Tensor
     valid: torch.Tensor
@@ -55,7 +55,7 @@ class Indexer:
         self.topk = config.index_topk
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[T, heads, D]: rotary on the first rope_dim elements, then Hadamard on all."""
+        """[T, heads, D]: rotary embedding on the first rope_dim elements, then Hadamard on all elements."""
         rotated = self.rope(x[..., : self.rope_dim], positions, interleaved=False)
         return torch.cat((rotated, x[..., self.rope_dim :].float()), dim=-1) @ self.rotation
 
@@ -82,7 +82,7 @@ class Indexer:
         queries = self.quantize.linear(q_latent, self.weights.wq_b).view(tokens, self.heads, self.dim)
         queries, query_scale = self.quantize(self._rotate(queries, positions).flatten(0, 1))
         queries = queries.view(tokens, self.heads, self.dim)
-        # A query's own FP8 scale folds into its head weight: relu is positively homogeneous.
+        # A query's own FP8 scale can go into its head weight, because relu is positively homogeneous.
         head_weights = (x.float() @ self.weights.weights_proj.T * query_scale.reshape(tokens, self.heads)) * (
             self.heads * self.dim
         ) ** -0.5

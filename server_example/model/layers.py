@@ -11,7 +11,7 @@ import moe_fp8
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """`weight` [N,K] or [E,N,K] float8_e4m3fn, `scale` [ceil(N/128), ceil(K/128)] fp32 per expert."""
+    """`weight` [N,K] or [E,N,K] float8_e4m3fn; `scale` fp32 [ceil(N/128), ceil(K/128)] for each expert."""
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -24,23 +24,23 @@ class Fp8Weight:
 
 
 class Quantizer:
-    """Activations to FP8 in the scale format that the model was made for."""
+    """Quantizes activations to FP8 in the scale format that the model was made for."""
 
     def __init__(self, power_of_two: bool) -> None:
         self.power_of_two = power_of_two
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [M,K], any float dtype (rounded to bf16 first, as in a bf16 model)."""
+        """x [M,K] of any float dtype; it is rounded to bf16 first, as in a bf16 model."""
         return moe_fp8.quantize_fp8(x.to(torch.bfloat16).contiguous(), power_of_two=self.power_of_two)
 
     def linear(self, x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
-        """x [M,K] @ weight^T -> fp32 [M,N] holding bf16 values."""
+        """x [M,K] @ weight^T -> fp32 [M,N] with bf16 values."""
         quantized, scale = self(x)
         return moe_fp8.gemm_fp8(quantized, scale, weight.weight, weight.scale, constant_weights=True).float()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """fp32 over the last dimension."""
+    """fp32 norm over the last dimension."""
     x = x.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
@@ -56,7 +56,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 class Rope:
-    """Rotary embedding with a table made in float64, so that every device holds the same bits."""
+    """Rotary embedding; its table is made in float64, so that every device holds the same bits."""
 
     def __init__(self, dim: int, theta: float, positions: int, device: torch.device) -> None:
         frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
@@ -79,7 +79,7 @@ class Rope:
 
 
 def hadamard(dim: int, device: torch.device) -> torch.Tensor:
-    """Orthonormal Hadamard matrix [dim, dim], dim a power of two; spreads outliers before FP8."""
+    """Orthonormal Hadamard matrix [dim, dim], dim a power of two; it spreads outliers before FP8."""
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < dim:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)

@@ -15,7 +15,7 @@ from server_example.model.layers import Fp8Weight, Quantizer, Rope, rms_norm
 
 @dataclass(frozen=True)
 class MlaWeights:
-    """`qkv_a` is q_a_proj and kv_a_proj_with_mqa in one. `k_up`, `v_up`: fp32 [heads, nope | v, kv_lora]."""
+    """`qkv_a` joins q_a_proj and kv_a_proj_with_mqa. `k_up`, `v_up`: fp32 [heads, nope | v, kv_lora]."""
 
     qkv_a: Fp8Weight
     q_norm: torch.Tensor
@@ -27,9 +27,9 @@ class MlaWeights:
 
 
 class Mla:
-    """The up-projections of K and V are absorbed into the query and the output, in prefill as in decode.
+    """The up-projections of K and V are absorbed into the query and the output, in prefill and in decode.
 
-    So the cache holds one latent row a token, and both phases do the same arithmetic on it.
+    So the cache holds one latent row for each token, and both phases do the same arithmetic on it.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Mla:
         q_absorbed = torch.einsum("thn,hnl->thl", q_nope, weights.k_up)
         selected = cache.latent[selection.slots].float()
         scores = torch.einsum("thd,tkd->thk", torch.cat((q_absorbed, q_rope), dim=2), selected) * self.scale
-        # Finite, so that a padded row, which sees nothing, has a softmax without NaN.
+        # A finite value, because a padded row sees nothing and its softmax must not be NaN.
         scores = scores.masked_fill(~selection.valid[:, None], torch.finfo(torch.float32).min)
         attended = torch.einsum("thk,tkl->thl", scores.softmax(dim=-1), selected[..., : config.kv_lora_rank])
         values = torch.einsum("thl,hvl->thv", attended, weights.v_up)

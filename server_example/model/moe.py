@@ -1,4 +1,4 @@
-"""Feed-forward layers: dense, and routed experts beside a shared one (DeepSeek-V3 report, section 2.1.2)."""
+"""Feed-forward layers: dense, and routed experts beside a shared expert (DeepSeek-V3 report, 2.1.2)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from server_example.model.layers import Fp8Weight, Quantizer, silu_mul
 
 @dataclass(frozen=True)
 class MlpWeights:
-    """`gate_up` [2I, H] (gate rows first), `down` [H, I]; with a leading E for routed experts."""
+    """`gate_up` [2I, H] (gate rows first), `down` [H, I]; routed experts add a leading dimension E."""
 
     gate_up: Fp8Weight
     down: Fp8Weight
@@ -26,14 +26,14 @@ class Mlp:
         self.quantize = quantize
 
     def __call__(self, x: torch.Tensor, batch: PrefillBatch | DecodeBatch) -> torch.Tensor:
-        """x [T, hidden] -> fp32 [T, hidden]. `batch` is unused: the layer treats every row alike."""
+        """x [T, hidden] -> fp32 [T, hidden]. `batch` is unused, because the layer treats all rows alike."""
         hidden = silu_mul(self.quantize.linear(x, self.weights.gate_up))
         return self.quantize.linear(hidden, self.weights.down)
 
 
 @dataclass(frozen=True)
 class MoeWeights:
-    """`gate` fp32 [E, H], `correction_bias` fp32 [E] (used to choose, never to weigh)."""
+    """`gate` fp32 [E, H]; `correction_bias` fp32 [E] affects the choice of experts, not their weights."""
 
     gate: torch.Tensor
     correction_bias: torch.Tensor
@@ -59,7 +59,7 @@ class Moe:
         return combined + self.shared(x, batch)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expert ids int64 [T, k] and their weights fp32 [T, k]; group-limited, in fp32."""
+        """Expert ids int64 [T, k] and their weights fp32 [T, k]; the choice is group-limited, in fp32."""
         config = self.config
         scores = (x.float() @ self.weights.gate.T).sigmoid()
         choice = scores + self.weights.correction_bias
@@ -76,7 +76,7 @@ class Moe:
         return expert_ids, weights * config.routed_scaling_factor
 
     def _contiguous(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        """Prefill: rows sorted by expert, ragged, unpadded. Returns fp32 [T, k, hidden]."""
+        """Prefill: rows are sorted by expert, ragged, without padding. Returns fp32 [T, k, hidden]."""
         top = expert_ids.shape[1]
         order = expert_ids.flatten().argsort(stable=True)
         experts = torch.arange(self.config.n_routed_experts, device=x.device)
@@ -96,7 +96,7 @@ class Moe:
         return unsorted.view(x.shape[0], top, -1)
 
     def _masked(self, x: torch.Tensor, expert_ids: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
-        """Decode: one buffer of B rows an expert, shapes fixed by B. Returns fp32 [B, k, hidden].
+        """Decode: each expert has a buffer of B rows, so B fixes all shapes. Returns fp32 [B, k, hidden].
 
         Rows of padded requests go to no expert and come back as zeros.
         """
@@ -107,7 +107,7 @@ class Moe:
         masked_m = assigned.sum(dim=0).to(torch.int32)
         rank = (assigned.cumsum(dim=0) - 1).gather(1, expert_ids.view(-1, 1))[:, 0]
         present = assigned.any(dim=1)
-        # One row past the buffers takes what is not assigned: a fixed number of rows is written.
+        # Rows that are not assigned go to one row past the buffers, so the number of written rows is fixed.
         row = (expert_ids.flatten() * tokens + rank).masked_fill(~present, num_experts * tokens)
         buffer = x.new_zeros(num_experts * tokens + 1, x.shape[1])
         buffer.index_copy_(0, row, x[:, None].expand(-1, top, -1).flatten(0, 1))
@@ -127,5 +127,5 @@ class Moe:
             ).flatten(0, 1)
             rows = activation(rows) if activation else rows.float()
         picked = rows[row.clamp_max(num_experts * tokens - 1)]
-        # Rows beyond masked_m are unspecified and may be NaN: fill, do not multiply by zero.
+        # Rows beyond masked_m are unspecified and may be NaN: fill them, do not multiply them by zero.
         return picked.masked_fill(~present[:, None], 0.0).view(tokens, top, -1)

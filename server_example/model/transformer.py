@@ -48,7 +48,7 @@ class Layer:
 
 
 class Transformer:
-    """GEMMs run in FP8; the residual stream, norms, softmax and router in fp32."""
+    """GEMMs run in FP8; the residual stream, norms, softmax and router run in fp32."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Transformer:
         max_positions: int,
         num_workers: int,
     ) -> None:
-        """Lives on the device of `weights`. `num_workers`: see `Indexer`."""
+        """The model is on the device of `weights`. `num_workers`: see `Indexer`."""
         self.config = config
         self.weights = weights
         self.device = weights.embedding.device
@@ -87,10 +87,10 @@ class Transformer:
 
     @torch.inference_mode()
     def prefill(self, batch: PrefillBatch, caches: list[LayerCache]) -> torch.Tensor:
-        """fp32 logits [vocab] after the last token of `batch`; its tokens are then in the caches."""
+        """fp32 logits [vocab] after the last token of `batch`; its tokens are in the caches afterwards."""
         return self._logits(self._forward(batch, caches)[-1:])[0]
 
     @torch.inference_mode()
     def decode(self, inputs: Mapping[str, torch.Tensor], caches: list[LayerCache]) -> dict[str, torch.Tensor]:
-        """`logits` fp32 [B, vocab] of one token of each request. Safe to capture: see `DecodeBatch`."""
+        """`logits` fp32 [B, vocab] after one token of each request. Safe to capture: see `DecodeBatch`."""
         return {"logits": self._logits(self._forward(DecodeBatch.of(inputs), caches))}

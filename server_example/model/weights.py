@@ -1,4 +1,4 @@
-"""Reads a folder of FP8 block-quantized safetensors with Hugging Face names, and fuses what runs as one."""
+"""Reads FP8 block-quantized safetensors with Hugging Face names, and fuses weights that run as one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from server_example.model.transformer import LayerWeights, ModelWeights
 
 
 class Checkpoint:
-    """Tensors by name, over all `*.safetensors` of a folder. Every mismatch is a `ModelError`."""
+    """Tensors by name, from all `*.safetensors` of a folder. Every mismatch raises `ModelError`."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.device = device
@@ -35,11 +35,11 @@ class Checkpoint:
             raise ModelError("model", "a folder with *.safetensors", str(folder))
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The tensor on the CPU, checked. `dtype` None: bf16, fp16 or fp32, converted to fp32."""
+        """The checked tensor on the CPU. `dtype` None: bf16, fp16 or fp32, converted to fp32."""
         tensor = self._tensors.pop(name, None)
         if tensor is None:
             raise ModelError(name, f"a tensor of shape {shape}", None, "the checkpoint lacks it")
-        # An FP8 tensor without its scale, or an integer one, would load as numbers without meaning.
+        # An FP8 tensor without its scale, or an integer tensor, would load as numbers without meaning.
         allowed = (torch.bfloat16, torch.float16, torch.float32) if dtype is None else (dtype,)
         if tuple(tensor.shape) != shape or tensor.dtype not in allowed:
             names = " or ".join(str(one).removeprefix("torch.") for one in allowed)
@@ -51,7 +51,7 @@ class Checkpoint:
         return self.take(name, shape).to(self.device)
 
     def fp8(self, name: str, n: int, k: int) -> Fp8Weight:
-        """`name.weight` and `name.weight_scale_inv` on the CPU; the scale multiplies, despite its name."""
+        """`name.weight` and `name.weight_scale_inv` on the CPU; despite its name the scale multiplies."""
         return Fp8Weight(
             self.take(f"{name}.weight", (n, k), torch.float8_e4m3fn),
             self.take(f"{name}.weight_scale_inv", (-(-n // 128), k // 128), torch.float32),
@@ -63,7 +63,7 @@ class Checkpoint:
         )
 
     def finish(self) -> None:
-        """Raises if a tensor was never taken: the config then describes another model."""
+        """Raises if a tensor was never taken, because the config then describes another model."""
         if self._tensors:
             raise ModelError(
                 "model", "a checkpoint with only the tensors of its config", sorted(self._tensors)[:5]
@@ -71,10 +71,10 @@ class Checkpoint:
 
 
 def _join(first: Fp8Weight, second: Fp8Weight) -> Fp8Weight:
-    """Rows of `first`, then of `second`. Whole scale blocks of `first` only: blocks must not straddle."""
+    """Rows of `first`, then rows of `second`. `first` must have whole scale blocks, which cannot straddle."""
     if first.weight.shape[0] % 128:
         raise ModelError("weight", "a multiple of 128 rows to fuse behind", first.weight.shape[0])
-    # Joined as bytes: torch cannot concatenate fp8 on every backend.
+    # Join the bytes, because torch cannot concatenate fp8 on every backend.
     rows = torch.cat((first.weight.view(torch.uint8), second.weight.view(torch.uint8)))
     return Fp8Weight(rows.view(torch.float8_e4m3fn), torch.cat((first.scale, second.scale)))
 
@@ -85,7 +85,7 @@ def _stack(weights: list[Fp8Weight]) -> Fp8Weight:
 
 
 def _mlp(checkpoint: Checkpoint, name: str, hidden: int, intermediate: int) -> MlpWeights:
-    """On the CPU."""
+    """The weights stay on the CPU."""
     gate = checkpoint.fp8(f"{name}.gate_proj", intermediate, hidden)
     up = checkpoint.fp8(f"{name}.up_proj", intermediate, hidden)
     return MlpWeights(_join(gate, up), checkpoint.fp8(f"{name}.down_proj", hidden, intermediate))
@@ -145,7 +145,7 @@ def _indexer(checkpoint: Checkpoint, name: str, config: ModelConfig) -> IndexerW
 
 
 def load_weights(folder: Path, config: ModelConfig, device: torch.device) -> ModelWeights:
-    """All weights of `folder` on `device`. Raises `ModelError` naming a tensor at fault."""
+    """All weights of `folder` on `device`. Raises `ModelError` with the name of a wrong tensor."""
     checkpoint = Checkpoint(folder, device)
     hidden, layers = config.hidden_size, []
     for number in range(config.num_hidden_layers):

@@ -1,4 +1,4 @@
-"""What the tests of the command line share: no GPU, a plan quick to build, and what a command prints."""
+"""Shared parts of the command line's tests: no GPU, a plan that is quick to build, and a command's output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_fp8.warmup import PlanOptions
 
 QWEN = Path(__file__).parent.parent / "configs" / "qwen3_30b.json"
 
-#: A plan that is quick to build: the least that a server can ask of the smallest config.
+#: A plan that is quick to build: the smallest plan of the smallest config.
 SMALL = ["--model", str(QWEN), "--max-tokens", "1", "--max-batch", "1", "--num-sms", "132"]
 SMALL_OPTIONS = PlanOptions(max_tokens=1, max_batch=1)
 
@@ -29,7 +29,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run_json(capsys: pytest.CaptureFixture[str]) -> Json:
-    """The exit code of a command with --json, and what it printed."""
+    """A function that runs a command with --json; it returns the exit code and the parsed output."""
 
     def run(argv: list[str]) -> tuple[int, dict[str, Any]]:
         capsys.readouterr()

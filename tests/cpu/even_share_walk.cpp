@@ -54,5 +54,13 @@ int main() {
         for (int& count : units) count = round % 7 == 0 || random_bits() % 3 == 0 ? 0 : random_bits() % (round % 2 ? 5 : 4000);
         if (!holds(units, 1 + random_bits() % 40, fibers)) return 1;
     }
+    // The largest total that there may be: the checks refuse calls beyond (mqa_most_queries in heuristics/mqa.py).
+    for (int items : {NUM_THREADS, 3 * NUM_THREADS}) {
+        std::vector<int> units(items, static_cast<int>((1L << 32) / items));
+        units.back() += static_cast<int>((1L << 32) - 1 - static_cast<long>(items) * units[0]);
+        for (int grid : {1, 7, 132}) {
+            if (!holds(units, grid, fibers)) return 1;
+        }
+    }
     return 0;
 }

@@ -1,4 +1,4 @@
-"""Device code compiled for the host with g++, and run."""
+"""Compiles device code for the host with g++, and runs it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ needs_compiler = pytest.mark.skipif(
 def copy_headers(folder: Path, *names: str) -> None:
     """Copy the named headers of the kernels, and cta_host.h as `host.h`.
 
-    `common/types.cuh` is copied without the names of integers and DEVICE, which the host defines itself.
+    The copy of `common/types.cuh` lacks the names of integers and DEVICE, because the host defines them
+    itself.
     """
     types = (KERNELS / "common" / "types.cuh").read_text()
     types = re.sub(r"^(using u?int\d+_t = .*|#define DEVICE .*)$", "", types, flags=re.M)
@@ -34,7 +35,10 @@ def copy_headers(folder: Path, *names: str) -> None:
 
 
 def run(name: str, folder: Path, defines: Mapping[str, int]) -> None:
-    """`name`.cpp of this folder, which reports a fault by its exit code, with the headers in `folder`."""
+    """Compile `name`.cpp of this folder with the headers in `folder`, and run it.
+
+    Its exit code reports a fault.
+    """
     program = folder / name
     given = [f"-D{key}={value}" for key, value in defines.items()]
     command = ["g++", "-std=c++20", "-O1", "-w", f"-I{folder}", *given]

@@ -1,4 +1,4 @@
-"""Tiny kernels for the tests of the compiler and what is built on it."""
+"""Tiny kernels for the tests of the compiler and of the modules that use it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) NAME(float* x) {
 
 
 def write_kernels(folder: Path, *names: str) -> Path:
-    """A kernels folder with one entry file for each of `names`, all including one header."""
+    """Write a kernels folder with one entry file for each of `names`; all of them include one header."""
     (folder / "common").mkdir(parents=True)
     (folder / "common" / "scaled.cuh").write_text(_HEADER)
     for name in names:

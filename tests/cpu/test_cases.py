@@ -1,4 +1,4 @@
-"""The shared checks see one wrong value among many right ones."""
+"""The shared checks find one wrong value among many right values."""
 
 from __future__ import annotations
 

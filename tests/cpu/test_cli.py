@@ -1,4 +1,4 @@
-"""`moe-fp8` and `python -m moe_fp8.warmup`, run as a user would, on a machine without a GPU."""
+"""Runs `moe-fp8` and `python -m moe_fp8.warmup` as a user does, on a machine without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moe-fp8 plan --explain`: what the selector does with one GEMM, and why."""
+"""`moe-fp8 plan --explain` says what the selector does with one GEMM, and why."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_explain_names_the_row_of_a_table(
     assert (here["device"], here["config"]) == ("h200", "8x128")
     assert "9 to 64 rows" in here["reason"]
     assert other["config"] != "8x128" and "least predicted cost" in other["reason"]
-    # The cost model would not try a tile of 8 tokens for 33 rows; what is chosen is listed all the same.
+    # The cost model would not try a tile of 8 tokens for 33 rows, but the chosen tile is listed anyway.
     assert "8x128" in {one["config"] for one in told["candidates"]}
     capsys.readouterr()
     assert cli.main(argv) == 0

@@ -1,4 +1,4 @@
-"""README and docs say what is there: their code runs, their names, links and settings exist."""
+"""README and docs are true: their code runs, and their names, links and settings exist."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGES = [
 
 def test_the_first_example_of_the_readme_runs() -> None:
     code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[0]
-    # The example's widths are a real model's; narrower ones keep its meaning.
+    # The widths in the example come from a real model; narrower widths keep its meaning.
     small = code.replace("7168", "512").replace("4096", "192")
     check = "\nassert y.shape == (64, 192) and y.dtype == torch.bfloat16"
     check += "\nexact = x.float() @ w.float().t()\nassert (y - exact).norm() / exact.norm() < 0.06"
@@ -37,6 +37,8 @@ def test_names_and_links_exist(page: Path) -> None:
     text = page.read_text()
     for name in re.findall(r"\bmoe_fp8\.([a-z_0-9]+)\(", text):
         assert name in moe_fp8.__all__, f"moe_fp8.{name} is not public"
+    for name in re.findall(r"\bmoe_fp8\.jit\.([a-z_0-9]+)\(", text):
+        assert name in moe_fp8.jit.__all__, f"moe_fp8.jit.{name} is not public"
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / target).exists(), f"{target} does not exist"
     for command in re.findall(r"^make (\w+)", text, re.M):
@@ -94,7 +96,7 @@ def test_imports_of_the_examples_work(page: Path) -> None:
 
 
 def test_the_commands_of_the_docs_take_their_options(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every command line parses with the options that are written there, and those its comment names."""
+    """Every command line parses with the options in the text and the options in its comment."""
     text = "".join((ROOT / page).read_text() for page in ("README.md", "docs/tuning.md", "docs/warmup.md"))
     lines = re.findall(r"^(moe-fp8 \w+|python -m moe_fp8\.warmup)(.*)$", text, re.M)
     assert len(lines) >= 7

@@ -1,4 +1,4 @@
-"""Errors say what, expected, got and remedy, keep them as attributes, and survive pickling."""
+"""An error says what was wrong, expected and given, and the remedy; attributes keep this, even if pickled."""
 
 from __future__ import annotations
 

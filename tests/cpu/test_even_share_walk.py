@@ -1,4 +1,4 @@
-"""The device code that shares out work evenly, run on the host by even_share_walk.cpp."""
+"""even_share_walk.cpp runs the device code that divides work evenly on the host."""
 
 from __future__ import annotations
 

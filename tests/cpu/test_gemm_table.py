@@ -1,4 +1,4 @@
-"""The measured table: what a problem reads from it, and what a device's shipped table may say."""
+"""The measured table: its answer for a problem, and the legal contents of a device's shipped table."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_load_copies_and_pads_in_place() -> None:
     view = buffers.view(4)
     assert buffers.load(inputs(4), 4) == 4
     assert view["tokens"].tolist() == [1, 2, 3, 4]
-    # A smaller batch must not leave the rows of the one before.
+    # A smaller batch must not leave rows of the batch before it.
     assert buffers.load(inputs(2), 4) == 2
     assert view["tokens"].tolist() == [1, 2, -1, -1]
     assert view["table"].tolist() == [[1, 2, 3], [4, 5, 6], [0, 0, 0], [0, 0, 0]]

@@ -1,4 +1,4 @@
-"""The selector: legal for every problem, and a function of what results may depend on."""
+"""The selector's choice is legal for every problem, and depends only on facts that may affect results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_config_fits_the_device(layout: GemmLayout, num_sms: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 def test_no_hint_decides_how_a_grouped_sum_is_split(layout: GemmLayout) -> None:
-    # Parts of K are rounded on their own: a split that a hint could choose would show in the results.
+    # Each part of K is rounded on its own, so results would show a split that depends on a hint.
     for rows in ROWS:
         problem = GemmProblem(layout, 16384, 576, 7168, 2, expected_m=rows)
         assert heuristics.gemm_config(problem).parts == 1
@@ -111,7 +111,7 @@ def test_prefill_items_are_whole_where_blocks_are_few() -> None:
             items = queries * -(-keys // division.chunk_kv)
             if not division.even:
                 assert items <= 132, (queries, keys)
-                # Turns of the three warpgroups, beside those of an even share.
+                # Turns of the three warpgroups, compared with an even share.
                 stages, even = division.chunk_kv / 64, queries * -(-keys // 64) / 132
                 assert -(-stages // 3) <= -(-even // 3) + 2
     assert not heuristics.mqa_division(45, 715, 132).even

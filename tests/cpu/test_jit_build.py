@@ -89,14 +89,15 @@ def test_a_compiler_that_cannot_start_fails_its_kernels_and_ends_the_build(
 
 
 def test_workers_do_not_import_the_callers_main(tmp_path: Path, sources: SourceTree) -> None:
-    """A script without a __main__ guard: multiprocessing's spawn would run it again, imports and all."""
+    """The script has no __main__ guard, so multiprocessing's spawn would run it and its imports again."""
     script = tmp_path / "script.py"
     script.write_text(
         f"""
 from pathlib import Path
 print("main runs")
-from moe_fp8.jit import build, KernelStore
+from moe_fp8.jit.build import build
 from moe_fp8.jit.sources import SourceTree
+from moe_fp8.jit.store import KernelStore
 from tests.cpu.jit_kernels import spec
 store = KernelStore({str(tmp_path / "cache")!r}, SourceTree(Path({str(tmp_path / "kernels")!r})))
 report = build([spec(factor=f) for f in (2, 3, 4)], store, jobs=2, progress=True)

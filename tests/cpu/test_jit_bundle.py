@@ -1,4 +1,4 @@
-"""Kernel bundles: made whole or not at all, equal bytes each time, and refused wherever they do not fit."""
+"""Kernel bundles: made whole or not at all, with equal bytes each time, and refused if they do not fit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Make = Callable[..., Bundle]
 
 @pytest.fixture
 def make(tmp_path: Path, sources: SourceTree, cache: Path) -> Make:
-    """make(*factors, name=, folder=, force=): a bundle of the tiny kernel with these factors."""
+    """make(*factors, name=, folder=, force=) writes a bundle of the tiny kernel with these factors."""
 
     def make(
         *factors: int, name: str = "m", folder: Path = tmp_path / "bundle", force: bool = False
@@ -290,7 +290,7 @@ def test_a_damaged_file_is_refused_by_name(make: Make, sources: SourceTree, cach
         victim.unlink()
         if damage == "link":
             victim.symlink_to(other)
-    # That the cache has the kernel is no excuse.
+    # The kernel in the cache is no excuse.
     store = KernelStore(cache, sources, bundle=Bundle.open(bundle.path, sources))
     with pytest.raises(BundleError, match=victim.name) as caught:
         store.get(victim.stem)

@@ -1,4 +1,4 @@
-"""What the driver module does around libcuda, against a stand-in for libcuda."""
+"""The driver module's work around libcuda, tested with a fake libcuda."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ARTIFACT = Artifact("k" * 32, "tiny", b"\x7fELF", 1, 0, 0, 0, "13.0", 0.1)
 
 
 class FakeDriver:
-    """Two devices; keeps the rules of libcuda that the module relies on. Enums are the real ones."""
+    """A fake with two devices. It keeps the rules of libcuda that the module relies on; enums are real."""
 
     def __init__(self) -> None:
         self.contexts = threading.local()
@@ -101,7 +101,7 @@ class FakeDriver:
 
     def cuGetProcAddress(self, symbol: bytes, version: int, flags: int) -> Any:
         assert symbol == b"cuTensorMapEncodeTiled"
-        # PYFUNCTYPE calls this as C would, arguments narrowed to their C types.
+        # PYFUNCTYPE calls this function as C would, with arguments narrowed to their C types.
         integer, pointer = ctypes.c_int, ctypes.c_void_p
         prototype = ctypes.PYFUNCTYPE(
             integer, pointer, integer, ctypes.c_uint32, *[pointer] * 5, *[integer] * 4
@@ -231,7 +231,7 @@ def test_encode_2d(fake: FakeDriver) -> None:
 def test_encode_any_rank(fake: FakeDriver, rank: int) -> None:
     dims, strides = tuple(range(32, 32 + rank)), tuple(2 ** (36 + axis) for axis in range(rank - 1))
     box = tuple(range(4, 4 + rank))
-    # A leftover of a larger rank must not show.
+    # Data left from a larger rank must not show.
     tensor_map.encode_tiled(0x99990, "uint8", (9,) * 5, (16,) * 4, (9,) * 5, 0, 0)
     encoded = tensor_map.encode_tiled(2**46, "float32", dims, strides, box, 0, 128)
     expected = struct.pack("4IQ", 7, rank, 0, 2, 2**46) + struct.pack(f"{2 * rank - 1}Q", *dims, *strides)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -8,6 +10,8 @@ from typing import Any
 
 import pytest
 
+import moe_fp8
+from moe_fp8 import jit
 from moe_fp8.errors import ConfigError, JitMissError
 from moe_fp8.jit.artifact import Artifact
 from moe_fp8.jit.runtime import JitCounters, KernelRuntime
@@ -18,7 +22,7 @@ from tests.cpu.jit_kernels import spec, write_kernels
 
 
 class Loader:
-    """Stands for the driver: notes what it is asked to load."""
+    """A fake driver that records its loads."""
 
     def __init__(self) -> None:
         self.loaded: list[tuple[str, int, int]] = []
@@ -47,7 +51,7 @@ def runtime(store: KernelStore, loader: Loader) -> KernelRuntime:
 def test_equal_specs_share_one_kernel(runtime: KernelRuntime, loader: Loader, store: KernelStore) -> None:
     kernel = runtime.get_kernel(spec(smem_bytes=1024))
     for _ in range(100):
-        # New objects reuse the addresses of dead ones: identity must never answer for another spec.
+        # New objects reuse the addresses of dead objects: identity must never answer for another spec.
         assert runtime.get_kernel(spec(smem_bytes=1024)) is kernel
         assert runtime.get_kernel(spec(smem_bytes=2048)) is not kernel
     assert loader.loaded == [
@@ -146,5 +150,35 @@ def test_a_failed_load_can_be_tried_again(store: KernelStore, loader: Loader) ->
         runtime.get_kernel(spec())
     runtime.get_kernel(spec())
     assert runtime.counters().loads == 1
-    assert runtime.counters_by_op() == {spec().name: runtime.counters()}
     assert KernelRuntime(store).counters() == JitCounters()
+
+
+def test_counters_of_each_op_and_of_all(runtime: KernelRuntime) -> None:
+    runtime.get_kernel(spec())
+    runtime.get_kernel(spec(factor=3))
+    runtime.count_scale_conversion("another")
+    counters = runtime.counters()
+    assert counters == JitCounters(compiles=2, loads=2, scale_conversions=1)
+    assert counters.by_op == {
+        spec().name: JitCounters(compiles=2, loads=2),
+        "another": JitCounters(scale_conversions=1),
+    }
+    runtime.count_scale_conversion("another")
+    assert counters.by_op["another"].scale_conversions == 1  # a snapshot
+
+
+def test_one_namespace_without_torch_or_cuda() -> None:
+    program = (
+        "import sys\n"
+        "for name in ('torch', 'cuda', 'cuda.bindings'): sys.modules[name] = None\n"
+        "import moe_fp8\n"
+        "moe_fp8.jit.freeze('warn')\n"
+        "import moe_fp8.jit as jit\n"
+        "assert jit is moe_fp8.jit and jit.is_frozen()\n"
+        "jit.unfreeze()\n"
+        "assert jit.counters().misses == 0 and jit.counters().by_op == {} and not jit.is_frozen()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert sorted(jit.__all__) == ["JitCounters", "counters", "freeze", "is_frozen", "unfreeze"]
+    for name in (*jit.__all__, "counters_by_op", "implicit_scale_conversions"):
+        assert not hasattr(moe_fp8, name), f"moe_fp8.{name}: the top level is for ops and errors"

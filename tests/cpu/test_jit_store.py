@@ -101,7 +101,7 @@ def test_damaged_files_are_rebuilt(tmp_path: Path, sources: SourceTree, damage: 
     elif damage == "empty":
         path.write_bytes(b"")
     else:
-        # A whole artifact of another kernel under this one's name.
+        # This is a whole artifact of another kernel under this kernel's name.
         other, _ = store.get_or_compile(spec(factor=5))
         other_path = store.path(other.key)
         assert other_path is not None
@@ -205,7 +205,7 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def _use(store: KernelStore) -> None:
-    """Two kernels, each compiled once and then found in memory."""
+    """Use two kernels; each is compiled once and then found in memory."""
     for factor in (2, 3):
         assert not store.get_or_compile(spec(factor=factor))[1]
         assert store.get_or_compile(spec(factor=factor))[1]
@@ -231,7 +231,7 @@ def test_foreign_owner_is_not_used(
     if os.geteuid() == 0:
         os.chown(root, 12345, 12345)
     else:
-        # Without the right to give a folder away, be somebody else.
+        # Only root may give a folder away; other users pretend to be somebody else.
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     _use(KernelStore(root, sources))
     (message,) = _warnings(caplog)
@@ -256,7 +256,7 @@ def test_read_only_folder_is_read_and_warned_about(
 ) -> None:
     root = tmp_path / "cache"
     KernelStore(root, sources).get_or_compile(spec())
-    # chmod alone does not stop root, whom tests may run as.
+    # chmod alone does not stop root, and tests may run as root.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     store = KernelStore(root, sources)
     assert store.get_or_compile(spec())[1]

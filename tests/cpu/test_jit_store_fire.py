@@ -1,4 +1,4 @@
-"""The store with everything against it: many processes, kills, full disks, damage, two versions."""
+"""The store under stress: many processes, kills, full disks, damage, two versions."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from tests.cpu.jit_kernels import spec, write_kernels
 _ROOT = Path(__file__).parents[2]
 _FACTORS = (2, 3, 4, 5)
 
-#: A user without rights, for a process of root's.
+#: A user without rights, for a process that root starts.
 NOBODY = 65534
 
-#: Gets every kernel through a runtime whose driver is stood in for, and prints keys, counters and warnings.
+#: A program that gets every kernel through a runtime with a fake driver. It prints keys, counters and
+#: warnings.
 _SERVE = """
 import json, logging, os, sys
 from pathlib import Path
@@ -54,7 +55,8 @@ runtime = KernelRuntime(store, lambda artifact, smem, threads: artifact)
 for one in specs:
     assert runtime.get_kernel(one).cubin.startswith(b"\\x7fELF")
     assert runtime.get_kernel(one).key == store.key(one)
-told = vars(runtime.counters())
+told = runtime.counters()
+told = {"compiles": told.compiles, "store_hits": told.store_hits, "loads": told.loads}
 print(json.dumps({**told, "keys": [store.key(one) for one in specs], "warnings": warnings}))
 """
 
@@ -101,7 +103,7 @@ def files(cache: Path) -> list[str]:
 
 def test_sixteen_cold_processes_compile_each_kernel_once(tmp_path: Path, kernels: Path) -> None:
     cache = tmp_path / "cache"
-    # Each begins with another kernel, so that all of them are wanted at once.
+    # Each process begins with another kernel, so that all kernels are wanted at once.
     turns = [_FACTORS[n % 4 :] + _FACTORS[: n % 4] for n in range(16)]
     processes = [start(cache, kernels, turn, wait=True) for turn in turns]
     for process in processes:
@@ -124,7 +126,7 @@ def test_kills_at_any_moment_leave_nothing_that_blocks(tmp_path: Path, kernels: 
     cache = tmp_path / "cache"
     cold = time.monotonic()
     serve(tmp_path / "other", kernels)
-    # From before the first kernel is compiled until after the last is written.
+    # The kills range from before the first kernel is compiled until after the last kernel is written.
     cold = time.monotonic() - cold
     for turn in range(12):
         process = start(cache, kernels)
@@ -207,7 +209,7 @@ def test_foreign_files_are_left_alone(tmp_path: Path, kernels: Path) -> None:
 
 
 def test_a_full_disk_costs_one_warning(tmp_path: Path, kernels: Path) -> None:
-    """No file may grow beyond 512 bytes: writing one fails half-way, as on a disk that fills up."""
+    """No file may grow beyond 512 bytes: writing a kernel fails halfway, as on a full disk."""
     cache = tmp_path / "cache"
 
     def fill() -> None:
@@ -224,7 +226,7 @@ def test_a_full_disk_costs_one_warning(tmp_path: Path, kernels: Path) -> None:
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A folder that every user can reach, as pytest's own are not."""
+    """A folder that every user can reach, in contrast to pytest's own folders."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name)
@@ -256,7 +258,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(public: Path, place: 
 
 
 def test_two_versions_share_a_folder(tmp_path: Path, kernels: Path) -> None:
-    """Kernel sources of two versions of the package, in turns and at once: neither sees the other's."""
+    """Two versions of the kernel sources share a folder, in turns and at once, and find only own kernels."""
     cache = tmp_path / "cache"
     newer = write_kernels(tmp_path / "newer", "tiny")
     header = newer / "common" / "scaled.cuh"

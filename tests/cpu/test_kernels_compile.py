@@ -9,7 +9,7 @@ import pytest
 from moe_fp8.jit.build import BuildReport
 from tests.reachable_kernels import ReachableKernels
 
-#: Register file of one SM, in 32-bit registers: what one block may use at most.
+#: Register file of one SM, in 32-bit registers; one block may use at most this number.
 REGISTER_FILE = 65_536
 
 
@@ -51,7 +51,8 @@ def test_each_fits_one_multiprocessor(report: BuildReport) -> None:
 
 
 def test_register_files_are_handed_round_whole(report: BuildReport) -> None:
-    # One warpgroup gives registers back and others wait for them: in vain if the block did not get them all.
+    # One warpgroup gives registers back and others wait for them. They would wait in vain if the block did
+    # not get all registers.
     rows = [row for row in report.rows if row.spec.name in ("mqa_logits_fp8", "paged_mqa_logits_fp8")]
     assert rows
     assert {row.registers * row.spec.num_threads for row in rows} == {REGISTER_FILE}

@@ -1,4 +1,4 @@
-"""Who may import whom: in Python between the package's parts, in device code between its folders."""
+"""The allowed imports: between the package's parts in Python, and between its folders in device code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALLOWED = {
     "settings": {"errors"},
     "heuristics": {"errors", "problems"},
     "specs": {"heuristics", "problems"},
-    # Numbers that device code must agree with.
+    # Device code must agree with these numbers.
     "params": {"heuristics", "problems", "specs"},
     "kernels": set(),
     "jit": {"errors", "settings", "specs", "params", "kernels"},
@@ -34,29 +34,29 @@ ALLOWED = {
     "tune": {"errors", "settings", "problems", "heuristics", "specs", "jit", "ops", "warmup"},
     "doctor": {"errors", "settings", "jit"},
     "cli": {"errors", "settings", "problems", "specs", "jit", "warmup", "doctor", "tune"},
-    # The names of `__init__` load on first use; their homes are imported for type checkers only.
+    # The names of `__init__` load on first use; their modules are imported only for type checkers.
     "__init__": {"errors", "jit", "ops"},
 }
 
 MAY_IMPORT_TORCH = {"ops", "graph", "tune"}
 
-#: Outside the package, only these modules and only their public names are for use.
-PUBLIC_MODULES = {"moe_fp8", "moe_fp8.errors", "moe_fp8.graph", "moe_fp8.warmup"}
+#: Code outside the package may use only these modules, and only their public names.
+PUBLIC_MODULES = {"moe_fp8", "moe_fp8.errors", "moe_fp8.graph", "moe_fp8.jit", "moe_fp8.warmup"}
 
-#: What benchmarks may use besides: they time the compiler and another choice
-#: of the selector, and as `moe-fp8 tune` times.
+#: Benchmarks may use these modules too: they time the compiler and other choices of the selector, with the
+#: clock of `moe-fp8 tune`.
 MEASURED_MODULES = {"moe_fp8.jit.compiler", "moe_fp8.heuristics", "moe_fp8.problems", "moe_fp8.tune.replay"}
 
 PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def part_of(path: Path) -> str:
-    """moe_fp8/jit/store.py -> jit; moe_fp8/cli.py -> cli."""
+    """The part of a file: moe_fp8/jit/store.py -> jit; moe_fp8/cli.py -> cli."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imports(path: Path) -> Iterator[tuple[str, str | None]]:
-    """(module, name) of every import in a file, wherever it stands; name is None for `import module`."""
+    """(module, name) of every import anywhere in a file; name is None for `import module`."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -89,7 +89,7 @@ def test_a_part_imports_only_what_is_below_it(path: Path) -> None:
     assert part in ALLOWED, f"{part} is a new part of the package: say here what it may import"
     above = set(imported_parts(path)) - ALLOWED[part] - {part}
     if part in ("graph", "cli"):
-        above.discard("__init__")  # the public names, as any user has them
+        above.discard("__init__")  # public names, which any user may import
     assert not above, f"{part} may not import {sorted(above)}"
 
 
@@ -161,7 +161,7 @@ def test_no_imports_run_in_a_circle(folder: str) -> None:
 
 
 def public_names(module: str) -> set[str]:
-    """What a module's `__all__` lists, or its public classes and functions where it has none."""
+    """The names in a module's `__all__`, or its public classes and functions if it has no `__all__`."""
     loaded = __import__(module, fromlist=["*"])
     return set(getattr(loaded, "__all__", [name for name in vars(loaded) if not name.startswith("_")]))
 
@@ -177,7 +177,7 @@ def test_planning_imports_neither_torch_nor_the_driver() -> None:
     assert done.stdout.strip() == "[]"
 
 
-#: Folder of device code -> folders that its files may include. "" is the entry files.
+#: Folder of device code -> folders that its files may include. "" stands for the entry files.
 DEVICE_LAYERS = {
     "": {"gemm", "mqa", "topk", "sched", "mma", "ptx", "common"},
     "gemm": {"gemm", "sched", "mma", "ptx", "common"},

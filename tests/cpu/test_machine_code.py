@@ -1,4 +1,4 @@
-"""No kernel hands shared memory back before its loads from there have read, by its machine code."""
+"""No kernel's machine code hands shared memory back before the kernel's loads from it have read."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ from tests.source_lines import Chain, source_lines
 class Allowed:
     """An arrival that may come while a load is open.
 
-    `kernel`: a pattern of kernel names. `arrival`, `load`: "file: part of a line" of device code, where it is
-    written or of what it is inlined in (see source_lines for what has no line of its own). `reason`: which
-    memory the arrival hands back, which the load reads. `passed`: at how many other arrivals it may have been
-    open before; with 0, a load for the next stage is allowed at the arrival for this one, but not at its own.
+    `kernel`: a pattern of kernel names. `arrival`, `load`: "file: part of a line" of device code, either
+    their own line or the line that they are inlined in (source_lines says which instructions have no line of
+    their own). `reason`: the memory that the arrival hands back, and the memory that the load reads.
+    `passed`: the number of other arrivals at which the load may have been open before. With 0, a load for the
+    next stage is allowed at the arrival for this stage, but not at its own arrival.
     """
 
     kernel: str
@@ -62,13 +63,14 @@ ALLOWED: tuple[Allowed, ...] = (
     ),
 )
 
-#: Source lines cost a compile and a disassembly of each kernel: enough of them is enough.
+#: Source lines cost a compile and a disassembly of each kernel, so a failure explains only this many kernels
+#: at once.
 EXPLAINED = 32
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One load that is open at an arrival, and where the two are written."""
+    """One load that is open at an arrival, and the source lines of the two."""
 
     spec: KernelSpec
     early: EarlyArrival
@@ -76,7 +78,7 @@ class Finding:
     load_lines: Chain
 
     def is_allowed(self, entry: Allowed) -> bool:
-        """Whether `entry` is about this."""
+        """Whether `entry` matches this finding."""
         return (
             fnmatchcase(self.spec.name, entry.kernel)
             and self.early.passed <= entry.passed
@@ -89,7 +91,7 @@ def test_no_kernel_arrives_before_it_has_read(reachable_kernels: ReachableKernel
     cubins = {row.spec: reachable_kernels.cubin(row.spec) for row in reachable_kernels.report.rows}
     early = early_arrivals_of(cubins)
     order = list(early)
-    random.Random(0).shuffle(order)  # so that the first few are of every kind
+    random.Random(0).shuffle(order)  # so that the first few kernels are of every kind
     findings: list[Finding] = []
     for first in range(0, len(order), EXPLAINED):
         some = order[first : first + EXPLAINED]
@@ -105,7 +107,7 @@ def test_no_kernel_arrives_before_it_has_read(reachable_kernels: ReachableKernel
 
 
 def early_arrivals_of(cubins: dict[KernelSpec, bytes]) -> dict[KernelSpec, list[EarlyArrival]]:
-    """Those of the kernels that have any."""
+    """The early arrivals of each kernel that has any."""
     codes = dict(zip(cubins, disassemble(cubins.values()), strict=True))
     for spec, code in codes.items():
         for load, use in unwaited_uses(code):
@@ -120,7 +122,7 @@ def explain(
     cubins: dict[KernelSpec, bytes],
     sources: SourceTree | None = None,
 ) -> list[Finding]:
-    """Every open load of `early`, with source lines: a second for each kernel."""
+    """Every open load of `early`, with source lines; this takes a second for each kernel."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         chains = pool.map(lambda spec: source_lines(spec, cubins[spec], sources), early)
         lines = dict(zip(early, chains, strict=True))
@@ -132,7 +134,7 @@ def explain(
 
 
 def table(findings: Iterable[Finding]) -> str:
-    """What was found, by kernel and by lines of source, with one example each in full."""
+    """A text with the findings by kernel and by source lines, each with one full example."""
     groups: dict[tuple[str, str, str, int], list[Finding]] = defaultdict(list)
     for one in findings:
         written = _written(one.arrival_lines), _written(one.load_lines)
@@ -153,7 +155,7 @@ def table(findings: Iterable[Finding]) -> str:
 
 
 def _written(chain: Chain) -> str:
-    """The innermost line that is not of a wrapper of one instruction."""
+    """The innermost line that is not in a wrapper of one instruction."""
     telling = [line for line in chain if not line.file.startswith(("ptx/", "common/"))]
     return f"{telling[0]}: {telling[0].text}" if telling else "unknown"
 
@@ -202,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) tiny(float* out, int n
 }
 """
 
-#: What stands for BODY, and the opcodes of each arrival and load that is to be found.
+#: For each test: the code in place of BODY, and the opcodes of each expected pair (arrival, load).
 COMPILED = {
     "open": ("value = load(stage + n); arrive(&barrier);", [("SYNCS", "LDS")]),
     "consumed": ("value = load(stage + n); if (value != 1.f) arrive(&barrier);", []),
@@ -274,8 +276,8 @@ def find_in(folder: Path, body: str) -> list[Finding]:
     return explain(early_arrivals_of(cubins), cubins, sources)
 
 
-#: Code, and by arrival the loads that are open there, both as numbers of instructions.
-#: >n signals scoreboard n, <n waits on it.
+#: For each rule: its code, and the open loads of each arrival, both as indices of instructions. >n means that
+#: an instruction signals scoreboard n, and <n that it waits on it.
 RULES: dict[str, tuple[str, dict[int, list[int]]]] = {
     "nothing waits": ("LDS R0 >0; SYNCS.ARRIVE; FADD <0; EXIT", {1: [0]}),
     "waited": ("LDS R0 >0; FADD <0; SYNCS.ARRIVE; EXIT", {}),

@@ -1,4 +1,4 @@
-"""Every bad argument is refused by name, and the message says what was expected and what came."""
+"""Every bad argument is refused by name, and the message says what was expected and what was given."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_devices_must_agree(check: Callable[..., Any], make: Callable[[], Any], 
     check(**arguments)
     value = arguments[argument]
     with FakeTensorMode():
-        # A CUDA tensor without CUDA: it has a device and no data.
+        # This is a CUDA tensor without CUDA: it has a device and no data.
         arguments[argument] = torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device="cuda"
         )

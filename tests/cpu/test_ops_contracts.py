@@ -1,4 +1,4 @@
-"""Checked mode names the expert and the row of the first broken contract; unchecked, nothing is read."""
+"""Checked mode names the expert and row of the first broken contract; unchecked mode reads no contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GEMM ops on CPU against products written out here, in float64."""
+"""The GEMM ops on the CPU against products that are written out here, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""indexer_quantize_and_cache on CPU against its definition, byte by byte."""
+"""indexer_quantize_and_cache on the CPU against its definition, byte by byte."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Launches from any thread, on any device, and of plain tensors alone, on a stand-in for libcuda."""
+"""Launches from any thread, on any device, and only for plain tensors, with a fake libcuda."""
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Iterator
 from types import ModuleType
@@ -17,11 +16,12 @@ from moe_fp8.jit.driver import ParamBlock
 from moe_fp8.ops import registry
 from moe_fp8.ops.keys import Call
 from tests import cases
+from tests.cpu.cuda_side import import_cuda_side
 from tests.cpu.test_jit_driver import _ARTIFACT, FakeDriver
 
 
 class StrictDriver(FakeDriver):
-    """Counts launches that fail, as one does that a capture would not survive."""
+    """Counts failed launches, because a failed launch would end a capture."""
 
     failed = 0
 
@@ -40,11 +40,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> StrictDriver:
 
 @pytest.fixture
 def launch(fake: StrictDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """`moe_fp8.ops.launch` with one kernel, loaded on device 0; the current device is the context's."""
-    for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice"):
-        if not hasattr(torch._C, name):
-            monkeypatch.setattr(torch._C, name, None, raising=False)
-    module = importlib.import_module("moe_fp8.ops.launch")
+    """`moe_fp8.ops.launch` with one kernel, loaded on device 0; the context gives the current device."""
+    module = import_cuda_side("moe_fp8.ops.launch", monkeypatch)
     kernel = driver.load(_ARTIFACT, 100_000, 128)
     monkeypatch.setattr(module, "get_kernel", lambda spec: kernel)
     monkeypatch.setattr(module, "_raw_stream", lambda device: 0x7000)
@@ -109,7 +106,7 @@ def test_the_first_use_on_a_second_device_fails_no_launch(launch: ModuleType, fa
 
 
 class Watched(torch.Tensor):
-    """A subclass that sees the ops that it is an operand of."""
+    """A subclass that records the ops that it is an operand of."""
 
     seen: tuple[str, ...] = ()
 
@@ -120,7 +117,7 @@ class Watched(torch.Tensor):
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """CPU tensors say that they are on a GPU; the calls that go past torch's dispatcher."""
+    """CPU tensors claim to be on a GPU; returns the calls that bypass torch's dispatcher."""
     calls: list[Call] = []
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(registry._Launcher, "repeat", lambda call: calls.append(call) or True)

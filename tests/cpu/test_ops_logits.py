@@ -1,4 +1,4 @@
-"""The indexer's logits on CPU against loops over queries, heads and keys."""
+"""The indexer's logits on the CPU against loops over queries, heads and keys."""
 
 from __future__ import annotations
 

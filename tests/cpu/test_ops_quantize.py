@@ -102,7 +102,7 @@ def test_dequantized_values_are_close() -> None:
     x = torch.randn(64, 512, generator=generator(4, "cpu"))
     q, scale = quantize_fp8(x)
     back = (q.float().view(64, 4, 128) * scale[..., None]).view(64, 512)
-    # e4m3 has three mantissa bits: half a unit in the last place is 1/16 of a value.
+    # e4m3 has three mantissa bits, so half a unit in the last place is 1/16 of a value.
     assert ((back - x).abs() <= x.abs() / 16 + scale.max() * 2**-10).all()
 
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from moe_fp8 import gemm_fp8, grouped_gemm_fp8_masked, implicit_scale_conversions, to_mn_major
+from moe_fp8 import gemm_fp8, grouped_gemm_fp8_masked, jit, to_mn_major
 from moe_fp8.ops import scales
 from tests import cases
 
@@ -48,17 +48,17 @@ def test_a_gemm_converts_other_layouts_and_says_so(kind: str, caplog: pytest.Log
     case = cases.dense_case(5, 64, 256)
     expected = gemm_fp8(case.a, case.a_scale, case.b, case.b_scale)
     other = case.a_scale.contiguous() if kind == "row-major" else case.a_scale.T.contiguous().T
-    before = implicit_scale_conversions()
+    before = jit.counters().scale_conversions
     with caplog.at_level(logging.DEBUG, logger="moe_fp8"):
         out = gemm_fp8(case.a, other, case.b, case.b_scale)
     assert torch.equal(out, expected)
-    assert implicit_scale_conversions() == before + 1
+    assert jit.counters().scale_conversions == before + 1
     assert "gemm_fp8" in caplog.text and "MN-major" in caplog.text
 
 
 def test_mn_major_scales_are_not_counted() -> None:
     case = cases.masked_case((3, 2), 6, 64, 256)
-    before = implicit_scale_conversions()
+    before = jit.counters().scale_conversions
     grouped_gemm_fp8_masked(case.a, case.a_scale, case.b, case.b_scale, case.index)
     to_mn_major(case.a_scale.contiguous())
-    assert implicit_scale_conversions() == before
+    assert jit.counters().scale_conversions == before

@@ -1,4 +1,4 @@
-"""Selections in chunks: the same as in one piece and as logits and top-k by hand, in the bytes they say."""
+"""Selection in chunks equals selection in one piece and logits with top-k, within the promised bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOPK = 5
 
 
 def _budgets(rows: int, keys: int, topk: int, **paged: int) -> list[int | None]:
-    """None, and budgets down to the least: some leave rows whole, some divide keys."""
+    """None, and budgets down to the smallest; some budgets leave rows whole, and some divide keys."""
     whole = indexer_workspace_bytes(num_queries=rows, num_keys=keys, topk=topk, **paged)
     least = _least(rows, keys, topk, **paged)
     return [None, whole, *sorted({least, *(least + (whole - least) * i // 5 for i in range(1, 5))})]
@@ -33,7 +33,7 @@ def _least(rows: int, keys: int, topk: int, **paged: int) -> int:
 
 
 def _workspace(size: int | None) -> torch.Tensor | None:
-    """`size` bytes that are not to be read before they are written."""
+    """`size` bytes; they must not be read before they are written."""
     if size is None:
         return None
     storage = torch.full((size + 512,), 0xFF, dtype=torch.uint8)

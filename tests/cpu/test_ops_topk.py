@@ -1,4 +1,4 @@
-"""indexer_topk on CPU against its definition in plain Python."""
+"""indexer_topk on the CPU against its definition in plain Python."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_one_row_for_all() -> None:
 
 
 def test_values_agree_with_torch() -> None:
-    # No two are equal: which of those torch.topk takes is not said.
+    # No two logits are equal, because torch.topk does not say which equal logits it takes.
     logits = torch.stack([torch.randperm(1000).float() - 500 for _ in range(5)])
     values = torch.empty(5, 64)
     columns = indexer_topk(logits, topk=64, sorted=True, values=values)

@@ -1,4 +1,4 @@
-"""The wheel: built, looked into, installed in a fresh environment, and a kernel compiled from there."""
+"""The wheel is built, inspected and installed in a fresh environment, which then compiles a kernel."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def declared(section: list[str]) -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "extra", "loaded_by_others"),
     [
-        # NVRTC's library is loaded by cuda.bindings; numpy by torch.
+        # cuda.bindings loads NVRTC's library, and torch loads numpy.
         ("moe_fp8", None, {"nvidia-cuda-nvrtc"}),
         ("server_example", "server", {"numpy"}),
     ],
@@ -82,14 +82,14 @@ def test_what_is_imported_is_declared(folder: str, extra: str | None, loaded_by_
             for root in {module.split(".")[0] for module in modules}:
                 if root not in sys.stdlib_module_names and not (ROOT / root).is_dir():
                     names = {name.lower().replace("_", "-") for name in distributions.get(root, [root])}
-                    # Namespace packages belong to several distributions.
+                    # A namespace package belongs to several distributions.
                     imported.add(next(iter(names & (base | own)), root))
     assert imported - base - own == set(), "imported but not declared"
     assert own - imported - loaded_by_others == set(), "declared but not imported"
 
 
 def test_a_fresh_environment_compiles_a_kernel(wheel: Path, tmp_path: Path) -> None:
-    # All requirements but torch: planning and compiling do without it, and it is by far the largest.
+    # All requirements except torch: planning and compiling do not need it, and it is the largest by far.
     wanted = requirements(wheel)
     assert declared(wanted) == {"torch", "cuda-bindings", "nvidia-cuda-nvrtc", "rich"}
     without_torch = [line for line in wanted if not line.startswith("torch")]

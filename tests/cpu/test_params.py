@@ -1,4 +1,4 @@
-"""Parameter structs: packed as device code reads them; where the two differ, the kernel does not compile."""
+"""Parameter structs are packed as device code reads them; if the two differ, the kernel does not compile."""
 
 from __future__ import annotations
 

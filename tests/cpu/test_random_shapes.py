@@ -1,4 +1,4 @@
-"""The drawn shapes: the same everywhere, within the widths of real models, small enough to run."""
+"""The drawn shapes are the same everywhere, have widths of real models, and are small enough to run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.timing import plan_rotation
 
 L2 = 60 << 20
 
-#: Hashes of two commits that never were.
+#: Hashes of two commits that do not exist.
 COMMITS = ("0123456789" * 4, "fedcba9876" * 4)
 
 DRAWS = {
@@ -59,7 +59,7 @@ def test_they_are_not_the_listed_ones() -> None:
     "width",
     [
         (2112, 7168),  # DeepSeek-V3, fused q_a and kv_a
-        (3072, 1536),  # its q_b at TP8
+        (3072, 1536),  # DeepSeek-V3, q_b at TP8
         (2624, 6144),  # GLM-5, fused q_a and kv_a
         (14336, 5120),  # GLM-4.5, qkv
         (1280, 4096),  # Qwen3-235B, qkv at TP8
@@ -172,7 +172,7 @@ def test_a_grouped_shape_fits_in_30_gb(shape: GroupedShape) -> None:
     rows = e * max(gemm._MASKED_ROWS, *counts) if shape.layout == "masked" else aligned_starts(counts)[-1]
     most_sets = min(64, max(2, gemm._MOST_ROW_BYTES // (rows * (k + 4 * n))))
     sets, _ = plan_rotation(e * n * k, L2, most_sets)
-    # Weights, two activations (the peer's own for `offsets`) and two outputs a set.
+    # Each set has weights, two activations (for `offsets` one belongs to the peer) and two outputs.
     held = sets * (e * n * k + rows * (2 * k + 4 * n))
     # float64 copies while the largest expert is checked, or bf16 while rows are quantized.
     checking = 24 * (max(counts) * (n + k) + n * k)

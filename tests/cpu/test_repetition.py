@@ -1,4 +1,4 @@
-"""The method of benchmarks/repetition.py counts what a fake op does wrong; its cases say what ops write."""
+"""benchmarks/repetition.py counts the faults of a fake op, and its cases say which elements an op writes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def fake(
     damage: Callable[[Tensor], object] = lambda out: out[2, 5].fill_(-1),
     defined: Tensor | None = None,
 ) -> Case:
-    """Writes 0, 1, 2...; then spoils that in the calls, counted from 0, that are wrong."""
+    """A case that writes 0, 1, 2...; in calls that `is_wrong` names, `damage` then spoils the output.
+
+    `is_wrong` takes the number of a call, counted from 0.
+    """
 
     def make(shape: FakeShape) -> Work:
         calls = iter(range(1_000_000))
@@ -191,12 +194,12 @@ def test_rounds_beside_traffic_and_in_graphs(monkeypatch: pytest.MonkeyPatch) ->
     assert (
         set(found.by_traffic) == {"writes", "sparse writes", "reads", "rest"} == {*recorder.started, "rest"}
     )
-    # Of each of the three units one graph of calls alone, and one with a kernel behind each of them.
+    # Each of the three units has one graph of calls alone, and one graph with another kernel after each call.
     assert sorted(len(graph.actions) for graph in recorder.captured) == [8] * 3 + [16] * 3
     assert recorder.num_between > found.calls / 4
 
 
-#: Shapes that the CPU reference computes at once, with all that tells one kernel from another.
+#: Shapes that the CPU reference computes at once; all terms that distinguish kernels stay.
 SMALL: dict[type, dict[str, int]] = {
     DenseShape: {"m": 5, "n": 64, "k": 128},
     GroupedShape: {"num_experts": 3, "rows_per_expert": 5, "n": 64, "k": 128},
@@ -212,11 +215,12 @@ SMALL: dict[type, dict[str, int]] = {
 def small(case: Case) -> Case:
     sizes, options = dict(SMALL[type(case.shape)]), dict(case.options)
     if isinstance(case.shape, DenseShape) and "config" in options:
-        sizes["k"] = 512 * heuristics.gemm_config(_problem(case)).parts  # as K must be, to be divided so
+        # K is large enough for this config to divide.
+        sizes["k"] = 512 * heuristics.gemm_config(_problem(case)).parts
     if "topk" in options:
         options["topk"] = 16
     if "max_bytes" in options:
-        sizes["context"], options["max_bytes"] = 700, 16_000  # in several chunks still
+        sizes["context"], options["max_bytes"] = 700, 16_000  # still several chunks
     return replace(case, shape=replace(case.shape, **sizes), options=options)
 
 

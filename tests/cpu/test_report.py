@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/ are what the results files give, and the generator says what they say."""
+"""The tables in README.md and docs/ match the results files, and the generator's texts are right."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_accounting_says_how_far_every_target_is() -> None:
     rows = [
         _dense(1, 10.0, 40.0),
         _dense(128, 10.0, 10.0),
-        _dense(3, 10.0, None),  # without the peer that the targets are against
+        _dense(3, 10.0, None),  # without the peer of the targets
         _dense(200, 10.0, 10.0),
         _dense(2000, 10.0, 11.0),
         _dense(2, 10.0, 15.0, set="random"),

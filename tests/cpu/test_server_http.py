@@ -35,7 +35,7 @@ def server(demo_folder: Path) -> Iterator[httpx.Client]:
         assert process.poll() is None, "the server died"
     finally:
         stop_server(process)
-    # Shut down in order, then ended by the signal that asked for it.
+    # The server shuts down in order, and then the signal that asked for the shutdown ends it.
     assert process.returncode in (0, -signal.SIGTERM)
 
 
@@ -46,7 +46,7 @@ def complete(server: httpx.Client, **body: Any) -> dict[str, Any]:
 
 
 def events(server: httpx.Client, **body: Any) -> list[dict[str, Any]]:
-    """The chunks of a streamed completion; checks the framing."""
+    """The chunks of a streamed completion, after a check of the framing."""
     body = {"temperature": 0, "stream": True, **body}
     with server.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200
@@ -188,7 +188,7 @@ def test_other_http_errors_have_the_same_form(server: httpx.Client) -> None:
 def test_closing_a_stream_frees_its_pages(server: httpx.Client) -> None:
     body = {"prompt": "The graph", "max_tokens": 900, "stream": True, "temperature": 0, "ignore_eos": True}
     with server.stream("POST", "/v1/completions", json=body) as response:
-        lines = response.iter_lines()  # Held: httpx closes the stream with its iterator.
+        lines = response.iter_lines()  # keep the iterator: httpx closes the stream with it
         next(lines)
         assert health(server)["free_pages"] == TOTAL_PAGES - 15
     assert eventually(lambda: health(server)["free_pages"] == TOTAL_PAGES)
@@ -203,11 +203,11 @@ def test_a_client_that_gives_up_waiting_frees_its_pages(server: httpx.Client) ->
 
 
 def test_a_full_queue_refuses_and_recovers(server: httpx.Client) -> None:
-    """One request takes nearly all pages, three wait, the next is told to come back."""
+    """One request takes nearly all pages, three requests wait, and the next is told to come back."""
     big = {"prompt": "The graph", "max_tokens": 900, "stream": True, "temperature": 0, "ignore_eos": True}
     with ThreadPoolExecutor(3) as pool:
         with server.stream("POST", "/v1/completions", json=big) as response:
-            lines = response.iter_lines()  # Held: httpx closes the stream with its iterator.
+            lines = response.iter_lines()  # keep the iterator: httpx closes the stream with it
             next(lines)
             waiting = [
                 pool.submit(complete, server, prompt=[token] * 100, max_tokens=2) for token in (1, 2, 3)

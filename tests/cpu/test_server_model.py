@@ -34,7 +34,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 class DenseModel:
-    """The architecture in fp32 on dequantized weights: no cache, no sparsity, K, V expanded."""
+    """The architecture in fp32 on dequantized weights, without cache or sparsity, with K and V expanded."""
 
     def __init__(self, folder: Path) -> None:
         self.config = ModelConfig.load(folder)
@@ -115,7 +115,7 @@ def test_agrees_with_the_dense_model_while_all_tokens_are_selected(
     for seed, length in enumerate((1, 2, 17, 40, demo_model.config.index_topk)):
         tokens = random_tokens(length, seed)
         errors.append(difference(model_run(demo_model, length).prefill(tokens), dense.logits(tokens)))
-    # Quantizing activations to FP8 alone makes about 3.7% per GEMM.
+    # Quantizing activations to FP8 alone makes an error of about 3.7% in each GEMM.
     assert max(errors) < 0.15, errors
     assert sorted(errors)[2] < 0.08, errors
 
@@ -130,7 +130,8 @@ def test_decode_equals_prefill(demo_model: Transformer, length: int) -> None:
     split.prefill(tokens[:first])
     for token in tokens[first:]:
         logits = split.decode(token)
-    # The same arithmetic in other shapes: an ulp of fp32 that flips a rounding to FP8 grows to a percent.
+    # This is the same arithmetic in other shapes. An ulp of fp32 that flips a rounding to FP8 grows to a
+    # percent.
     assert difference(logits, expected) < 0.03
 
 
@@ -143,7 +144,7 @@ def test_decode_equals_prefill_beyond_the_selection(demo_model: Transformer) -> 
         split.prefill(tokens[:70])
         split.prefill(tokens[70:-1])
         errors.append(difference(split.decode(tokens[-1]), expected))
-    # One key more or less at the edge of the selection is rounding's to decide, and shows.
+    # Rounding may decide the last selected key, and one different key shows.
     assert sorted(errors)[2] < 0.05, errors
 
 
@@ -252,7 +253,7 @@ def test_greedy_tokens_survive_another_devices_rounding(
         original = getattr(moe_fp8, name)
 
         def op(*args: object, **kwargs: object) -> torch.Tensor:
-            # Before the rounding to bf16: Hopper's FP8 tensor core keeps about 14 bits.
+            # The results before the rounding to bf16: Hopper's FP8 tensor core keeps about 14 bits.
             out = original(*args, **kwargs, out_dtype=torch.float32)
             size = out.nan_to_num().square().mean(-1, keepdim=True).sqrt()
             return (out + torch.randn(out.shape, generator=generator) * size * 2**-12).bfloat16()

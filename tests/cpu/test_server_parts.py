@@ -49,7 +49,7 @@ def test_admission_is_in_order_and_needs_every_page() -> None:
     with pytest.raises(QueueFullError):
         scheduler.submit(request(1, 1))
     scheduler.admit()
-    # The small one would fit, but must not overtake.
+    # The small request would fit, but it must not overtake.
     assert [len(running.pages) for running in scheduler.running] == [2]
     scheduler.release(scheduler.running[0])
     scheduler.admit()
@@ -115,7 +115,7 @@ def test_sampling_follows_temperature_and_top_p() -> None:
         return [counts[token] / 4000 for token in range(4)]
 
     assert frequencies(temperature=1.0) == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
-    # 0.5 does not reach 0.6, 0.5 + 0.3 does.
+    # 0.5 does not reach 0.6; 0.5 + 0.3 does.
     assert frequencies(temperature=1.0, top_p=0.6) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)
     squared = probabilities.square() / probabilities.square().sum()
     assert frequencies(temperature=0.5) == pytest.approx(squared.tolist(), abs=0.03)
@@ -160,7 +160,7 @@ def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> 
     if not found:
         assert joined == text
         return
-    # A token may complete several stop strings; none of them may be shown, nor anything after one.
+    # A token may complete several stop strings. No stop string may be shown, nor any text after it.
     assert text.startswith(joined)
     assert not any(stop in joined for stop in stops)
     assert len(joined) >= min(found) - max(map(len, stops))

@@ -33,7 +33,7 @@ SMS = 132
 PREFILL_CHUNK = 256
 MAX_BATCH = 8
 
-#: Where a selection finds the ops that it is made of.
+#: The module and the name of each op that a selection calls.
 SELECTION = {
     "mqa_logits_fp8": (select, "mqa_logits_chunk_op"),
     "paged_mqa_logits_metadata": (select, "metadata_op"),
@@ -43,7 +43,7 @@ SELECTION = {
 
 
 def record(monkeypatch: pytest.MonkeyPatch, problems: dict[Problem, None]) -> None:
-    """Lets the public ops note the problem that their CUDA launch would select a kernel for."""
+    """Make the public ops record the problems that their CUDA launches would select kernels for."""
 
     def problem_of(name: str, args: tuple, kwargs: dict) -> Problem:
         first = args[0]

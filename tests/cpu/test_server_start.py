@@ -1,4 +1,4 @@
-"""Starting: what is refused, and what is said."""
+"""The start of the server: it refuses bad options and files, and its messages say why."""
 
 from __future__ import annotations
 

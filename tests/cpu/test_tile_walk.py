@@ -1,4 +1,4 @@
-"""The device code that divides a grouped GEMM into tiles, run on the host by tile_walk.cpp."""
+"""tile_walk.cpp runs the device code that divides a grouped GEMM into tiles on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The top-k kernel, run on the host by topk_walk.cpp with small CTAs and little room for candidates."""
+"""topk_walk.cpp runs the top-k kernel on the host, with small CTAs and little room for candidates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moe-fp8 tune` but for the timing itself: targets, candidates, the table's file, the command."""
+"""`moe-fp8 tune` without the timing itself: targets, candidates, the table's file, the command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.jit import driver
 from moe_fp8.jit.driver import DeviceInfo
 from moe_fp8.problems import GemmLayout
-from moe_fp8.tune import Target, Timing, run, table
+from moe_fp8.tune import Target, Timing, read_timings, run, table
 from moe_fp8.tune import timing as timing_module
 from moe_fp8.tune.targets import candidates
 from moe_fp8.warmup import Parallelism
@@ -25,14 +25,17 @@ from moe_fp8.warmup import Parallelism
 MODEL = Path(__file__).parent.parent / "configs" / "qwen3_30b.json"
 H200 = DeviceInfo("NVIDIA H200", (9, 0), 132, (13, 0))
 DENSE, GROUPED = Target("dense", 4096, 7168, 1), Target("psum", 4096, 7168, 8)
+TINY = Target("psum", 64, 256, 3)
 
 
-def timing(target: Target, rows: int, us: float, above: int = 0) -> Timing:
-    return Timing(target, rows, above, "64x128", us, "8x128", 10.0)
+def timing(target: Target, rows: int, us: float, config: str = "64x128") -> Timing:
+    """The model's choice takes 10 us, and `config` takes `us`."""
+    model = str(gemm_costs.cheapest(target.problem(rows)))
+    return Timing(target, rows, (rows,) * target.num_experts, {model: 10.0, config: us})
 
 
-def old_row(target: Target, rows: int, above: int = 0) -> dict[str, Any]:
-    return timing(target, rows, 5.0, above).to_row()
+def row(target: Target, rows: int, above: int = 0, config: str = "64x128") -> dict[str, Any]:
+    return {**target._asdict(), "rows": rows, "above": above, "config": config, "gain": 0.5}
 
 
 def test_shapes_as_text() -> None:
@@ -81,33 +84,60 @@ def test_a_row_does_not_reach_below_its_tile(rows: int, below: int) -> None:
     assert table.rows_below(rows) == below
 
 
-def test_rows_that_gain_too_little_are_dropped() -> None:
-    rows = table.merge([], [timing(DENSE, 1, 9.79), timing(DENSE, 8, 9.81, 1), timing(DENSE, 16, 10.0, 8)])
-    assert [(row["rows"], row["us"], row["above"]) for row in rows] == [(1, 9.79, 0)]
+def spans(rows: Sequence[dict[str, Any]]) -> list[tuple[str, int, int]]:
+    return [(found["layout"], found["above"], found["rows"]) for found in rows]
+
+
+def test_a_row_gains_a_twentieth() -> None:
+    timings = [timing(DENSE, 1, 9.49), timing(DENSE, 8, 9.51), timing(DENSE, 16, 10.0)]
+    (found,) = table.table_rows(timings)
+    assert found == {**DENSE._asdict(), "rows": 1, "above": 0, "config": "64x128", "gain": 0.051}
+
+
+def test_a_problem_whose_choice_was_not_timed_has_no_row() -> None:
+    assert table.table_rows([Timing(DENSE, 8, (8,), {"64x128": 1.0, "64x64": 2.0})]) == []
+
+
+def test_spreads_of_experts_count_as_a_geometric_mean() -> None:
+    model = str(gemm_costs.cheapest(GROUPED.problem(8)))
+    even, skewed = ({model: 10.0, "64x128": 2.0, "64x64": 1.0}, {model: 10.0, "64x128": 8.0})
+    timings = [Timing(GROUPED, 8, (8,) * 8, even), Timing(GROUPED, 8, (64, *(0,) * 7), skewed)]
+    assert table.mean_times(timings)[GROUPED, 8] == pytest.approx({model: 10.0, "64x128": 4.0})
+    assert table.table_rows(timings)[0]["gain"] == 0.6
+
+
+def test_equal_neighbours_are_one_row() -> None:
+    timings = [timing(DENSE, rows, 5.0 + rows / 100) for rows in (8, 16, 32)]
+    (found,) = table.table_rows(timings)
+    assert (found["above"], found["rows"], found["gain"]) == (0, 32, 0.468)
+    timings[1] = timing(DENSE, 16, 5.0, "64x64")
+    assert spans(table.table_rows(timings)) == [("dense", 0, 8), ("dense", 8, 16), ("dense", 16, 32)]
+
+
+def test_rows_do_not_meet_over_numbers_that_nobody_timed() -> None:
+    timings = [timing(DENSE, rows, 5.0) for rows in (8, 32)]
+    assert spans(table.table_rows(timings)) == [("dense", 0, 8), ("dense", 16, 32)]
 
 
 def test_merging_keeps_other_problems_and_replaces_what_was_timed_again() -> None:
-    old = [old_row(GROUPED, 8), old_row(DENSE, 8), old_row(DENSE, 64, 8), old_row(DENSE, 128, 64)]
-    rows = table.merge(old, [timing(DENSE, 8, 10.0), timing(DENSE, 32, 7.0, 8)])
-    assert [(row["layout"], row["rows"], row["above"], row["us"]) for row in rows] == [
-        ("dense", 32, 8, 7.0),
-        ("dense", 64, 32, 5.0),
-        ("dense", 128, 64, 5.0),
-        ("psum", 8, 0, 5.0),
-    ]
+    old = [row(GROUPED, 8), row(DENSE, 8), row(DENSE, 64, 8, "64x64"), row(DENSE, 128, 64, "128x128")]
+    timings = [timing(DENSE, 8, 10.0), timing(DENSE, 32, 7.0)]
+    rows = table.merge(old, table.table_rows(timings), timings)
+    assert spans(rows) == [("dense", 16, 32), ("dense", 32, 64), ("dense", 64, 128), ("psum", 0, 8)]
 
 
 def test_a_grouped_timing_replaces_the_row_of_any_layout() -> None:
-    old = [{**old_row(GROUPED, 8), "layout": "masked"}, old_row(GROUPED, 4)]
-    rows = table.merge(old, [timing(GROUPED, 8, 6.0)])
-    assert [(row["rows"], row["us"]) for row in rows] == [(4, 5.0), (8, 6.0)]
-    assert [row["rows"] for row in table.merge(old, [timing(GROUPED, 8, 10.0)])] == [4]
+    old = [{**row(GROUPED, 8), "layout": "masked"}, row(GROUPED, 4, 0, "64x64")]
+    timed = [timing(GROUPED, 8, 6.0)]
+    assert spans(table.merge(old, table.table_rows(timed), timed)) == [("psum", 0, 4), ("psum", 0, 8)]
+    timed = [timing(GROUPED, 8, 10.0)]
+    assert spans(table.merge(old, table.table_rows(timed), timed)) == [("psum", 0, 4)]
 
 
 def test_a_written_table_reads_the_same_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "h200.json"
     assert table.read_rows(path) == []
-    for rows in ([], [old_row(DENSE, 8), old_row(GROUPED, 8)]):
+    for rows in ([], [row(DENSE, 8), row(GROUPED, 8)]):
         table.write_table(path, {"device": "NVIDIA H200"}, rows)
         assert table.read_rows(path) == rows
         assert json.loads(path.read_text())["device"] == "NVIDIA H200"
@@ -133,17 +163,20 @@ def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Target, int]]:
-    """A GPU on which the last config takes 8 us and the model's choice 10; what was timed there."""
+    """A GPU on which the last config takes 8 us and all others take 10."""
     timed: list[tuple[Target, int]] = []
 
-    def fastest(target: Target, rows: int, configs: Sequence[str]) -> tuple[str, float, float]:
+    def time_configs(
+        target: Target, rows: int, counts: Sequence[int], configs: Sequence[str], replays: int
+    ) -> dict[str, float]:
+        assert len(counts) == target.num_experts and sum(counts) == rows * target.num_experts
         timed.append((target, rows))
-        return (configs[-1], 8.0, 10.0) if rows != 16 else (configs[0], 10.0, 10.0)
+        return {config: 8.0 if config == configs[-1] and rows != 16 else 10.0 for config in configs}
 
     monkeypatch.setattr(driver, "device_count", lambda: 1)
     monkeypatch.setattr(driver, "device_info", lambda: H200)
     monkeypatch.setattr(run, "preload", lambda specs, jobs, progress: len(specs))
-    monkeypatch.setattr(run, "fastest", fastest)
+    monkeypatch.setattr(run, "time_configs", time_configs)
     return timed
 
 
@@ -156,31 +189,52 @@ def test_tune_writes_what_gains(
     told = json.loads(capsys.readouterr().out)
     assert gpu == [(DENSE, 8), (DENSE, 16), (DENSE, 40), (DENSE, 64)]
     written = json.loads(out.read_text())
-    assert told == {"table": str(out), "timed": 4, "rows": written["rows"]}
-    assert [(row["rows"], row["above"]) for row in written["rows"]] == [(8, 0), (40, 32), (64, 40)]
+    assert told == {"file": str(out), "timed": 4, "rows": written["rows"]}
+    assert {found["gain"] for found in written["rows"]} == {0.2}
+    assert [(found["rows"], found["above"]) for found in written["rows"]] in (
+        [(8, 0), (40, 32), (64, 40)],
+        [(8, 0), (64, 32)],
+    )
     assert set(written) == {"device", "driver", "cuda", "torch", "date", "rows"}
     assert written["device"] == "NVIDIA H200"
 
 
+def test_timings_are_kept_without_a_table(gpu: list[tuple[Target, int]], tmp_path: Path) -> None:
+    file = tmp_path / "timings.gz"
+    assert cli.main(["tune", "--sample", "6", "--seed", "5", "--timings", str(file), "--quiet"]) == 0
+    machine, first = read_timings(file)
+    assert machine["device"] == "NVIDIA H200" and {(one.target, one.rows) for one in first} == set(gpu)
+    assert [path.name for path in tmp_path.iterdir()] == ["timings.gz"]
+    before = file.read_bytes()
+    assert cli.main(["tune", "--sample", "6", "--seed", "5", "--timings", str(file), "--quiet"]) == 0
+    assert file.read_bytes() == before, "equal problems replace each other"
+    assert (
+        cli.main(["tune", "--shape", "dense:64:128", "--rows", "3", "--timings", str(file), "--quiet"]) == 0
+    )
+    assert len(read_timings(file)[1]) == len(first) + 1
+    assert cli.main(["tune", "--sample", "6"]) == 2, "nowhere to put them"
+
+
 def test_a_spent_budget_writes_what_was_timed(gpu: list[tuple[Target, int]], tmp_path: Path) -> None:
-    path, timings = tune.tune([DENSE, GROUPED], [1, 8], tmp_path / "t.json", max_seconds=0, quiet=True)
+    problems = [(DENSE, 1), (DENSE, 8), (GROUPED, 1)]
+    path, timings = tune.tune(problems, tmp_path / "t.json", max_seconds=0, quiet=True)
     assert len(gpu) == len(timings) == len(table.read_rows(path)) == 1
 
 
 def test_an_error_writes_what_was_timed(
     gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = run.fastest
+    before = run.time_configs
 
-    def failing(target: Target, rows: int, configs: Sequence[str]) -> tuple[str, float, float]:
+    def failing(target: Target, rows: int, *rest: Any) -> dict[str, float]:
         if rows == 8:
             raise MoeFp8Error("wrong")
-        return before(target, rows, configs)
+        return before(target, rows, *rest)
 
-    monkeypatch.setattr(run, "fastest", failing)
+    monkeypatch.setattr(run, "time_configs", failing)
     with pytest.raises(MoeFp8Error, match="wrong"):
-        tune.tune([DENSE], [1, 8], tmp_path / "t.json", quiet=True)
-    assert [row["rows"] for row in table.read_rows(tmp_path / "t.json")] == [1]
+        tune.tune([(DENSE, 1), (DENSE, 8)], tmp_path / "t.json", quiet=True)
+    assert [found["rows"] for found in table.read_rows(tmp_path / "t.json")] == [1]
 
 
 def test_a_gpu_without_a_table_needs_out(
@@ -188,7 +242,7 @@ def test_a_gpu_without_a_table_needs_out(
 ) -> None:
     monkeypatch.setattr(driver, "device_info", lambda: H200._replace(name="NVIDIA H20"))
     with pytest.raises(ConfigError, match="--out"):
-        tune.tune([DENSE], [1], quiet=True)
+        tune.tune([(DENSE, 1)], quiet=True)
     assert not gpu
 
 
@@ -197,7 +251,7 @@ def test_tune_needs_a_gpu(
 ) -> None:
     monkeypatch.setattr(driver, "device_count", lambda: 0)
     with pytest.raises(ToolchainError, match="no Hopper GPU"):
-        tune.tune([DENSE], [1], tmp_path / "t.json")
+        tune.tune([(DENSE, 1)], tmp_path / "t.json")
     assert cli.main(["tune", "--model", str(MODEL)]) == 3
     assert capsys.readouterr().err.startswith("error: tuning times kernels")
     assert cli.main(["tune"]) == 2
@@ -205,7 +259,7 @@ def test_tune_needs_a_gpu(
 
 
 class _Clock:
-    """Instead of a graph: calls of the n-th config take 10 - n us."""
+    """A stand-in for a graph: calls of the n-th config take 10 - n us."""
 
     made: list[str]
 
@@ -233,28 +287,15 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layout", ["dense", "psum"])
 @pytest.mark.usefixtures("on_cpu")
 def test_what_is_timed(layout: GemmLayout, checked_mode: None) -> None:
-    target = Target(layout, 64, 256, 1 if layout == "dense" else 3)
-    best = timing_module.fastest(target, 5, ["64x128", "8x128", "32x128"])
-    assert best[0] == "32x128"
-    # The next graphs are faster: grouped GEMMs are timed twice, and the mean is a geometric one.
-    made = ["64x128", "8x128", "32x128"]
-    assert _Clock.made == (made if layout == "dense" else 2 * made)
-    assert best[1:] == pytest.approx((8.0, 10.0) if layout == "dense" else (40**0.5, 70**0.5))
+    target, counts = (Target(layout, 64, 256, 1), (5,)) if layout == "dense" else (TINY, (5, 0, 10))
+    us = timing_module.time_configs(target, 5, counts, ["64x128", "8x128", "32x128"], 3)
+    assert us == {"64x128": 10.0, "8x128": 9.0, "32x128": 8.0}
     sets = timing_module._weights(64, 256, target.num_experts)
     assert sum(values.numel() for values, _ in sets) > 4 * 2 * 64 * 256
     assert sets is timing_module._weights(64, 256, target.num_experts)
-    calls = timing_module._Calls.each(target, 5)
-    # Shares of 1, 0.7 and 1.3 of the mean, then of 1, 1/2 and 1/3.
-    assert [one.valid.numel() for one in calls] == ([5] if layout == "dense" else [5 + 4 + 6, 8 + 4 + 3])
-    assert all(one.output("64x128", sets[0]).isfinite().all() for one in calls)
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_of_skewed_experts_some_are_idle(checked_mode: None) -> None:
-    spread, skewed = timing_module._Calls.each(Target("psum", 64, 128, 8), 1)
-    assert spread.valid.numel() == 8
-    assert skewed.valid.unique().numel() == skewed.valid.numel() == 3 + 1 + 1 + 1 + 1
-    assert skewed.output("8x128", timing_module._weights(64, 128, 8)[0]).isfinite().all()
+    calls = timing_module._Calls.of(target, 5, counts)
+    assert calls.valid.unique().numel() == calls.valid.numel() == sum(counts)
+    assert calls.output("64x128", sets[0]).isfinite().all()
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), 1.0])
@@ -269,5 +310,5 @@ def test_a_config_that_computes_something_else_is_not_timed(
 
     monkeypatch.setattr(timing_module._Calls, "output", output)
     with pytest.raises(MoeFp8Error, match="8x128"):
-        timing_module.fastest(Target("dense", 64, 256, 1), 3, ["64x128", "8x128"])
+        timing_module.time_configs(Target("dense", 64, 256, 1), 3, (3,), ["64x128", "8x128"], 3)
     assert not _Clock.made

@@ -1,4 +1,4 @@
-"""`moe-fp8 build --bundle`, and what check, doctor, the start-up script and a server make of a bundle."""
+"""`moe-fp8 build --bundle`, and the use of a bundle by check, doctor, the start-up script and a server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of the small plan; not to be changed."""
+    """A bundle of the small plan; tests must not change it."""
     folder = tmp_path_factory.mktemp("bundles") / "small"
     assert cli.main(["build", *SMALL, "--cache-dir", str(cache), "--bundle", str(folder), "--quiet"]) == 0
     return folder
@@ -49,7 +49,7 @@ def copied(bundle: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def in_use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
-    """in_use(folder): as with MOE_FP8_BUNDLE=folder."""
+    """in_use(folder) has the same effect as MOE_FP8_BUNDLE=folder."""
 
     def use(folder: Path) -> None:
         given = dataclasses.replace(settings_module.settings(), bundle=folder)
@@ -208,13 +208,14 @@ planned = plan(load_model(sys.argv[1]), PlanOptions(max_tokens=1, max_batch=1))
 loaded = load_plan(planned)
 runtime.freeze("strict")
 assert all(runtime.get_kernel(spec).startswith(b"\\x7fELF") for spec in planned.specs)
-print(loaded, *vars(runtime.counters()).values())
+counts = runtime.counters()
+print(loaded, counts.compiles, counts.store_hits, counts.loads, counts.misses)
 """
 
 
 @pytest.mark.parametrize("compiler", ["installed", "bare"])
 def test_a_server_runs_from_the_bundle_alone(bundle: Path, tmp_path: Path, compiler: str) -> None:
-    """With the variable set, an empty cache, and with or without NVRTC; only the driver is stood in for."""
+    """The variable is set, the cache is empty, NVRTC is installed or not; only the driver is fake."""
     environment = {
         **os.environ,
         "MOE_FP8_BUNDLE": str(bundle),

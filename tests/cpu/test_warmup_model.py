@@ -24,7 +24,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 def config(name: str, **changes: Any) -> dict[str, Any]:
-    """One of the shipped configs, with fields replaced, or removed where the value is `...`."""
+    """A shipped config with some fields replaced; a field whose value is `...` is removed."""
     merged = {**read_config(CONFIGS / f"{name}.json"), **changes}
     return {key: value for key, value in merged.items() if value is not ...}
 
@@ -141,7 +141,7 @@ def test_qwen3_shapes() -> None:
         "experts.gate_up": (1536, 2048, 128),
         "experts.down": (2048, 768, 128),
     }
-    # Four key-value heads over eight ranks: each rank keeps one of its own.
+    # Eight ranks share four key-value heads: each rank keeps one head of its own.
     assert shapes("qwen3_235b", 8, 8)["qkv"] == ((8 + 2) * 128, 4096, None)
 
 

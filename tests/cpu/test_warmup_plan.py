@@ -57,7 +57,7 @@ def planned(request: pytest.FixtureRequest) -> Plan:
 
 
 def most_rows(planned: Plan, layout: str, shape: GemmShape | None = None) -> int:
-    """The buffer that the engine allocates, restated: what the planner must have covered."""
+    """Rows of the buffer that the engine allocates, computed anew; the planner must have covered them."""
     options, model = planned.options, planned.model
     tokens = max(options.max_tokens, options.max_batch * options.next_n)
     parallelism = Parallelism(options.tp, options.ep)
@@ -82,7 +82,7 @@ def rows_of(planned: Plan, shape: GemmShape, layout: str) -> list[PlanRow]:
 def gemm_problem(
     planned: Plan, layout: GemmLayout, m: int, shape: GemmShape, hint: int | None = None, device: str = ""
 ) -> GemmProblem:
-    """What an op makes of a call in a server of these options."""
+    """The problem that an op makes of a call, in a server with these options."""
     return GemmProblem(
         layout,
         m,
@@ -117,14 +117,14 @@ def test_every_dense_m_is_planned_for(planned: Plan) -> None:
 
 @pytest.mark.parametrize("layout", GROUPED)
 def test_every_grouped_m_is_planned_for(planned: Plan, layout: GemmLayout) -> None:
-    """Every M of the buffer without a hint and with a random one; every value of the hint."""
+    """Test every M of the buffer without a hint and with a random hint, and every value of the hint."""
     most = most_rows(planned, layout)
     seeded = random.Random(most)
     for shape in gemms(planned):
         if shape.num_experts is None:
             continue
         specs = {row.spec for row in rows_of(planned, shape, layout)}
-        # Each M of the buffer in one of three ways, chosen at random; the ends in all of them.
+        # Each M of the buffer takes one of three ways, in turn; the smallest and largest M take all three.
         for m in range(1, most + 1):
             hints = [None, seeded.randrange(-1, 2 * m), m]
             for hint in hints if m in (1, most) else hints[m % 3 : m % 3 + 1]:
@@ -152,7 +152,7 @@ def test_row_ranges_tell_the_kernel_of_every_expectation(planned: Plan, layout: 
 
 
 def any_calls(planned: Plan, draw: st.DrawFn) -> Iterator[Problem]:
-    """A problem of each kind, as ops derive them from calls that the options allow."""
+    """A problem of each kind, as ops make it from calls that the options allow."""
     options, model = planned.options, planned.model
     sms = options.num_sms
     shape = draw(st.sampled_from(gemms(planned)))
@@ -201,7 +201,7 @@ def test_any_call_is_in_the_plan(planned: Plan, data: st.DataObject) -> None:
 
 
 def capricious(problem: Problem) -> KernelSpec:
-    """A selector that looks at everything: each problem has a kernel of its own."""
+    """A selector that looks at everything: each problem has its own kernel."""
     return KernelSpec(repr(problem.for_selection()), (), 1, 0)
 
 
@@ -278,10 +278,10 @@ def test_a_spec_outside_the_plan_is_not_in_it(planned: Plan) -> None:
 
 
 def test_deepseek_v32_is_planned_in_two_seconds() -> None:
-    """In a process of its own, so that the selector's caches are cold.
+    """Planning runs in its own process, so that the selector's caches are cold.
 
-    Seconds are those of a machine on which this loop takes 70 ms: machines differ, and one by itself by
-    three with what else its host does.
+    The two seconds hold for a machine on which this loop takes 70 ms. Machines differ in speed, and the other
+    load of its host changes a machine's speed by a factor of three.
     """
     code = (
         "import sys, time\n"

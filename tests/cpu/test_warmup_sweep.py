@@ -1,8 +1,7 @@
-"""Every number of rows of every GEMM, as the op itself makes a problem of it, has its kernel in the plan."""
+"""The plan has the kernel for every number of rows of every GEMM; the ops themselves make the problems."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -20,10 +18,11 @@ from moe_fp8.problems import GemmLayout, GemmProblem
 from moe_fp8.settings import settings as package_settings
 from moe_fp8.specs import kernel_spec
 from moe_fp8.warmup import GemmShape, Parallelism, Plan, PlanOptions, describe, gemm_shapes, load_model, plan
+from tests.cpu.cuda_side import import_cuda_side
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
-#: GLM-4.5's own FP8 has a scale for each channel; here it has its dimensions and blocks as the others.
+#: GLM-4.5's own FP8 has a scale for each channel; here it has its dimensions and the others' block scales.
 REAL = {
     "deepseek_v3": PlanOptions(tp=8, ep=8, max_tokens=4096),
     "deepseek_v32": PlanOptions(tp=8, ep=32, max_tokens=1024, next_n=4),
@@ -42,20 +41,16 @@ GROUPED: tuple[GemmLayout, ...] = ("m_indices", "psum", "offsets", "masked")
 def launcher() -> Iterator[ModuleType]:
     """`moe_fp8.ops.gemm.cuda`, which needs no GPU up to the launch; device numbers count the tables."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice"):
-            # Torch for CPUs has neither; the module looks them up when it is imported.
-            if not hasattr(torch._C, name):
-                patch.setattr(torch._C, name, None, raising=False)
-        module = importlib.import_module("moe_fp8.ops.gemm.cuda")
+        module = import_cuda_side("moe_fp8.ops.gemm.cuda", patch)
         patch.setattr(module.launch, "table", lambda device: gemm_table.devices()[device])
-        # So that these come back in the end; the sweep sets them for each plan.
+        # The patch restores these two in the end; the sweep sets them for each plan.
         patch.setattr(module.launch, "num_sms", module.launch.num_sms)
         patch.setattr(module, "settings", module.settings)
         yield module
 
 
 def most_rows(planned: Plan, layout: str, shape: GemmShape) -> int:
-    """Rows of the largest buffer that an engine of these options makes."""
+    """Rows of the largest buffer that an engine with these options makes."""
     options, model = planned.options, planned.model
     tokens = max(options.max_tokens, options.max_batch * options.next_n)
     parallelism = Parallelism(options.tp, options.ep)
@@ -67,9 +62,9 @@ def most_rows(planned: Plan, layout: str, shape: GemmShape) -> int:
 
 
 def uncovered(planned: Plan, launcher: ModuleType) -> Iterator[GemmProblem]:
-    """Problems of calls that the options allow whose kernel is not in the plan, each once.
+    """The problems of allowed calls whose kernel is not in the plan, each problem once.
 
-    Every M without a hint and, in the largest buffer, every hint.
+    The calls have every M without a hint and, in the largest buffer, every hint.
     """
     options = planned.options
     specs, devices = set(planned.specs), range(len(gemm_table.devices()))
@@ -88,7 +83,7 @@ def uncovered(planned: Plan, launcher: ModuleType) -> Iterator[GemmProblem]:
             seen: set[tuple[int, int | None]] = set()
             for m, hint in calls:
                 problem = make(layout, m, n, k, experts, hint, False, None, 0)
-                # What the selector sees of a call's rows.
+                # The selector looks only at these rows of a call.
                 selected = problem.for_selection()
                 rows = (selected.m, selected.expected_m)
                 if rows in seen:

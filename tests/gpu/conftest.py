@@ -1,14 +1,16 @@
-"""The tests in this folder need a Hopper GPU; without one they are skipped, and say why."""
+"""The tests in this folder need a Hopper GPU; without it they are skipped, and say why."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 
 def _missing() -> str:
-    """Why these tests cannot run here; empty if they can."""
+    """The reason why these tests cannot run here; empty if they can."""
     import torch
 
     if not torch.cuda.is_available():
@@ -35,9 +37,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _free_memory() -> object:
-    """Later cases, and the server's own process, get back what a large case held."""
+    """Free the cached memory of a large test for later tests and for the server's own process."""
     yield
     import torch
 
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > 8 << 30:
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def _fresh_runtime() -> Iterator[None]:
+    from moe_fp8.jit import runtime, tensor_map
+    from moe_fp8.ops import launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime._RUNTIME, "__dict__", vars(runtime.KernelRuntime()))
+        patch.setattr(launch, "_launches", {})
+        tensor_map.encode_tiled.cache_clear()
+        yield
+
+
+@pytest.fixture
+def fresh_runtime() -> Iterator[None]:
+    """The test sees the package as a new process does: no kernel, launch or tensor map of earlier tests.
+
+    The kernel runtime is also not frozen. Everything is as before when the test has ended.
+    """
+    with _fresh_runtime():
+        yield
+
+
+@pytest.fixture(scope="module")
+def fresh_module_runtime() -> Iterator[None]:
+    """`fresh_runtime` once for all tests of a module."""
+    with _fresh_runtime():
+        yield

@@ -1,4 +1,4 @@
-"""Frozen strictly after a plan is loaded, the ops find a kernel for whatever a model's server may ask."""
+"""After a plan is loaded and frozen strictly, the ops find a kernel for any call of the model's server."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ DRAWS = 4
 
 
 @pytest.fixture(scope="module")
-def frozen() -> Iterator[Plan]:
+def frozen(fresh_module_runtime: None) -> Plan:
     planned = plan(
         load_model(CONFIG),
         PlanOptions(**OPTIONS, num_sms=torch.cuda.get_device_properties(0).multi_processor_count),
     )
     load_plan(planned)
-    moe_fp8.freeze("strict")
-    yield planned
-    moe_fp8.unfreeze()
+    moe_fp8.jit.freeze("strict")
+    return planned
 
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled_or_loaded(frozen: Plan) -> Iterator[None]:
-    before = moe_fp8.counters()
+    before = moe_fp8.jit.counters()
     yield
-    after = moe_fp8.counters()
+    after = moe_fp8.jit.counters()
     assert (after.compiles, after.loads) == (before.compiles, before.loads)
 
 
 def gemm_shapes(planned: Plan, layout: str) -> list[tuple[int, int, int, int]]:
-    """(n, k, experts, most rows) of each of the layout's products."""
+    """(n, k, experts, most rows) of each GEMM of the layout."""
     most: dict[tuple[int, int, int], int] = {}
     for row in planned.rows:
         if row.layout == layout and row.n is not None and row.k is not None:

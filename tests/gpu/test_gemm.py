@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_fp8 import ArgumentError, gemm_fp8, implicit_scale_conversions, quantize_fp8
+from moe_fp8 import ArgumentError, gemm_fp8, jit, quantize_fp8
 from tests import cases
 
 
@@ -15,8 +15,8 @@ def _run(case: cases.GemmCase, dtype: torch.dtype = torch.bfloat16) -> torch.Ten
     return out
 
 
-# Token counts on both sides of every tile size, N that is no multiple of 128, K of one block, odd tile
-# counts where tiles work in pairs.
+# These shapes have token counts on both sides of every tile size, N that are no multiple of 128, K of one
+# block, and odd tile counts for tiles that work in pairs.
 SHAPES = [
     (1, 64, 128),
     (1, 4096, 7168),
@@ -66,7 +66,8 @@ def test_small(m: int) -> None:
 @pytest.mark.parametrize("m", [1, 12, 30, 64])
 @pytest.mark.parametrize("k", [2048, 3200, 4096])
 def test_split_along_k(m: int, k: int) -> None:
-    # Few tiles and a long K: the CTAs of a cluster each take a part of K, of unequal length for K = 3200.
+    # There are few tiles and a long K, so the CTAs of a cluster each take a part of K. The parts have unequal
+    # lengths for K = 3200.
     case = cases.dense_case(m, 576, k, "cuda")
     first = _run(case)
     cases.check_gemm(case, first)
@@ -103,10 +104,10 @@ def test_other_scale_layouts_are_converted_and_counted(m: int) -> None:
     case = cases.dense_case(m, 192, 512, "cuda")
     expected = _run(case)
     for other in (case.a_scale.contiguous(), case.a_scale.T.contiguous().T):
-        before = implicit_scale_conversions()
+        before = jit.counters().scale_conversions
         out = gemm_fp8(case.a, other, case.b, case.b_scale)
         assert torch.equal(out, expected)
-        assert implicit_scale_conversions() == before + 1
+        assert jit.counters().scale_conversions == before + 1
 
 
 def test_quantize_then_multiply() -> None:
@@ -141,7 +142,7 @@ def test_more_than_2_31_activations() -> None:
     m, n, k = 300_000, 64, 7168
     assert m * k > 2**31
     gen = cases.generator(6, "cuda")
-    # Every byte but those with the exponent of NaN: all finite, quick to make.
+    # Every byte except NaN's exponent: all values are finite and quick to make.
     a = torch.randint(0, 256, (m, k), generator=gen, device="cuda", dtype=torch.uint8)
     a = a.bitwise_and_(0xBF).view(torch.float8_e4m3fn)
     a_scale = (torch.rand(k // 128, m, generator=gen, device="cuda") + 0.1).T

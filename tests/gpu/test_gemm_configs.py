@@ -1,4 +1,4 @@
-"""Every GEMM config on the GPU: right, repeatable and, where K is not divided, bit for bit the same."""
+"""Every GEMM config on the GPU is right and repeatable; configs that do not divide K give the same bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_fp8.heuristics import gemm_configs
 from moe_fp8.problems import DEFAULT_NUM_SMS
 from tests import cases
 
-#: Segments that end on either side of a tile of 64, 128 and 192 rows, alone and in pairs; some empty.
+#: Segments end on either side of a tile of 64, 128 and 192 rows, alone and in pairs; some segments are empty.
 ROWS = (3, 0, 130, 64, 200, 128, 0, 65, 257, 1, 192, 330)
 
 LAYOUTS = ("m_indices", "psum", "offsets", "masked")
@@ -42,7 +42,10 @@ def _case(layout: str, rows: Sequence[int], n: int, k: int) -> cases.GemmCase:
 
 
 def each_layout(*configs: str) -> pytest.MarkDecorator:
-    """`layout` and `config`; m_indices has no tiles of 192 tokens: its segments start at any 128th row."""
+    """Parametrize `layout` and `config`. m_indices has no tiles of 192 tokens.
+
+    Its segments start at multiples of 128 rows.
+    """
     pairs = [(layout, config) for layout in LAYOUTS for config in configs]
     return pytest.mark.parametrize(
         "layout, config", [pair for pair in pairs if pair[0] != "m_indices" or not pair[1].startswith("192x")]
@@ -55,7 +58,8 @@ def _valid(case: cases.GemmCase, out: torch.Tensor) -> torch.Tensor:
     return torch.cat([out[pick] for pick in picks])
 
 
-# N of an odd number of columns of tiles, the last of them half; K of more blocks than some have stages.
+# N has an odd number of columns of tiles, and the last column is half full. K has more blocks than some
+# configs have stages.
 @pytest.mark.parametrize("m", [1, 8, 50, 64, 100, 128, 192, 330])
 @pytest.mark.parametrize("n, k", [(576, 512), (2112, 3200)])
 def test_dense(m: int, n: int, k: int) -> None:
@@ -95,7 +99,7 @@ def test_grouped(layout: str, n: int, k: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS[:3])
 def test_a_row_does_not_depend_on_rows_neighbours_or_layout(layout: str) -> None:
-    # What the batch-invariant mode relies on: dense and grouped results of a row are equal.
+    # The batch-invariant mode relies on this: dense and grouped results of a row are equal.
     case = cases.contiguous_case(layout, ROWS, 576, 512, "cuda")
     out = _grouped(case, None)
     for expert, start, end in case.runs:
@@ -123,7 +127,8 @@ def test_divided_sums_repeat_twenty_times(config: str) -> None:
         assert torch.equal(_dense(case, config), first)
 
 
-# 128x256 tiles on 132 SMs: a last round of few, taken in quarters; of more, in halves; of many.
+# With 128x256 tiles on 132 SMs, the last round has few tiles, taken in quarters; or more, taken in halves; or
+# many.
 @pytest.mark.parametrize("m", [1100, 1500, 1900, 2112, 2160])
 def test_last_rounds(m: int) -> None:
     case = cases.dense_case(m, 4096, 256, "cuda")
@@ -136,7 +141,8 @@ def test_last_rounds(m: int) -> None:
 @pytest.mark.parametrize("num_experts", [45, 54])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_last_rounds_of_many_experts(layout: str, num_experts: int) -> None:
-    # More experts than a warp has lanes; sizes that end in tiles of few tokens. Halves and quarters.
+    # There are more experts than a warp has lanes, and sizes that end in tiles with few tokens. The last
+    # rounds are taken in halves and quarters.
     rows = [(37 * e) % 300 for e in range(num_experts)]
     case = _case(layout, rows, 1536, 256)
     expected = _valid(case, _grouped(case, "128x128"))
@@ -159,14 +165,16 @@ def test_divided_tiles_of_which_a_warpgroup_owns_nothing(m: int, config: str) ->
 )
 @pytest.mark.parametrize("k", [6912, 7168, 16512])
 def test_many_blocks_of_which_a_warpgroup_has_fewer(k: int, config: str) -> None:
-    # 54, 56 and 129 blocks of K: the last go round all stages; a warpgroup may own nothing of a tile.
+    # K has 54, 56 and 129 blocks. The last number goes round all stages, and a warpgroup may own nothing of a
+    # tile.
     case = cases.dense_case(180 if config.startswith("1") else 20, 1088, k, "cuda")
     cases.check_gemm(case, _dense(case, config))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_divided_tiles_with_nothing_to_share(dtype: torch.dtype) -> None:
-    # One group of columns and up to eight parts: most get none to add. Many tiles for each CTA.
+    # There is one group of columns and up to eight parts, so most parts have nothing to add. Each CTA has
+    # many tiles.
     case = cases.dense_case(5, 24576, 4096, "cuda")
     for config in ("8x64", "8x64/2k", "8x64/4k", "8x128/4k"):
         cases.check_gemm(case, _dense(case, config, dtype))
@@ -197,7 +205,8 @@ def test_small(layout: str, config: str) -> None:
 )
 def test_small_of_more_blocks_than_stages(config: str, n: int, k: int) -> None:
     found = next(one for one in gemm_configs("dense", k) if str(one) == config)
-    tiles = -(-20 // found.block_m) * -(-n // found.block_n)  # with 32x64 more than SMs: some take two
+    # 32x64 has more tiles than SMs, so some SMs take two.
+    tiles = -(-20 // found.block_m) * -(-n // found.block_n)
     assert k // 128 // found.split * -(-tiles // DEFAULT_NUM_SMS) > found.num_stages
     case = cases.dense_case(20, n, k, "cuda")
     cases.check_gemm(case, _dense(case, config))
@@ -206,7 +215,8 @@ def test_small_of_more_blocks_than_stages(config: str, n: int, k: int) -> None:
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("config", ["128x256", "128x256/2p"])
 def test_whole_tiles_one_after_the_other(config: str) -> None:
-    # Two rounds of whole tiles, each begun before the one before is stored; one of quarters (pairs: halves).
+    # There are two rounds of whole tiles, and each tile begins before the previous tile is stored. Then one
+    # round of quarters (pairs: halves) follows.
     case = cases.dense_case(4200, 2112, 384, "cuda")
     cases.check_gemm(case, _dense(case, config))
 

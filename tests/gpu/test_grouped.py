@@ -47,7 +47,7 @@ def _masked(
 
 
 def _equal_rows(case: cases.GemmCase, left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether all valid rows are bit for bit the same."""
+    """Whether all valid rows are equal bit for bit."""
     for e, start, end in case.runs:
         pick = (e, slice(start, end)) if case.layout == "masked" else slice(start, end)
         if not torch.equal(left[pick], right[pick]):
@@ -116,7 +116,8 @@ def test_contiguous_repeats_bit_for_bit(layout: str) -> None:
 
 
 def test_offsets_leave_other_rows_alone_when_ragged() -> None:
-    # Tiles of neighbouring experts overlap in memory: the last tile of one must not write into the next.
+    # Tiles of neighbouring experts overlap in memory: an expert's last tile must not write into the next
+    # expert.
     rows = (5, 3, 1, 7, 2, 130, 1, 0, 4) * 3
     case = cases.contiguous_case("offsets", rows, 576, 256, "cuda")
     for _ in range(10):
@@ -131,7 +132,7 @@ def _random_counts(num_experts: int, highest: int, seed: int) -> list[int]:
 
 
 def _random_index(layout: str, m: int, num_experts: int, seed: int) -> Sequence[int]:
-    """Contents of a fresh index for `m` rows."""
+    """The contents of a fresh index for `m` rows."""
     if layout == "offsets":
         # Rows beyond the last offset are padding.
         gen = cases.generator(seed, "cpu")
@@ -251,7 +252,7 @@ def test_more_than_2_31_weights() -> None:
     num_experts, m_max, n, k = 160, 8, 4096, 4096
     assert num_experts * n * k > 2**31
     gen = cases.generator(7, "cuda")
-    # Every byte but those with the exponent of NaN: all finite, quick to make.
+    # Every byte except NaN's exponent: all values are finite and quick to make.
     b = torch.randint(0, 256, (num_experts, n, k), generator=gen, device="cuda", dtype=torch.uint8)
     b = b.bitwise_and_(0xBF).view(torch.float8_e4m3fn)
     b_scale = torch.rand(num_experts, n // 128, k // 128, generator=gen, device="cuda") + 0.1

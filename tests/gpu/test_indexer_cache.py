@@ -1,4 +1,4 @@
-"""indexer_quantize_and_cache on the GPU: the whole storage, bit for bit what the reference leaves of it."""
+"""indexer_quantize_and_cache on the GPU leaves the whole storage as the reference does, bit for bit."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_checked_mode_names_the_row_past_the_cache() -> None:
     case = cache_cases.cache_case(4, pages=3).to("cuda")
     slots = torch.tensor([5, -1, 191, -9], device="cuda")
     indexer_quantize_and_cache(case.k, case.kv_cache, slots)
-    # The launch that was just made is not to be made again without a look at the slots.
+    # The launch that was just made must not be repeated without a check of the slots.
     slots[2] = 192
     with pytest.raises(ContractError, match="192 at row 2"):
         indexer_quantize_and_cache(case.k, case.kv_cache, slots)

@@ -21,7 +21,7 @@ def _num_sms() -> int:
 
 
 def _sentinel(rows: int, columns: int, stride: int | None = None) -> torch.Tensor:
-    """fp32 [rows, columns] of the sentinel, rows `stride` elements apart."""
+    """fp32 [rows, columns] full of the sentinel, with rows `stride` elements apart."""
     storage = torch.full((rows, stride or columns), cases.SENTINEL, device="cuda")
     return storage[:, :columns]
 
@@ -36,7 +36,7 @@ def _mqa(case: cases.MqaCase, columns: int | None = None, stride: int | None = N
 def _mqa_with_terms(
     case: cases.MqaCase, columns: int | None = None, fill: bool = False, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """As a chunk of a call that is large enough for the kernel with terms."""
+    """Score the case as a chunk of a call that is large enough for the kernel with terms."""
     width = case.k.shape[0] if columns is None else columns
     out = _sentinel(case.q.shape[0], width).to(dtype)
     mqa_logits_chunk_op(*case.arguments(), columns is not None, fill, out, 1 << 20, 1 << 20)
@@ -164,7 +164,7 @@ def test_mqa_repeats_bit_for_bit() -> None:
 @pytest.mark.parametrize("compressed", [False, True])
 def test_mqa_replay_reads_ranges_anew(compressed: bool) -> None:
     m, n = 65, 900
-    # "causal" leaves no key unseen, so none is NaN.
+    # With "causal" every key is seen, so no key is NaN.
     case = cases.mqa_case(m, n, 32, "causal", "cuda")
     columns = n if compressed else None
     out = _mqa(case, columns)
@@ -375,7 +375,7 @@ def test_paged_repeats_bit_for_bit() -> None:
 @pytest.mark.parametrize("next_n", [1, 2])
 def test_paged_replay_reads_lengths_and_tables_anew(next_n: int) -> None:
     batch, columns, block_size = 12, 1024, 64
-    # A table wide enough for every case; the caches differ in size, so all are copied into the largest.
+    # The table is wide enough for every case. The caches differ in size, so all are copied into the largest.
     fresh = [
         cases.paged_case(
             _lengths(batch, columns, seed),

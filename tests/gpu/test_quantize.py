@@ -1,4 +1,4 @@
-"""quantize_fp8 on the GPU: bit for bit the reference."""
+"""quantize_fp8 on the GPU equals the reference bit for bit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every op gives the same bits in every call, whatever else the GPU does (benchmarks/repetition.py).
 
-Races between a kernel's warps pass all other tests: they show in one of many calls, and beside memory
-traffic. `--repetition-seconds 60` and other values of `--repetition-seed` look longer and elsewhere.
+Races between a kernel's warps pass all other tests: they show in one of many calls, and only under memory
+traffic. `--repetition-seconds 60` searches longer, and other values of `--repetition-seed` search elsewhere.
 """
 
 from __future__ import annotations

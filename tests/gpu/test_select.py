@@ -1,6 +1,8 @@
-"""Selections on the GPU: the same bits for every workspace, and no memory but that."""
+"""Selections on the GPU give the same bits for every workspace, and use no memory besides the workspace."""
 
 from __future__ import annotations
+
+import gc
 
 import pytest
 import torch
@@ -46,6 +48,21 @@ def test_prefill_equals_the_reference() -> None:
         assert torch.equal(
             indexer_select(*on_gpu.arguments(), topk=TOPK, workspace=workspace).cpu(), expected
         )
+
+
+def test_ties_at_zero_do_not_displace_a_key() -> None:
+    """The call is large enough for the kernel whose zeros are not exact: positive logits come before them."""
+    m, n, topk = 1024, 16384, 64
+    case = cases.negative_scores(cases.mqa_case(m, n, 32, "causal", "cuda"))
+    case.weights.abs_()
+    positive = torch.arange(5, n - m, 509, device="cuda")  # every query sees these
+    assert len(positive) < topk
+    case.k.view(torch.uint8)[positive] &= 0x7F
+    chosen = indexer_select(*case.arguments(), topk=topk)
+    assert torch.equal(chosen, indexer_select(*case.arguments(), topk=topk, workspace=_workspace(4 << 20)))
+    assert (chosen >= 0).all() and (chosen < case.ke[:, None]).all()
+    assert (chosen.sort(1).values.diff(dim=1) > 0).all(), "no key twice"
+    assert (torch.isin(chosen, positive).sum(1) == len(positive)).all()
 
 
 def _decode(case: cases.PagedCase, columns: int, budget: int | None) -> torch.Tensor:
@@ -118,6 +135,7 @@ def test_a_million_keys_stay_within_the_budget() -> None:
     workspace = _workspace(indexer_workspace_bytes(num_queries=m, num_keys=n, topk=2048, max_bytes=budget))
     out = torch.empty(m, 2048, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
+    gc.collect()  # tensors of earlier tests must be freed now, not during the measurement
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     indexer_select(q, k, k_scale, weights, ks, ke, topk=2048, workspace=workspace, out=out)

@@ -1,4 +1,4 @@
-"""The engine on Hopper: frozen, decoding in replayed graphs, with the reference backend's tokens."""
+"""The engine on Hopper is frozen, decodes in replayed graphs, and gives the reference backend's tokens."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ OPTIONS = EngineOptions(max_batch=4, max_context=512, cache_pages=65, prefill_ch
 
 
 @pytest.fixture(scope="module")
-def engine(demo_folder: Path) -> Iterator[Engine]:
+def engine(demo_folder: Path, fresh_module_runtime: None) -> Iterator[Engine]:
     backend = choose_backend("cuda")
     engine = prepare_engine(demo_folder, backend, OPTIONS)
     engine.start()
     yield engine
     engine.stop()
-    moe_fp8.unfreeze()
 
 
 def generate(engine: Engine, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -63,8 +62,8 @@ def encode(folder: Path, text: str) -> list[int]:
 
 
 def test_greedy_tokens_equal_the_reference_backends(engine: Engine, demo_folder: Path, demo_model) -> None:
-    before, replays = moe_fp8.counters(), engine.runner.replays
-    assert moe_fp8.is_frozen()
+    before, replays = moe_fp8.jit.counters(), engine.runner.replays
+    assert moe_fp8.jit.is_frozen()
     assert engine.runner.captured == (1, 2, 4)
     for prompt in STEADY_PROMPTS:
         tokens = encode(demo_folder, prompt)
@@ -77,11 +76,11 @@ def test_greedy_tokens_equal_the_reference_backends(engine: Engine, demo_folder:
                 f"{prompt!r}: token {first} differs; the reference's margin there is {gap[0] - gap[1]}"
             )
     assert engine.runner.replays - replays == len(STEADY_PROMPTS) * (TOKENS - 1)
-    after = moe_fp8.counters()
+    after = moe_fp8.jit.counters()
     assert (after.misses, after.loads) == (before.misses, before.loads)
 
 
-#: Where the ops that write to an argument have it: those that a selection is made of, and the cache's.
+#: For each op that writes to an argument, the argument's position.
 WRITTEN = {
     "indexer_quantize_and_cache": 1,
     "mqa_logits_fp8": 8,
@@ -90,7 +89,7 @@ WRITTEN = {
     "indexer_topk": 5,
 }
 
-#: Where a selection finds the ops that it is made of.
+#: The module and the name of each op that a selection calls.
 SELECTION = {
     "mqa_logits_fp8": (select, "mqa_logits_chunk_op"),
     "paged_mqa_logits_metadata": (select, "metadata_op"),
@@ -100,7 +99,7 @@ SELECTION = {
 
 
 def _results(name: str, arguments: tuple[Any, ...], returned: Any) -> list[torch.Tensor]:
-    """What a call gave, as float64 on the CPU."""
+    """The results of a call, as float64 on the CPU."""
     if name in WRITTEN:
         returned = arguments[WRITTEN[name]]
     given = returned if isinstance(returned, tuple) else (returned,)
@@ -110,14 +109,15 @@ def _results(name: str, arguments: tuple[Any, ...], returned: Any) -> list[torch
 def test_every_op_agrees_on_the_models_own_inputs(
     demo_folder: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Op by op, since rounding that flips an FP8 value or the last selected key grows from layer to layer.
+    # The test compares op by op, because a rounding that flips an FP8 value or the last selected key grows
+    # from layer to layer.
     worst: dict[str, float] = {}
 
     def compare(module: ModuleType, attribute: str, name: str) -> None:
         op = getattr(module, name)
 
         def both(*arguments: Any, **options: Any) -> Any:
-            # Copied before the call, which may write into its arguments.
+            # Copy the arguments before the call, which may write into them.
             on_cpu = tuple(item.cpu() if isinstance(item, torch.Tensor) else item for item in arguments)
             more = {
                 key: item.cpu() if isinstance(item, torch.Tensor) else item for key, item in options.items()
@@ -131,7 +131,7 @@ def test_every_op_agrees_on_the_models_own_inputs(
                 if name == "grouped_gemm_fp8_masked":
                     defined &= (torch.arange(want.shape[1]) < on_cpu[4][:, None])[..., None]
                 if old is not None:
-                    # The rest is what the buffer held.
+                    # Elements that the op does not write keep the buffer's content.
                     defined &= want != old
                 got, want = got[defined], want[defined]
                 error = float((got - want).norm() / want.norm().clamp(min=1e-30))
@@ -164,13 +164,13 @@ def test_every_op_agrees_on_the_models_own_inputs(
 
 def test_requests_together_get_the_tokens_of_each_alone(engine: Engine, demo_folder: Path) -> None:
     prompts = [encode(demo_folder, prompt) for prompt in STEADY_PROMPTS]
-    misses = moe_fp8.counters().misses
+    misses = moe_fp8.jit.counters().misses
     alone = [generate(engine, [prompt], TOKENS)[0] for prompt in prompts]
     replays = engine.runner.replays
     assert generate(engine, prompts, TOKENS) == alone
     assert engine.runner.replays - replays < len(prompts) * (TOKENS - 1), "they did not decode together"
     assert engine.scheduler.pool.free == engine.scheduler.pool.capacity
-    assert moe_fp8.counters().misses == misses
+    assert moe_fp8.jit.counters().misses == misses
 
 
 def test_long_prompts_in_chunks_and_many_batch_sizes(engine: Engine) -> None:
@@ -179,10 +179,10 @@ def test_long_prompts_in_chunks_and_many_batch_sizes(engine: Engine) -> None:
         torch.randint(1, 512, (length,), generator=generator).tolist()
         for length in (1, 63, 200, 255, 256, 257, 401)
     ]
-    misses = moe_fp8.counters().misses
+    misses = moe_fp8.jit.counters().misses
     generated = generate(engine, prompts, 24)
     assert [len(tokens) for tokens in generated] == [24] * len(prompts)
-    assert moe_fp8.counters().misses == misses
+    assert moe_fp8.jit.counters().misses == misses
 
 
 def test_replay_reads_new_inputs_and_padding() -> None:

@@ -1,4 +1,4 @@
-"""silu_mul_quantize on the GPU: the float64 definition, and the CPU's result but for the last bits of exp."""
+"""silu_mul_quantize on the GPU against float64, and against the CPU except for the last bits of exp."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_scales_of_another_layout_are_written_too() -> None:
 
 
 def test_offsets_of_more_than_31_bits() -> None:
-    # 2^31 elements of x lie before the last expert's.
+    # The last expert comes after 2^31 elements of x.
     m, width = 4096, 1 << 14
     x = torch.empty(33, m, width, dtype=torch.bfloat16, device="cuda")
     x[32] = torch.randn(m, width, generator=cases.generator(0, "cuda"), device="cuda")

@@ -1,4 +1,4 @@
-"""Ops called from new threads: a thread that has called nothing of CUDA yet has no context of its own."""
+"""Ops called from new threads: a thread without any CUDA call has no context of its own yet."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 import moe_fp8
 from tests import cases
 
+pytestmark = pytest.mark.usefixtures("fresh_runtime")
+
 
 @pytest.mark.parametrize("rows", [3, 130])
 def test_a_gemm_in_a_new_thread(rows: int) -> None:
     case = cases.dense_case(rows, 192, 512, "cuda")
     expected = moe_fp8.gemm_fp8(case.a, case.a_scale, case.b, case.b_scale)
-    # Copies have new addresses: the call is prepared in the thread, tensor maps and all.
+    # Copies have new addresses, so the thread prepares the call, including its tensor maps.
     a, b = case.a.clone(), case.b.clone()
     torch.cuda.synchronize()
     with torch.inference_mode(), ThreadPoolExecutor(1) as executor:

@@ -1,4 +1,4 @@
-"""indexer_topk on the GPU: every number what the reference gives; logits that nothing may read are NaN."""
+"""indexer_topk on the GPU gives the reference's numbers; logits that nothing may read are NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GEMM tiles: which there are (`tiles`), what they cost (`costs`) and what was measured (`table`)."""
+"""GEMM tiles: the legal tiles (`tiles`), their predicted costs (`costs`), measured choices (`table`)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ __all__ = [
 
 
 def gemm_config(problem: GemmProblem) -> GemmConfig:
-    """Tile for a GEMM: what the caller asks for, else what the device's table says, else the cheapest.
+    """The tile of a GEMM: the caller's choice, else the choice of the device's table, else the cheapest tile.
 
-    Raises TileError where `problem.config` names no config that it may use.
+    Raises TileError if `problem.config` names no tile that the problem may use.
     """
     problem = problem.for_selection()
     if problem.config is not None:

@@ -1,129 +1,194 @@
-"""What a GEMM costs with each config, as far as a model can tell; only good for comparing configs.
+"""The predicted time of a GEMM with each config, good only for comparing configs.
 
-The constants were fitted together to timings of about 2,700 shapes on H200s (benchmarks/notes/gemm.md), so
-that none of them alone is a measured bandwidth or latency. Times are in microseconds.
+The model counts what a config makes of a GEMM (`Work`) and weighs it with a few constants (`Constants`), each
+with a unit and a meaning of its own. `moe-fp8 tune --fit` fits them to timings (docs/tuning.md).
 """
 
 from __future__ import annotations
 
+import json
 import math
+import random
+from collections import Counter
+from collections.abc import Sequence
 from functools import cache
-from statistics import fmean
-from typing import NamedTuple
+from pathlib import Path
+from statistics import NormalDist, fmean
+from typing import Any, NamedTuple
 
 from moe_fp8.heuristics.gemm.tiles import TOKEN_TILES, GemmConfig, gemm_configs
-from moe_fp8.problems import GemmLayout, GemmProblem
+from moe_fp8.problems import SCALE_BLOCK, GemmLayout, GemmProblem
 
-#: What a CTA takes for each 128 of K, by tokens and weight rows of its tile, and what it takes once a tile.
-_BLOCK = {
-    (8, 64): 0.0609,
-    (16, 64): 0.0761,
-    (32, 64): 0.0808,
-    (64, 64): 0.117,
-    (8, 128): 0.106,
-    (16, 128): 0.123,
-    (32, 128): 0.125,
-    (64, 128): 0.169,
-    (128, 64): 0.25,
-    (128, 96): 0.308,
-    (128, 128): 0.373,
-    (128, 192): 0.551,
-    (128, 256): 0.804,
-    (192, 96): 0.443,
-    (192, 128): 0.521,
-}
-_TILE = {8: 0.037, 16: 0.236, 32: 0.512, 64: 0.451, 128: 0.511, 192: 0.584}
+#: Where the fitted constants are.
+FILE = Path(__file__).with_name("costs.json")
 
-#: What each element of a grouped tile, which is rarely stored whole, adds to that.
-_TILE_ELEMENT = 1.08e-05
+#: Clusters of a size that the 132 SMs of an H200 hold at once, as timings show. A GPC has 16 or 18 SMs, and a
+#: cluster lies within one GPC.
+_CLUSTERS_OF_132 = {1: 132, 2: 66, 3: 38, 4: 30}
 
-#: The share of a full tile's time that a tile of fewer tokens takes, by the number of 64s that they begin.
-_PARTLY = {
-    (128, 64, 1): 0.832,
-    (128, 96, 1): 0.912,
-    (128, 128, 1): 0.77,
-    (128, 192, 1): 1.06,
-    (128, 256, 1): 1.03,
-    (192, 96, 1): 0.656,
-    (192, 96, 2): 0.824,
-    (192, 128, 1): 0.752,
-    (192, 128, 2): 0.788,
-}
 
-#: The share of a block's time that remains where a pair of CTAs copies together.
-_PAIR = 0.755
+class Constants(NamedTuple):
+    """Times are in microseconds, rates in bytes a microsecond.
 
-#: The share of a round that the last round takes in halves. Quarters are counted as halves.
-_HALF = 0.95
+    `kernel` and `block` have an entry for each tile, such as "64x128"; "128x256/2p" is a tile of a pair.
+    """
 
-#: What a kernel takes once: launch, first copies, last stores. Adding a tile's parts takes more, by the
-#: number of parts and for each element that a part sends. A further round of such clusters takes more again,
-#: since it starts cold.
-_KERNEL = 1.04
-_PARTS = {2: 0.749, 3: 0.527, 4: 0.624, 6: 1.21, 8: 0.975}
-_PART_ELEMENT = 0.00021
-_NEXT_ROUND = 0.919
+    #: A kernel: launch, first copies, last stores.
+    kernel: Any
+    #: The main loop of a tile for each 128 of K.
+    block: Any
+    #: What a grouped kernel takes more, to read its index.
+    grouped: Any
+    #: A tile without its main loop, and each of its elements.
+    tile: Any
+    element: Any
+    #: Adding the parts of a tile along K, and each element that a part sends.
+    parts: Any
+    part_element: Any
+    #: A kernel that leaves no SM free for the first CTAs of the next kernel.
+    crowd: Any
+    #: Reading: from memory by all SMs, and by each SM.
+    memory_rate: Any
+    sm_rate: Any
+    #: The share of a first read's time that it takes to read weights again for another token tile.
+    reread: Any
+    #: The exponent of the norm that joins computing and reading: 1 is one after the other, a large one is the
+    #: longer of the two.
+    overlap: Any
 
-#: Clusters of a size that 132 SMs hold at once, as measured: a GPC has 16 or 18 SMs, some fewer.
-_CLUSTERS_OF_132 = {1: 132, 2: 66, 3: 36, 4: 28}
 
-#: Bytes a microsecond: of copies into one SM, of weights from memory, of copies into all SMs.
-_SM_RATE, _MEMORY_RATE, _L2_RATE = 163.1e3, 5.84e6, 11.7e6
+class Work(NamedTuple):
+    """What a config makes of a GEMM: full rounds of tiles on all SMs, and at most one shorter last round.
 
-#: The share of a first read's time that reading weights again takes, after another token tile has read them.
-_REREAD = 0.568
+    Every field is a number, or a tensor with one element for each of many configs (`moe_fp8.tune.fit`).
+    """
 
-#: The share of the lesser of computing and reading that adds to the greater where there is one round of
-#: tiles, and the power of the rounds with which this share falls.
-_OVERLAP = 0.667
-_OVERLAP_POWER = 0.0943
+    rounds: Any
+    last: Any  # 1 if there is a last round, else 0
+    ctas: Any  # of a full round
+    last_ctas: Any
+    share: Any  # of all tiles, that a full round takes
+    last_share: Any
+    blocks: Any  # of K that a CTA multiplies for a tile
+    weight_bytes: Any  # read for the first time
+    again_bytes: Any  # read again for other tokens
+    elements: Any  # of a tile
+    parts: Any  # of a tile's sum along K
+    grouped: Any  # 1 or 0
+    crowded: Any  # the share of an equal kernel's CTAs that find no free SM while this one runs
 
-#: Experts' rows as multiples of their mean, each with the part of all experts that has so many.
-_Shares = tuple[tuple[float, float], ...]
+    def microseconds(self, fitted: Constants, tile: Any) -> Any:
+        """The predicted time of a config with this tile: a key of `fitted.kernel`, or a tensor of indices."""
+        power = fitted.overlap
+        block = fitted.block[tile]
+        total = self.weight_bytes + fitted.reread * self.again_bytes
 
-#: Where there are more experts, so many stand for all of an even spread, and so many of a skewed spread come
-#: one by one.
-_MOST_SHARES, _MOST_RANKS = 8, 4
+        def one_round(share: Any, ctas: Any) -> Any:
+            reading = share * total * (1 / fitted.memory_rate + 1 / (fitted.sm_rate * ctas))
+            computing = self.blocks * block
+            rest = fitted.tile + fitted.element * self.elements
+            return (reading**power + computing**power) ** (1 / power) + rest
 
-#: The share by which an expert's rows may be off that, and the share of its effect on the number of tiles
-#: that does not cancel out. Rounds are counted for the mean and for some quantiles of the number of tiles.
-_OFF, _LUCK = 0.07, 0.193
-_QUANTILES = (-1.28, -0.52, 0.0, 0.52, 1.28)
+        rounds = self.rounds * one_round(self.share, self.ctas)
+        rounds = rounds + self.last * one_round(self.last_share, self.last_ctas)
+        split = (self.parts - 1) / self.parts
+        # All numbers of parts from 2 on take the same: `split > 0` as a number.
+        adding = fitted.parts * (split > 0) + fitted.part_element * self.elements * split
+        return (
+            rounds
+            + adding
+            + fitted.kernel[tile]
+            + fitted.grouped * self.grouped
+            + fitted.crowd * self.crowded
+        )
 
 
 @cache
-def _hypotheses(experts: int) -> tuple[_Shares, ...]:
-    """What experts' rows may be where only their mean is known.
+def constants() -> Constants:
+    """The fitted constants that the package ships."""
+    return Constants(**json.loads(FILE.read_text())["constants"])
 
-    An even spread; as skewed as 1, 1/2, 1/3...; a spread with a quarter of the experts idle.
+
+def tile_name(config: GemmConfig) -> str:
+    """The config's key in `Constants`: its text without what divides K."""
+    return str(config) if config.pair > 1 else f"{config.block_m}x{config.block_n}"
+
+
+#: Numbers of rows, each with the number of experts that have so many.
+Counts = Sequence[tuple[int, int]]
+
+
+def work(config: GemmConfig, counts: Counts, n: int, k: int, sms: int, grouped: bool) -> Work:
+    """What `config` makes of a GEMM whose experts have `counts` rows."""
+    columns = -(-n // config.block_n)
+    busy = tiles = units = 0
+    for rows, experts in counts:
+        if rows > 0:
+            of_one = -(-rows // config.block_m)
+            busy += experts
+            tiles += experts * of_one * columns
+            pairs, single = (of_one // 2, of_one % 2) if config.pair > 1 else (of_one, 0)
+            units += experts * (pairs * columns + single * -(-columns // 2))
+    at_once = max(1, _CLUSTERS_OF_132[config.cluster] * sms // 132)
+    units = max(1, units)
+    rounds, left = divmod(units, at_once)
+    most = min(units, at_once) * config.cluster
+    if config.divided and 2 * left <= at_once:
+        last_ctas = 2 * left * config.cluster  # in halves
+    else:
+        last_ctas = left * config.cluster
+    return Work(
+        rounds=rounds,
+        last=float(left > 0),
+        ctas=at_once * config.cluster,
+        last_ctas=max(1.0, last_ctas),
+        share=at_once / units,
+        last_share=left / units,
+        blocks=-(-k // (SCALE_BLOCK * config.split)),
+        weight_bytes=busy * n * k,
+        again_bytes=(tiles // columns - busy) * n * k,
+        elements=config.block_m * config.block_n,
+        parts=config.parts,
+        grouped=float(grouped),
+        # The CTAs of a grouped kernel are always as many as there are SMs.
+        crowded=0.0 if grouped else 1 - min(1.0, max(0.0, (sms - most) / most)),
+    )
+
+
+#: How far apart experts' rows may be, as the standard deviation of their logarithm: a balanced router and a
+#: skewed router.
+_SPREADS = (0.3, 1.0)
+
+#: Experts that are drawn for each spread, in as many draws as these make.
+_DRAWN_EXPERTS = 64
+
+
+@cache
+def _hypotheses(experts: int, rows: int) -> tuple[Counts, ...]:
+    """What experts' rows may be if only their mean is known: draws from log-normal distributions.
+
+    Of few experts there are several draws, since the number of their tiles is uncertain. Chance adds to a
+    spread: a mean of few rows leaves some experts without any. Equal arguments give equal draws.
     """
-    busy = max(1, experts - max(1, experts // 4))
-    return _spread(experts, 1.0), _zipf(experts), _spread(busy, busy / experts)
-
-
-def _spread(experts: int, busy: float) -> _Shares:
-    """From 0.7 to 1.3 of the mean, for a part `busy` of all experts; the others have none."""
-    points = min(experts, _MOST_SHARES)
-    shares = [0.7 + 0.6 * point / (points - 1) if points > 1 else 1.0 for point in range(points)]
-    idle = ((0.0, 1 - busy),) if busy < 1 else ()
-    return *idle, *((share / busy, busy / points) for share in shares)
-
-
-def _zipf(experts: int) -> _Shares:
-    harmonic = sum(1 / rank for rank in range(1, experts + 1))
-    shares = []
-    first = 1
-    while first <= experts:
-        last = min(first if first < _MOST_RANKS else 2 * first - 1, experts)
-        ranks = range(first, last + 1)
-        mean = sum(1 / rank for rank in ranks) / len(ranks)
-        shares.append((mean * experts / harmonic, len(ranks) / experts))
-        first = last + 1
-    return tuple(shares)
+    if experts == 1:
+        return (((rows, 1),),)
+    found: list[Counts] = []
+    for spread in _SPREADS:
+        deviation = math.sqrt(math.log(math.exp(spread**2) + 1 / rows))
+        draws = -(-_DRAWN_EXPERTS // experts)
+        # Each part of the distribution comes once: what is random is which experts share a draw.
+        points = [(at + 0.5) / (draws * experts) for at in range(draws * experts)]
+        random.Random(experts).shuffle(points)
+        weights = [math.exp(deviation * NormalDist().inv_cdf(point)) for point in points]
+        for first in range(0, len(points), experts):
+            drawn = weights[first : first + experts]
+            mean = fmean(drawn)
+            found.append(tuple(Counter(round(rows * weight / mean) for weight in drawn).items()))
+    return tuple(found)
 
 
 class Prediction(NamedTuple):
-    """What the model takes a config to need: time, tiles and rounds of these, a short last one as a part."""
+    """Predicted time, tiles, and rounds of tiles; a short last round is a part of one."""
 
     microseconds: float
     tiles: float
@@ -131,12 +196,30 @@ class Prediction(NamedTuple):
 
 
 def predict(
-    config: GemmConfig, layout: GemmLayout, rows: int, n: int, k: int, experts: int, sms: int
+    config: GemmConfig,
+    layout: GemmLayout,
+    rows: int,
+    n: int,
+    k: int,
+    experts: int,
+    sms: int,
+    fitted: Constants | None = None,
 ) -> Prediction:
-    """For `rows` rows of each of `experts` experts."""
-    if layout == "dense":
-        return _predict(config, ((1.0, 1.0),), False, rows, n, k, 1, sms)
-    found = [_predict(config, shares, True, rows, n, k, experts, sms) for shares in _hypotheses(experts)]
+    """For `rows` rows of each of `experts` experts: the mean over the hypotheses about their spread.
+
+    `fitted`: other constants than the package's.
+    """
+    grouped = layout != "dense"
+    spreads: tuple[Counts, ...] = _hypotheses(experts, rows) if grouped else (((rows, 1),),)
+    fitted = fitted or constants()
+    found = []
+    for counts in spreads:
+        made = work(config, counts, n, k, sms, grouped)
+        tiles = sum(of_one * -(-count // config.block_m) for count, of_one in counts) * -(
+            -n // config.block_n
+        )
+        rounds = made.rounds + made.last * made.last_share / made.share
+        found.append((made.microseconds(fitted, tile_name(config)), tiles, rounds))
     return Prediction(*(fmean(values) for values in zip(*found, strict=True)))
 
 
@@ -145,94 +228,9 @@ def cost(config: GemmConfig, layout: GemmLayout, rows: int, n: int, k: int, expe
     return predict(config, layout, rows, n, k, experts, sms).microseconds
 
 
-class _Tiling(NamedTuple):
-    """How experts' rows divide into tiles of one height: means of all experts, for one column of tiles.
-
-    A unit is a tile or a pair of them; `weight` is what the tiles take as parts of full ones, `heaviest` what
-    the greatest takes, and `busy` the part of the experts that have any.
-    """
-
-    tiles: float
-    busy: float
-    weight: float
-    heaviest: float
-    units: float
-    variance: float
-
-
-@cache
-def _tiling(block_m: int, block_n: int, single: float, rows: int, shares: _Shares, off: float) -> _Tiling:
-    """`single`: units of a tile that is left over from pairs; 0 where there are none."""
-
-    def units(rows: float) -> float:
-        tiles = -(-round(rows) // block_m)
-        return tiles // 2 + tiles % 2 * single if single else tiles
-
-    tiles = busy = weight = heaviest = mean = variance = 0.0
-    for share, part in shares:
-        whole, rest = divmod(round(rows * share), block_m)
-        last = _PARTLY.get((block_m, block_n, -(-rest // 64)), 1.0) if rest else 0.0
-        tiles += part * (whole + (rest > 0))
-        busy += part * (whole + rest > 0)
-        weight += part * (whole + last)
-        heaviest = max(heaviest, last, float(whole > 0))
-        mean += part * units(rows * share)
-        if off:
-            variance += part * ((units(rows * share * (1 + off)) - units(rows * share * (1 - off))) / 2) ** 2
-    return _Tiling(tiles, busy, weight, heaviest, mean, variance)
-
-
-def _rounds(config: GemmConfig, units: float, clusters: int) -> float:
-    whole, left = divmod(round(max(1.0, units), 6), clusters)  # a sum of shares is off by rounding
-    if left:
-        whole += _HALF if config.divided and 2 * left <= clusters else 1
-    return max(1.0, whole)
-
-
-def _predict(
-    config: GemmConfig, shares: _Shares, grouped: bool, rows: int, n: int, k: int, experts: int, sms: int
-) -> Prediction:
-    """As `predict`, for experts' rows of given shares, which are not quite sure where it is `grouped`."""
-    columns = -(-n // config.block_n)
-    single = -(-columns // 2) / columns if config.pair > 1 else 0.0
-    tiling = _tiling(config.block_m, config.block_n, single, rows, shares, _OFF if grouped else 0.0)
-    tiles = max(1.0, experts * tiling.tiles) * columns
-    at_once = max(1, _CLUSTERS_OF_132[config.split] * sms // 132)
-    clusters = max(1, at_once // config.pair)
-    units = experts * tiling.units * columns
-    deviation = _LUCK * math.sqrt(experts * tiling.variance) * columns
-    if deviation:
-        counted = [_rounds(config, units + one * deviation, clusters) for one in _QUANTILES]
-        rounds = sum(counted) / len(counted)
-    else:
-        rounds = _rounds(config, units, clusters)
-    # A round takes as long as its heaviest tile; with more of them each CTA gets some of all.
-    spent = tiling.heaviest + (rounds - 1) * tiling.weight / tiling.tiles if tiling.tiles else 1.0
-    block = _BLOCK[config.block_m, config.block_n]
-    if config.pair > 1:
-        block *= _PAIR
-    stage = 128 * (config.block_m + config.block_n)
-    block = max(block, stage / _SM_RATE)
-    read = experts * tiling.busy * n * k / _MEMORY_RATE
-    if config.block_m < 128:
-        block = max(block, stage * min(tiles, at_once) * config.split / _L2_RATE)
-        if tiling.busy:
-            read *= 1 + _REREAD * (tiling.tiles / tiling.busy - 1)
-    elements = config.block_m * config.block_n
-    tile = _TILE[config.block_m] + (_TILE_ELEMENT * elements if grouped else 0.0)
-    busy = spent * (-(-k // (128 * config.split)) * block + tile)
-    spent_on_both = max(busy, read) + min(busy, read) * _OVERLAP / rounds**_OVERLAP_POWER
-    extra = _KERNEL
-    if config.parts > 1:
-        extra += _PARTS[config.parts] + _PART_ELEMENT * elements * (1 - 1 / config.parts)
-    if config.split > 1:
-        extra += _NEXT_ROUND * (rounds - 1)
-    return Prediction(spent_on_both + extra, tiles, rounds)
-
-
 def _smallest_tile(rows: int) -> int:
-    """Tokens of the smallest tile considered: several for what fits in one read its weights several times."""
-    return next(tile for tile in TOKEN_TILES if tile >= min(rows, 64))
+    """Tokens of the smallest tile considered: more than 16 tiles would read the same weights too often."""
+    return next(tile for tile in TOKEN_TILES if 16 * tile >= min(rows, 1024))
 
 
 @cache
@@ -254,13 +252,21 @@ def _ranked(
 
 
 def modelled_rows(problem: GemmProblem) -> int:
-    """The rows that costs are predicted for."""
+    """The rows that costs are predicted for: up to 1/32 more than there are, or 1/16 if they are a mean.
+
+    Dense rows are also rounded up to whole tiles of the smallest kind considered. Beyond 32768 rows, or 4096
+    of an expert, the order of the configs no longer changes.
+    """
     rows = problem.rows
     if problem.layout == "dense":
-        # As many as the tiles considered hold, which from 64 tokens on are multiples of that.
-        return _smallest_tile(rows) if rows <= 64 else min(-(-rows // 64) * 64, 32768)
-    # Coarser where a row more cannot matter; beyond so many the order of the candidates no longer changes.
-    return rows if rows < 64 else min(-(-rows // 8) * 8, 4096)
+        step, most = max(_smallest_tile(rows), _power_of_two_below(rows) // 32), 32768
+    else:
+        step, most = max(1, _power_of_two_below(rows) // 16), 4096
+    return min(-(-rows // step) * step, most)
+
+
+def _power_of_two_below(rows: int) -> int:
+    return 1 << max(rows - 1, 0).bit_length() >> 1
 
 
 def ranked(problem: GemmProblem) -> tuple[tuple[GemmConfig, Prediction], ...]:

@@ -1,7 +1,7 @@
-"""The GEMM kernel's tiles: which there are, what they need, their text. Pure; standard library only.
+"""The GEMM kernel's tiles: the legal tiles, their resources, their text. Pure; standard library only.
 
-Shared-memory sizes computed here are restated by `static_assert` in the kernel, boxes of tensor maps by
-`params.py`.
+The kernel checks the shared-memory sizes of this module in a `static_assert`, and `params.py` the boxes of
+tensor maps.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from moe_fp8.problems import GemmLayout, GemmProblem
 
 _BLOCK_K = 128
 
-#: What the CTAs of a cluster share: operands that two tiles have in common, or one tile along K.
+#: The way in which the CTAs of a cluster cooperate: two tiles with a common operand, or one tile divided
+#: along K.
 Shares = Literal["operands", "k"]
 
-#: Token tiles, smallest first. wgmma's N is a multiple of 8; a tile of `m_indices` must not cross the start
-#: of a segment, which may be at any 128th row.
+#: Token tiles, smallest first. wgmma's N is a multiple of 8. In the `m_indices` layout a segment may start at
+#: any multiple of 128 rows, and a tile must not cross this start.
 TOKEN_TILES = (8, 16, 32, 64, 128, 192)
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Tile of one GEMM kernel.
+    """Tile of one GEMM kernel: `block_m` tokens by `block_n` weight rows.
 
-    Up to 32 tokens weights lie on the M side of wgmma and tokens on its N side, so that few tokens cost
-    few columns. A tile is `block_m` tokens by `block_n` weight rows. A `cluster` of two CTAs takes a pair of
-    tiles that have weights or tokens in common ("operands"); one of two to four divides a tile along K
-    ("k"). Tiles of 64 weight rows and up to 32 tokens divide K between the two warpgroups of a CTA.
+    In tiles of up to 32 tokens, weights lie on the M side of wgmma and tokens on its N side, so that few
+    tokens cost few columns. `shares` "operands": a `cluster` of two CTAs takes a pair of tiles that have
+    weights or tokens in common. `shares` "k": a cluster of two to four CTAs divides a tile along K. Tiles of
+    64 weight rows and up to 32 tokens divide K between the two math warpgroups of a CTA.
 
-    As text: `"64x128"`, `"128x256/2p"`, `"64x64/3k"`: tokens x weight rows / cluster, p for pair or k.
+    As text: `"64x128"`, `"128x256/2p"`, `"64x64/3k"`: tokens x weight rows / cluster, then p (pair) or k.
     """
 
     block_m: int
@@ -46,7 +47,7 @@ class GemmConfig:
         shared = f"/{self.cluster}{'k' if self.shares == 'k' else 'p'}" if self.cluster > 1 else ""
         return f"{self.block_m}x{self.block_n}{shared}"
 
-    # Cached: what the cost model asks for at each of a plan's many predictions.
+    # The properties that the cost model reads are cached, because a plan makes many predictions.
     @cached_property
     def pair(self) -> int:
         """Tiles that a cluster takes at once."""
@@ -64,14 +65,14 @@ class GemmConfig:
 
     @property
     def columns(self) -> int:
-        """What a math warpgroup has of the operand on wgmma's N (kColumns)."""
+        """Columns on wgmma's N side that a math warpgroup computes (kColumns)."""
         if self.block_m < 64:
             return self.block_m
         return 64 if self.block_m == 64 else min(self.block_n, 128)
 
     @cached_property
     def parts(self) -> int:
-        """In how many parts, rounded on their own, the sum along K comes about."""
+        """The number of partial sums along K, each of which is rounded separately."""
         return self.split * (2 if self.alternate else 1)
 
     @property
@@ -88,7 +89,7 @@ class GemmConfig:
 
     @cached_property
     def divided(self) -> bool:
-        """Whether a last round of few tiles is taken in halves or quarters (kPieces)."""
+        """Whether CTAs take a last round of few tiles in halves or quarters (kPieces)."""
         return self.block_n == 256
 
     @property
@@ -105,19 +106,22 @@ class GemmConfig:
     def out_box(self) -> tuple[int, int] | None:
         """Weight rows and tokens of bf16 that TMA stores at once (kBoxRows, kStoredTokens).
 
-        None where tokens are so few that they are stored from registers (kStaged).
+        None for tiles of fewer than 64 tokens, which are stored from registers (kStaged is false).
         """
         return (64 if self.block_n % 64 == 0 else 32, 16) if self.block_m >= 64 else None
 
 
 def gemm_stage_bytes(block_m: int, block_n: int) -> int:
-    """Weights, tokens and token scales (padded to TMA's 128-byte destination alignment) of one stage."""
+    """Bytes of one stage: weights, tokens, and token scales padded to TMA's 128-byte alignment."""
     scale_bytes = -(-block_m * 4 // 128) * 128
     return (block_n + block_m) * _BLOCK_K + scale_bytes
 
 
 def gemm_staging_bytes(config: GemmConfig) -> int:
-    """The math warpgroups' fragments as bf16, of 64 rows each; both of 192 weight rows (kStagedTogether)."""
+    """Bytes for one bf16 fragment of 64 rows of each math warpgroup.
+
+    With 192 weight rows, a warpgroup stages both its fragments together (kStagedTogether).
+    """
     if config.out_box is None:
         return 0
     columns = config.block_n if config.block_n == 192 else config.columns
@@ -125,7 +129,7 @@ def gemm_staging_bytes(config: GemmConfig) -> int:
 
 
 def gemm_parts_bytes(config: GemmConfig) -> int:
-    """What a tile's parts send one another, the warpgroups' shares of 8 columns x 128 threads in fp32."""
+    """Bytes that the parts of a tile exchange: per warpgroup, a float4 of each thread for 8 columns."""
     return config.math_warpgroups * (config.parts - 1) * -(-config.columns // 8 // config.parts) * 2048
 
 
@@ -140,7 +144,7 @@ def gemm_smem_bytes(config: GemmConfig) -> int:
 
 
 def gemm_grid(config: GemmConfig, layout: GemmLayout, m: int, n: int, num_sms: int) -> int:
-    """CTAs of a launch: all SMs in whole clusters, or for a dense GEMM as many as find work."""
+    """CTAs of a launch: whole clusters on all SMs; for a dense GEMM no more than there are units of work."""
     clusters = num_sms // config.cluster
     if layout == "dense":
         tiles = -(-m // config.block_m) * -(-n // config.block_n)
@@ -153,9 +157,10 @@ def gemm_grid(config: GemmConfig, layout: GemmLayout, m: int, n: int, num_sms: i
 
 @cache
 def _deepest(block_m: int, block_n: int, cluster: int = 1, shares: Shares = "operands") -> GemmConfig:
-    """The config with as many stages as fit, at most 24 (beyond that latency is long covered).
+    """The config with the most stages that fit in shared memory, at most 24 * 64 / block_n.
 
-    Where warpgroups alternate an even number, so that each always has the same stages.
+    More stages would not hide more latency. If warpgroups alternate, the number of stages is even, so that
+    each warpgroup always uses the same stages.
     """
     config = GemmConfig(block_m, block_n, 24 * 64 // block_n, cluster, shares)
     while gemm_smem_bytes(config) > SMEM_CAPACITY or (config.alternate and config.num_stages % 2):
@@ -167,9 +172,10 @@ def _deepest(block_m: int, block_n: int, cluster: int = 1, shares: Shares = "ope
 def gemm_configs(layout: GemmLayout, k: int, batch_invariant: bool = False) -> tuple[GemmConfig, ...]:
     """Every config that a GEMM of this layout may use.
 
-    Dividing K changes the order of a sum, so only what results may depend on may choose it: grouped results
-    are the same for any `expected_m`, and batch-invariant ones for any number of rows. Neither do parts of K
-    under 512 pay for adding them.
+    A config that divides K changes the order of a sum, and so its last bits. Grouped GEMMs may not use it,
+    because their results must not depend on `expected_m`. Batch-invariant GEMMs may not use it, because their
+    results must not depend on the number of rows. Each part of K has at least 512 elements; with shorter
+    parts, adding the parts takes longer than dividing K saves.
     """
     upto_128 = TOKEN_TILES[:-1]
     configs = [_deepest(block_m, 128) for block_m in upto_128] + [_deepest(64, 64)]
@@ -191,7 +197,7 @@ def _by_text(layout: GemmLayout, k: int, batch_invariant: bool) -> dict[str, Gem
 
 
 def parse_gemm_config(text: str, problem: GemmProblem) -> GemmConfig:
-    """The config that `text` (see GemmConfig) names; TileError unless it is one that `problem` may use."""
+    """The config that `text` names (see GemmConfig); raises TileError if `problem` may not use it."""
     legal = _by_text(problem.layout, problem.k, problem.batch_invariant)
     config = legal.get(text)
     if config is not None and config.cluster <= problem.num_sms:
@@ -201,5 +207,5 @@ def parse_gemm_config(text: str, problem: GemmProblem) -> GemmConfig:
         f"one of {', '.join(legal)} for layout {problem.layout}, K = {problem.k}"
         + (" and batch-invariant results" if problem.batch_invariant else ""),
         text,
-        "choose one of these, or None to leave the choice to the selector",
+        "choose one of these configs, or None to leave the choice to the selector",
     )

@@ -1,4 +1,4 @@
-"""Block-scaled FP8 GEMMs: dense, and grouped by expert in the contiguous and the masked layouts."""
+"""Block-scaled FP8 GEMMs: dense, and grouped by expert in the contiguous and masked layouts."""
 
 from moe_fp8.ops.gemm.public import gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked
 

@@ -1,8 +1,9 @@
-"""Checks of the GEMMs' arguments; they run on every call that is not a repeated one."""
+"""Checks of the GEMMs' arguments; they run on every call that does not repeat an earlier call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, TypeAlias, cast
 
 from torch import Tensor
@@ -14,11 +15,14 @@ from moe_fp8.ops.arguments import (
     BF16,
     F32,
     FP8,
-    contiguous,
+    MAX_EXTENT,
+    extent,
     int32_vector,
     refuse_device,
     refuse_dtype,
+    refuse_layout,
     refuse_shape,
+    rows,
 )
 from moe_fp8.problems import GemmLayout, GemmProblem
 from moe_fp8.settings import settings
@@ -38,7 +42,7 @@ def _gemm_operands(
     n: int,
     k: int,
 ) -> Tensor:
-    """The rules all GEMMs share, for a [*leading, K] and b [*experts, N, K]; returns `a_scale` MN-major."""
+    """Check the rules of all GEMMs, for a [*leading,K] and b [*experts,N,K]; returns `a_scale` MN-major."""
     if a.dtype is not FP8:
         refuse_dtype(op, "a", a, "float8_e4m3fn", "quantize_fp8 makes it")
     if b.dtype is not FP8:
@@ -55,6 +59,10 @@ def _gemm_operands(
         refuse_shape(op, "b", b, "[..., N, K] with N a positive multiple of 64", "pad N of b with zero rows")
     if b.shape != (*experts, n, k):
         refuse_shape(op, "b", b, f"[..., N, {k}], with the K of a", "b is [N, K]: do not transpose it")
+    if max(k, prod(leading), prod(experts) * n) > MAX_EXTENT:
+        extent(op, "a", k, "elements along K")
+        extent(op, "a", prod(leading), "rows, those of all experts together")
+        extent(op, "b", prod(experts) * n, "rows, those of all experts together")
     groups = k >> 7
     if a_scale.shape != (*leading, groups):
         refuse_shape(op, "a_scale", a_scale, f"{[*leading, groups]}: one scale per 1 x 128 of a")
@@ -68,17 +76,20 @@ def _gemm_operands(
     device = a.get_device()
     if not (device == b.get_device() == a_scale.get_device() == b_scale.get_device() == out.get_device()):
         refuse_device(op, a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
-    if not (a.is_contiguous() and b.is_contiguous() and out.is_contiguous() and b_scale.is_contiguous()):
-        contiguous(op, a=a, b=b, out=out, b_scale=b_scale)
-    if (a.data_ptr() | b.data_ptr() | out.data_ptr()) & 15:
-        contiguous(op, a=a, b=b, out=out)
-    # The usual layout of the dense and contiguous ops, without a call: this is on the path of every launch.
+    if not b_scale.is_contiguous():
+        refuse_layout(op, "b_scale", b_scale)
+    if (
+        not (a.is_contiguous() and b.is_contiguous() and out.is_contiguous())
+        or (a.data_ptr() | b.data_ptr() | out.data_ptr()) & 15
+    ):
+        rows(op, a=a, b=b, out=out)
+    # Test the usual layout of the dense and contiguous ops without a function call, which saves time.
     if a_scale.stride() == (1, (leading[-1] + 3) & -4) and not a_scale.data_ptr() & 15:
         return a_scale
     return a_scale if scales.is_mn_major(a_scale) else scales.converted(op, a_scale)
 
 
-#: What a check returns: other arguments to run with, or None for those that it was given.
+#: Result of a check: other arguments to run with, or None to run with the given arguments.
 Others: TypeAlias = tuple[Any, ...] | None
 
 
@@ -91,7 +102,7 @@ def gemm(
     config: str | None = None,
     constant_weights: bool = False,
 ) -> Others:
-    """Dense operands. The arguments are returned with `a_scale` MN-major where it is not."""
+    """Check dense operands. If `a_scale` is not MN-major, returns the arguments with converted scales."""
     if a.dim() != 2:
         refuse_shape("gemm_fp8", "a", a, "[M, K]")
     if b.dim() != 2:
@@ -114,7 +125,7 @@ def gemm_contiguous(
     out: Tensor,
     config: str | None = None,
 ) -> Others:
-    """Operands of the contiguous layouts; as `gemm`."""
+    """Check operands of the contiguous layouts; returns as `gemm` does."""
     op = "grouped_gemm_fp8_contiguous"
     if a.dim() != 2:
         refuse_shape(op, "a", a, "[M, K]")
@@ -150,7 +161,7 @@ def gemm_masked(
     out: Tensor,
     config: str | None = None,
 ) -> Others:
-    """Operands of the masked layout; as `gemm`."""
+    """Check operands of the masked layout; returns as `gemm` does."""
     op = "grouped_gemm_fp8_masked"
     if a.dim() != 3:
         refuse_shape(op, "a", a, "[E, Mmax, K]")
@@ -170,8 +181,8 @@ def gemm_masked(
 
 
 def _config(layout: str, a: Tensor, b: Tensor, config: str) -> None:
-    """`config` names a tile that this GEMM may use; TileError otherwise. The operands have been checked."""
-    # Rows decide nothing here; sizes that are symbols while a call is traced become numbers.
+    """Raise TileError unless `config` names a tile that this GEMM may use. The operands are valid already."""
+    # The number of rows has no effect here. int() turns the symbolic sizes of a traced call into numbers.
     n, k = int(b.shape[-2]), int(a.shape[-1])
     experts = 1 if layout == "dense" else int(b.shape[0])
     invariant = settings().batch_invariant
@@ -181,9 +192,10 @@ def _config(layout: str, a: Tensor, b: Tensor, config: str) -> None:
 
 
 def traced_config(layout: str | None, position: int) -> Callable[..., None]:
-    """The meta implementation of a GEMM, which says at least that there is no such config.
+    """The meta implementation of a GEMM, which checks only that the config is legal.
 
-    `layout` None: the call names it. `position` of the config among the arguments behind the weights.
+    `layout`: the GEMM's layout, or None if it is an argument of the call. `position`: the index of the config
+    among the arguments after `b_scale`.
     """
 
     def fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: Any) -> None:

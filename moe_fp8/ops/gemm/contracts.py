@@ -1,4 +1,7 @@
-"""Checked mode (MOE_FP8_CHECKED=1): what the GEMMs' index tensors contain; the first offender is named."""
+"""Checked mode (MOE_FP8_CHECKED=1): checks of the contents of the GEMMs' index tensors.
+
+Each error names the first wrong entry.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from moe_fp8.problems import SEGMENT_ALIGNMENT
 
 
 def contiguous_layout(layout: str, index: Tensor, m: int, num_experts: int) -> None:
-    """The segments of `index` lie within the `m` rows of `a`, in order and aligned where they must be."""
+    """Check that the segments of `index` lie in order within the `m` rows of `a`, and aligned if required."""
     values = index.tolist()
     if layout == "m_indices":
         _m_indices(values, num_experts)
@@ -28,8 +31,8 @@ def _fail(
 
 
 def _m_indices(values: list[int], num_experts: int) -> None:
-    # Within an aligned block of rows there is one expert, and then perhaps padding to the block's end
-    # or in between; two experts in one block would be multiplied with one expert's weights.
+    # An aligned block of rows may hold one expert and padding. The kernel would multiply two experts in one
+    # block with the weights of a single expert.
     for row, expert in enumerate(values):
         if not -1 <= expert < num_experts:
             _fail(
@@ -89,7 +92,7 @@ def _offsets(values: list[int], m: int) -> None:
 
 
 def masked_m(counts: Tensor, m_max: int) -> None:
-    """0 <= masked_m[e] <= Mmax."""
+    """Check that 0 <= masked_m[e] <= Mmax."""
     for expert, count in enumerate(counts.tolist()):
         if not 0 <= count <= m_max:
             raise ContractError(

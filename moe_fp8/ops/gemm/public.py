@@ -1,7 +1,8 @@
 """Block-scaled FP8 GEMMs, dense and grouped by expert; all NT: D[M,N] = A[M,K] @ B[N,K]^T.
 
-Scaling follows DeepSeek-V3 (arXiv 2412.19437, section 3.3): 1 x 128 scales on activations, 128 x 128 on
-weights, and the partial sum over each 128 of K promoted into fp32 with the product of the two.
+Scaling follows DeepSeek-V3 (arXiv 2412.19437, section 3.3): activations have 1 x 128 scales and weights have
+128 x 128 scales. The partial sum over each 128 of K is multiplied by the product of the two scales and added
+in fp32.
 """
 
 from __future__ import annotations
@@ -38,22 +39,23 @@ def gemm_fp8(
 ) -> Tensor:
     """Dense product of quantized activations and weights: out = (a * a_scale) @ (b * b_scale)^T.
 
-    a: float8_e4m3fn `[M, K]`, contiguous. a_scale: fp32 `[M, K/128]`; MN-major (stride
-    `(1, align(M, 4))`, as `quantize_fp8` and `to_mn_major` give) is read as it is, any other stride is
-    converted by one more kernel, counted by `implicit_scale_conversions()`.
-    b: float8_e4m3fn `[N, K]`, contiguous. b_scale: fp32 `[ceil(N/128), K/128]`, contiguous.
-    out: bf16 or fp32 `[M, N]`, contiguous, or None to allocate one of `out_dtype` (bf16 by default).
+    a: float8_e4m3fn `[M, K]`. a_scale: fp32 `[M, K/128]`, MN-major: stride `(1, P)`, P a multiple of 4 and at
+    least M, as `quantize_fp8` and `to_mn_major` return. An additional kernel converts any other stride;
+    `moe_fp8.jit.counters().scale_conversions` counts these conversions.
+    b: float8_e4m3fn `[N, K]`. b_scale: fp32 `[ceil(N/128), K/128]`, contiguous.
+    out: bf16 or fp32 `[M, N]`, or None to allocate a tensor of `out_dtype` (bf16 by default).
+    Each row of a, b and out is contiguous. Rows are a multiple of 16 bytes apart and do not overlap.
     K % 128 == 0, N % 64 == 0, addresses 16-byte aligned. M = 0 returns at once.
     config: the tile as text, such as "64x128" or "64x64/3k" (docs/tuning.md), or None for the selector's
     choice. It never changes more than the last bits: configs that divide K (a "k" at the end, or 64 weight
-    rows) round parts of the sum on their own.
-    constant_weights: True says that no kernel which may still run writes `b` or `b_scale`, as of weights that
-    were loaded long before. They are then read while the kernel before ends, which shortens a short call
-    (docs/graphs.md, "Launches that overlap"). Where they are being written, the result is wrong.
+    rows) round parts of the sum separately.
+    constant_weights: True promises that no kernel that may still run writes `b` or `b_scale`, which holds for
+    weights loaded long before. The kernel then reads them while the previous kernel ends, which shortens a
+    short call (docs/graphs.md, "Launches that overlap"). If the promise is false, the result is wrong.
 
     Returns out. Accumulates in fp32. No host synchronisation; safe to capture.
     Raises ArgumentError; TileError for a config that this call may not use; JitMissError after `freeze()`
-    if warmup did not cover the shape: plans hold no configs that callers ask for.
+    if warmup did not cover the shape. Plans do not include configs that callers ask for.
     """
     if out is None:
         if a.dim() != 2 or b.dim() != 2:
@@ -99,23 +101,26 @@ def grouped_gemm_fp8_contiguous(
     out_dtype: torch.dtype | None = None,
     config: str | None = None,
 ) -> Tensor:
-    """Each expert's rows of `a` times its own weights; rows of all experts lie one after the other.
+    """Product of each expert's rows of `a` and its own weights; the rows of all experts follow one another.
 
-    a, a_scale: as in `gemm_fp8`. b: float8_e4m3fn `[E, N, K]`, contiguous. b_scale: fp32
-    `[E, ceil(N/128), K/128]`, contiguous. out: bf16 or fp32 `[M, N]`, contiguous, or None.
+    a, a_scale: as in `gemm_fp8`. b: float8_e4m3fn `[E, N, K]`, rows as in `gemm_fp8`, an expert right behind
+    the other: stride `(N*S, S, 1)`. b_scale: fp32 `[E, ceil(N/128), K/128]`, contiguous. out: bf16 or fp32
+    `[M, N]` as in `gemm_fp8`, or None.
 
-    Exactly one of (int32, contiguous, on a's device):
+    Give exactly one of these three index tensors (int32, contiguous, on a's device):
     m_indices `[M]`: the expert of each row, -1 for padding; an expert's rows start at multiples of 128.
     psum `[E]`: one past each expert's last row; expert e starts at `align(psum[e-1], 128)`, expert 0 at 0.
-    offsets `[E+1]`: expert e has rows `offsets[e]` to `offsets[e+1]`; no alignment, no padding.
-    expected_m: rows that an expert is expected to have; tunes only, any value is safe.
-    config: the tile as text (docs/tuning.md), or None; tunes only: results are bitwise independent of it.
+    offsets `[E+1]`: expert e has rows `offsets[e]` to `offsets[e+1]`, without alignment or padding.
+
+    expected_m: the expected rows of an expert. It affects only speed; any value is safe.
+    config: the tile as text (docs/tuning.md), or None. Results are bitwise independent of `expected_m` and
+    `config`.
 
     Returns out. Rows of no expert may hold anything in `a` and `a_scale` (NaN included) and are unspecified
-    in out. Experts may be empty. No host synchronisation; safe to capture: a replay reads the index anew.
-    Raises ArgumentError; in checked mode ContractError, naming expert and row, when the index breaks the
-    rules above; TileError for a config that this call may not use; JitMissError after `freeze()` if warmup
-    did not cover the shape or the config is not the selector's.
+    in out. Experts may be empty. No host synchronisation; safe to capture: a replay reads the index again.
+    Raises ArgumentError; in checked mode ContractError, which names the expert and the row, if the index
+    breaks the rules above; TileError for a config that this call may not use; JitMissError after `freeze()`
+    if warmup did not cover the shape or the selector would not choose the config.
     """
     op = "grouped_gemm_fp8_contiguous"
     if offsets is not None:
@@ -168,19 +173,21 @@ def grouped_gemm_fp8_masked(
     out_dtype: torch.dtype | None = None,
     config: str | None = None,
 ) -> Tensor:
-    """The first `masked_m[e]` rows of each expert's buffer times its weights.
+    """Product of the first `masked_m[e]` rows of each expert's buffer and the expert's weights.
 
-    a: float8_e4m3fn `[E, Mmax, K]`, contiguous. a_scale: fp32 `[E, Mmax, K/128]`; MN-major is stride
-    `(align(Mmax,4)*K/128, 1, align(Mmax,4))`, another is converted and counted. b, b_scale: as in
-    `grouped_gemm_fp8_contiguous`. masked_m: int32 `[E]`, contiguous, on a's device, 0 <= masked_m[e] <= Mmax.
-    expected_m: rows that an expert is expected to have; tunes only: results are bitwise independent of it.
-    config: the tile as text (docs/tuning.md), or None; results are bitwise independent of it too.
-    out: bf16 or fp32 `[E, Mmax, N]`, contiguous, or None.
+    a: float8_e4m3fn `[E, Mmax, K]`, stride `(Mmax*S, S, 1)`. a_scale: fp32 `[E, Mmax, K/128]`, MN-major:
+    stride `(P*K/128, 1, P)`, P a multiple of 4 and at least Mmax; any other stride is converted and counted.
+    b, b_scale: as in `grouped_gemm_fp8_contiguous`.
+    masked_m: int32 `[E]`, contiguous, on a's device, 0 <= masked_m[e] <= Mmax.
+    expected_m: the expected rows of an expert. It affects only speed; any value is safe.
+    config: the tile as text (docs/tuning.md), or None. Results are bitwise independent of `expected_m` and
+    `config`.
+    out: bf16 or fp32 `[E, Mmax, N]`, stride `(Mmax*S, S, 1)`, or None. Every S is a multiple of 16 bytes.
 
     Returns out. Rows from masked_m[e] on may hold anything in `a` and `a_scale` (NaN included) and are
-    unspecified in out. No host synchronisation; safe to capture: a replay reads masked_m anew.
-    Raises ArgumentError; in checked mode ContractError naming the expert; TileError for a config that this
-    call may not use; JitMissError after `freeze()` if its kernel was not loaded.
+    unspecified in out. No host synchronisation; safe to capture: a replay reads masked_m again.
+    Raises ArgumentError; in checked mode ContractError, which names the expert; TileError for a config that
+    this call may not use; JitMissError after `freeze()` if its kernel was not loaded.
     """
     op = "grouped_gemm_fp8_masked"
     if out is None:

@@ -1,6 +1,6 @@
-"""What the GEMMs mean, in plain torch: the CPU implementation and the oracle of the tests.
+"""The definition of the GEMMs in plain torch: the CPU implementation and the oracle of the tests.
 
-Values are dequantized and multiplied in `compute_dtype` (float32 here; the tests ask for float64).
+Values are dequantized and multiplied in `compute_dtype` (float32 for the ops, float64 in the tests).
 Padding rows and their scales are not read: they may hold NaN.
 """
 
@@ -76,7 +76,7 @@ def gemm_contiguous(
     out: Tensor,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """out[rows of e] = a[rows of e] @ b[e]^T; rows of no expert are left as they are."""
+    """out[rows of e] = a[rows of e] @ b[e]^T; rows of no expert do not change."""
     for e, start, end in segments(layout, index):
         rows = slice(start, end)
         gemm(a[rows], a_scale[rows], b[e], b_scale[e], out[rows], compute_dtype)
@@ -91,7 +91,7 @@ def gemm_masked(
     out: Tensor,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """out[e,:masked_m[e]] = a[e,:masked_m[e]] @ b[e]^T; other rows are left as they are."""
+    """out[e,:masked_m[e]] = a[e,:masked_m[e]] @ b[e]^T; other rows do not change."""
     for e, count in enumerate(masked_m.tolist()):
         if count > 0:
             gemm(a[e, :count], a_scale[e, :count], b[e], b_scale[e], out[e, :count], compute_dtype)

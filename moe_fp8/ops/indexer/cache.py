@@ -1,4 +1,4 @@
-"""Index keys on their way into the indexer's paged cache, quantized with one scale a key.
+"""Quantization of index keys into the indexer's paged cache, with one scale a key.
 
 The definition is DeepSeek-V3's (arXiv 2412.19437, section 3.3.2): scale = amax / 448, value = fp8 x scale.
 """
@@ -27,20 +27,20 @@ def indexer_quantize_and_cache(
 ) -> None:
     """Quantize index keys to FP8, one scale a row, and write them into the indexer's paged cache, in place.
 
-    k: bf16, fp16 or fp32 `[T, D]`, D one of 32, 64, 128; rows contiguous, a multiple of 16 bytes apart and
-    16-byte aligned; T = 0 is allowed.
-    kv_cache: uint8 `[pages, block_size, 1, D + 4]`, block_size 32, 64 or 128, 16-byte aligned: a page is
-    block_size * D bytes of fp8 keys, then block_size fp32 scales; the page stride may be larger (a multiple
-    of 16 bytes). It is what `paged_mqa_logits_fp8` reads.
+    k: bf16, fp16 or fp32 `[T, D]`, D one of 32, 64, 128; T = 0 is allowed. Its rows are contiguous, 16-byte
+    aligned and any multiple of 16 bytes apart, 0 included.
+    kv_cache: uint8 `[pages, block_size, 1, D + 4]`, block_size 32, 64 or 128, 16-byte aligned. A page is
+    block_size * D bytes of fp8 keys, then block_size fp32 scales. The page stride may be larger than a page,
+    by a multiple of 16 bytes. `paged_mqa_logits_fp8` reads the same cache.
     slot_mapping: int64 or int32 `[T]`, contiguous. Row t goes to slot_mapping[t] = page * block_size +
-    offset; a negative slot, or one past the cache, leaves its row unwritten.
+    offset. If a slot is negative or past the cache, its row is not written.
     power_of_two: round scales up to powers of two, kept as fp32.
 
-    Values and scales are those of `quantize_fp8` with the row as the group. No other byte of kv_cache
-    changes. Where several rows name one slot, each of its bytes is that of one of them, unspecified which.
+    Values and scales are as in `quantize_fp8`, with the row as the group. No other byte of kv_cache
+    changes. If several rows name the same slot, each byte of the slot comes from any of these rows.
 
-    One kernel, no host synchronisation; safe to capture: a replay reads k and slot_mapping anew. Raises
-    ArgumentError, UnsupportedError (another D or block_size); in checked mode ContractError naming the row
-    whose slot is past the cache, before anything is written.
+    The op launches one kernel and does not synchronise the host. It is safe to capture: a replay reads k and
+    slot_mapping anew. Raises ArgumentError, UnsupportedError (another D or block_size); in checked mode
+    ContractError naming the row whose slot is past the cache, before anything is written.
     """
     cache_op(k, kv_cache, slot_mapping, power_of_two)

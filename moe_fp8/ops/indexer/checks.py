@@ -1,4 +1,4 @@
-"""Checks of the indexer's arguments: the cache, the logits, the top-k and the selection."""
+"""Checks of the arguments of the indexer's ops: the cache, the logits, the top-k and the selection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from moe_fp8.ops.arguments import (
     F32,
     FP8,
     I32,
+    MAX_EXTENT,
     contiguous,
+    extent,
     int32_vector,
     out_dtype,
     refuse_address,
@@ -21,6 +23,7 @@ from moe_fp8.ops.arguments import (
     refuse_layout,
     refuse_shape,
 )
+from moe_fp8.ops.arguments import rows as rows_of
 from moe_fp8.problems import INDEXER_HEADS, PAGE_SIZES
 
 HEAD_DIMS = (32, 64, 128)
@@ -34,13 +37,13 @@ _INT32_MAX = 2**31 - 1
 
 
 def page_of(op: str, tokens: int) -> None:
-    """A page may have this many tokens."""
+    """Refuse a page size that no kernel serves."""
     if tokens not in PAGE_SIZES:
         raise UnsupportedError(f"{op}: block_size: expected one of {PAGE_SIZES} tokens, got {tokens}")
 
 
 def cache_layout(op: str, kv_cache: Tensor, dim: int) -> None:
-    """uint8 [pages,block,1,dim+4], pages contiguous; the address is left to `cache_address`."""
+    """Check a cache, uint8 [pages,block,1,dim+4] with contiguous pages, but for its address."""
     if kv_cache.dim() != 4 or kv_cache.shape[2] != 1 or kv_cache.shape[3] != dim + 4:
         refuse_shape(op, "kv_cache", kv_cache, f"[pages, block_size, 1, {dim + 4}]")
     tokens = kv_cache.shape[1]
@@ -62,7 +65,7 @@ def cache_layout(op: str, kv_cache: Tensor, dim: int) -> None:
 
 
 def cache_address(op: str, kv_cache: Tensor) -> None:
-    """A 16-byte boundary; asked once devices are known to agree."""
+    """Check that the cache is 16-byte aligned. Call this after the check of the devices."""
     if kv_cache.data_ptr() & 15:
         raise ArgumentError(op, "kv_cache", "a 16-byte aligned address", hex(kv_cache.data_ptr()))
 
@@ -75,6 +78,7 @@ def indexer_quantize_and_cache(
     if k.dim() != 2:
         refuse_shape(op, "k", k, "[T, D]", "flatten the leading dimensions")
     rows, dim = k.shape
+    extent(op, "k", rows, "rows")
     if k.dtype not in _IN_DTYPES:
         refuse_dtype(op, "k", k, "bfloat16, float16 or float32")
     if dim not in HEAD_DIMS:
@@ -101,7 +105,7 @@ def indexer_quantize_and_cache(
 
 
 def logits_dtype(op: str, dtype: torch.dtype | None) -> torch.dtype:
-    """`dtype`, fp32 for None, if logits can be stored as that."""
+    """Return `dtype`, or fp32 for None; refuse a dtype that logits cannot be stored as."""
     return F32 if dtype is None else out_dtype(op, dtype)
 
 
@@ -122,6 +126,7 @@ def _logits_out(op: str, out: Tensor, rows: int, columns: int | None) -> None:
     row_stride, column_stride = out.stride()
     if (column_stride != 1 and columns > 1) or (row_stride < columns and rows > 1):
         raise ArgumentError(op, "out", "contiguous rows that do not overlap", f"stride {out.stride()}")
+    extent(op, "out", columns, "columns")
 
 
 def mqa_logits(
@@ -137,12 +142,23 @@ def mqa_logits(
     whole_queries: int = 0,
     whole_keys: int = 0,
 ) -> None:
-    """As `mqa_inputs`; out fp32 or bf16 [M, N or any]."""
+    """Check what `mqa_inputs` checks, and out fp32 or bf16 [M, N or any]."""
     op = "mqa_logits_fp8"
     mqa_inputs(op, q, k, k_scale, weights, ks, ke)
     _logits_out(op, out, q.shape[0], None if compressed else k.shape[0])
+    if compressed:
+        _compressed_sizes(op, q.shape[0], q.shape[1], k.shape[0], out.shape[1])
     if q.get_device() != out.get_device():
         refuse_device(op, q, out=out)
+
+
+def _compressed_sizes(op: str, queries: int, heads: int, keys: int, columns: int) -> None:
+    """Refuse sizes that the kernel cannot count. Full logits of such sizes would not fit any GPU's memory."""
+    extent(op, "max_seqlen_k", keys + columns, "keys and columns together")
+    most = heuristics.mqa_most_queries(keys, heads)
+    if queries > most:
+        expected = f"at most {most} queries of {heads} heads against {keys} keys (2^32 tiles of 64 keys)"
+        raise ArgumentError(op, "q", expected, queries, "pass the queries in several calls")
 
 
 def mqa_inputs(
@@ -155,6 +171,9 @@ def mqa_inputs(
     if k.dim() != 2 or k.shape[1] != dim:
         refuse_shape(op, "k", k, f"[N, {dim}]")
     n = k.shape[0]
+    if m * heads > MAX_EXTENT or n > MAX_EXTENT:
+        extent(op, "q", m * heads, "rows (queries x heads)")
+        extent(op, "k", n, "keys")
     if q.dtype is not FP8:
         refuse_dtype(op, "q", q, "float8_e4m3fn")
     if k.dtype is not FP8:
@@ -176,7 +195,8 @@ def mqa_inputs(
         or not device == ks.get_device() == ke.get_device()
     ):
         refuse_device(op, q, k=k, k_scale=k_scale, weights=weights, ks=ks, ke=ke)
-    contiguous(op, q=q, k=k, k_scale=k_scale, weights=weights)
+    contiguous(op, k_scale=k_scale)
+    rows_of(op, q=q, k=k, weights=weights)
 
 
 def _context_lens(op: str, context_lens: Tensor, batch: int, next_n: int) -> None:
@@ -191,7 +211,7 @@ def _context_lens(op: str, context_lens: Tensor, batch: int, next_n: int) -> Non
 
 
 def _pair_aligned(op: str, name: str, schedule: Tensor) -> None:
-    # The kernels read and write its rows as pairs.
+    # The kernels read and write each row of the schedule as a pair.
     if schedule.data_ptr() & 7:
         raise ArgumentError(op, name, "an 8-byte aligned address", hex(schedule.data_ptr()), "clone it")
 
@@ -205,6 +225,8 @@ def paged_mqa_logits_metadata(context_lens: Tensor, block_size: int, next_n: int
     page_of(op, block_size)
     if out.dim() != 2 or out.shape[1] != 2 or out.shape[0] < 2:
         refuse_shape(op, "out", out, "[num_sms + 1, 2] with num_sms at least 1")
+    extent(op, "context_lens", context_lens.shape[0] * next_n, "tokens (B x next_n)")
+    extent(op, "out", out.shape[0], "workers")
     if out.dtype is not I32:
         refuse_dtype(op, "out", out, "int32")
     if not out.is_contiguous():
@@ -223,7 +245,7 @@ def paged_mqa_logits(
     metadata: Tensor,
     out: Tensor,
 ) -> None:
-    """As `paged_inputs`; metadata int32 [num_sms+1,2], out fp32 or bf16 [B*next_n, any]."""
+    """Check what `paged_inputs` checks, metadata int32 [num_sms+1,2], out fp32 or bf16 [B*next_n, any]."""
     op = "paged_mqa_logits_fp8"
     paged_inputs(op, q, kv_cache, weights, context_lens, block_table)
     if metadata.dim() != 2 or metadata.shape[1] != 2 or metadata.shape[0] < 2:
@@ -232,6 +254,7 @@ def paged_mqa_logits(
         refuse_dtype(op, "metadata", metadata, "int32")
     if not metadata.is_contiguous():
         refuse_layout(op, "metadata", metadata)
+    extent(op, "metadata", metadata.shape[0], "workers")
     _logits_out(op, out, q.shape[0] * q.shape[1], None)
     if not q.get_device() == metadata.get_device() == out.get_device():
         refuse_device(op, q, metadata=metadata, out=out)
@@ -248,7 +271,9 @@ def paged_inputs(
     if q.dtype is not FP8:
         refuse_dtype(op, "q", q, "float8_e4m3fn")
     _heads(op, q)
+    extent(op, "q", batch * next_n * heads, "rows (B x next_n x heads)")
     cache_layout(op, kv_cache, dim)
+    extent(op, "kv_cache", kv_cache.shape[0], "pages")
     if weights.shape != (batch * next_n, heads):
         refuse_shape(op, "weights", weights, f"[{batch * next_n}, {heads}]")
     if weights.dtype is not F32:
@@ -267,12 +292,12 @@ def paged_inputs(
     ):
         others = {"kv_cache": kv_cache, "weights": weights, "context_lens": context_lens}
         refuse_device(op, q, **others, block_table=block_table)
-    contiguous(op, q=q, weights=weights)
+    rows_of(op, q=q, weights=weights)
     cache_address(op, kv_cache)
 
 
 def topk_width(topk: int) -> None:
-    """A row may be asked for this many columns."""
+    """Refuse a number of columns that no kernel serves."""
     if not 1 <= topk <= heuristics.TOPK_MAX_K:
         raise ArgumentError(TOPK, "topk", f"1 to {heuristics.TOPK_MAX_K}", topk)
 
@@ -301,6 +326,7 @@ def indexer_topk(
     if logits.dim() != 2:
         refuse_shape(TOPK, "logits", logits, "[M, N]", "flatten the leading dimensions")
     rows, columns = logits.shape
+    extent(TOPK, "logits", rows, "rows")
     if logits.dtype not in _LOGITS_DTYPES:
         refuse_dtype(TOPK, "logits", logits, "float32 or bfloat16")
     if columns > _INT32_MAX:
@@ -331,7 +357,7 @@ def indexer_topk(
 
 
 def selection_out(op: str, rows: int, topk: int, like: Tensor, out: Tensor | None) -> Tensor:
-    """`out`, int32 [rows, topk] on the device of `like`; it is allocated if None."""
+    """Return `out`, int32 [rows, topk] on the device of `like`; allocate it if it is None."""
     topk_width(topk)
     if out is None:
         return torch.empty((rows, topk), dtype=torch.int32, device=like.device)
@@ -342,7 +368,7 @@ def selection_out(op: str, rows: int, topk: int, like: Tensor, out: Tensor | Non
 
 
 def workspace(op: str, tensor: Tensor, like: Tensor) -> None:
-    """uint8 [bytes], contiguous, 16-byte aligned, on the device of `like`."""
+    """Check a workspace: uint8 [bytes], contiguous, 16-byte aligned, on the device of `like`."""
     if tensor.dim() != 1 or tensor.dtype is not torch.uint8 or not tensor.is_contiguous():
         got = f"{tensor.dtype} {list(tensor.shape)} of stride {tensor.stride()}"
         raise ArgumentError(op, "workspace", "contiguous uint8 [bytes]", got)

@@ -1,15 +1,17 @@
-"""Checked mode (MOE_FP8_CHECKED=1): what the indexer's ranges, lengths and pages contain."""
+"""Checked mode (MOE_FP8_CHECKED=1): checks of the contents of ranges, lengths, slots and pages."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from moe_fp8.errors import ContractError
+from moe_fp8.heuristics import PAGED_CHUNK
+from moe_fp8.ops.arguments import MAX_EXTENT
 from moe_fp8.ops.indexer.reference import token_lengths
 
 
 def cache_slots(slot_mapping: Tensor, num_slots: int) -> None:
-    """No slot lies past the cache; negative ones skip their row."""
+    """No slot lies past the cache. (A negative slot skips its row.)"""
     for row, slot in enumerate(slot_mapping.tolist()):
         if slot >= num_slots:
             raise ContractError(
@@ -60,10 +62,24 @@ def query_ranges(ks: Tensor, ke: Tensor, num_keys: int, columns: int) -> None:
             )
 
 
+def schedule(context_lens: Tensor, next_n: int) -> None:
+    """The chunks of all requests together can be counted in 32 bits."""
+    longest = token_lengths(context_lens, next_n).amax(1)
+    chunks = int(((longest + PAGED_CHUNK - 1) // PAGED_CHUNK).sum())
+    if chunks > MAX_EXTENT:
+        raise ContractError(
+            "paged_mqa_logits_metadata",
+            "context_lens",
+            f"at most {MAX_EXTENT} chunks of {PAGED_CHUNK} tokens in all requests together",
+            chunks,
+            "schedule fewer requests at once",
+        )
+
+
 def paged_contexts(
     context_lens: Tensor, next_n: int, block_table: Tensor, block_size: int, num_pages: int, columns: int
 ) -> None:
-    """Lengths fit the output and the block table; the pages that they reach are in the cache."""
+    """Lengths fit the output and the block table, and the cache has every page that they reach."""
     op = "paged_mqa_logits_fp8"
     if context_lens.numel() and int(context_lens.min()) < 0:
         row = int(context_lens.reshape(context_lens.shape[0], -1).amin(1).argmin())

@@ -1,4 +1,4 @@
-"""CUDA launches of the indexer's ops: problem -> spec, grid and the one struct that each kernel takes."""
+"""CUDA launches of the indexer's ops: problem -> spec, grid and the one struct that the kernel takes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from moe_fp8 import heuristics
 from moe_fp8.jit.tensor_map import encode_2d, encode_tiled
 from moe_fp8.ops import launch
+from moe_fp8.ops.arguments import row_stride
 from moe_fp8.ops.launch import Prepared
 from moe_fp8.params import INDEXER_CACHE, INDEXER_TOPK, MQA_LOGITS, PAGED_MQA_LOGITS, PAGED_MQA_METADATA
 from moe_fp8.problems import (
@@ -43,9 +44,10 @@ def mqa_logits(
     whole_queries: int = 0,
     whole_keys: int = 0,
 ) -> Prepared:
-    """Prefill indexer logits; q [M,H,D], k [N,D], weights [M,H], out [M, N or max_seqlen_k].
+    """Prepare prefill logits; q [M,H,D], k [N,D], weights [M,H], out [M, N or max_seqlen_k].
 
-    The kernel is that of the whole that this is a part of; 0 for none.
+    `whole_queries` and `whole_keys` are the sizes of the selection that this call is a chunk of; they choose
+    its kernel. They are 0 if the call is no chunk.
     """
     m, heads, dim = q.shape
     n = k.shape[0]
@@ -71,10 +73,10 @@ def mqa_logits(
     MQA_LOGITS.pack_into(
         block.buffer,
         0,
-        encode_2d(q.data_ptr(), "uint8", (dim, m * heads), dim, (dim, box_q), dim),
-        encode_2d(k.data_ptr(), "uint8", (dim, n), dim, (dim, heuristics.MQA_BLOCK_KV), dim),
+        encode_2d(q.data_ptr(), "uint8", (dim, m * heads), row_stride(q), (dim, box_q), dim),
+        encode_2d(k.data_ptr(), "uint8", (dim, n), row_stride(k), (dim, heuristics.MQA_BLOCK_KV), dim),
         encode_2d(k_scale.data_ptr(), "float32", (n, 1), (n + 3 & -4) * 4, (heuristics.MQA_BLOCK_KV, 1), 0),
-        encode_2d(weights.data_ptr(), "float32", (heads, m), heads * 4, (heads, block_q), 0),
+        encode_2d(weights.data_ptr(), "float32", (heads, m), row_stride(weights) * 4, (heads, block_q), 0),
         out.data_ptr(),
         ks.data_ptr(),
         ke.data_ptr(),
@@ -96,7 +98,7 @@ def paged_mqa_logits_metadata(
     next_n: int,
     out: Tensor,
 ) -> Prepared:
-    """Schedule of the paged logits; context_lens [B] or [B,next_n], out [num_workers + 1, 2]."""
+    """Prepare the schedule of the paged logits; context_lens [B] or [B,next_n], out [num_workers + 1, 2]."""
     batch = context_lens.shape[0]
     num_workers = out.shape[0] - 1
     num_sms = launch.num_sms(context_lens.get_device())
@@ -124,7 +126,7 @@ def paged_mqa_logits(
     metadata: Tensor,
     out: Tensor,
 ) -> Prepared:
-    """Decode indexer logits; q [B,next_n,H,D], kv_cache [pages,block,1,D+4], out [B*next_n, width]."""
+    """Prepare decode logits; q [B,next_n,H,D], kv_cache [pages,block,1,D+4], out [B*next_n, width]."""
     batch, next_n, heads, dim = q.shape
     pages, page_size = kv_cache.shape[0], kv_cache.shape[1]
     page_stride = kv_cache.stride(0) if pages > 1 else page_size * (dim + 4)
@@ -148,10 +150,10 @@ def paged_mqa_logits(
     PAGED_MQA_LOGITS.pack_into(
         block.buffer,
         0,
-        encode_2d(q.data_ptr(), "uint8", (dim, rows * heads), dim, (dim, box_q), dim),
+        encode_2d(q.data_ptr(), "uint8", (dim, rows * heads), row_stride(q), (dim, box_q), dim),
         encode_tiled(cache, "uint8", (dim, page_size, pages), (dim, page_stride), (dim, box, 1), dim, 128),
         encode_2d(cache + page_size * dim, "float32", (page_size, pages), page_stride, (box, 1), 0),
-        encode_2d(weights.data_ptr(), "float32", (heads, rows), heads * 4, (heads, block_q), 0),
+        encode_2d(weights.data_ptr(), "float32", (heads, rows), row_stride(weights) * 4, (heads, block_q), 0),
         out.data_ptr(),
         block_table.data_ptr(),
         metadata.data_ptr(),
@@ -161,7 +163,7 @@ def paged_mqa_logits(
         out.stride(0),
         block_table.stride(0),
         batch,
-        # The kernel works up to here whatever the lengths say, and so reads no page past the table.
+        # The kernel stops at this width whatever the lengths say, and so reads no page past the table.
         min(out.shape[1], block_table.shape[1] * page_size),
     )
     return chosen.spec, chosen.grid, block
@@ -170,7 +172,7 @@ def paged_mqa_logits(
 def indexer_quantize_and_cache(
     k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool
 ) -> Prepared:
-    """k [T,D] -> slots slot_mapping [T] of kv_cache [pages,block,1,D+4]."""
+    """Prepare the write of k [T,D] into the slots slot_mapping [T] of kv_cache [pages,block,1,D+4]."""
     rows, dim = k.shape
     pages, page_size = kv_cache.shape[0], kv_cache.shape[1]
     num_sms = launch.num_sms(k.get_device())
@@ -205,7 +207,10 @@ def indexer_topk(
     first_column: int = 0,
     carried: Tensor | None = None,
 ) -> Prepared:
-    """logits [M,N] -> out [M,topk], values [M,topk] or None; ks and ke [M], carried [M,W] or None."""
+    """Prepare the top-k of logits [M,N] into out and values [M,topk]; ks and ke are [M], carried is [M,W].
+
+    All but logits and out may be None.
+    """
     rows, columns = logits.shape
     num_sms = launch.num_sms(logits.get_device())
     chosen = select_indexer_topk(IndexerTopkProblem(rows, columns, _OUT_DTYPES[logits.dtype], num_sms))

@@ -1,7 +1,7 @@
 """Indexer logits of sparse attention (DeepSeek-V3.2's lightning indexer), prefill and paged decode.
 
-logit of query i and key j = sum over heads h of relu(q[i,h] . k[j]) * k_scale[j] * weights[i,h]; the scale
-of q is folded into `weights` by the caller (DeepSeek-V3.2 technical report, arXiv 2512.02556, section 2.1).
+The logit of query i and key j is the sum over heads h of relu(q[i,h] . k[j]) * k_scale[j] * weights[i,h]. The
+caller folds the scale of q into `weights` (DeepSeek-V3.2 technical report, arXiv 2512.02556, section 2.1).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _mqa_logits_parts: dict[str, Any] = {
 
 mqa_logits_op = register(f"mqa_logits_fp8({_MQA_LOGITS}) -> ()", **_mqa_logits_parts)
 
-#: A chunk of a selection of so many queries and keys: it gets the kernel of the whole, and so its bits.
+#: Scores a chunk of a selection. The whole sizes choose its kernel, so a logit does not depend on its chunk.
 mqa_logits_chunk_op = register(
     f"_mqa_logits_fp8_chunk({_MQA_LOGITS}, SymInt whole_queries, SymInt whole_keys) -> ()",
     **_mqa_logits_parts,
@@ -78,19 +78,34 @@ def mqa_logits_fp8(
     """Prefill indexer logits of query i over keys ks[i] <= j < ke[i].
 
     q: float8_e4m3fn `[M, H, D]`, H one of 8, 16, 32, 64, D one of 32, 64, 128. k: float8_e4m3fn `[N, D]`.
-    k_scale: fp32 `[N]`. weights: fp32 `[M, H]`. ks, ke: int32 `[M]`, 0 <= ks <= ke <= N. All contiguous and
-    on one device; q, k, k_scale and weights 16-byte aligned.
-    max_seqlen_k: None for the full layout, where out is `[M, N]` and column j is key j; a width for the
-    compressed layout, where out is `[M, max_seqlen_k]` and column c is key ks[i] + c; no row may be wider.
-    fill: write -inf to every other element; otherwise those keep what out held (uninitialised if allocated).
-    out: fp32 or bf16 of the shape above, contiguous rows of any stride, or None.
-    out_dtype: of the allocated out, fp32 unless given; sums are fp32 and rounded once.
+    weights: fp32 `[M, H]`. Rows of q, k and weights are contiguous, a multiple of 16 bytes apart, and do not
+    overlap. All rows of q are at one distance: its stride is `(H*S, S, 1)`.
+    k_scale: fp32 `[N]`. ks, ke: int32 `[M]`, 0 <= ks <= ke <= N. These three are contiguous. All are on one
+    device; q, k, k_scale and weights are 16-byte aligned.
+    max_seqlen_k: None for the full layout, in which out is `[M, N]` and column j is key j. A width gives the
+    compressed layout, in which out is `[M, max_seqlen_k]` and column c is key ks[i] + c; no row may be wider.
+    fill: write -inf to every other element. Without it those elements keep what out held; an allocated out
+    is uninitialised.
+    out: fp32 or bf16 of the shape above, or None. Its rows are contiguous, any distance apart.
+    out_dtype: the dtype of the allocated out, fp32 unless given. Sums are fp32 and are rounded once.
 
-    Returns out. The same call gives the same bits; M and N choose between two kernels (not in batch-invariant
-    mode), whose logits differ, usually by 1e-4 of k_scale[j] * sum_h |weights[i,h] * q[i,h].k[j]|. No host
-    synchronisation; safe to capture: a replay reads ks and ke anew. M = 0 returns at once. Raises
-    ArgumentError, UnsupportedError (another H or head dimension); in checked mode ContractError naming the
-    row.
+    Returns out. The same call gives the same bits. No host synchronisation; safe to capture: a replay reads
+    ks and ke anew. M = 0 returns at once.
+
+    Large calls take a second kernel: those whose M and N, each rounded up to a power of two, have a product
+    of at least 65,536 times the GPU's SMs (8.7 million on an H100 or H200). It takes 2 relu(x) as
+    x + |x| and sums the two parts on their own. Its logits differ from the first kernel's, usually by 1e-4 of
+    k_scale[j] * sum_h |weights[i,h] * q[i,h].k[j]|. If the scores of all heads are negative, its logit is
+    therefore not exactly 0 but a small number of either sign, of at most 1e-3 of
+    k_scale[j] * sum_h |weights[i,h]| * sum_d |q[i,h,d] * k[j,d]|. With MOE_FP8_BATCH_INVARIANT=1 every call
+    takes the first kernel, which gives 0.
+
+    The -inf of `fill` is written by the blocks that compute the logits, 4,096 columns of a few queries at a
+    time, one warp a row. A call with few keys has few blocks: if max_seqlen_k is far larger than N, and M is
+    small, few warps write all of it, and filling out before the call is the better way.
+
+    Raises ArgumentError (sizes beyond 32 bits too: docs/ops.md, "Sizes"), UnsupportedError (another H or D);
+    in checked mode ContractError naming the row.
     """
     if out is None:
         if q.dim() != 3 or k.dim() != 2:
@@ -123,6 +138,7 @@ def _no_requests(context_lens: Tensor, block_size: int, next_n: int, out: Tensor
 metadata_op = register(
     "paged_mqa_logits_metadata(Tensor context_lens, SymInt block_size, SymInt next_n, Tensor(a!) out) -> ()",
     check=checks.paged_mqa_logits_metadata,
+    contract=lambda context_lens, block_size, next_n, out: contracts.schedule(context_lens, next_n),
     empty=_no_requests,
     reference=lambda context_lens, block_size, next_n, out: reference.paged_mqa_logits_metadata(
         context_lens, out.shape[0] - 1, next_n, out
@@ -141,16 +157,19 @@ def paged_mqa_logits_metadata(
 ) -> Tensor:
     """Divide a batch's KV evenly among `num_sms` workers, on the device.
 
-    context_lens: int32 `[B]` or `[B, next_n]`, contiguous; zero is allowed. block_size: tokens of a page (32,
-    64 or 128). num_sms: workers, at least 1; by default the SMs of the tensor's GPU. next_n: tokens of a
-    request, taken from the shape if 2-D. out: int32 `[num_sms + 1, 2]`, contiguous, or None.
+    context_lens: int32 `[B]` or `[B, next_n]`, contiguous; zero is allowed. block_size: tokens of a page
+    (32, 64 or 128). num_sms: the number of workers, at least 1; the default is the SMs of the tensor's GPU.
+    next_n: tokens of a request; a 2-D context_lens gives it by its shape. out: int32 `[num_sms + 1, 2]`,
+    contiguous, 8-byte aligned, or None.
 
-    Returns int32 `[num_sms + 1, 2]`: worker s does what lies from row s to row s + 1, each (request, chunk of
-    64 tokens). Requests have ceil(longest token's length / 64) chunks; worker s starts at flattened chunk
-    floor(s * total / num_sms); the last row is (B, 0), and for B = 0 all are (0, 0).
+    Returns int32 `[num_sms + 1, 2]`. Each row is (request, chunk of 64 tokens), and worker s does the chunks
+    from row s up to row s + 1. A request has ceil(its longest token's length / 64) chunks. Worker s starts
+    at flattened chunk floor(s * total / num_sms). The last row is (B, 0); for B = 0 all rows are (0, 0).
 
-    No host synchronisation; safe to capture: rebuilt from context_lens at each replay.
-    Raises ArgumentError, UnsupportedError.
+    The kernel counts chunks in 32 bits: all requests together have at most 2^31 - 2^17 of them.
+
+    No host synchronisation; safe to capture: a replay rebuilds the schedule from context_lens. Raises
+    ArgumentError, UnsupportedError; in checked mode ContractError for too many chunks.
     """
     op = "paged_mqa_logits_metadata"
     if context_lens.dim() == 2:
@@ -196,19 +215,25 @@ def paged_mqa_logits_fp8(
 ) -> Tensor:
     """Decode indexer logits of each request's tokens over its own paged keys.
 
-    q: float8_e4m3fn `[B, next_n, H, D]`, contiguous; H one of 8, 16, 32, 64, D one of 32, 64, 128, next_n 1
-    to 8. kv_cache: uint8 `[pages, block_size, 1, D + 4]`, block_size 32, 64 or 128: a page is block_size * D
-    bytes of fp8 keys, then block_size fp32 scales; the page stride may be larger (a multiple of 16 bytes).
-    weights: fp32 `[B * next_n, H]`, contiguous. context_lens: int32 `[B]` (token t sees the first
-    context_lens[b] - (next_n - 1 - t) positions) or `[B, next_n]` (each token's own length); zero is allowed.
-    block_table: int32 `[B, any]`, contiguous rows: pages of each request; entries past a context's last page
-    may be anything. metadata: from `paged_mqa_logits_metadata` with the same context_lens and next_n, for any
-    num_sms. max_context_len: columns of out. out: fp32 or bf16 `[B * next_n, max_context_len]`, contiguous
-    rows of any stride, or None. out_dtype: of the allocated out, fp32 unless given.
+    q: float8_e4m3fn `[B, next_n, H, D]`; H one of 8, 16, 32, 64, D one of 32, 64, 128, next_n 1 to 8.
+    weights: fp32 `[B * next_n, H]`. The rows of q and weights are contiguous, start at one distance, a
+    multiple of 16 bytes, and do not overlap.
+    kv_cache: uint8 `[pages, block_size, 1, D + 4]`, block_size 32, 64 or 128. A page is block_size * D bytes
+    of fp8 keys, then block_size fp32 scales. The page stride may be larger than a page (a multiple of 16
+    bytes).
+    context_lens: int32, contiguous. With `[B]`, token t sees the first context_lens[b] - (next_n - 1 - t)
+    positions. With `[B, next_n]`, every token has its own length. Zero is allowed.
+    block_table: int32 `[B, any]`: the pages of each request. Its rows are contiguous, any distance apart, 0
+    included. Entries past a context's last page may be anything.
+    metadata: the result of `paged_mqa_logits_metadata` for the same context_lens and next_n, and for any
+    num_sms; contiguous. max_context_len: columns of out.
+    out: fp32 or bf16 `[B * next_n, max_context_len]`, or None. Its rows are contiguous, any distance apart.
+    out_dtype: the dtype of the allocated out, fp32 unless given.
 
-    Returns out: row b * next_n + t, column j = position j, written only where j is below the token's length.
-    No host synchronisation; safe to capture: a replay reads lengths, tables and metadata anew.
-    Raises ArgumentError, UnsupportedError; in checked mode ContractError naming the request as `row`.
+    Returns out. Row b * next_n + t holds token t of request b, and column j is position j. An element is
+    written only if j is below the token's length. No host synchronisation; safe to capture: a replay reads
+    lengths, tables and metadata anew. Raises ArgumentError, UnsupportedError; in checked mode ContractError
+    naming the request as `row`.
     """
     if out is None:
         if q.dim() != 4:

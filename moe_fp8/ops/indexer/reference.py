@@ -1,6 +1,6 @@
-"""What the indexer's ops mean, in plain torch: the CPU implementation and the oracle of the tests.
+"""The meaning of the indexer's ops in plain torch: the CPU implementation, and the oracle of the tests.
 
-Scores are computed in `compute_dtype` (float32 here; the tests ask for float64). Nothing outside an op's
+Scores are computed in `compute_dtype`, float32 by default; the tests ask for float64. Nothing outside an op's
 contract is read: cache entries past a context's end may hold NaN.
 """
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from moe_fp8.heuristics import PAGED_CHUNK
 from moe_fp8.ops.quantize.reference import fp8_values, scale_from_amax, to_fp8
 
-#: Tokens of KV in one unit of the paged schedule.
+#: The paged schedule divides KV into chunks of this many tokens.
 SCHEDULE_CHUNK = PAGED_CHUNK
 
-#: Scores of this many (query, head, key) triples are held at once.
+#: The prefill reference holds the scores of at most this many (query, head, key) triples at once.
 _SCORES_AT_ONCE = 1 << 24
 
 
 def indexer_quantize_and_cache(k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, power_of_two: bool) -> None:
-    """k [T,D] -> the pages of kv_cache uint8 [pages, block, 1, D+4], as `quantize` with groups of D."""
+    """Write k [T,D] into kv_cache uint8 [pages, block, 1, D+4], quantized as by `quantize` in groups of D."""
     pages, block, _, width = kv_cache.shape
     dim = width - 4
     slots = slot_mapping.long()
@@ -28,7 +28,7 @@ def indexer_quantize_and_cache(k: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     values = k[kept].float()
     scale = scale_from_amax(values.abs().amax(1), power_of_two)[:, None]
     page, offset = slots[kept, None] // block, slots[kept, None] % block
-    # By byte: a view of the scales as fp32 would ask more of the page stride than the op does.
+    # Scales are written as bytes: a view as fp32 would ask more of the page stride than the op does.
     cache = kv_cache.view(pages, -1)
     byte = torch.arange(dim, device=k.device)
     cache[page, offset * dim + byte] = to_fp8(values, scale).view(torch.uint8)
@@ -36,7 +36,7 @@ def indexer_quantize_and_cache(k: Tensor, kv_cache: Tensor, slot_mapping: Tensor
 
 
 def _scores(q: Tensor, k: Tensor, k_scale: Tensor, weights: Tensor, compute_dtype: torch.dtype) -> Tensor:
-    """q [M,H,D], k [N,D], k_scale [N], weights [M,H] -> sum_h relu(q.k) * k_scale * weights, [M,N]."""
+    """Return sum_h relu(q.k) * k_scale * weights, [M,N]; q [M,H,D], k [N,D], k_scale [N], weights [M,H]."""
     m, heads, dim = q.shape
     dots = (fp8_values(q, compute_dtype).view(m * heads, dim) @ fp8_values(k, compute_dtype).T).relu_()
     weighted = torch.bmm(weights.to(compute_dtype)[:, None, :], dots.view(m, heads, -1))
@@ -55,7 +55,7 @@ def mqa_logits(
     fill: bool,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """out[i, j] (or out[i, j - ks[i]]) for ks[i] <= j < ke[i]; the rest -inf if `fill`, else kept."""
+    """Write out[i, j], or out[i, j - ks[i]], for ks[i] <= j < ke[i]; the rest becomes -inf if `fill`."""
     m, heads, _ = q.shape
     if fill:
         out.fill_(float("-inf"))
@@ -76,9 +76,9 @@ def mqa_logits(
 
 
 def token_lengths(context_lens: Tensor, next_n: int) -> Tensor:
-    """context_lens [B] or [B,next_n] -> length that each token sees, int64 [B,next_n], never negative.
+    """Return the length that each token sees, int64 [B,next_n], from context_lens [B] or [B,next_n].
 
-    With [B], token t of a request sees all but the next_n - 1 - t last positions.
+    With [B], token t of a request sees all but the last next_n - 1 - t positions. Negative lengths become 0.
     """
     if context_lens.dim() == 2:
         return context_lens.long().clamp_min(0)
@@ -87,7 +87,7 @@ def token_lengths(context_lens: Tensor, next_n: int) -> Tensor:
 
 
 def paged_mqa_logits_metadata(context_lens: Tensor, num_sms: int, next_n: int, out: Tensor) -> None:
-    """out int32 [num_sms+1,2]: (request, chunk) where each worker starts; the last row is (B, 0).
+    """Write out int32 [num_sms+1,2]: the (request, chunk) that each worker starts at, then (B, 0).
 
     A request has ceil(longest token length / 64) chunks; worker s starts at flattened chunk
     floor(s * total / num_sms).
@@ -103,7 +103,7 @@ def paged_mqa_logits_metadata(context_lens: Tensor, num_sms: int, next_n: int, o
 
 
 def page_contents(kv_cache: Tensor, page: int) -> tuple[Tensor, Tensor]:
-    """One page of kv_cache uint8 [pages, block, 1, D+4] -> fp8 [block, D], fp32 scales [block]."""
+    """Return keys fp8 [block, D] and scales fp32 [block] of a page of kv_cache uint8 [pages,block,1,D+4]."""
     _, block, _, width = kv_cache.shape
     data = kv_cache[page].reshape(-1)
     split = block * (width - 4)
@@ -119,10 +119,10 @@ def paged_mqa_logits(
     out: Tensor,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """out[b*next_n+t, j] for j below token t's length; the rest is left as it is."""
+    """Write out[b*next_n+t, j] for j below token t's length; the rest is left as it is."""
     batch, next_n = q.shape[:2]
     block = kv_cache.shape[1]
-    # Up to here whatever the lengths say, as the kernel.
+    # As in the kernel, no length goes beyond this width.
     most = min(out.shape[1], block_table.shape[1] * block)
     lengths = token_lengths(context_lens, next_n).clamp_max(most).tolist()
     for b in range(batch):
@@ -131,7 +131,7 @@ def paged_mqa_logits(
             continue
         pages = block_table[b, : -(-longest // block)].tolist()
         contents = [page_contents(kv_cache, page) for page in pages]
-        # Gathered as bytes: torch cannot concatenate fp8 on every backend.
+        # Keys are gathered as bytes: torch cannot concatenate fp8 on every backend.
         k = torch.cat([keys.view(torch.uint8) for keys, _ in contents])[:longest]
         k_scale = torch.cat([scales for _, scales in contents])[:longest]
         rows = slice(b * next_n, (b + 1) * next_n)
@@ -141,9 +141,9 @@ def paged_mqa_logits(
 
 
 def topk_keys(values: Tensor) -> Tensor:
-    """int64 keys that sort as `indexer_topk` ranks: -inf lowest, -0 equal to +0, every NaN above +inf."""
+    """Return int64 keys in the order of `indexer_topk`: -inf lowest, -0 equal to +0, NaN above +inf."""
     bits = values.float().view(torch.int32).long()
-    # Negative floats are 0x80000000 + magnitude: as numbers they are to descend from zero, and -0 is 0.
+    # The bits of a negative float are 0x80000000 + magnitude. Its key is -magnitude, so -0 gets 0.
     keys = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
     return torch.where(values.isnan(), torch.iinfo(torch.int32).max, keys)
 
@@ -159,9 +159,9 @@ def indexer_topk(
     first_column: int = 0,
     carried: Tensor | None = None,
 ) -> None:
-    """out int32 [M,topk]: columns of the greatest of ks[i] <= j < ke[i]; values: those logits.
+    """Write out int32 [M,topk], the columns of the greatest logits of ks[i] <= j < ke[i], and their values.
 
-    Column j is called first_column + j, the last W columns what `carried` [M,W] says.
+    Column j is called first_column + j. `carried` [M,W] has the names of the last W columns.
     """
     rows, columns = logits.shape
     firsts = [0] * rows if ks is None else ks.clamp(0, columns).tolist()

@@ -1,9 +1,10 @@
 """From queries and keys to the indices that sparse attention reads, within a workspace of a given size.
 
-Logits are made a chunk of queries and of keys at a time. Chunks of keys are taken from the last to the first,
-and what the later ones left is carried along behind a chunk's columns: both are in the order of positions
-then, so that one top-k over the row merges them, ties included. All chunks are scored by the kernel of the
-whole, and so a logit does not depend on its chunk; the result is that of one piece, bit for bit.
+Logits are made for a chunk of queries and a chunk of keys at a time. Chunks of keys are taken from the last
+to the first. The keys that later chunks kept are carried along behind a chunk's columns. Both are then in
+the order of positions, so one top-k over the row merges them, ties included. All chunks are scored by the
+kernel of the whole call, so a logit does not depend on its chunk. The result equals the result of a single
+piece, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.ops.arguments import workers
+from moe_fp8.ops.arguments import extent, workers
 from moe_fp8.ops.indexer import checks, contracts
 from moe_fp8.ops.indexer.logits import metadata_op, mqa_logits_chunk_op, paged_logits_op
 from moe_fp8.ops.indexer.topk import topk_chunk_op
 from moe_fp8.ops.registry import checked
 
-#: Chunks of keys are whole chunks of the paged schedule, and so whole pages and whole tiles.
+#: A chunk of keys is a multiple of this: it has whole chunks of the paged schedule, whole pages, whole tiles.
 _KEYS = 256
 
-#: So many queries at once fill the GPU; below, a chunk of keys rather gets shorter.
+#: This many queries at once fill the GPU. Rather than take fewer, a plan makes its chunks of keys shorter.
 _ENOUGH_QUERIES = 512
 
-#: Chunks of keys are at least so many times top-k, since what is carried is read again with each.
+#: A chunk of keys is at least this many times topk, since every chunk reads the carried keys again.
 _LEAST_CHUNK = 4
 
 #: Every buffer in the workspace begins at a multiple of this.
@@ -36,12 +37,12 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class SelectionPlan:
-    """How a selection is divided: `rows` of logits, `columns` of keys at once, and the bytes of that."""
+    """The division of a selection: it takes `rows` of logits and `columns` of keys at once."""
 
     rows: int
     columns: int
-    carried: int  # columns behind a chunk's, for the topk that later chunks left; 0 if there is one chunk
-    workers: int  # of the paged schedule; 0: not paged
+    carried: int  # columns behind a chunk's own, for keys that later chunks kept; 0 if there is one chunk
+    workers: int  # workers of the paged schedule; 0 if the selection is not paged
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -71,9 +72,9 @@ class SelectionPlan:
 def selection_plan(
     rows: int, keys: int, topk: int, max_bytes: int | None, row_step: int = 1, workers: int = 0
 ) -> SelectionPlan:
-    """The fewest chunks of `rows` x `keys` logits within `max_bytes`, rows in multiples of `row_step`.
+    """Divide `rows` x `keys` logits into the fewest chunks within `max_bytes`, by `row_step` rows.
 
-    ArgumentError if there is no such plan.
+    Raises ArgumentError if `max_bytes` is too small for any plan.
     """
     most = max(row_step, rows)
     whole = max(_KEYS, -(-keys // _KEYS) * _KEYS)
@@ -96,12 +97,12 @@ def selection_plan(
     columns = min(whole, -(-_LEAST_CHUNK * topk // _KEYS) * _KEYS)
     carried = -(-topk // 4) * 4  # rows stay aligned to 16 bytes
     if at_once > 0 and whole <= columns + 4 * carried:
-        return SelectionPlan(at_once, whole, 0, workers)  # carrying would take more than it saves
+        return SelectionPlan(at_once, whole, 0, workers)  # carried columns would take more than they save
     at_once = min(enough, most_rows(columns, carried))
     if at_once == 0:
         least = min(needed(row_step, columns, carried), needed(row_step, whole, 0))
         raise ArgumentError("indexer_select", "workspace", f"at least {least} bytes", max_bytes)
-    # _KEYS more columns are a multiple of the alignment; a chunk more than one is left.
+    # _KEYS more columns add a multiple of the alignment. At least two chunks remain.
     room = (max_bytes - needed(at_once, columns, carried)) // (4 * at_once * _KEYS)
     columns = min(columns + room * _KEYS, whole - _KEYS)
     return SelectionPlan(at_once, columns, carried, workers)
@@ -116,18 +117,19 @@ def indexer_workspace_bytes(
     next_n: int = 1,
     num_sms: int = 0,
 ) -> int:
-    """Bytes that a selection takes of its workspace: all that it takes, exactly.
+    """Return the bytes that a selection takes of its workspace, exactly.
 
-    num_queries: rows; of the paged selection B * next_n. num_keys: N, or max_context_len. max_bytes: the
-    budget; None: what the selection in one piece takes. next_n, num_sms: of the paged selection. A workspace
-    of the size returned gives the same division as one of `max_bytes`.
+    num_queries: rows, which are B * next_n in the paged selection. num_keys: N, or max_context_len.
+    max_bytes: the budget, or None for a selection in one piece.
+    next_n, num_sms: arguments of the paged selection.
 
-    Raises ArgumentError where the budget is below what one query and a chunk of 4 * topk keys take.
+    A workspace of the returned size gives the same division as a workspace of `max_bytes`. Raises
+    ArgumentError if the budget is smaller than the need of one query and a chunk of 4 * topk keys.
     """
     return selection_plan(num_queries, num_keys, topk, max_bytes, next_n, num_sms).num_bytes
 
 
-#: Writes to `out` the logits of rows and of keys `begin` to `end`, given the rows' bounds in the chunk.
+#: Takes rows, keys `begin` to `end`, the rows' bounds in that chunk, and a tensor for their logits.
 _Score = Callable[[slice, int, int, Tensor | None, Tensor, Tensor], object]
 
 
@@ -140,7 +142,7 @@ def _select(
     in_order: bool,
     out: Tensor,
 ) -> None:
-    """`bounds` gives the first key (None: 0) and the end of each of some rows; a buffer may hold them."""
+    """`bounds` gives each row's first key (None: 0) and end; it may write them to its second argument."""
     num_rows, topk = out.shape
     width = plan.columns + plan.carried
     logits, values, *positions, starts, chunk_ends, ends, _ = plan.buffers(workspace)
@@ -159,7 +161,7 @@ def _select(
         for begin in range((keys - 1) // plan.columns * plan.columns, -1, -plan.columns):
             stop = min(begin + plan.columns, keys)
             chunk_low = None
-            # What later chunks left: at most topk of the keys behind this chunk, whatever a row's end says.
+            # Later chunks kept at most topk of the keys behind this chunk, whatever a row's end says.
             if low is None:
                 torch.sub(high, stop, out=end)
             else:
@@ -211,16 +213,22 @@ def indexer_select(
     workspace: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Prefill: the topk keys of each query, `mqa_logits_fp8` and `indexer_topk` within a workspace.
+    """Prefill: the topk keys of each query, by `mqa_logits_fp8` and `indexer_topk` within a workspace.
 
     q, k, k_scale, weights, ks, ke: as in `mqa_logits_fp8`. topk, sorted: as in `indexer_topk`.
-    workspace: uint8 `[bytes]`, contiguous, 16-byte aligned, of any size from what
-    `indexer_workspace_bytes` returns for M, N and topk: queries and keys are taken in as few chunks
-    as fit. Its contents are lost. None: allocated, in one piece. out: int32 `[M, topk]`, contiguous, or None.
+    workspace: uint8 `[bytes]`, contiguous, 16-byte aligned, of any size that holds one query and a chunk of
+    4 * topk keys; `indexer_workspace_bytes` says how much of a budget is used. Queries and keys are taken in
+    as few chunks as fit. Its contents are lost. None: the op allocates enough for one piece.
+    out: int32 `[M, topk]`, contiguous, or None.
 
-    Returns out: columns of k, -1 behind the last. Every workspace gives the same bits. Nothing is allocated
-    but the workspace and out. No host synchronisation; safe to capture. Raises what both ops raise, and
+    Returns out: rows of k, then -1. Every workspace gives the same bits. Nothing is allocated but the
+    workspace and out. No host synchronisation; safe to capture. Raises what both ops raise, and
     ArgumentError for a workspace that is too small.
+
+    Large calls take the second kernel of `mqa_logits_fp8`, whose zeros are not exact. Keys whose logits tie
+    at 0 are then chosen in any order, not the lower one first. A key is passed over only for a key whose
+    exact logit is equal or nearly so: the two differ by less than the kernel's error. All chunks take the
+    same kernel.
     """
     checks.mqa_inputs("indexer_select", q, k, k_scale, weights, ks, ke)
     num_rows, keys = q.shape[0], k.shape[0]
@@ -257,19 +265,22 @@ def paged_indexer_select(
     workspace: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Decode: the topk cached positions of each token, paged logits and `indexer_topk` in a workspace.
+    """Decode: the topk cached positions of each token, by paged logits and `indexer_topk` in a workspace.
 
-    q, kv_cache, weights, context_lens, block_table, max_context_len: as in `paged_mqa_logits_fp8`; num_sms:
-    workers of its schedule, by default the SMs of the tensors' GPU. The rest as in `indexer_select`, with
-    `indexer_workspace_bytes` of B * next_n queries, max_context_len keys, next_n and num_sms.
+    q, kv_cache, weights, context_lens, block_table, max_context_len: as in `paged_mqa_logits_fp8`.
+    num_sms: workers of its schedule, by default the SMs of the tensors' GPU.
+    topk, sorted, workspace: as in `indexer_select`. `indexer_workspace_bytes` takes B * next_n queries,
+    max_context_len keys, next_n and num_sms.
+    out: int32 `[B * next_n, topk]`, contiguous, or None.
 
-    Returns out: int32 `[B * next_n, topk]`, positions in the context, -1 behind the last.
+    Returns out: positions in the context, then -1. The rest is as in `indexer_select`.
     """
     checks.paged_inputs("paged_indexer_select", q, kv_cache, weights, context_lens, block_table)
     batch, next_n = q.shape[:2]
     num_sms = workers("paged_indexer_select", q, num_sms)
     if max_context_len < 0:
         raise ArgumentError("paged_indexer_select", "max_context_len", "at least 0", max_context_len)
+    extent("paged_indexer_select", "max_context_len", max_context_len, "columns")
     if checked(q):
         contracts.paged_contexts(
             context_lens, next_n, block_table, kv_cache.shape[1], kv_cache.shape[0], max_context_len

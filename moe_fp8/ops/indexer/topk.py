@@ -24,8 +24,8 @@ _topk_parts: dict[str, Any] = {
 
 topk_op = register(f"indexer_topk({_TOPK}) -> ()", **_topk_parts)
 
-#: Logits that are a chunk of wider rows: column j is called first_column + j in out, but the last W columns
-#: are called what carried, int32 [M, W], contiguous, says. Order and ties go by columns of logits.
+#: Takes logits that are a chunk of wider rows. In out, column j is called first_column + j; carried, int32
+#: [M, W] and contiguous, has the names of the last W columns. Order and ties go by the columns of logits.
 topk_chunk_op = register(
     f"_indexer_topk_chunk({_TOPK}, SymInt first_column, Tensor? carried) -> ()", **_topk_parts
 )
@@ -43,20 +43,21 @@ def indexer_topk(
 ) -> Tensor:
     """Columns of the topk greatest logits of each row, exactly, among ks[i] <= j < ke[i].
 
-    logits: fp32 or bf16 `[M, N]`, contiguous rows of any stride and alignment; what lies outside a row's
-    range is not read and may be anything. topk: 1 to 4096, larger than a range or not.
-    ks, ke: int32 `[M]`, contiguous, 0 <= ks <= ke <= N; None: 0 and N. Other values are clamped.
-    sorted: by descending value, equal values by ascending column; otherwise by ascending column.
-    out: int32 `[M, topk]`, contiguous, or None. values: of logits' dtype, `[M, topk]`, contiguous, or None.
+    logits: fp32 or bf16 `[M, N]`, N below 2^31. Rows are contiguous, at any distance, 0 included, and at any
+    address. Logits outside a row's range are not read and may be anything.
+    topk: 1 to 4096; it may be larger than a range.
+    ks, ke: int32 `[M]`, contiguous, 0 <= ks <= ke <= N. None means 0 and N. Other values are clamped.
+    sorted: order by descending value, and equal values by ascending column. Otherwise columns ascend.
+    out: int32 `[M, topk]`, contiguous, or None. values: `[M, topk]` of logits' dtype, contiguous, or None.
     Neither may overlap another argument.
 
-    Returns out: column numbers of logits, then -1 where a range has fewer than topk. values receives the
-    chosen logits, then -inf. Among equal logits the lower columns are chosen; -0 equals +0, -inf is a value
-    like any other and NaN is above +inf, as for `torch.topk`. Every call gives the same bits.
+    Returns out: column numbers of logits, then -1 if a range has fewer than topk. values receives the chosen
+    logits, then -inf. Among equal logits the lower columns are chosen. As for `torch.topk`, -0 equals +0,
+    -inf is a value like any other, and NaN is above +inf. Every call gives the same bits.
 
-    One kernel, no workspace, no host synchronisation; safe to capture: a replay reads logits and ranges
-    anew. M = 0 returns at once. Raises ArgumentError; in checked mode ContractError naming the row whose
-    range is not one.
+    The op launches one kernel, takes no workspace and does not synchronise the host. It is safe to capture: a
+    replay reads logits and ranges anew. M = 0 returns at once. Raises ArgumentError; in checked mode
+    ContractError naming a row whose ks and ke are no range.
     """
     if out is None:
         if logits.dim() != 2:

@@ -1,5 +1,5 @@
-"""FP8 quantization: `quantize_fp8` of activations, `silu_mul_quantize` of what SiLU makes of them,
-`quantize_fp8_blocks` of weights.
+"""FP8 quantization of activations (`quantize_fp8`), of SiLU(gate) * up (`silu_mul_quantize`) and of weights
+(`quantize_fp8_blocks`).
 """
 
 from moe_fp8.ops.quantize.public import quantize_fp8, quantize_fp8_blocks, silu_mul_quantize

@@ -10,6 +10,8 @@ from moe_fp8.ops.arguments import (
     BF16,
     F32,
     FP8,
+    MAX_EXTENT,
+    extent,
     int32_vector,
     refuse_address,
     refuse_device,
@@ -17,12 +19,13 @@ from moe_fp8.ops.arguments import (
     refuse_layout,
     refuse_shape,
 )
+from moe_fp8.specs import SILU_ROWS
 
 _F32_MAX = torch.finfo(F32).max
 
 
 def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
-    """x [M,K] bf16/fp16/fp32 contiguous, K % 128 == 0; q fp8 [M,K]; scale fp32 [M,K/128]."""
+    """x [M,K] bf16/fp16/fp32, K % 128 == 0; q fp8 [M,K]; scale fp32 [M,K/128]."""
     op = "quantize_fp8"
     if x.dim() != 2:
         refuse_shape(op, "x", x, "[M, K]", "flatten the leading dimensions")
@@ -32,15 +35,33 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
         refuse_dtype(op, "x", x, "bfloat16, float16 or float32")
     if k % 128 or k == 0:
         refuse_shape(op, "x", x, "[M, K] with K a positive multiple of 128", "pad K with zeros")
-    if not x.is_contiguous() or x.data_ptr() & 15:
-        refuse_layout(op, "x", x)
+    if m > MAX_EXTENT or k > MAX_EXTENT:
+        extent(op, "x", max(m, k), "rows, and as many columns")
+    if not x.is_contiguous():
+        _readable_rows(op, x)
     _outputs(op, q, scale, (m, k))
     if not x.get_device() == q.get_device() == scale.get_device():
         refuse_device(op, x, q=q, scale=scale)
+    if x.data_ptr() & 15:
+        refuse_address(op, "x", x)
+
+
+def _readable_rows(op: str, x: Tensor) -> None:
+    """Rows are contiguous and a multiple of 16 bytes apart; they may overlap, or all be the same one."""
+    *strides, column_stride = x.stride()
+    if column_stride != 1:
+        raise ArgumentError(op, "x", "contiguous rows", f"stride {x.stride()}", "call .contiguous() on it")
+    # The stride of a dimension of size 1 does not matter.
+    size = x.element_size()
+    if any(stride * size & 15 and length > 1 for stride, length in zip(strides, x.shape, strict=False)):
+        got = f"stride {x.stride()} of {x.dtype}"
+        raise ArgumentError(
+            op, "x", "rows that are multiples of 16 bytes apart", got, "call .contiguous() on it"
+        )
 
 
 def _outputs(op: str, q: Tensor, scale: Tensor, shape: tuple[int, ...]) -> None:
-    """q fp8 of `shape`, contiguous; scale fp32 with one column for each 128 of q's; devices are left out."""
+    """q fp8 of `shape`, contiguous; scale fp32, one column for 128 columns of q; devices are not checked."""
     if q.shape != shape:
         refuse_shape(op, "q", q, f"{list(shape)}")
     if q.dtype is not FP8:
@@ -57,7 +78,7 @@ def _outputs(op: str, q: Tensor, scale: Tensor, shape: tuple[int, ...]) -> None:
 def silu_mul_quantize(
     x: Tensor, masked_m: Tensor | None, q: Tensor, scale: Tensor, power_of_two: bool, limit: float | None
 ) -> None:
-    """x bf16 [M,2I], with masked_m int32 [E] [E,M,2I]; q fp8 and scale fp32, [..,I] and [..,I/128]."""
+    """x bf16 [M,2I], or [E,M,2I] with masked_m int32 [E]; q fp8 [..,I]; scale fp32 [..,I/128]."""
     op = "silu_mul_quantize"
     if masked_m is None:
         if x.dim() != 2:
@@ -73,14 +94,14 @@ def silu_mul_quantize(
         refuse_shape(
             op, "x", x, "[..., 2I] with I a positive multiple of 128", "pad gate and up with zeros each"
         )
-    *strides, column_stride = x.stride()
-    if column_stride != 1:
-        raise ArgumentError(op, "x", "contiguous rows", f"stride {x.stride()}", "call .contiguous() on it")
-    # Where a dimension has one entry, its stride plays no part.
-    if any(stride & 7 for stride, size in zip(strides, leading, strict=True) if size > 1):
-        raise ArgumentError(op, "x", "rows that are multiples of 16 bytes apart", f"stride {x.stride()}")
+    rows, columns = x.shape[-2], width // 2
+    experts = 1 if masked_m is None else x.shape[0]
+    extent(op, "x", max(experts * rows, width), "rows, those of all experts together, and as many columns")
+    extent(op, "x", experts * -(-rows // SILU_ROWS) * (columns // 128), f"tiles of {SILU_ROWS} x 128 of q")
+    if not x.is_contiguous():
+        _readable_rows(op, x)
     if limit is not None and not 0 < limit <= _F32_MAX:
-        raise ArgumentError(op, "limit", "a positive number that float32 has, or None", limit)
+        raise ArgumentError(op, "limit", "a positive number within float32's range, or None", limit)
     if not x.get_device() == q.get_device() == scale.get_device():
         refuse_device(op, x, q=q, scale=scale)
     if masked_m is not None and masked_m.get_device() != x.get_device():

@@ -1,4 +1,4 @@
-"""CUDA launches of the quantizers: problem -> spec, grid and the one struct that the kernel takes."""
+"""CUDA launches of the quantizers: problem -> spec, grid and the parameter struct of the kernel."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from moe_fp8.specs import select_quantize, select_silu_mul_quantize
 
 
 def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Prepared | None:
-    """x [M,K] -> q [M,K] fp8 and scale [M,K/128], MN-major or to be copied from scales that are."""
-    if not scales.is_mn_major(scale):
-        # torch's functionalisation may replace an output by a clone, which drops the padding of its stride.
+    """x [M,K] -> q [M,K] fp8 and scale [M,K/128].
+
+    If `scale` is not MN-major, MN-major scales are computed and copied to it; then the result is None.
+    """
+    pitch = scales.pitch(scale)
+    if pitch == 0:
+        # torch's functionalisation may replace an output by a clone without the padding of its stride.
         padded = scales.empty_mn_major(scale.shape, scale)
         registry.OPS["quantize_fp8"].run(x, q, padded, power_of_two)
         scale.copy_(padded)
@@ -25,16 +29,18 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Prepare
     m, k = x.shape
     chosen = select_quantize(QuantizeProblem(m, k, launch.IN_DTYPES[x.dtype], power_of_two, num_sms))
     block = launch.new_block(QUANTIZE)
-    QUANTIZE.pack_into(block.buffer, 0, x.data_ptr(), q.data_ptr(), scale.data_ptr(), k, (m + 3) & -4, m, k)
+    addresses = x.data_ptr(), q.data_ptr(), scale.data_ptr()
+    QUANTIZE.pack_into(block.buffer, 0, *addresses, x.stride(0), pitch, m, k)
     return chosen.spec, chosen.grid, block
 
 
 def silu_mul_quantize(
     x: Tensor, masked_m: Tensor | None, q: Tensor, scale: Tensor, power_of_two: bool, limit: float | None
 ) -> Prepared | None:
-    """x [M,2I] or [E,M,2I] -> q fp8 [...,I] and scale [...,I/128], as in `quantize`."""
-    if not scales.is_mn_major(scale):
-        # A copy: rows that are not written keep what they have.
+    """x [M,2I] or [E,M,2I] -> q fp8 [...,I] and scale [...,I/128]; `scale` is handled as in `quantize`."""
+    pitch = scales.pitch(scale)
+    if pitch == 0:
+        # to_mn_major copies the scales, so that rows that are not written keep their values.
         padded = scales.to_mn_major(scale)
         registry.OPS["silu_mul_quantize"].run(x, masked_m, q, padded, power_of_two, limit)
         scale.copy_(padded)
@@ -53,7 +59,7 @@ def silu_mul_quantize(
         scale.data_ptr(),
         0 if masked_m is None else x.stride(0),
         x.stride(-2),
-        (m + 3) & -4,
+        pitch,
         m,
         k,
         num_experts or 1,

@@ -1,6 +1,6 @@
-"""FP8 quantization: activations per 1 x 128 group, alone or behind SiLU; weights per 128 x 128 block.
+"""FP8 quantization: activations per 1 x 128 group, alone or after SiLU; weights per 128 x 128 block.
 
-The definition is DeepSeek-V3's (arXiv 2412.19437, section 3.3.2): scale = amax / 448, value = fp8 x scale.
+The definition is from DeepSeek-V3 (arXiv 2412.19437, section 3.3.2): scale = amax / 448, value = fp8 x scale.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ def quantize_fp8(
 ) -> tuple[Tensor, Tensor]:
     """Quantize activations to FP8 with one scale per 1 x 128 group along K.
 
-    x: bf16, fp16 or fp32 `[M, K]`, contiguous, K a positive multiple of 128; M = 0 is allowed.
+    x: bf16, fp16 or fp32 `[M, K]`, K a positive multiple of 128; M = 0 is allowed. Rows are contiguous in
+    themselves, 16-byte aligned, and any multiple of 16 bytes apart, 0 included.
     power_of_two: round scales up to powers of two (UE8M0-representable), kept as fp32.
-    out: `(q, scale)` as they are returned, to write to, or None.
+    out: tensors `(q, scale)` to write to, as returned, or None. The scales' stride may also be `(1, P)`, P a
+    larger multiple of 4, as in the first M rows of a larger buffer. Scales of any other stride take one
+    more kernel.
 
     Returns `(q, scale)`: q float8_e4m3fn `[M, K]`, contiguous; scale fp32 `[M, K/128]`, MN-major: stride
-    `(1, align(M, 4))`, what the GEMMs read without conversion. `x ~ q * scale`; the unit is x's.
+    `(1, align(M, 4))`, which the GEMMs read without conversion. `q * scale` approximates x in x's unit.
 
     For a group, amax = max |x| in fp32, at least 1e-10; scale = amax / 448 (IEEE division), or
     `2**ceil(log2(scale))`; q = round-to-nearest-even(clamp(x * (1 / scale), -448, 448)). The CPU and CUDA
-    implementations agree bit for bit on finite inputs. A group that holds NaN or infinity is
-    unspecified; other groups are unaffected.
+    implementations agree bit for bit on finite inputs. The results of a group that holds NaN or infinity
+    are unspecified; other groups are unaffected.
 
-    One kernel; safe to capture. Raises ArgumentError.
+    Launches one kernel; safe to capture. Raises ArgumentError.
     """
     if x.dim() != 2:
         arguments.rank("quantize_fp8", "x", x, "[M, K]", 2)
@@ -72,28 +75,30 @@ def silu_mul_quantize(
 ) -> tuple[Tensor, Tensor]:
     """SiLU(gate) * up, quantized as by `quantize_fp8`: from an MLP's first GEMM to the input of its second.
 
-    x: bf16 `[M, 2I]`, the gate in columns 0 to I - 1 and the up projection in the others, as the product with
-    w1 stacked over w3 has them; I a positive multiple of 128, M = 0 allowed. Rows are contiguous in
-    themselves, 16-byte aligned, and may lie further apart than 2I.
-    masked_m: int32 `[E]`, contiguous, on x's device; x is then `[E, Mmax, 2I]`, and only the first
-    `masked_m[e]` rows of each expert, clamped to 0 to Mmax, are read and written. Others may hold anything
-    (NaN included) and keep what they have in out.
+    x: bf16 `[M, 2I]`. Columns 0 to I - 1 are the gate and the others are the up projection, as in the product
+    with w1 stacked over w3. I is a positive multiple of 128; M = 0 is allowed. Each row is contiguous and
+    16-byte aligned. Rows, and experts, are any multiple of 16 bytes apart, 0 included.
+    masked_m: int32 `[E]`, contiguous, on x's device, or None. If it is given, x is `[E, Mmax, 2I]`, and only
+    the first `masked_m[e]` rows of each expert, clamped to 0 to Mmax, are read and written. Other rows may
+    hold anything (NaN included) in x and keep their values in out.
     power_of_two: round scales up to powers of two, as in `quantize_fp8`.
-    limit: None, or the positive number of DeepSeek-V4's clamp: gate = min(gate, limit) and
-    up = clamp(up, -limit, limit), ahead of SiLU.
-    out: `(q, scale)` as they are returned, to write to, or None.
+    limit: None, or the positive limit of DeepSeek-V4's clamp before SiLU: gate = min(gate, limit) and
+    up = clamp(up, -limit, limit).
+    out: tensors `(q, scale)` to write to, as returned, or None; the scales' stride as in `quantize_fp8`.
 
     Returns `(q, scale)`: q float8_e4m3fn `[M, I]` or `[E, Mmax, I]`, contiguous; scale fp32 `[..., I/128]`,
-    MN-major: stride `(1, align(M, 4))` or `(align(Mmax, 4) * I/128, 1, align(Mmax, 4))`, what the GEMMs read
-    without conversion. `q * scale` is about `gate / (1 + exp(-gate)) * up`, computed in fp32 and not rounded
-    to bf16 in between; the unit is x's, squared.
+    MN-major: stride `(1, align(M, 4))` or `(align(Mmax, 4) * I/128, 1, align(Mmax, 4))`, which the GEMMs read
+    without conversion. `q * scale` approximates `gate / (1 + exp(-gate)) * up`, which is computed in fp32 and
+    not rounded to bf16; its unit is x's unit squared.
 
-    The CUDA kernel's exp and reciprocal are the hardware's, within 5e-6 of fp32's. Beside the CPU reference a
-    scale therefore differs by some units in the last place (one that is rounded up to a power of two may be
-    the next one), and a value by one rounding step of FP8 at most. Gates below -87 give 0. A group that
-    holds NaN or infinity is unspecified; other groups are unaffected.
+    The CUDA kernel uses the hardware's exp and reciprocal, which are within 5e-6 of the fp32 functions.
+    Therefore its scales differ from the CPU reference by a few units in the last place; a scale that is
+    rounded up to a power of two may be the next power. A value differs by at most one rounding step of FP8.
+    Gates below -87 give 0. The results of a group that holds NaN or infinity are unspecified; other groups
+    are unaffected.
 
-    One kernel, no host synchronisation; safe to capture: a replay reads masked_m anew. Raises ArgumentError.
+    Launches one kernel without host synchronisation; safe to capture: a replay reads masked_m again. Raises
+    ArgumentError.
     """
     dims = 2 if masked_m is None else 3
     if x.dim() != dims:
@@ -109,15 +114,15 @@ def silu_mul_quantize(
 
 
 def quantize_fp8_blocks(w: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """Quantize weights to FP8 with one scale per 128 x 128 block; plain torch, meant for offline use.
+    """Quantize weights to FP8 with one scale per 128 x 128 block, in plain torch, for offline use.
 
-    w: bf16, fp16 or fp32 `[N, K]` or `[E, N, K]`; N and K need not be multiples of 128 (the blocks at
-    the edge are smaller), though the GEMMs want K % 128 == 0 and N % 64 == 0.
+    w: bf16, fp16 or fp32 `[N, K]` or `[E, N, K]`. N and K need not be multiples of 128, since the blocks at
+    the edge may be smaller; but the GEMMs require K % 128 == 0 and N % 64 == 0.
     power_of_two: round scales up to powers of two, kept as fp32.
 
     Returns `(q, scale)`: q float8_e4m3fn of w's shape, contiguous; scale fp32 `[ceil(N/128), ceil(K/128)]`
-    or `[E, ...]`, row-major. Scales as in `quantize_fp8`, with amax over the block. Raises ArgumentError.
-    Allocates; not meant for capture.
+    or `[E, ...]`, row-major. Scales are defined as in `quantize_fp8`, with amax over the block. Raises
+    ArgumentError. The function allocates memory and is not meant for capture.
     """
     if w.dim() not in (2, 3):
         raise ArgumentError("quantize_fp8_blocks", "w", "shape [N, K] or [E, N, K]", list(w.shape))
@@ -130,7 +135,7 @@ def quantize_fp8_blocks(w: Tensor, *, power_of_two: bool = False) -> tuple[Tenso
     num_experts, n, k = w.shape
     q = torch.empty((num_experts, n, k), dtype=torch.float8_e4m3fn, device=w.device)
     scale = w.new_empty((num_experts, -(-n // 128), -(-k // 128)), dtype=torch.float32)
-    # Expert by expert, so that the fp32 working copy stays one expert large.
+    # This loop quantizes expert by expert, so that the fp32 working copy holds only one expert.
     for e in range(num_experts):
         q[e], scale[e] = reference.quantize_blocks(w[e], power_of_two)
     return q, scale

@@ -1,4 +1,4 @@
-"""What the quantizers mean, in plain torch: the CPU implementation and the oracle of the tests."""
+"""The definition of the quantizers in plain torch: the CPU implementation and the oracle of the tests."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 from moe_fp8.problems import SCALE_BLOCK
 
-#: Largest finite float8_e4m3fn.
+#: The largest finite float8_e4m3fn value.
 FP8_MAX = 448.0
 
-#: Groups whose largest magnitude is below this share its scale, so that no scale is zero.
+#: The least amax of a group: groups with a smaller amax use this value, so that no scale is zero.
 MIN_AMAX = 1e-10
 
 
 def scale_from_amax(amax: Tensor, power_of_two: bool) -> Tensor:
     """fp32 scales for groups of largest magnitude `amax` (fp32): amax / 448, rounded up if asked.
 
-    The rounding is `2**ceil(log2(scale))`, done on the exponent bits so that it is exact.
+    The rounding `2**ceil(log2(scale))` works on the exponent bits, so that it is exact.
     """
-    # A tensor divisor: torch on CUDA turns division by a Python number into a multiplication.
+    # The divisor is a tensor, because torch on CUDA turns division by a Python number into a multiplication.
     scale = torch.div(amax.clamp_min(MIN_AMAX), amax.new_full((), FP8_MAX))
     if power_of_two:
         bits = scale.view(torch.int32)
@@ -36,14 +36,14 @@ def to_fp8(values: Tensor, scale: Tensor) -> Tensor:
 def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
     """x [M,K] -> q fp8 [M,K], scale fp32 [M,K/128] (any strides)."""
     m, k = x.shape
-    groups = x.float().view(m, k // SCALE_BLOCK, SCALE_BLOCK)
+    groups = x.float().reshape(m, k // SCALE_BLOCK, SCALE_BLOCK)
     group_scale = scale_from_amax(groups.abs().amax(-1), power_of_two)
-    q.copy_(to_fp8(groups, group_scale[..., None]).view(m, k))
+    q.copy_(to_fp8(groups, group_scale[..., None]).reshape(m, k))
     scale.copy_(group_scale)
 
 
 def silu_mul(x: Tensor, limit: float | None) -> Tensor:
-    """x [..., 2K], first the gate -> SiLU(gate) * up in fp32, [..., K]; both are clamped to `limit`."""
+    """x [..., 2K], gate then up -> SiLU(gate) * up in fp32, [..., K]; gate and up are clamped by `limit`."""
     gate, up = x.float().chunk(2, -1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -53,12 +53,12 @@ def silu_mul(x: Tensor, limit: float | None) -> Tensor:
 def silu_mul_quantize(
     x: Tensor, masked_m: Tensor | None, q: Tensor, scale: Tensor, power_of_two: bool, limit: float | None
 ) -> None:
-    """`quantize` of `silu_mul`: of all rows or, with `masked_m`, of each expert's first ones alone."""
+    """`quantize` of `silu_mul`, for all rows or, with `masked_m`, for the first rows of each expert."""
     if masked_m is None:
         quantize(silu_mul(x, limit), q, scale, power_of_two)
         return
     for e, count in enumerate(masked_m.tolist()):
-        rows = slice(0, max(count, 0))  # a slice ends with the buffer
+        rows = slice(0, max(count, 0))  # a slice stops at the end of the buffer
         quantize(silu_mul(x[e, rows], limit), q[e, rows], scale[e, rows], power_of_two)
 
 
@@ -83,6 +83,6 @@ def fp8_values(q: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of an fp8 tensor, as a new tensor."""
     if q.is_cuda:
         return q.to(dtype)
-    # Looking codes up is five times as fast as torch's conversion on a CPU.
+    # On a CPU, looking up the codes is five times as fast as torch's conversion.
     codes = q.view(torch.uint8).reshape(-1).int()
     return _fp8_table(dtype).index_select(0, codes).view(q.shape)

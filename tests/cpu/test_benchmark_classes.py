@@ -1,12 +1,11 @@
-"""The benchmark harness on the CPU reference: every class builds its inputs, checks them and stores rows.
+"""Every class of the benchmarks on the CPU: it builds its inputs, checks results and stores rows.
 
-The peer is played by the reference behind the peer's own interface, so that layouts and scales agree by
-construction of the inputs, not by luck. Only the clock is replaced.
+The reference ops play the peer behind the peer's own interface. So layouts and scales agree because of the
+way the inputs are built, and not by luck. Only the clock is replaced.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -18,30 +17,9 @@ from torch import Tensor
 import moe_fp8
 from benchmarks import compare, cublas, gemm, host, inputs, logits, random_shapes, silu_mul, topk
 from benchmarks.compare import Session
-from benchmarks.results import CLASSES, Ceiling, ResultsFile, Row, device_slug, full_commit
-from benchmarks.shapes import (
-    CONTIGUOUS,
-    MASKED,
-    PAGED_MQA_LOGITS,
-    DenseShape,
-    GroupedShape,
-    MqaShape,
-    PagedShape,
-    SiluMulShape,
-    TopkShape,
-    aligned_starts,
-    expert_counts,
-)
-from benchmarks.timing import plan_rotation
-
-ENVIRONMENT = {
-    "device": "h200",
-    "driver": "1",
-    "cuda": "13.0",
-    "torch": "2",
-    "commit": "abc",
-    "date": "2026-01-01",
-}
+from benchmarks.results import ResultsFile
+from benchmarks.shapes import DenseShape, GroupedShape, MqaShape, PagedShape, SiluMulShape, TopkShape
+from tests.cpu.benchmark_rows import ENVIRONMENT, read_rows
 
 
 class ReferencePeer:
@@ -91,7 +69,7 @@ class ReferencePeer:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness on the CPU: tensors there, a small L2, and a clock that says 1, 2, 3... microseconds."""
+    """The harness on the CPU: CPU tensors, a small L2, and a clock that says 1, 2, 3... microseconds."""
 
     def replay(calls: list[Any], num_calls: int) -> list[Any]:
         for call in calls:
@@ -111,10 +89,6 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "num_sms", lambda: 4)
     monkeypatch.setattr(gemm, "_MASKED_ROWS", 8)
     monkeypatch.setattr(gemm, "CUBLAS", [])
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text())["rows"]
 
 
 SMALL = {
@@ -148,7 +122,7 @@ def test_class_runs_against_a_peer(
     session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
     getattr(module, f"run_{cls}")(session, ReferencePeer(), 1)
     assert session.failures == []
-    rows = _rows(tmp_path / "h200.json")
+    rows = read_rows(tmp_path / "h200.json")
     assert len(rows) == len(shapes)
     for row in rows:
         assert row["class"] == cls
@@ -169,7 +143,7 @@ def test_silu_mul_runs_beside_its_parts(
     session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
     silu_mul.run_silu_mul_quantize(session, None, 1)
     assert session.failures == []
-    rows, masked = _rows(tmp_path / "h200.json")
+    rows, masked = read_rows(tmp_path / "h200.json")
     assert rows["peers"] == {"torch + quantize_fp8": 2.0} and rows["notes"]["copy us"] == 3.0
     assert masked["peers"] == {} and masked["notes"]["copy us"] == 2.0
     assert rows["gbs"] == pytest.approx(5 * (5 * 256 + 8) / 1e3, rel=1e-3)
@@ -185,7 +159,7 @@ def test_topk_runs_beside_torch(on_cpu: None, monkeypatch: pytest.MonkeyPatch, t
     session = Session(results, replays=1, failures=[], sets=("listed", "development"))
     topk.run_topk(session, None, 1)
     assert session.failures == []
-    rows = _rows(tmp_path / "h200.json")
+    rows = read_rows(tmp_path / "h200.json")
     assert [row["shape"].get("set") for row in rows] == [None, None, "development"]
     for row in rows:
         assert row["peers"] == {"torch.topk": 2.0} and row["rel_error"] == 0
@@ -203,7 +177,7 @@ def test_host_class_times_every_op(on_cpu: None, monkeypatch: pytest.MonkeyPatch
     session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
     host.run_host(session, ReferencePeer(), 1)
     assert session.failures == []
-    rows = _rows(tmp_path / "h200.json")
+    rows = read_rows(tmp_path / "h200.json")
     ops = {
         "gemm_fp8": ["reference"],
         "grouped_gemm_fp8_masked": ["reference"],
@@ -245,7 +219,7 @@ def test_compile_and_warmup_run_without_a_gpu(
     host.run_compile(session, None, 24)
     host.run_warmup(session, None, 1)
     assert session.failures == []
-    rows = _rows(tmp_path / "h200.json")
+    rows = read_rows(tmp_path / "h200.json")
     compiled = [row for row in rows if row["class"] == "compile"]
     assert "gemm_fp8" in {row["shape"]["kernel"] for row in compiled}
     assert all(0 < row["us"] <= row["notes"]["max_us"] for row in compiled)
@@ -281,7 +255,7 @@ def test_a_wrong_peer_is_left_out_with_the_reason(
     monkeypatch.setattr(gemm, "DENSE", [DenseShape(3, 192, 256)])
     session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
     gemm.run_dense(session, Broken(), 1)
-    (row,) = _rows(tmp_path / "h200.json")
+    (row,) = read_rows(tmp_path / "h200.json")
     assert row["peers"] == {} and row["ratio"] is None
     assert "relative error 1" in row["notes"]["reference left out"]
 
@@ -298,37 +272,11 @@ def test_development_shapes_are_rows_of_their_own_set(
         session = Session(results, replays=20, failures=[], sets=sets)
         gemm.run_dense(session, ReferencePeer(), 1)
         assert session.failures == []
-        return [(row["shape"].get("set", "listed"), row["commit"]) for row in _rows(path)]
+        return [(row["shape"].get("set", "listed"), row["commit"]) for row in read_rows(path)]
 
     assert run("a", "development") == [("development", "a")] * 2
     assert run("b", "listed") == [("listed", "b"), *[("development", "a")] * 2]
     assert run("c", "listed", "development") == [("listed", "c"), *[("development", "c")] * 2]
-
-
-def test_random_is_an_older_name_of_the_development_set(tmp_path: Path) -> None:
-    path = tmp_path / "h200.json"
-    results = ResultsFile(path, ENVIRONMENT)
-    results.add(Row("dense", {"m": 1, "set": "random"}, 10.0))
-    ResultsFile(path, ENVIRONMENT).add(Row("dense", {"m": 2, "set": "development"}, 10.0))
-    assert [row["shape"]["m"] for row in _rows(path)] == [2]
-
-
-def test_unseen_rows_are_of_one_commit(tmp_path: Path) -> None:
-    path = tmp_path / "h200.json"
-    one, other = ({**ENVIRONMENT, "commit": digit * 40} for digit in "ab")
-    results = ResultsFile(path, one)
-    results.add(Row("dense", {"m": 1, "set": "unseen"}, 10.0))
-    results.add(Row("dense", {"m": 1}, 10.0))
-    results.add(Row("masked", {"m": 1, "set": "unseen"}, 10.0))
-    results = ResultsFile(path, one)
-    results.add(Row("dense", {"m": 2, "set": "unseen"}, 10.0))
-    assert [(row["class"], row["shape"]["m"]) for row in _rows(path)] == [
-        ("dense", 1),
-        ("dense", 2),
-        ("masked", 1),
-    ]
-    ResultsFile(path, other).add(Row("dense", {"m": 3, "set": "unseen"}, 10.0))
-    assert [(row["shape"]["m"], row["commit"][0]) for row in _rows(path)] == [(1, "a"), (3, "b")]
 
 
 def test_unseen_shapes_are_drawn_from_the_measured_commit(
@@ -338,15 +286,8 @@ def test_unseen_shapes_are_drawn_from_the_measured_commit(
     path = tmp_path / "h200.json"
     results = ResultsFile(path, {**ENVIRONMENT, "commit": "c" * 40})
     gemm.run_dense(Session(results, replays=1, failures=[], sets=("unseen",)), None, 1)
-    (row,) = _rows(path)
+    (row,) = read_rows(path)
     assert row["shape"] == {"m": 40, "n": 64, "k": 128, "set": "unseen"} and row["commit"] == "c" * 40
-
-
-def test_an_unseen_set_needs_a_full_hash() -> None:
-    assert full_commit("0123456789" * 4) == "0123456789" * 4
-    for wrong in ("unknown", "no-such-commit", "abc-dirty"):
-        with pytest.raises(ValueError, match="full hash"):
-            full_commit(wrong)
 
 
 def test_cublas_is_a_peer_and_a_ceiling(
@@ -356,7 +297,7 @@ def test_cublas_is_a_peer_and_a_ceiling(
         a: Tensor, b: Tensor, a_scale: Tensor, a_kind: Any, b_scale: Tensor, b_kind: Any
     ) -> Tensor:
         groups = a.shape[1] // 128
-        # What torch 2.11 checks before it calls cuBLASLt.
+        # torch 2.11 checks the same before it calls cuBLASLt
         assert a_scale.shape == (a.shape[0], groups) and a_scale.stride() == (1, a.shape[0])
         padded = -(-groups // 4) * 4
         assert b_scale.shape == (padded, -(-b.shape[1] // 128)) and b_scale.stride() == (1, padded)
@@ -374,7 +315,7 @@ def test_cublas_is_a_peer_and_a_ceiling(
     session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
     gemm.run_dense(session, ReferencePeer(), 1)
     assert session.failures == []
-    for row in _rows(tmp_path / "h200.json"):
+    for row in read_rows(tmp_path / "h200.json"):
         scaled_mm = next(name for name in row["peers"] if name.startswith("scaled_mm-"))
         assert row["peers"] == {"reference": 2.0, scaled_mm: 3.0}
         assert row["ratio"] == 2.0, "the ratio is against the best peer"
@@ -390,65 +331,7 @@ def test_a_torch_without_scaled_mm_is_recorded(
     session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
     gemm.run_dense(session, ReferencePeer(), 1)
     assert session.failures == []
-    (row,) = _rows(tmp_path / "h200.json")
+    (row,) = read_rows(tmp_path / "h200.json")
     assert row["peers"] == {"reference": 2.0}
     (note,) = [text for name, text in row["notes"].items() if name.endswith("left out")]
     assert "ScalingType" in note
-
-
-def test_classes_merge_and_each_is_of_one_run(tmp_path: Path) -> None:
-    path = tmp_path / "h200.json"
-    first = ResultsFile(path, ENVIRONMENT)
-    first.add(Row("masked", {"m": 1}, 10.0))
-    first.add(Row("dense", {"m": 1}, 10.0))
-    first.add(Row("dense", {"m": 2}, 20.0))
-    second = ResultsFile(path, {**ENVIRONMENT, "commit": "def"})
-    second.add(Row("dense", {"m": 3}, 30.0))
-    assert [(row["class"], row["us"], row["commit"]) for row in _rows(path)] == [
-        ("dense", 30.0, "def"),
-        ("masked", 10.0, "abc"),
-    ]
-    with pytest.raises(ValueError, match="h100"):
-        ResultsFile(path, {**ENVIRONMENT, "device": "h100"})
-    with pytest.raises(ValueError, match="unknown class"):
-        second.add(Row("dens", {}, 1.0))
-
-
-def test_derived_figures() -> None:
-    row = Row("dense", {}, 10.0, flops=5e9, nbytes=20e6, peers={"a": 12.0, "b": 11.0}).to_json("h200")
-    assert (row["tflops"], row["gbs"], row["ratio"]) == (500, 2000, 1.1)
-    assert row["ceiling_share"] == pytest.approx(2000 / 4550, rel=1e-3)
-    assert Row("dense", {}, 10.0, nbytes=1.0).to_json("unmeasured")["ceiling_share"] is None
-    assert Ceiling(1, 1) and "dense" in CLASSES
-
-
-@pytest.mark.parametrize(
-    ("name", "slug"),
-    [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GH200 480GB", "gh200")],
-)
-def test_device_slug(name: str, slug: str) -> None:
-    assert device_slug(name) == slug
-
-
-@pytest.mark.parametrize("skew", ["equal", "spread", "zipf", "routed", "sparse"])
-def test_counts_keep_the_mean_and_differ_as_named(skew: Any) -> None:
-    counts = expert_counts(32, 4, skew)
-    assert len(counts) == 32 and sum(counts) == 128 and min(counts) >= 0
-    assert (len(set(counts)) == 1) == (skew == "equal")
-    assert skew != "sparse" or counts.count(0) == 8
-
-
-def test_the_lists_hold_what_they_are_for() -> None:
-    assert any(0 in shape.counts() for shape in CONTIGUOUS), "no shape has an empty expert"
-    assert {shape.layout for shape in CONTIGUOUS} == {"m_indices", "psum", "offsets"}
-    assert {shape.layout for shape in MASKED} == {"masked"}
-    assert any(shape.next_n > 1 for shape in PAGED_MQA_LOGITS)
-    assert aligned_starts([1, 0, 129]) == [0, 128, 128, 384]
-
-
-@pytest.mark.parametrize("set_bytes", [1, 2**20, 15 * 2**20, 2**30])
-def test_rotation_defeats_the_l2(set_bytes: int) -> None:
-    l2 = 60 * 2**20
-    sets, calls = plan_rotation(set_bytes, l2)
-    assert sets >= 2 and calls >= 8 and calls % sets == 0
-    assert sets * set_bytes > 4 * l2 or sets == 64

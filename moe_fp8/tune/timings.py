@@ -1,0 +1,102 @@
+"""The file of timings: every config of every GEMM that was timed, from which constants and tables are made.
+
+It is gzip-compressed text. The first line is a JSON object about the machine, and each other line is one
+`Timing`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from moe_fp8.errors import ConfigError
+from moe_fp8.tune.targets import Target
+
+_REMEDY = "give a file that `moe-fp8 tune --timings` wrote"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds a call of several configs of one GEMM.
+
+    `rows`: the mean number of rows of an expert, which is all that the selector knows. `counts`: the rows
+    that each expert had. `us`: config -> microseconds.
+    """
+
+    target: Target
+    rows: int
+    counts: tuple[int, ...]
+    us: Mapping[str, float]
+
+    @property
+    def key(self) -> tuple[Target, int, tuple[int, ...]]:
+        return self.target, self.rows, self.counts
+
+
+def read_timings(path: Path) -> tuple[dict[str, str], list[Timing]]:
+    """(about the machine, timings); raises ConfigError if `path` holds no timings."""
+    try:
+        with gzip.open(path, "rt") as file:
+            about = json.loads(file.readline())
+            return about, [_timing(json.loads(line)) for line in file]
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError("--timings", f"a file of timings ({error})", str(path), _REMEDY) from error
+
+
+def write_timings(path: Path, about: Mapping[str, str], timings: Iterable[Timing]) -> None:
+    """Put the timings at `path`. A reader sees either the old file or the new file."""
+    lines = [json.dumps(dict(about)), *(_line(timing) for timing in timings)]
+    descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            # No time and no name in the header: equal timings are equal bytes.
+            file.write(gzip.compress("\n".join([*lines, ""]).encode(), mtime=0))
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def merge_timings(old: Iterable[Timing], new: Iterable[Timing]) -> list[Timing]:
+    """All timings in the order of their problems; a new timing of a problem replaces the old timing."""
+    found = {timing.key: timing for timing in (*old, *new)}
+    return [found[key] for key in sorted(found)]
+
+
+def class_of(timing: Timing) -> str:
+    """Dense or grouped, and an order of magnitude of rows."""
+    rows = next((f"up to {most} rows" for most in (64, 256) if timing.rows <= most), "more rows")
+    return f"{'dense' if timing.target.layout == 'dense' else 'grouped'}, {rows}"
+
+
+def regret(timings: Iterable[Timing], choose: Callable[[Timing], str]) -> dict[str, float]:
+    """Class -> the share of time that chosen configs lose to the best timed configs, as a geometric mean.
+
+    A choice that was not timed does not count.
+    """
+    ratios: dict[str, list[float]] = {}
+    for timing in timings:
+        us = timing.us.get(choose(timing))
+        if us is not None:
+            ratios.setdefault(class_of(timing), []).append(us / min(timing.us.values()))
+    return {name: geometric_mean(values) - 1 for name, values in sorted(ratios.items())}
+
+
+def _line(timing: Timing) -> str:
+    us = {config: round(value, 3) for config, value in timing.us.items()}
+    record = {"layout": timing.target.layout, "n": timing.target.n, "k": timing.target.k, "rows": timing.rows}
+    return json.dumps({**record, "counts": timing.counts, "us": us}, separators=(",", ":"))
+
+
+def _timing(record: dict[str, Any]) -> Timing:
+    counts = tuple(int(count) for count in record["counts"])
+    target = Target(record["layout"], record["n"], record["k"], len(counts))
+    return Timing(target, record["rows"], counts, {str(name): float(us) for name, us in record["us"].items()})

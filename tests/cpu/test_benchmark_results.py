@@ -1,0 +1,104 @@
+"""The benchmarks' stored rows and plans: the results file, derived figures, shapes, rotation of inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.results import CLASSES, Ceiling, ResultsFile, Row, device_slug, full_commit
+from benchmarks.shapes import CONTIGUOUS, MASKED, PAGED_MQA_LOGITS, aligned_starts, expert_counts
+from benchmarks.timing import plan_rotation
+from tests.cpu.benchmark_rows import ENVIRONMENT, read_rows
+
+
+def test_random_is_an_older_name_of_the_development_set(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    results = ResultsFile(path, ENVIRONMENT)
+    results.add(Row("dense", {"m": 1, "set": "random"}, 10.0))
+    ResultsFile(path, ENVIRONMENT).add(Row("dense", {"m": 2, "set": "development"}, 10.0))
+    assert [row["shape"]["m"] for row in read_rows(path)] == [2]
+
+
+def test_unseen_rows_are_of_one_commit(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    one, other = ({**ENVIRONMENT, "commit": digit * 40} for digit in "ab")
+    results = ResultsFile(path, one)
+    results.add(Row("dense", {"m": 1, "set": "unseen"}, 10.0))
+    results.add(Row("dense", {"m": 1}, 10.0))
+    results.add(Row("masked", {"m": 1, "set": "unseen"}, 10.0))
+    results = ResultsFile(path, one)
+    results.add(Row("dense", {"m": 2, "set": "unseen"}, 10.0))
+    assert [(row["class"], row["shape"]["m"]) for row in read_rows(path)] == [
+        ("dense", 1),
+        ("dense", 2),
+        ("masked", 1),
+    ]
+    ResultsFile(path, other).add(Row("dense", {"m": 3, "set": "unseen"}, 10.0))
+    assert [(row["shape"]["m"], row["commit"][0]) for row in read_rows(path)] == [(1, "a"), (3, "b")]
+
+
+def test_an_unseen_set_needs_a_full_hash() -> None:
+    assert full_commit("0123456789" * 4) == "0123456789" * 4
+    for wrong in ("unknown", "no-such-commit", "abc-dirty"):
+        with pytest.raises(ValueError, match="full hash"):
+            full_commit(wrong)
+
+
+def test_classes_merge_and_each_is_of_one_run(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    first = ResultsFile(path, ENVIRONMENT)
+    first.add(Row("masked", {"m": 1}, 10.0))
+    first.add(Row("dense", {"m": 1}, 10.0))
+    first.add(Row("dense", {"m": 2}, 20.0))
+    second = ResultsFile(path, {**ENVIRONMENT, "commit": "def"})
+    second.add(Row("dense", {"m": 3}, 30.0))
+    assert [(row["class"], row["us"], row["commit"]) for row in read_rows(path)] == [
+        ("dense", 30.0, "def"),
+        ("masked", 10.0, "abc"),
+    ]
+    with pytest.raises(ValueError, match="h100"):
+        ResultsFile(path, {**ENVIRONMENT, "device": "h100"})
+    with pytest.raises(ValueError, match="unknown class"):
+        second.add(Row("dens", {}, 1.0))
+
+
+def test_derived_figures() -> None:
+    row = Row("dense", {}, 10.0, flops=5e9, nbytes=20e6, peers={"a": 12.0, "b": 11.0}).to_json("h200")
+    assert (row["tflops"], row["gbs"], row["ratio"]) == (500, 2000, 1.1)
+    assert row["ceiling_share"] == pytest.approx(2000 / 4550, rel=1e-3)
+    assert Row("dense", {}, 10.0, nbytes=1.0).to_json("unmeasured")["ceiling_share"] is None
+    assert Ceiling(1, 1) and "dense" in CLASSES
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GH200 480GB", "gh200")],
+)
+def test_device_slug(name: str, slug: str) -> None:
+    assert device_slug(name) == slug
+
+
+@pytest.mark.parametrize("skew", ["equal", "spread", "zipf", "routed", "sparse"])
+def test_counts_keep_the_mean_and_differ_as_named(skew: Any) -> None:
+    counts = expert_counts(32, 4, skew)
+    assert len(counts) == 32 and sum(counts) == 128 and min(counts) >= 0
+    assert (len(set(counts)) == 1) == (skew == "equal")
+    assert skew != "sparse" or counts.count(0) == 8
+
+
+def test_the_lists_hold_what_they_are_for() -> None:
+    assert any(0 in shape.counts() for shape in CONTIGUOUS), "no shape has an empty expert"
+    assert {shape.layout for shape in CONTIGUOUS} == {"m_indices", "psum", "offsets"}
+    assert {shape.layout for shape in MASKED} == {"masked"}
+    assert any(shape.next_n > 1 for shape in PAGED_MQA_LOGITS)
+    assert aligned_starts([1, 0, 129]) == [0, 128, 128, 384]
+
+
+@pytest.mark.parametrize("set_bytes", [1, 2**20, 15 * 2**20, 2**30])
+def test_rotation_defeats_the_l2(set_bytes: int) -> None:
+    l2 = 60 * 2**20
+    sets, calls = plan_rotation(set_bytes, l2)
+    assert sets >= 2 and calls >= 8 and calls % sets == 0
+    assert sets * set_bytes > 4 * l2 or sets == 64

@@ -1,0 +1,92 @@
+"""Fitting the GEMM cost model to timings, and the shipped timings, constants and table."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from moe_fp8 import cli, tune
+from moe_fp8.errors import ConfigError
+from moe_fp8.heuristics import gemm_configs
+from moe_fp8.heuristics.gemm import costs as gemm_costs
+from moe_fp8.heuristics.gemm import table as gemm_table
+from moe_fp8.tune import Timing, fit
+from moe_fp8.tune.sample import expert_counts
+from moe_fp8.tune.timings import read_timings, regret, write_timings
+
+TIMINGS = Path(__file__).parents[2] / "benchmarks" / "timings"
+
+
+def made_up(count: int, fitted: gemm_costs.Constants, noise: float = 0.01) -> list[Timing]:
+    """Timings as the model itself would have them, but for noise."""
+    rng = random.Random(1)
+    timings = []
+    for target, rows in islice(tune.sample(2), count):
+        for counts in expert_counts(target, rows):
+            us = {}
+            for config in gemm_configs(target.layout, target.k):
+                some = tuple((one, 1) for one in counts)
+                work = gemm_costs.work(config, some, target.n, target.k, 132, target.layout != "dense")
+                predicted = work.microseconds(fitted, gemm_costs.tile_name(config))
+                us[str(config)] = predicted * rng.uniform(1 - noise, 1 + noise)
+            timings.append(Timing(target, rows, counts, us))
+    return timings
+
+
+def test_a_fit_finds_the_constants_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "_STEPS", 250)
+    true = gemm_costs.constants()
+    fitted = fit.fit(made_up(40, true))
+    for tile in ("128x128", "64x128", "8x128"):
+        assert fitted.block[tile] == pytest.approx(true.block[tile], rel=0.3)
+    assert fitted == fit.fit(made_up(40, true)), "equal timings give equal constants"
+
+
+def test_nothing_is_fitted_to_nothing() -> None:
+    with pytest.raises(ConfigError, match="--timings"):
+        fit.fit([])
+
+
+def test_a_target_is_either_fitted_to_or_tested_on() -> None:
+    timings = made_up(30, gemm_costs.constants())
+    fitted_to, tested_on = fit.held_out(timings)
+    assert len(fitted_to) + len(tested_on) == len(timings) and len(fitted_to) > len(tested_on) > 0
+    assert not {one.target for one in fitted_to} & {one.target for one in tested_on}
+
+
+def test_timings_are_written_and_read_the_same(tmp_path: Path) -> None:
+    file, timings = tmp_path / "timings.gz", made_up(3, gemm_costs.constants(), noise=0)
+    rounded = [
+        Timing(one.target, one.rows, one.counts, {c: round(us, 3) for c, us in one.us.items()})
+        for one in timings
+    ]
+    write_timings(file, {"device": "NVIDIA H200"}, timings)
+    assert read_timings(file) == ({"device": "NVIDIA H200"}, rounded)
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"\x1f\x8b\x08\x00"])
+def test_what_are_no_timings_is_refused(tmp_path: Path, text: bytes) -> None:
+    file = tmp_path / "timings.gz"
+    file.write_bytes(text)
+    assert cli.main(["tune", "--fit", "--timings", str(file), "--out", str(tmp_path / "out.json")]) == 2
+    assert cli.main(["tune", "--table", "--timings", str(file), "--out", str(tmp_path / "out.json")]) == 2
+    assert not (tmp_path / "out.json").exists()
+    assert cli.main(["tune", "--fit"]) == 2
+
+
+@pytest.mark.parametrize("device", ["h100", "h200"])
+def test_a_shipped_table_is_what_the_shipped_timings_give(device: str, tmp_path: Path) -> None:
+    timings, out = TIMINGS / f"{device}_models.gz", tmp_path / "table.json"
+    assert cli.main(["tune", "--table", "--timings", str(timings), "--out", str(out)]) == 0
+    assert json.loads(out.read_text()) == json.loads(gemm_table.table_file(device).read_text())
+
+
+def test_the_shipped_model_loses_little_on_gemms_that_it_was_not_fitted_to() -> None:
+    _, tested_on = fit.held_out(read_timings(TIMINGS / "h200_sample.gz")[1])
+    lost = regret(tested_on, lambda timing: tune.run._choice(gemm_costs.constants(), timing))
+    assert len(lost) == 6 and all(share < 0.045 for share in lost.values()), lost
+    assert sum(file.stat().st_size for file in TIMINGS.iterdir()) < 3 << 20
