@@ -200,15 +200,15 @@ def _gemm_boxes() -> dict[str, int]:
             boxes[f"moe_fp8::kTokenBoxOf<{config.block_m}>"] = config.token_box
             boxes[f"moe_fp8::kWeightBoxOf<{config.block_n}>"] = config.weight_box
             if config.out_box is not None:
-                fragments = f"moe_fp8::mma::TokensOnM<{config.block_m}, {config.block_n}>"
-                boxes[f"{fragments}::kBoxRows"], boxes["moe_fp8::kStoredTokens"] = config.out_box
+                box_rows = f"moe_fp8::mma::kBoxRowsOf<{config.block_n}>"
+                boxes[box_rows], boxes["moe_fp8::kStoredTokens"] = config.out_box
     return boxes
 
 
 def _query_boxes() -> dict[str, int]:
-    """The boxes of queries for every tile that there is; its head dimension and stages do not matter."""
+    """The boxes of queries for every tile that there is."""
     return {
-        f"moe_fp8::QueryTile<{block_q}, {heads}, 128, 3, false>::kHeadColumns": heuristics.query_box_rows(
+        f"moe_fp8::kHeadColumnsOf<{block_q}, {heads}>": heuristics.query_box_rows(
             heuristics.MqaConfig(block_q, 3), heads
         )
         for heads in INDEXER_HEADS

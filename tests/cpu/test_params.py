@@ -59,8 +59,8 @@ def test_every_kernel_has_its_struct() -> None:
         (GEMM, "gemm/shape.cuh", "kPiecesOf = kWeightRows == 256", "kPiecesOf = kWeightRows > 64"),
         (GEMM, "gemm/shape.cuh", "? kWeightRows / 2 :", "? kWeightRows / 4 :"),
         (GEMM, "gemm/shape.cuh", "kStoredTokens = 16", "kStoredTokens = 8"),
-        (GEMM, "mma/fragments.cuh", "kBoxRows = kBlockN % 64 == 0 ? 64 : 32", "kBoxRows = 32"),
-        (MQA, "mqa/tile.cuh", "kPasses = kColumns > 128 ? 2 : 1", "kPasses = kColumns > 64 ? 2 : 1"),
+        (GEMM, "mma/fragments.cuh", "kBoxRowsOf = kBlockN % 64 == 0 ? 64 : 32", "kBoxRowsOf = 32"),
+        (MQA, "mqa/tile.cuh", "kTokens * kHeads > 128 ? 2 : 1", "kTokens * kHeads > 64 ? 2 : 1"),
         (PAGED, "paged_mqa_logits_fp8.cuh", "kTokens < kBlockKv ? kTokens : kBlockKv", "32"),
     ],
 )

@@ -157,7 +157,7 @@ def work(config: GemmConfig, counts: Counts, n: int, k: int, sms: int, grouped: 
 
 #: How far apart experts' rows may be, as the standard deviation of their logarithm: a balanced router and a
 #: skewed router.
-_SPREADS = (0.3, 1.0)
+_SPREADS = (0.2, 0.7)
 
 #: Experts that are drawn for each spread, in as many draws as these make.
 _DRAWN_EXPERTS = 64

@@ -115,6 +115,10 @@ struct WeightsOnM {
     }
 };
 
+// Weight rows of a box of a staged output, for tiles of so many weight rows.
+template <int kBlockN>
+constexpr int kBoxRowsOf = kBlockN % 64 == 0 ? 64 : 32;
+
 // In tiles of 64 tokens each warpgroup has 64 weight rows. If one of the widest tiles has no more than 64 tokens, the warpgroups
 // take the same tokens, and each takes its own half of the weight rows. If such a tile also has only half of the weight rows, one
 // warpgroup rests.
@@ -128,7 +132,7 @@ struct TokensOnM {
     static constexpr int kScales = kBlockN / kScaleColumns;
     static constexpr bool kHasStaging = true;
     static constexpr int kStagedTokens = 64;
-    static constexpr int kBoxRows = kBlockN % 64 == 0 ? 64 : 32, kBoxBytes = kBoxRows * 2, kBoxes = kColumns / kBoxRows;
+    static constexpr int kBoxRows = kBoxRowsOf<kBlockN>, kBoxBytes = kBoxRows * 2, kBoxes = kColumns / kBoxRows;
     static constexpr int kStagedBoxBytes = kStagedTokens * kBoxBytes;
     static_assert(kBlockM % 64 == 0 && kBlockN % 32 == 0 && kBlockN <= 256, "64 tokens for each warpgroup");
     static_assert(kBlockM > 64 || kBlockN == 64 || kBlockN == 128, "or 64 weight rows");

@@ -40,6 +40,12 @@ static_assert(NUM_THREADS == (1 + kMathWarpgroups) * kWarpgroup && CLUSTER_SIZE 
 //   tasks                The first query warp overwrites them after `query_empty`. The arrival takes the row. By then a token's range
 //                        has decided which scores are stored, and the number of stages has decided when the task ends.
 //
+// A pass takes all tokens of a tile, or half of them if the tile has more than 128 columns. A copy brings the rows of one pass.
+template <int kTokens, int kHeads>
+constexpr int kPassesOf = kTokens * kHeads > 128 ? 2 : 1;
+template <int kTokens, int kHeads>
+constexpr int kHeadColumnsOf = kTokens / kPassesOf<kTokens, kHeads> * kHeads;
+
 // A query tile has kTokens x kHeads columns. A wide tile is multiplied in two passes of half of the tokens each, since there are not
 // enough registers for one pass. Behind the columns of a pass's heads are the columns of its terms (`mma/score.cuh`), if kWithTerms.
 template <int kTokens_, int kHeads_, int kHeadDim_, int kStages_, bool kWithTerms_>
@@ -47,9 +53,9 @@ struct QueryTile {
     static constexpr int kTokens = kTokens_, kHeads = kHeads_, kHeadDim = kHeadDim_, kStages = kStages_;
     static constexpr bool kWithTerms = kWithTerms_;
     static constexpr int kColumns = kTokens * kHeads;
-    static constexpr int kPasses = kColumns > 128 ? 2 : 1;
+    static constexpr int kPasses = kPassesOf<kTokens, kHeads>;
     static constexpr int kPassTokens = kTokens / kPasses;
-    static constexpr int kHeadColumns = kPassTokens * kHeads;
+    static constexpr int kHeadColumns = kHeadColumnsOf<kTokens, kHeads>;
     static constexpr int kPassColumns = kHeadColumns + mma::kTermColumns<kPassTokens, kWithTerms>;
     static constexpr int kPassBytes = kPassColumns * kHeadDim;
 
