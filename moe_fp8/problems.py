@@ -29,13 +29,17 @@ SCALE_BLOCK = 128
 INDEXER_HEADS = (8, 16, 32, 64)
 PAGE_SIZES = (32, 64, 128)
 
-#: Up to this number of rows, the choice of a kernel may differ from one number to the next.
-_EXACT_ROWS = 1024
+#: From this number of rows on, the choice of a GEMM kernel no longer changes.
+_MOST_ROWS = 32_768
 
 
 def selection_rows(rows: int) -> int:
-    """The rows for the choice of a GEMM kernel: exact up to 1024, then rounded up to a multiple of 64."""
-    return rows if rows <= _EXACT_ROWS else -(-rows // 64) * 64
+    """The rows for the choice of a GEMM kernel: at most 1/32 more than there are, and never above 32,768.
+
+    All numbers up to 64 and all multiples of 64 up to 4096 stay as they are, so no tile boundary is lost.
+    """
+    step = max(1, (1 << max(rows - 1, 0).bit_length() >> 1) // 32)
+    return min(-(-rows // step) * step, _MOST_ROWS)
 
 
 def selection_extent(size: int) -> int:

@@ -213,10 +213,15 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _runs(limit: int, reduced: Callable[[int], int]) -> Iterator[tuple[int, int]]:
-    """The runs (first, last) of 1..limit whose numbers `reduced`, which rounds up, maps to the same value."""
+    """The runs (first, last) of 1..limit whose numbers `reduced` maps to the same value.
+
+    `reduced` rounds up, or to the most that it distinguishes: then the last run has all larger numbers.
+    """
     first = 1
     while first <= limit:
         last = reduced(first)
+        if last < first or reduced(last + 1) <= last:
+            last = limit
         yield first, min(last, limit)
         first = last + 1
 

@@ -1,4 +1,4 @@
-"""HF config -> ModelDescription -> the GEMMs of one rank."""
+"""HF config -> ModelDescription -> the GEMMs of one rank, and plans of any number of tokens."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from moe_fp8.warmup.model import (
     load_model,
     read_config,
 )
+from moe_fp8.warmup.planner import PlanOptions, plan
 from moe_fp8.warmup.shapes import Parallelism, gemm_shapes, local_experts
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -200,3 +201,11 @@ def test_every_remedy_works() -> None:
 def test_unservable_k_is_reported() -> None:
     with pytest.raises(ConfigError, match="K of q_b"):
         shapes("deepseek_v3", 1, 1, q_lora_rank=1600)
+
+
+def test_a_plan_of_any_number_of_tokens_takes_no_longer() -> None:
+    model = load_model(CONFIGS / "qwen3_30b.json")
+    some, many = (plan(model, PlanOptions(max_tokens=tokens)) for tokens in (40_000, 2_000_000))
+    assert set(some.specs) == set(many.specs)
+    for row in many.rows:
+        assert sum(last - first + 1 for first, last in row.rows) >= len(row.rows) and len(row.rows) < 400

@@ -29,6 +29,7 @@ from moe_fp8.problems import (
     Problem,
     QuantizeProblem,
     SiluMulQuantizeProblem,
+    selection_rows,
 )
 from moe_fp8.specs import KernelSpec, kernel_spec
 from moe_fp8.warmup import planner
@@ -232,20 +233,29 @@ def test_problems_keep_what_may_decide_and_no_more() -> None:
         assert (problem.m, problem.expected_m) == (fields[1], fields[5] if len(fields) > 5 else None)
         return problem.for_selection()
 
-    dense = selected("dense", 1023, 4096, 7168)
-    assert (dense.m, dense.expected_m) == (1023, 1023)
-    assert selected("dense", 1025, 4096, 7168).m == selected("dense", 1088, 4096, 7168).m == 1088
+    dense = selected("dense", 960, 4096, 7168)
+    assert (dense.m, dense.expected_m) == (960, 960)
+    assert selected("dense", 1025, 4096, 7168).m == selected("dense", 1056, 4096, 7168).m == 1056
     masked = selected("masked", 256, 4096, 7168, 8, 20)
     assert (masked.m, masked.expected_m) == (20, 20)
     assert selected("masked", 256, 4096, 7168, 8).expected_m == 256
-    average = selected("psum", 1000, 4096, 7168, 8)
-    assert average == selected("psum", 1000, 4096, 7168, 8, 125)
-    assert (average.m, average.expected_m) == (1000, 125)
+    average = selected("psum", 1008, 4096, 7168, 8)
+    assert average == selected("psum", 1001, 4096, 7168, 8, 125)
+    assert (average.m, average.expected_m) == (1008, 126)
     for hint in (-5, 0, 1):
         assert selected("offsets", 64, 4096, 7168, 8, hint).expected_m == 1
     assert selected("offsets", 64, 4096, 7168, 8, 2**31).expected_m == 64
     for problem in (dense, masked, average):
         assert replace(problem) == problem == problem.for_selection()
+
+
+def test_rows_are_rounded_for_the_choice_without_losing_a_tile_boundary() -> None:
+    reduced = [selection_rows(rows) for rows in range(1, 70_000)]
+    assert all(0 <= after - rows <= rows / 32 for rows, after in enumerate(reduced[:32_768], 1))
+    assert reduced[:64] == list(range(1, 65))
+    assert all(selection_rows(rows) == rows for rows in range(64, 4097, 64))
+    assert all(selection_rows(after) == after for after in set(reduced))
+    assert max(reduced) == 32_768 and len(set(reduced)) < 400
 
 
 def test_specs_are_distinct_and_all_used(planned: Plan) -> None:
@@ -277,10 +287,10 @@ def test_a_spec_outside_the_plan_is_not_in_it(planned: Plan) -> None:
     assert kernel_spec(wider) not in planned
 
 
-def test_deepseek_v32_is_planned_in_two_seconds() -> None:
+def test_deepseek_v32_is_planned_in_a_second() -> None:
     """Planning runs in its own process, so that the selector's caches are cold.
 
-    The two seconds hold for a machine on which this loop takes 70 ms. Machines differ in speed, and the other
+    The second holds for a machine on which this loop takes 70 ms. Machines differ in speed, and the other
     load of its host changes a machine's speed by a factor of three.
     """
     code = (
@@ -297,7 +307,7 @@ def test_deepseek_v32_is_planned_in_two_seconds() -> None:
         "found = plan(model, PlanOptions(tp=8, ep=8, max_tokens=16384, next_n=2))\n"
         "seconds = time.process_time() - started\n"
         "loops += [loop(), loop()]\n"
-        "assert seconds / 2 < sorted(loops)[1] / 0.07, (seconds, loops)\n"
+        "assert seconds < sorted(loops)[1] / 0.07, (seconds, loops)\n"
         "assert len(found.specs) > 10\n"
         "assert 'torch' not in sys.modules and 'moe_fp8.ops' not in sys.modules\n"
     )

@@ -252,21 +252,17 @@ def _ranked(
 
 
 def modelled_rows(problem: GemmProblem) -> int:
-    """The rows that costs are predicted for: up to 1/32 more than there are, or 1/16 if they are a mean.
+    """The rows that costs are predicted for.
 
-    Dense rows are also rounded up to whole tiles of the smallest kind considered. Beyond 32768 rows, or 4096
-    of an expert, the order of the configs no longer changes.
+    Dense rows are rounded up to whole tiles of the smallest kind considered. A mean of experts' rows is
+    rounded up by at most 1/16, and beyond 4096 the order of the configs no longer changes.
     """
     rows = problem.rows
     if problem.layout == "dense":
-        step, most = max(_smallest_tile(rows), _power_of_two_below(rows) // 32), 32768
-    else:
-        step, most = max(1, _power_of_two_below(rows) // 16), 4096
-    return min(-(-rows // step) * step, most)
-
-
-def _power_of_two_below(rows: int) -> int:
-    return 1 << max(rows - 1, 0).bit_length() >> 1
+        step = _smallest_tile(rows)
+        return -(-rows // step) * step
+    step = max(1, (1 << (rows - 1).bit_length() >> 1) // 16)
+    return min(-(-rows // step) * step, 4096)
 
 
 def ranked(problem: GemmProblem) -> tuple[tuple[GemmConfig, Prediction], ...]:
