@@ -87,3 +87,8 @@ def test_what_is_asserted_is_a_part_of_the_key(monkeypatch: pytest.MonkeyPatch) 
 def test_assertions_name_every_field() -> None:
     text = params.assertions("gemm_fp8")
     assert re.findall(r"offsetof\(GemmParams, (\w+)\) ==", text) == list(params.GEMM.offsets)
+
+
+def test_every_kernel_has_a_struct_that_is_checked() -> None:
+    kernels = {file.stem for file in Path(params.__file__).parent.joinpath("kernels").glob("*.cuh")}
+    assert kernels == set(params._KERNELS)
