@@ -114,7 +114,7 @@ def test_every_op_agrees_on_the_models_own_inputs(
     worst: dict[str, float] = {}
 
     def compare(module: ModuleType, attribute: str, name: str) -> None:
-        op = getattr(module, name)
+        op = getattr(module, attribute)
 
         def both(*arguments: Any, **options: Any) -> Any:
             # Copy the arguments before the call, which may write into them.
