@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO, TypeAlias
 
@@ -18,7 +19,7 @@ from moe_fp8.jit import worker
 from moe_fp8.jit.artifact import Artifact
 from moe_fp8.jit.files import decode
 from moe_fp8.jit.progress import BuildRow, Progress, ProgressCallback, open_progress
-from moe_fp8.jit.store import KernelStore, default_store
+from moe_fp8.jit.store import FIRST_PAUSE, KernelStore, default_store, longer
 from moe_fp8.settings import settings
 from moe_fp8.specs import KernelSpec
 
@@ -53,7 +54,8 @@ def build(
 
     `jobs`: compiler processes; the default is MOE_FP8_JOBS, else the available cores. They are fresh
     processes that import neither the caller's main module nor torch. The build tries all specs, then raises
-    CompileError with all failures. It raises ToolchainError if there is no compiler.
+    CompileError with all failures. It raises ToolchainError if there is no compiler. Processes that build
+    into one store at the same time share the work, and each kernel is compiled once in all.
     """
     started = time.perf_counter()
     store = store or default_store()
@@ -76,12 +78,11 @@ def build(
         if missing:
             store.check_compiler(missing[0])
         jobs = min(settings().jobs if jobs is None else jobs, len(missing))
-        results = _compile_here(store, missing) if jobs <= 1 else _compile_apart(store, missing, jobs)
-        for spec, result in results:
+        for spec, result, hit in _get_missing(store, missing, jobs):
             if isinstance(result, str):
                 failures.append((spec, result))
             else:
-                done(spec, *result)
+                done(spec, result, hit)
     if failures:
         name = failures[0][0].name
         raise CompileError(name, "\n".join(f"{spec}: {log}" for spec, log in failures))
@@ -101,71 +102,125 @@ def _row(spec: KernelSpec, artifact: Artifact, cached: bool) -> BuildRow:
     )
 
 
-#: (artifact, whether the store already held it), or an error message.
-_Result: TypeAlias = tuple[Artifact, bool] | str
+#: The artifact, or an error message.
+_Result: TypeAlias = Artifact | str
 
 
-def _compile_here(store: KernelStore, specs: list[KernelSpec]) -> Iterator[tuple[KernelSpec, _Result]]:
-    for spec in specs:
-        try:
-            yield spec, store.get_or_compile(spec)
-        except CompileError as error:
-            yield spec, error.log
-
-
-def _compile_apart(
+def _get_missing(
     store: KernelStore, specs: list[KernelSpec], jobs: int
-) -> Iterator[tuple[KernelSpec, _Result]]:
-    tasks: queue.SimpleQueue[KernelSpec] = queue.SimpleQueue()
-    for spec in specs:
-        tasks.put(spec)
+) -> Iterator[tuple[KernelSpec, _Result, bool]]:
+    """(spec, artifact or error message, whether another process compiled it) for each of `specs`.
+
+    Any number of processes may build the same kernels: a process takes a kernel's lock only when it has a
+    free compiler, and goes on with the next kernel if another process holds the lock. So they share the
+    work. A kernel in other hands is looked at again later, because its holder may fail or die.
+    """
+    waiting = deque(specs)
+    compilers = [_Compiler(store.location()) for _ in range(jobs)] if jobs > 1 else [_InProcess(store)]
+    tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
     results: queue.SimpleQueue[tuple[KernelSpec, _Result]] = queue.SimpleQueue()
-    compilers = [_Compiler(store.location()) for _ in range(jobs)]
-    threads = [threading.Thread(target=compiler.run, args=(tasks, results)) for compiler in compilers]
+    threads = [threading.Thread(target=_run, args=(one, tasks, results)) for one in compilers]
+    busy = 0
+    pause = FIRST_PAUSE
     try:
         for thread in threads:
             thread.start()
-        for _ in specs:
-            spec, result = results.get()
+        while waiting or busy:
+            if busy < len(compilers) and (task := _take(store, waiting)) is not None:
+                pause = FIRST_PAUSE
+                if task.artifact is None:
+                    tasks.put(task)
+                    busy += 1
+                else:
+                    yield task.spec, task.artifact, True
+                continue
+            try:
+                # Without a free compiler there is nothing to do before the next result.
+                spec, result = results.get(timeout=pause if waiting and busy < len(compilers) else None)
+            except queue.Empty:
+                pause = longer(pause)
+                continue
+            busy -= 1
             if not isinstance(result, str):
                 # The worker wrote the artifact to disk if it could; this process keeps it in memory too.
-                store.adopt(result[0])
-            yield spec, result
+                store.adopt(result)
+            yield spec, result, False
     finally:
         # An interrupted caller gets here early. Workers have nothing to save.
         for compiler in compilers:
             compiler.stop()
+            tasks.put(None)
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
 
 
+@dataclass(frozen=True)
+class _Task:
+    """A kernel to compile with its lock, or a kernel that another process has published as `artifact`."""
+
+    spec: KernelSpec
+    lock: ExitStack
+    artifact: Artifact | None
+
+
+def _take(store: KernelStore, waiting: deque[KernelSpec]) -> _Task | None:
+    """The first of `waiting` that no other process holds, or None; those that are held move to the end."""
+    for _ in range(len(waiting)):
+        spec = waiting.popleft()
+        key = store.key(spec)
+        lock = store.try_lock(key)
+        if lock is None:
+            waiting.append(spec)
+            continue
+        with lock:
+            artifact = store.get(key)
+            # Only a kernel that must be compiled keeps its lock beyond this block.
+            return _Task(spec, lock.pop_all() if artifact is None else lock, artifact)
+    return None
+
+
+def _run(
+    compiler: _Compiler | _InProcess,
+    tasks: queue.SimpleQueue[_Task | None],
+    results: queue.SimpleQueue[tuple[KernelSpec, _Result]],
+) -> None:
+    """Feed a compiler in a thread of its own, until a task is None."""
+    while (task := tasks.get()) is not None:
+        try:
+            with task.lock:
+                result = compiler.compile(task.spec)
+        except Exception as error:
+            # The build waits for a result of every task, so any error must become a result.
+            result = f"the compiler cannot be used ({type(error).__name__}: {error})"
+        results.put((task.spec, result))
+    compiler.stop()
+
+
+class _InProcess:
+    """The compiler of a build with one job: it needs no process of its own."""
+
+    def __init__(self, store: KernelStore) -> None:
+        self._store = store
+
+    def compile(self, spec: KernelSpec) -> _Result:
+        try:
+            return self._store.compile(spec)
+        except CompileError as error:
+            return error.log
+
+    def stop(self) -> None:
+        """There is nothing to stop: NVRTC cannot be interrupted."""
+
+
 class _Compiler:
-    """One worker process, which is restarted if it dies, and the loop that feeds it from a thread."""
+    """One worker process, which starts with the first kernel and is started again if it dies."""
 
     def __init__(self, location: dict[str, str | None]) -> None:
         self._location = location
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
         self._lock = threading.Lock()
-
-    def run(
-        self,
-        tasks: queue.SimpleQueue[KernelSpec],
-        results: queue.SimpleQueue[tuple[KernelSpec, _Result]],
-    ) -> None:
-        while not self._stopped:
-            try:
-                spec = tasks.get_nowait()
-            except queue.Empty:
-                break
-            try:
-                result = self._compile(spec)
-            except Exception as error:
-                # The build waits for a result of every task, so any error must become a result.
-                result = f"the compiler process cannot be used ({type(error).__name__}: {error})"
-            results.put((spec, result))
-        self.stop()
 
     def stop(self) -> None:
         """End the process, if it runs, and start no other."""
@@ -175,7 +230,7 @@ class _Compiler:
         if process is not None:
             _end(process)
 
-    def _compile(self, spec: KernelSpec) -> _Result:
+    def compile(self, spec: KernelSpec) -> _Result:
         process = self._running()
         reply = None
         try:
@@ -194,7 +249,7 @@ class _Compiler:
         if "error" in header:
             return str(header["error"])
         artifact = decode(payload)
-        return "the artifact was damaged on its way" if artifact is None else (artifact, bool(header["hit"]))
+        return "the artifact was damaged on its way" if artifact is None else artifact
 
     def _running(self) -> subprocess.Popen[bytes]:
         with self._lock:

@@ -14,8 +14,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
@@ -35,6 +34,9 @@ _logger = logging.getLogger(__name__)
 # This is longer than any compilation. After this time the lock's holder is stopped, or the file system has
 # lost the lock; compiling twice is then better than waiting for ever.
 _LOCK_SECONDS = 120.0
+
+#: The first pause in seconds between two attempts to take a lock; `longer` gives the next.
+FIRST_PAUSE = 0.002
 
 
 class KernelStore:
@@ -61,7 +63,8 @@ class KernelStore:
         self._memory: dict[str, Artifact] = {}
         self._keys: dict[KernelSpec, str] = {}
         self._mutex = threading.Lock()
-        self._key_locks: dict[str, threading.Lock] = {}
+        self._held: set[str] = set()
+        self._refused: dict[str, float] = {}
         self._warned = False
         self._readable = False
         self._writable = False
@@ -109,16 +112,51 @@ class KernelStore:
         artifact = self.get(key)
         if artifact is not None:
             return artifact, True
-        with self._mutex:
-            mutex = self._key_locks.setdefault(key, threading.Lock())
-        with mutex, self._file_lock(key):
+        with self._wait_for_lock(key):
             artifact = self.get(key)
             if artifact is not None:
                 return artifact, True
-            self.check_compiler(spec)
-            artifact = compile_kernel(spec, self._arch, self._sources)
-            self.put(artifact)
-            return artifact, False
+            return self.compile(spec), False
+
+    def compile(self, spec: KernelSpec) -> Artifact:
+        """Compile and publish `spec`, whose lock the caller holds. Raises CompileError, ToolchainError."""
+        self.check_compiler(spec)
+        artifact = compile_kernel(spec, self._arch, self._sources)
+        self.put(artifact)
+        return artifact
+
+    def try_lock(self, key: str) -> ExitStack | None:
+        """The lock of `key`, which `close()` releases in any thread; None while somebody else holds it.
+
+        The holder compiles the kernel. Look for the artifact again after this method returned a lock: the
+        last holder may have published it. The OS releases the lock if this process dies.
+        """
+        self._open()
+        lock = ExitStack()
+        with self._mutex:
+            if key in self._held:
+                return self._refuse(key, lock)
+            self._held.add(key)
+        lock.callback(self._held.discard, key)
+        descriptor = self._open_lock(key) if self._writable else None
+        if descriptor is not None:
+            lock.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EINTR):
+                    return self._refuse(key, lock)
+                # Publishing is atomic anyway, so going on costs only a second compilation.
+                _logger.debug("kernel %s is compiled without a lock: %s", key, error)
+            else:
+                # A process that was forked meanwhile has a copy of the descriptor. Closing this descriptor
+                # would leave the lock to the copy.
+                lock.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
+                for stale in self._root_folder().glob(f"{key}.*.tmp"):
+                    with suppress(OSError):
+                        stale.unlink()
+        self._refused.pop(key, None)
+        return lock
 
     def check_compiler(self, missing: KernelSpec) -> None:
         """Raise ToolchainError if `missing`, which the store does not hold, cannot be compiled either."""
@@ -225,45 +263,40 @@ class KernelStore:
             raise
         sync_folder(path.parent)
 
-    @contextmanager
-    def _file_lock(self, key: str) -> Iterator[None]:
-        """Hold this key's lock against other processes; the OS releases it if this process dies."""
-        descriptor = self._acquire(key) if self._writable else None
+    def _open_lock(self, key: str) -> int | None:
+        """The descriptor of this key's lock file, which is not locked yet; None if it cannot be opened."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            yield
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
-
-    def _acquire(self, key: str) -> int | None:
-        assert self.root is not None
-        try:
-            descriptor = os.open(
-                self.root / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-            )
+            return os.open(self._root_folder() / f"{key}.lock", flags, 0o600)
         except OSError as error:
             self._writable = False
             self._warn(f"cannot be written ({error})")
             return None
-        deadline = time.monotonic() + _LOCK_SECONDS
-        pause = 0.002
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in (errno.EWOULDBLOCK, errno.EINTR) or time.monotonic() > deadline:
-                    # The file system has no locks, or the holder is stuck. Publishing is atomic anyway, so
-                    # going on costs only a second compilation.
-                    os.close(descriptor)
-                    _logger.debug("kernel %s is compiled without a lock: %s", key, error)
-                    return None
-                time.sleep(pause)
-                pause = min(pause * 1.5, 0.05)
-            else:
-                for stale in self.root.glob(f"{key}.*.tmp"):
-                    with suppress(OSError):
-                        stale.unlink()
-                return descriptor
+
+    def _refuse(self, key: str, lock: ExitStack) -> ExitStack | None:
+        """None, or an empty lock if `key` has been held for longer than any compilation takes."""
+        lock.close()
+        now = time.monotonic()
+        if now - self._refused.setdefault(key, now) <= _LOCK_SECONDS:
+            return None
+        _logger.debug("kernel %s is compiled without a lock: its holder is stuck", key)
+        return ExitStack()
+
+    def _wait_for_lock(self, key: str) -> ExitStack:
+        pause = FIRST_PAUSE
+        while (lock := self.try_lock(key)) is None:
+            time.sleep(pause)
+            pause = longer(pause)
+        return lock
+
+    def _root_folder(self) -> Path:
+        assert self.root is not None
+        return self.root
+
+
+def longer(pause: float) -> float:
+    """The pause after `pause` between two attempts to take a lock."""
+    return min(pause * 1.5, 0.05)
 
 
 @cache
