@@ -6,6 +6,7 @@ the cubin, so other users must be able to write neither the file nor its folder.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -48,17 +49,29 @@ def decode(data: bytes) -> Artifact | None:
 
 
 def distrust(status: os.stat_result) -> str:
-    """Why a file or folder must not be used; "" if only this user or root can write it."""
-    if status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return ""
-    return (
-        f"belongs to user {status.st_uid} or can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
-    )
+    """Why a file or folder must not be used, with every reason; "" if only this user or root can write it."""
+    if stat.S_ISLNK(status.st_mode):
+        return "is a symbolic link"
+    reasons = []
+    if status.st_uid not in (os.geteuid(), 0):
+        reasons.append(f"belongs to user {status.st_uid} (this user is {os.geteuid()})")
+    bits = {"its group": stat.S_IWGRP, "others": stat.S_IWOTH}
+    if writers := [who for who, bit in bits.items() if status.st_mode & bit]:
+        reasons.append(f"can be written by {' and '.join(writers)} (mode {stat.S_IMODE(status.st_mode):04o})")
+    return " and ".join(reasons)
 
 
 def read_file(path: Path) -> tuple[bytes, os.stat_result]:
-    """The bytes of a file that is no symbolic link, and the status of the open file; raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    """The bytes and the status of a file; raises OSError.
+
+    A symbolic link is not followed: it has no bytes, and `distrust` refuses its status.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return b"", os.lstat(path)
+        raise
     try:
         # open() refuses a folder but does not close its descriptor; `finally` closes it.
         with open(descriptor, "rb", closefd=False) as file:

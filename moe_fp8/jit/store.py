@@ -66,6 +66,7 @@ class KernelStore:
         self._held: set[str] = set()
         self._refused: dict[str, float] = {}
         self._warned = False
+        self._warned_files: set[Path] = set()
         self._readable = False
         self._writable = False
         self._opened = False
@@ -240,13 +241,19 @@ class KernelStore:
             self._warn(f"cannot be read ({error})")
             return None
         if problem := distrust(status):
-            _logger.warning("kernel file %s %s and is not used", path, problem)
+            self._warn_of_file(path, f"{problem} and is not used")
             return None
         artifact = decode(data)
         if artifact is None or artifact.key != key:
-            _logger.warning("kernel file %s is damaged and will be rebuilt", path)
+            self._warn_of_file(path, "is damaged and will be rebuilt")
             return None
         return artifact
+
+    def _warn_of_file(self, path: Path, problem: str) -> None:
+        # The file is read again when the kernel's lock is taken.
+        if path not in self._warned_files:
+            self._warned_files.add(path)
+            _logger.warning("kernel file %s %s", path, problem)
 
     def _write(self, artifact: Artifact) -> None:
         path = self.path(artifact.key)

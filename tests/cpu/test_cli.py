@@ -337,6 +337,8 @@ def test_doctor_warns_of_a_cache_that_will_not_be_used(tmp_path: Path) -> None:
     shared.chmod(0o777)
     assert findings(shared)["kernel cache"].status == "warn"
     assert findings(shared)["kernel cache"].remedy
+    reason = "can be written by its group and others (mode 0777), and is not used"
+    assert findings(shared)["kernel cache"].detail == f"{shared} {reason}"
     file = tmp_path / "file"
     file.write_text("")
     assert findings(file)["kernel cache"].status == "warn"
