@@ -10,8 +10,9 @@ from moe_fp8.errors import BundleError, CompileError, ConfigError, JitError, Moe
 from moe_fp8.jit.bundle import bundle_in_use
 from moe_fp8.jit.store import KernelStore, default_store
 from moe_fp8.settings import settings
-from moe_fp8.warmup.model import load_model
-from moe_fp8.warmup.planner import Plan, PlanOptions, plan
+from moe_fp8.warmup.models import load_model
+from moe_fp8.warmup.options import PlanOptions
+from moe_fp8.warmup.planner import Plan, plan
 from moe_fp8.warmup.run import default_num_sms
 
 EXIT_OK = 0

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from moe_fp8.jit.build import BuildReport
 from moe_fp8.specs import GEMM_LAYOUTS, KernelSpec
-from moe_fp8.warmup.planner import Plan, Ranges
+from moe_fp8.warmup.planner import Plan
+from moe_fp8.warmup.rows import Ranges
 
 #: The width of output, in columns, if stdout is no terminal.
 PLAIN_WIDTH = 100
