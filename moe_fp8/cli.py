@@ -32,15 +32,17 @@ from moe_fp8.warmup.arguments import (
     batch_invariant_from,
     complain,
     counts,
+    model_from,
     num_sms_from,
+    parallelism_from,
     plan_from,
     positive,
     store_from,
 )
 from moe_fp8.warmup.bundle import build_bundle
 from moe_fp8.warmup.explain import explain, explanation_table
+from moe_fp8.warmup.options import every
 from moe_fp8.warmup.run import build_plan, missing_kernels
-from moe_fp8.warmup.shapes import Parallelism
 from moe_fp8.warmup.tables import build_table, console, plan_table, rows_table
 
 
@@ -196,8 +198,8 @@ def _explain(arguments: argparse.Namespace) -> int:
         k,
         arguments.experts,
         arguments.expected_m,
-        num_sms=num_sms_from(arguments),
-        batch_invariant=batch_invariant_from(arguments),
+        num_sms=every(num_sms_from(arguments))[0],
+        batch_invariant=every(batch_invariant_from(arguments))[0],
     )
     keys, cached = _state(told.specs, arguments)
     if arguments.json:
@@ -318,9 +320,10 @@ def _tune(arguments: argparse.Namespace) -> int:
             raise ConfigError("--fit, --table", "--timings FILE, which has the timings", "none")
         print((tune.refit if arguments.fit else tune.retable)(arguments.timings, arguments.out))
         return EXIT_OK
-    parallelism = Parallelism(arguments.tp, arguments.ep)
+    parallelism = parallelism_from(arguments)
     targets = [tune.parse_target(text) for text in arguments.shape]
-    for model in arguments.model:
+    for path in arguments.model:
+        model = model_from(path, arguments)
         targets += tune.model_targets(model, parallelism, pad_intermediate=arguments.pad_intermediate)
     # Targets of equal weights follow each other, so that the weights are made once.
     targets = sorted(set(targets), key=lambda target: (target[1:], target.layout))

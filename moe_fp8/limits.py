@@ -1,7 +1,7 @@
-"""The sizes that the kernels serve. The ops refuse other sizes, and the planner lists them, by these functions.
+"""The sizes that the kernels serve: the ops refuse other sizes, and the planner lists them, by these rules.
 
-Each function returns the reason for a refusal, or "" for sizes that are served. This module needs only the standard
-library.
+Each function returns the reason for a refusal, or "" for sizes that are served. This module needs only the
+standard library.
 """
 
 from __future__ import annotations

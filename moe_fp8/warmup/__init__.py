@@ -11,7 +11,7 @@ from moe_fp8.warmup.options import PlanOptions
 from moe_fp8.warmup.planner import Plan, plan
 from moe_fp8.warmup.rows import PlanRow
 from moe_fp8.warmup.run import build_plan, load_plan, missing_kernels
-from moe_fp8.warmup.shapes import GemmShape, Parallelism, Unplanned, gemm_shapes, unplanned
+from moe_fp8.warmup.shapes import GemmShape, Parallelism, Unplanned, gemm_shapes, parse_shape, unplanned
 
 __all__ = [
     "GemmShape",
@@ -28,6 +28,7 @@ __all__ = [
     "load_model",
     "load_plan",
     "missing_kernels",
+    "parse_shape",
     "plan",
     "read_config",
     "unplanned",

@@ -22,10 +22,10 @@ class Logits:
 class EngineCalls:
     """The calls of one engine.
 
-    `contiguous` are its layouts of grouped GEMMs beside "masked". `quantizes`: it calls our ops that quantize (of
-    activations, after SiLU, and into the indexer's cache) and our top-k; engines mostly have kernels of their own for
-    these. `logits` are its forms of prefill logits. `bf16` are linear layers that it computes in bf16 although the
-    checkpoint has FP8 weights. `fewer_sms`: it may call the ops with so many SMs fewer.
+    `contiguous` are its layouts of grouped GEMMs beside "masked". `quantizes`: it calls our ops that quantize
+    (of activations, after SiLU, and into the indexer's cache) and our top-k; engines mostly have kernels of
+    their own for these. `logits` are its forms of prefill logits. `bf16` are linear layers that it computes
+    in bf16 although the checkpoint has FP8 weights. `fewer_sms`: it may call the ops with so many SMs fewer.
     """
 
     name: str
@@ -46,7 +46,8 @@ ANY = EngineCalls(
 )  # fmt: skip
 
 _ENGINES = (
-    # vLLM serves with psum and warms up with m_indices; its indexer multiplies wk and weights_proj together, in bf16.
+    # vLLM serves with psum and warms up with m_indices; its indexer multiplies wk and weights_proj together,
+    # in bf16.
     EngineCalls(
         "vllm", "0.33.0", ("m_indices", "psum"), False, (Logits(True, False, "float32"),), ("indexer.wk",)
     ),

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Group, JustifyMethod
 from rich.text import Text
 
-from moe_fp8.errors import ConfigError
 from moe_fp8 import limits
+from moe_fp8.errors import ConfigError
 from moe_fp8.heuristics import GemmConfig, gemm_config, gemm_grid
 from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table

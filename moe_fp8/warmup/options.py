@@ -23,16 +23,16 @@ _MOST_ROWS = 2**31 - 1
 
 @dataclass(frozen=True)
 class PlanOptions(Parallelism):
-    """The parallelism of a server and the limits of its calls. A tuple means that the server uses all its values.
+    """The parallelism of a server and the limits of its calls. A server uses all values of a tuple.
 
-    `max_tokens`: tokens of one forward pass. `max_batch`: requests decoded together. `next_n`: the most tokens of
-    a request in one decode step, or a tuple of all numbers that occur. `num_sms`: SMs that the ops use; with
-    a tuple, for example 132, 112 and 78, some calls leave SMs to communication. `block_size`: tokens of a page of
-    the indexer's cache. `masked_rows`: the most rows of an expert's buffer in the masked layout; by default
-    enough for `max_batch` and `next_n`, rounded up to a multiple of 128. `out_dtypes`: dtypes of the GEMMs' outputs.
-    `pad_intermediate`: see `gemm_shapes`. `batch_invariant`: whether the server runs with
-    MOE_FP8_BATCH_INVARIANT on; the default is this process's setting. `engine`: plan only what this engine calls
-    ("vllm" or "sglang"); None plans every call that the ops serve.
+    `max_tokens`: tokens of one forward pass. `max_batch`: requests decoded together. `next_n`: the most
+    tokens of a request in one decode step, or a tuple of all numbers that occur. `num_sms`: SMs that the ops
+    use; with a tuple, for example 132, 112 and 78, some calls leave SMs to communication. `block_size`:
+    tokens of a page of the indexer's cache. `masked_rows`: the most rows of an expert's buffer in the masked
+    layout; by default enough for `max_batch` and `next_n`, rounded up to a multiple of 128. `out_dtypes`:
+    dtypes of the GEMMs' outputs. `pad_intermediate`: see `gemm_shapes`. `batch_invariant`: whether the server
+    runs with MOE_FP8_BATCH_INVARIANT on; the default is this process's setting. `engine`: plan only what this
+    engine calls ("vllm" or "sglang"); None plans every call that the ops serve.
     """
 
     max_tokens: int = 16384

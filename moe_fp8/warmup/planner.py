@@ -37,6 +37,16 @@ class Plan:
     def __contains__(self, spec: object) -> bool:
         return spec in self.specs
 
+    @property
+    def lacking(self) -> tuple[Unplanned, ...]:
+        """The layers with quantized weights for which a server needs other kernels."""
+        return tuple(layer for layer in self.unplanned if layer.lacking)
+
+    @property
+    def remedy(self) -> str:
+        """Settings with which uneven layers would be planned, or ""."""
+        return working_settings(self.model, self.options) if uneven(self.unplanned) else ""
+
     def keys(self) -> dict[KernelSpec, str]:
         """The content key of each kernel with this machine's NVRTC; raises ToolchainError if it has none."""
         return {spec: kernel_key(spec) for spec in self.specs}
@@ -91,25 +101,25 @@ def plan(
 ) -> Plan:
     """Plan one rank of `model`; `extra` are further GEMMs of the caller that the config does not define.
 
-    Every linear layer of the model is in the plan, or in its `unplanned` with the reason. Needs no GPU, no torch and
-    no compiler. Raises ConfigError if the parallelism does not fit the model; with `strict`, ModelError if a
-    linear layer is not planned whose weights are FP8.
+    Every linear layer of the model is in the plan, or in its `unplanned` with the reason. Needs no GPU, no
+    torch and no compiler. Raises ConfigError if the parallelism does not fit the model; with `strict`,
+    ModelError if a linear layer is not planned whose weights are FP8.
     """
     options = options or PlanOptions()
     shapes = gemm_shapes(model, options, pad_intermediate=options.pad_intermediate)
     others = list(unplanned(model, options, pad_intermediate=options.pad_intermediate))
     in_bf16 = {shape for shape in shapes if shape.what in options.calls.bf16}
     others += [
-        Unplanned(shape.what, shape.n, shape.k, shape.num_experts, model.num_layers, BF16_IN_ENGINE)
+        Unplanned(shape.what, shape.n, shape.k, shape.num_experts, model.num_layers, BF16_IN_ENGINE, False)
         for shape in shapes
         if shape in in_bf16
     ]
     shapes = (*(shape for shape in shapes if shape not in in_bf16), *extra)
     indexer, refusal = _served(model.indexer)
     if refusal:
-        others.append(Unplanned("indexer's logits and top-k", None, None, None, model.num_layers, refusal))
-    if strict:
-        _demand_all(model, options, others)
+        others.append(
+            Unplanned("indexer's logits and top-k", None, None, None, model.num_layers, refusal, True)
+        )
     bounds = Bounds.of(model, options)
     rows = list(gemm_rows(shapes, bounds, options))
     if options.calls.quantizes:
@@ -117,7 +127,10 @@ def plan(
         rows += [*silu_mul_rows(shapes, bounds, options)]
     if indexer is not None:
         rows += indexer_rows(model, indexer, options)
-    return Plan(model, options, tuple(rows), tuple(others))
+    planned = Plan(model, options, tuple(rows), tuple(others))
+    if strict:
+        _demand_all(planned)
+    return planned
 
 
 def _served(indexer: Indexer | None) -> tuple[Indexer | None, str]:
@@ -130,15 +143,10 @@ def _served(indexer: Indexer | None) -> tuple[Indexer | None, str]:
     return (None if refusal else indexer), refusal
 
 
-#: Reasons that hold for layers without FP8 weights: the plan lacks nothing.
-_NOT_FP8 = ("stay in", "stays in", "are not FP8", BF16_IN_ENGINE)
-
-
-def _demand_all(model: ModelDescription, options: PlanOptions, others: Sequence[Unplanned]) -> None:
-    lacking = [layer for layer in others if not any(words in layer.reason for words in _NOT_FP8)]
-    if lacking:
-        remedy = "plan without strict (--strict) to serve these layers with other kernels"
-        if uneven(lacking):
-            remedy = f"{working_settings(model, options)}; or {remedy}"
-        listed = "; ".join(map(str, lacking))
-        raise ModelError("strict", "a kernel for every linear layer with FP8 weights", listed, remedy)
+def _demand_all(plan: Plan) -> None:
+    if plan.lacking:
+        remedy = "plan without strict (--strict) if other kernels serve these layers"
+        if plan.remedy:
+            remedy = f"{plan.remedy}; or {remedy}"
+        listed = "; ".join(map(str, plan.lacking))
+        raise ModelError("strict", "a kernel for every linear layer with quantized weights", listed, remedy)

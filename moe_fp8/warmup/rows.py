@@ -1,9 +1,9 @@
-"""The uses of kernels: for each op and weight shape, the kernels that the selector may pick, and for which rows.
+"""The uses of kernels: the kernels that the selector may pick for each op and weight shape, by rows.
 
-The rows are computed exactly, not sampled: `specs.kernel_spec` is a pure function of a problem, and it is called with
-every problem that an op can derive from a call of the model. This is possible because `for_selection` rounds the
-sizes, so that few distinct problems remain. The planner does not know the GPU of the server, so it tries
-each device with a measured table. It assumes nothing else about the selector.
+The rows are computed exactly, not sampled: `specs.kernel_spec` is a pure function of a problem, and it is
+called with every problem that an op can derive from a call of the model. This is possible because
+`for_selection` rounds the sizes, so that few distinct problems remain. The planner does not know the GPU of
+the server, so it tries each device with a measured table. It assumes nothing else about the selector.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from moe_fp8.heuristics import GemmConfig
 from moe_fp8.heuristics.gemm import table as gemm_table
@@ -31,7 +32,7 @@ from moe_fp8.problems import (
     selection_extent,
     selection_rows,
 )
-from moe_fp8.specs import KernelSpec, kernel_spec
+from moe_fp8.specs import IN_DTYPES, KernelSpec, kernel_spec
 from moe_fp8.warmup.engines import Logits
 from moe_fp8.warmup.models import Indexer, ModelDescription
 from moe_fp8.warmup.options import PlanOptions, every
@@ -44,9 +45,9 @@ Ranges = tuple[tuple[int, int], ...]
 class PlanRow:
     """One kernel for one use: the `rows` of this use for which the selector picks `spec` on some device.
 
-    `rows` are inclusive ranges. They count rows of A ("M") for "dense", queries or requests for the
-    indexer, and the expected rows of an expert for grouped layouts. `what` names the modules that share the
-    shape; `n`, `k` and `num_experts` are None if they do not apply. `devices` are the devices on which the selector
+    `rows` are inclusive ranges. They count rows of A ("M") for "dense", queries or requests for the indexer,
+    and the expected rows of an expert for grouped layouts. `what` names the modules that share the shape;
+    `n`, `k` and `num_experts` are None if they do not apply. `devices` are the devices on which the selector
     picks the kernel, if its choice depends on the device; "" stands for any device without a measured table.
     """
 
@@ -71,8 +72,12 @@ class PlanRow:
     @property
     def config(self) -> str:
         """A GEMM's tile as text (`GemmConfig`), else the macros of the kernel as `name=value` pairs."""
-        values = dict(self.spec.defines)
+        values: dict[str, Any] = dict(self.spec.defines)
         if self.layout is None:
+            if "IN_DTYPE" in values:
+                values["IN_DTYPE"] = next(
+                    name for name, code in IN_DTYPES.items() if code == values["IN_DTYPE"]
+                )
             return " ".join(f"{name.lower()}={value}" for name, value in values.items())
         shares: Shares = "k" if values["SPLIT_K"] else "operands"
         block_m, block_n, stages = (values[name] for name in ("BLOCK_M", "BLOCK_N", "NUM_STAGES"))
@@ -164,9 +169,7 @@ def _gemm_problems(
     layout: GemmLayout, limit: int, n: int, k: int, experts: int | None, options: PlanOptions
 ) -> Callable[[int], Iterable[GemmProblem]]:
     servers = tuple(
-        product(
-            gemm_table.devices(), options.sm_budgets, every(options.batch_invariant), options.out_dtypes
-        )
+        product(gemm_table.devices(), options.sm_budgets, every(options.batch_invariant), options.out_dtypes)
     )
 
     def problems_at(rows: int) -> Iterator[GemmProblem]:

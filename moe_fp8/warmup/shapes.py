@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.limits import SCALE_BLOCK, refuse_k, refuse_n
+from moe_fp8.limits import N_MULTIPLE, SCALE_BLOCK, refuse_k, refuse_n
+from moe_fp8.problems import GemmLayout
 from moe_fp8.warmup.models.description import Domain, Linear, ModelDescription, Part
 
 _TRIED_TP = (1, 2, 4, 8, 16, 32, 64)
@@ -29,12 +30,41 @@ class GemmShape:
     whole_context: bool = False
 
 
+def parse_shape(text: str, option: str = "shape") -> GemmShape:
+    """The GEMM that `layout:n:k:experts` names, without experts for "dense". Raises ConfigError.
+
+    All grouped layouts give the same shape. `option` names the text in the error.
+    """
+    layout, *numbers = text.split(":")
+    expected = (
+        f"layout:n:k:experts, layout one of {', '.join(get_args(GemmLayout))}; n % {N_MULTIPLE} == 0, "
+        f"k % {SCALE_BLOCK} == 0"
+    )
+    wrong = ConfigError(option, expected, text, "for example dense:4096:7168 or masked:4096:7168:32")
+    if layout not in get_args(GemmLayout) or not all(
+        number.isascii() and number.isdigit() and len(number) < 10 for number in numbers
+    ):
+        raise wrong
+    sizes = [int(number) for number in numbers]
+    experts: int | None = None
+    if layout == "dense" and len(sizes) >= 2 and sizes[2:] in ([], [1]):
+        n, k = sizes[:2]
+    elif layout != "dense" and len(sizes) == 3 and sizes[2] > 0:
+        n, k, experts = sizes
+    else:
+        raise wrong
+    if refuse_n(n) or refuse_k(k):
+        raise wrong
+    return GemmShape("extra", n, k, experts)
+
+
 @dataclass(frozen=True)
 class Unplanned:
     """A linear layer of one rank that no kernel of this package computes, and the reason.
 
-    `n` or `k` is None if the ranks' shares are no whole numbers. `layers` counts the layers that have it, and is 0
-    for a linear layer outside of the layers.
+    `n` or `k` is None if the ranks' shares are no whole numbers. `layers` counts the layers that have it, and
+    is 0 for a linear layer outside of the layers. `lacking`: its weights are quantized, so that a server
+    needs kernels from elsewhere for it; else its weights are bf16 or fp32.
     """
 
     what: str
@@ -43,6 +73,7 @@ class Unplanned:
     num_experts: int | None
     layers: int
     reason: str
+    lacking: bool
 
     def __str__(self) -> str:
         sizes = " x ".join("?" if size is None else str(size) for size in (self.n, self.k))
@@ -54,13 +85,14 @@ class Unplanned:
 class Parallelism:
     """The division of a model among ranks: `tp` ranks split every layer, `ep` ranks split the experts.
 
-    `ep` divides `tp` or is a multiple of it. If `ep` is less than `tp`, `tp / ep` ranks split each expert. If `ep` is
-    greater, the experts get tokens from `ep / tp` data-parallel groups. The other numbers of ranks are for engines
-    that divide kinds of layers differently; None means what `tp` and `ep` give. `attention_tp`: ranks that split
-    attention, for example 1 with data-parallel attention. `mlp_tp`: ranks that split dense MLPs. `shared_tp`: ranks
-    that split shared experts, 1 if each rank has them whole (replicated or sequence-parallel). `moe_tp`: ranks that
-    split each routed expert. `redundant_experts`: copies of experts on all ranks together (EPLB).
-    `fuse_shared`: the shared experts are further routed experts of each rank, so a rank has E + 1 of them.
+    `ep` divides `tp` or is a multiple of it. If `ep` is less than `tp`, `tp / ep` ranks split each expert. If
+    `ep` is greater, the experts get tokens from `ep / tp` data-parallel groups. The other numbers of ranks
+    are for engines that divide kinds of layers differently; None means what `tp` and `ep` give.
+    `attention_tp`: ranks that split attention, for example 1 with data-parallel attention. `mlp_tp`: ranks
+    that split dense MLPs. `shared_tp`: ranks that split shared experts, 1 if each rank has them whole
+    (replicated or sequence-parallel). `moe_tp`: ranks that split each routed expert. `redundant_experts`:
+    copies of experts on all ranks together (EPLB). `fuse_shared`: the shared experts are further routed
+    experts of each rank, so a rank has E + 1 of them.
     """
 
     tp: int = 1
@@ -110,8 +142,8 @@ def gemm_shapes(
     """The FP8 GEMMs of one rank that kernels of this package compute.
 
     With `pad_intermediate`, a rank's intermediate size that is no multiple of 128 is rounded up, as for
-    weights padded with zeros offline. `unplanned` has all other linear layers. Raises ConfigError if the parallelism
-    does not divide the model's heads or experts; the remedy names settings that work.
+    weights padded with zeros offline. `unplanned` has all other linear layers. Raises ConfigError if the
+    parallelism does not divide the model's heads or experts; the remedy names settings that work.
     """
     return _rank(model, parallelism, pad_intermediate).gemms
 
@@ -140,12 +172,15 @@ class _Rank(NamedTuple):
     unplanned: tuple[Unplanned, ...]
 
 
+_UNEVEN = f"scale blocks of {SCALE_BLOCK} do not divide"
+
+
 class _Uneven(Exception):
     """A width that ranks cannot share in blocks of 128; `share` is None if it is no whole number."""
 
     def __init__(self, width: int, ways: int) -> None:
         self.share = None if width % ways else width // ways
-        super().__init__(f"scale blocks of {SCALE_BLOCK} do not divide a rank's width, {width} / {ways}")
+        super().__init__(f"{_UNEVEN} a rank's width, {width} / {ways}")
 
 
 def _rank(model: ModelDescription, parallelism: Parallelism, pad: bool) -> _Rank:
@@ -174,6 +209,7 @@ def _linear(
     linear: Linear, parallelism: Parallelism, pad: bool, experts: int | None
 ) -> GemmShape | Unplanned:
     ways, reason = parallelism.ways(linear.domain), linear.reason
+    lacking = linear.lacking or not reason
     sizes: list[int | None] = []
     for side in (linear.n, (linear.k,)):
         try:
@@ -186,25 +222,25 @@ def _linear(
         reason = reason or refuse_n(n) or refuse_k(k)
         if not reason:
             return GemmShape(linear.what, n, k, experts, linear.whole_context)
-    return Unplanned(linear.what, n, k, experts, len(linear.layers), reason)
+    return Unplanned(linear.what, n, k, experts, len(linear.layers), reason, lacking)
 
 
 def _share(part: Part, ways: int, pad: bool) -> int:
     """A rank's part of one side of a weight."""
-    count, size, cut, padded = part
+    units, size, cut, padded = part
     if cut == "whole":
-        return count * size
+        return units * size
     if cut == "width":
         if pad or padded:
-            return -(-count // (ways * SCALE_BLOCK)) * SCALE_BLOCK
-        if count % (ways * SCALE_BLOCK):
-            raise _Uneven(count, ways)
-        return count // ways * size
-    if cut == "kv_heads" and count < ways:
+            return -(-units // (ways * SCALE_BLOCK)) * SCALE_BLOCK
+        if units % (ways * SCALE_BLOCK):
+            raise _Uneven(units, ways)
+        return units // ways * size
+    if cut == "kv_heads" and units < ways:
         # If there are fewer key-value heads than ranks, the heads are replicated.
-        _divide("the ranks of attention", ways, "num_key_value_heads", count)
+        _divide("the ranks of attention", ways, "num_key_value_heads", units)
         return size
-    return _divide("the number of heads", count, "tp", ways) * size
+    return _divide("the number of heads", units, "tp", ways) * size
 
 
 def _divide(what: str, total: int, by: str, ways: int) -> int:
@@ -214,7 +250,7 @@ def _divide(what: str, total: int, by: str, ways: int) -> int:
 
 
 def working_settings(model: ModelDescription, parallelism: Parallelism) -> str:
-    """Settings with which blocks of 128 divide every width: other tp (with this ep, or ep = tp), or padding."""
+    """Settings with which 128 divides every width: other tp (with this ep, or ep = tp), or padding."""
 
     def fits(tp: int, ep: int, pad: bool) -> bool:
         try:
@@ -239,4 +275,4 @@ def working_settings(model: ModelDescription, parallelism: Parallelism) -> str:
 
 def uneven(layers: Sequence[Unplanned]) -> tuple[Unplanned, ...]:
     """Those of `layers` that other parallelism or padding would serve."""
-    return tuple(layer for layer in layers if layer.reason.startswith("scale blocks"))
+    return tuple(layer for layer in layers if layer.reason.startswith(_UNEVEN))

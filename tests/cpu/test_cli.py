@@ -157,7 +157,9 @@ def test_check_fails_for_a_bigger_plan(built: Path, run_json: Json) -> None:
     "argv",
     [
         ["plan", "--model", "/nowhere/config.json"],
-        ["plan", "--model", str(CONFIGS / "qwen3_30b.json"), "--tp", "4"],
+        ["plan", "--model", str(CONFIGS / "qwen3_30b.json"), "--tp", "4", "--strict"],
+        ["plan", "--model", str(CONFIGS / "qwen3_30b.json"), "--gemm", "dense:100:128"],
+        ["plan", "--model", str(CONFIGS / "qwen3_30b.json"), "--block-size", "16"],
         ["plan", "--model", str(CONFIGS / "qwen3_30b.json"), "--max-tokens", "0"],
         ["check", "--model", str(CONFIGS / "qwen3_30b.json"), "--ep", "7"],
     ],

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moe_fp8.warmup.model import load_model
 
 from moe_fp8.errors import ConfigError
 from moe_fp8.heuristics.gemm import table as gemm_table
@@ -33,7 +34,6 @@ from moe_fp8.problems import (
 )
 from moe_fp8.specs import KernelSpec, kernel_spec
 from moe_fp8.warmup import planner
-from moe_fp8.warmup.model import load_model
 from moe_fp8.warmup.planner import Plan, PlanOptions, PlanRow, plan
 from moe_fp8.warmup.shapes import GemmShape, Parallelism, gemm_shapes
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_fp8.ops.quantize.reference import fp8_values
 from moe_fp8.limits import SCALE_BLOCK
+from moe_fp8.ops.quantize.reference import fp8_values
 from moe_fp8.problems import SEGMENT_ALIGNMENT
 
 

@@ -1,7 +1,7 @@
 """Hugging Face `config.json` -> `ModelDescription`: the linear layers that decide which kernels run.
 
-Parsing is strict: a field that is missing, has the wrong type or contradicts another field raises `ModelError`.
-Nothing is guessed from a model's name: `model_type` tells the architecture.
+Parsing is strict: a field that is missing, has the wrong type or contradicts another field raises
+`ModelError`. Nothing is guessed from a model's name: `model_type` tells the architecture.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 def load_model(
     path: str | Path, *, quantize: str | None = None, read_as: str | None = None
 ) -> ModelDescription:
-    """The description of the model in `path`, a folder or a config file; see `describe`. Raises ModelError."""
+    """The description of the model in `path`, a folder or a config file. See `describe`."""
     path = Path(path)
     name = path.stem
     if path.is_dir() or path.name == "config.json":
@@ -45,9 +45,10 @@ def describe(
 ) -> ModelDescription:
     """The description of the model that a parsed `config.json` defines.
 
-    `quantize`: "fp8-block" for a bf16 checkpoint that the engine quantizes while it loads it. `read_as`: the known
-    `model_type` whose layers an unknown architecture has. Raises ModelError for an unknown architecture, for a
-    missing (all of them), malformed or contradictory field, and if the weights are not FP8 in 128 x 128 blocks.
+    `quantize`: "fp8-block" for a bf16 checkpoint that the engine quantizes while it loads it. `read_as`: the
+    known `model_type` whose layers an unknown architecture has. Raises ModelError for an unknown
+    architecture, for a missing (all of them), malformed or contradictory field, and if the weights are not
+    FP8 in 128 x 128 blocks.
     """
     fields = Fields(config)
     family = _family(fields, read_as)
@@ -129,7 +130,7 @@ def _first(fields: Fields, names: tuple[str, ...]) -> int:
 def _mlps(
     fields: Fields, family: Family, num_layers: int, layers: tuple[int, ...]
 ) -> tuple[list[Linear], int]:
-    """The linear layers of dense MLPs, shared and routed experts and routers; and the shared experts' number."""
+    """The linear layers of MLPs, experts and routers, and the number of shared experts."""
     sparse = expert_layers(fields, num_layers)
     dense = tuple(i for i in range(num_layers) if i not in sparse)
     if family.dense_everywhere:
@@ -156,7 +157,7 @@ def _mlps(
     modules = tuple(f"{moe}.experts.{name}" for name in family.projections)
     experts = blocks.mlp(fields, "experts", sparse, width, "experts", modules)
     if padded and fields.raw("expert_dtype") in (None, "fp4"):
-        experts = [linear.because("experts in FP4 are not served yet") for linear in experts]
+        experts = [linear.because("experts in FP4 are not served yet", lacking=True) for linear in experts]
     found += experts
     num_experts = fields.number("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
     routed = num_experts + fields.number("zero_expert_num", least=0, default=0)

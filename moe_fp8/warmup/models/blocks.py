@@ -11,6 +11,7 @@ from typing import NamedTuple
 from moe_fp8.warmup.models.description import Domain, Indexer, Linear, Part
 from moe_fp8.warmup.models.fields import Fields
 
+#: Why layers are not planned in any checkpoint.
 ROUTER = "routers stay in bf16 or fp32"
 HEAD = "the output head stays in bf16"
 GATE = "gates of a few columns stay in bf16"
@@ -84,9 +85,7 @@ def indexer(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | No
 
     def linear(name: str, n: int, k: int, reason: str = "") -> Linear:
         modules = (f"self_attn.indexer.{name}",)
-        return Linear(
-            f"indexer.{name}", (Part(n),), Part(k), "attention", modules, layers, reason=reason
-        )
+        return Linear(f"indexer.{name}", (Part(n),), Part(k), "attention", modules, layers, reason=reason)
 
     found = [
         linear("wq_b", heads * dim, q_lora),
@@ -101,7 +100,8 @@ def gqa(
 ) -> list[Linear]:
     """Grouped-query attention: queries, keys and values in one projection, and the output.
 
-    Without `head_dim` the heads share the hidden size. `gated`: each query head has as many columns for a gate.
+    Without `head_dim` the heads share the hidden size. `gated`: each query head has as many columns for a
+    gate.
     """
     hidden = fields.number("hidden_size")
 
@@ -126,7 +126,7 @@ def gqa(
 
 
 def gated_delta_net(fields: Fields, layers: Numbers) -> list[Linear]:
-    """Linear attention of Qwen3-Next and Qwen3.5: the projection of q, k, v and z, that of b and a, output."""
+    """Linear attention of Qwen3-Next and Qwen3.5: projections of q, k, v and z, of b and a, and output."""
     hidden = fields.number("hidden_size")
     key_heads, value_heads = (fields.number(f"linear_num_{name}_heads") for name in ("key", "value"))
     key_dim, value_dim = (fields.number(f"linear_{name}_head_dim") for name in ("key", "value"))
@@ -208,5 +208,10 @@ def hyper_connections(fields: Fields) -> Linear:
     hidden, streams = fields.number("hidden_size"), fields.number("hc_mult")
     columns = 2 * streams if fields.raw("model_type") == "hy_v4" else (2 + streams) * streams
     return whole(
-        "hyper_connections", columns, streams * hidden, (), "hyper_connections", "hyper-connections stay in fp32"
+        "hyper_connections",
+        columns,
+        streams * hidden,
+        (),
+        "hyper_connections",
+        "hyper-connections stay in fp32",
     )

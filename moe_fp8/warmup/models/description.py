@@ -1,4 +1,4 @@
-"""What a model is to the planner: its linear layers before parallelism, and the few sizes that bound calls."""
+"""A model as the planner sees it: its linear layers before parallelism, and the sizes that bound calls."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Domain = Literal["attention", "mlp", "shared", "experts"]
 
 
 class Part(NamedTuple):
-    """A part of one side of a weight: `count` units of `size`, of which a rank has its share.
+    """A part of one side of a weight: `units` of `size`, of which a rank has its share.
 
     `padded`: the engines round a rank's share of this width up to a multiple of 128.
     """
 
-    count: int
+    units: int
     size: int = 1
     cut: CutBy = "whole"
     padded: bool = False
@@ -32,10 +32,11 @@ class Linear:
     """One linear layer of a model, `[n, k]`, or `[experts, n, k]` if `routed`.
 
     `what` is the usual name of the module; "+" joins projections that engines fuse. `n` has the parts that
-    lie one behind the other. `modules` are the names in a checkpoint, below "layers.N." if the module belongs to
-    a layer. `layers` are the numbers of the layers that have it; () means that it belongs to no layer.
-    `whole_context`: its rows may be all tokens of a context, not only the tokens of one pass. `reason` says why
-    no FP8 kernel of this package computes it; it is "" for a layer that is planned.
+    lie one behind the other. `modules` are the names in a checkpoint, below "layers.N." if the module belongs
+    to a layer. `layers` are the numbers of the layers that have it; () means that it belongs to no layer.
+    `whole_context`: its rows may be all tokens of a context, not only the tokens of one pass. `reason` says
+    why no FP8 kernel of this package computes it; it is "" for a layer that is planned. `lacking`: its
+    weights are quantized all the same, so that another kernel must serve it.
     """
 
     what: str
@@ -47,10 +48,11 @@ class Linear:
     routed: bool = False
     whole_context: bool = False
     reason: str = ""
+    lacking: bool = False
 
-    def because(self, reason: str) -> Linear:
+    def because(self, reason: str, *, lacking: bool = False) -> Linear:
         """This layer, which is not planned for `reason`."""
-        return replace(self, reason=reason)
+        return replace(self, reason=reason, lacking=lacking)
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,9 @@ class Indexer:
 class ModelDescription:
     """A mixture-of-experts model before any parallelism.
 
-    `linears` are all its linear layers, planned or not. `num_shared_experts` counts shared experts of the width
-    of a routed expert, which an engine may fuse with them. `max_positions` is the longest context. `dtype` is the
-    dtype of the activations before quantization.
+    `linears` are all its linear layers, planned or not. `num_shared_experts` counts shared experts of the
+    width of a routed expert, which an engine may fuse with them. `max_positions` is the longest context.
+    `dtype` is the dtype of the activations before quantization.
     """
 
     name: str

@@ -21,9 +21,9 @@ class Family:
     """How a family of models is put together.
 
     `attention` gives the linear layers of attention in all layers. `expert_width`, `dense_width` and
-    `shared_width` are the names of config fields; the first that exists counts. A shared expert without a field of
-    its own has the width of a routed expert times the number of shared experts, which `shared_count` names.
-    `moe` is the module of the experts. `dense_everywhere`: layers with experts have dense MLPs too.
+    `shared_width` are the names of config fields; the first that exists counts. A shared expert without a
+    field of its own has the width of a routed expert times the number of shared experts, which `shared_count`
+    names. `moe` is the module of the experts. `dense_everywhere`: layers with experts have dense MLPs too.
     """
 
     attention: Attention
@@ -49,7 +49,7 @@ def known() -> tuple[str, ...]:
 
 
 def _select(layers: Numbers, words: list[str] | None, *wanted: str) -> Numbers:
-    """The layers whose word is one of `wanted`. Prediction layers, which have no word, are like the last one."""
+    """The layers whose word is one of `wanted`; prediction layers have the last layer's word."""
     if words is None:
         return layers
     return tuple(i for i in layers if words[min(i, len(words) - 1)] in wanted)
@@ -60,7 +60,7 @@ def _model_layers(fields: Fields) -> int:
 
 
 def _latent(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
-    """DeepSeek's attention, with an indexer in the layers that do not reuse the selection of another layer."""
+    """DeepSeek's attention, with an indexer in layers that do not reuse another layer's selection."""
     found = blocks.mla(fields, layers, MlaSizes.read(fields))
     own = _select(layers, fields.words("indexer_types", _model_layers(fields)), "full")
     more, indexer = blocks.indexer(fields, own)
@@ -171,7 +171,7 @@ def _delta_and_grouped(fields: Fields, layers: Numbers) -> tuple[list[Linear], I
 
 
 def _deepseek_v4(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
-    """DeepSeek-V4: one key-value head, compressed keys, an output projection of two, the first of them batched."""
+    """DeepSeek-V4: one key-value head, compressed keys, two output projections (the first is batched)."""
     hidden, dim = fields.number("hidden_size"), fields.number("head_dim")
     heads, q_lora = fields.number("num_attention_heads"), fields.number("q_lora_rank")
     groups, o_lora = fields.number("o_groups"), fields.number("o_lora_rank")
@@ -188,12 +188,21 @@ def _deepseek_v4(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer
         return Linear(what, n, k, "attention", tuple(f"self_attn.{name}" for name in names), where)
 
     batched = linear(
-        "o_a", (Part(groups, o_lora, "heads"),), Part(heads // max(1, groups) * dim), layers, "o_a_proj", "wo_a"
+        "o_a",
+        (Part(groups, o_lora, "heads"),),
+        Part(heads // max(1, groups) * dim),
+        layers,
+        "o_a_proj",
+        "wo_a",
     )
     found = [
-        linear("q_a+kv", (Part(q_lora), Part(dim)), Part(hidden), layers, "q_a_proj", "kv_proj", "wq_a", "wkv"),
+        linear(
+            "q_a+kv", (Part(q_lora), Part(dim)), Part(hidden), layers, "q_a_proj", "kv_proj", "wq_a", "wkv"
+        ),
         linear("q_b", (Part(heads, dim, "heads"),), Part(q_lora), layers, "q_b_proj", "wq_b"),
-        batched.because("a batched projection with one weight for each group of heads is not served yet"),
+        batched.because(
+            "a projection with one weight for each group of heads is not served yet", lacking=True
+        ),
         linear("o_b", (Part(hidden),), Part(groups, o_lora, "heads"), layers, "o_b_proj", "wo_b"),
     ]
     for name, where, columns in (("compressor", sparse, 4 * dim), ("compressor", coarse, 2 * dim)):

@@ -41,7 +41,9 @@ class Fields:
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        nested = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), {})
+        nested: dict[str, Any] = next(
+            (config[name] for name in _NESTED if isinstance(config.get(name), dict)), {}
+        )
         self._outer = config
         self._config = {**config, **{name: value for name, value in nested.items() if value is not None}}
         self._missing: list[str] = []
@@ -133,4 +135,3 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
             raise ModelError(name, f"an integer from {least} to 2**31 - 1", value)
         return value
-

@@ -9,10 +9,10 @@ from moe_fp8.warmup.models.fields import Fields
 def expert_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """The numbers of the layers with routed experts. All other layers have a dense MLP.
 
-    `mlp_layer_types` or a list `moe_layer_freq` names each layer. Otherwise these rules hold together: the first
-    layers may be dense (`first_k_dense_replace`, `moe_layer_num_skipped`), every n-th layer may have experts
-    (`decoder_sparse_step`, `moe_layer_freq`), listed layers are dense (`mlp_only_layers`), and experts may have a first
-    and a last layer and an interval (ERNIE).
+    `mlp_layer_types` or a list `moe_layer_freq` names each layer. Otherwise these rules hold together: the
+    first layers may be dense (`first_k_dense_replace`, `moe_layer_num_skipped`), every n-th layer may have
+    experts (`decoder_sparse_step`, `moe_layer_freq`), listed layers are dense (`mlp_only_layers`), and
+    experts may have a first and a last layer and an interval (ERNIE).
     """
     words = fields.words("mlp_layer_types", num_layers)
     if words is not None:

@@ -1,7 +1,7 @@
 """`quantization_config` of a checkpoint: which linear layers have FP8 weights in 128 x 128 blocks.
 
-Three forms are read: `fp8` (the checkpoints of DeepSeek, Qwen and others), `compressed-tensors` with the strategy
-"block", and `modelopt` with FP8 blocks. All other forms are refused by their name.
+Three forms are read: `fp8` (the checkpoints of DeepSeek, Qwen and others), `compressed-tensors` with the
+strategy "block", and `modelopt` with FP8 blocks. All other forms are refused by their name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Quantization:
     skipped: tuple[str, ...] = ()
 
     def apply(self, linear: Linear) -> list[Linear]:
-        """The layer with a reason if its modules are skipped; two layers if this holds for some layers only."""
+        """The layer, with a reason if its modules are skipped; both forms if some layers are skipped."""
         if linear.reason or not self.skipped:
             return [linear]
         reason = f"its weights are not FP8 ({self.field})"
@@ -56,7 +56,9 @@ class Quantization:
                 return True
             if any(_within(name, parts) for name in names.anywhere):
                 return True
-            paths = [module] if layer is None else [f"{prefix}.layers.{layer}.{module}" for prefix in _PREFIXES]
+            paths = (
+                [module] if layer is None else [f"{prefix}.layers.{layer}.{module}" for prefix in _PREFIXES]
+            )
             if any(pattern.match(path) for pattern in names.patterns for path in paths):
                 return True
         return False
@@ -70,7 +72,7 @@ _Parts = tuple[str, ...]
 
 
 class _Names(NamedTuple):
-    """The parsed list: names below a layer by its number (None: below every layer), other names, expressions."""
+    """The parsed list: names below a layer, by its number; names that hold anywhere; expressions."""
 
     in_layer: dict[int | None, list[_Parts]]
     anywhere: list[_Parts]
@@ -90,7 +92,8 @@ class _Names(NamedTuple):
             parts = [part for part in name.split(".") if part not in ("", "*")]
             if "layers" in parts[:-1]:
                 number, *rest = parts[parts.index("layers") + 1 :]
-                # Names of experts have the expert's number, which a linear layer of all experts does not have.
+                # Names of experts have the expert's number, which a linear layer of all experts does not
+                # have.
                 below = tuple(part for part in rest if not part.isdigit())
                 if number.isdecimal():
                     found.in_layer.setdefault(int(number), []).append(below)
@@ -114,8 +117,8 @@ def _within(name: _Parts, module: _Parts) -> bool:
 def read_quantization(config: Mapping[str, Any], quantize: str | None = None) -> Quantization:
     """What the config says of FP8 weights, in the outer config or in that of its language model.
 
-    `quantize`: "fp8-block" if the engine quantizes a bf16 checkpoint while it loads it. Raises ModelError for weights
-    that are not FP8 in 128 x 128 blocks, and for static activation scales.
+    `quantize`: "fp8-block" if the engine quantizes a bf16 checkpoint while it loads it. Raises ModelError for
+    weights that are not FP8 in 128 x 128 blocks, and for static activation scales.
     """
     if quantize is not None and quantize not in QUANTIZE:
         raise ModelError("quantize", f"one of {', '.join(QUANTIZE)}", quantize)
@@ -162,7 +165,9 @@ def _compressed_tensors(name: str, value: dict[str, Any]) -> Quantization:
     for key, group in groups.items():
         path = f"{name}.config_groups.{key}"
         for part in ("weights", "input_activations"):
-            _demand(path, part, group.get(part) if isinstance(group, dict) else group, "an object", _is_object)
+            _demand(
+                path, part, group.get(part) if isinstance(group, dict) else group, "an object", _is_object
+            )
         weights, inputs = group["weights"], group["input_activations"]
         for part, tensor in (("weights", weights), ("input_activations", inputs)):
             _demand(path, f"{part}.type", tensor.get("type", "float"), "'float'", _is("float"))
