@@ -14,6 +14,7 @@ from typing import Literal
 from moe_fp8.errors import MoeFp8Error, ToolchainError
 from moe_fp8.jit import driver
 from moe_fp8.jit.bundle import Bundle
+from moe_fp8.jit.files import distrust
 from moe_fp8.jit.sources import package_sources
 from moe_fp8.jit.toolchain import nvrtc, nvrtc_version
 from moe_fp8.settings import settings
@@ -111,8 +112,9 @@ def _cache(cache_dir: Path | None) -> Finding:
     status = existing.stat()
     if not existing.is_dir():
         return Finding(name, "warn", f"{existing} is not a folder", remedy)
-    if existing == folder and (status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022):
-        return Finding(name, "warn", f"{folder} can be written by other users and is not used", remedy)
+    problem = distrust(status) if existing == folder else ""
+    if problem:
+        return Finding(name, "warn", f"{folder} {problem}: it is not used", remedy)
     if not os.access(existing, os.W_OK | os.X_OK):
         return Finding(name, "warn", f"{folder} is read-only: new kernels are kept in memory only", remedy)
     if existing != folder:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -52,8 +53,10 @@ def build(
     """Make sure that `store` (default: the process's store) holds a kernel for every spec. Needs no GPU.
 
     `jobs`: compiler processes; the default is MOE_FP8_JOBS, else the available cores. They are fresh
-    processes that import neither the caller's main module nor torch. The build tries all specs, then raises
-    CompileError with all failures. It raises ToolchainError if there is no compiler.
+    processes that import neither the caller's main module nor torch. Builds of several processes on one store
+    share the work: each kernel is compiled once, and all builds together run `jobs` compiler processes. The
+    build tries all specs, then raises CompileError with all failures. It raises ToolchainError if there is no
+    compiler.
     """
     started = time.perf_counter()
     store = store or default_store()
@@ -105,12 +108,24 @@ def _row(spec: KernelSpec, artifact: Artifact, cached: bool) -> BuildRow:
 _Result: TypeAlias = tuple[Artifact, bool] | str
 
 
+#: Seconds to wait before a kernel is looked for again that another process is compiling.
+_PAUSE_S = 0.02
+
+
 def _compile_here(store: KernelStore, specs: list[KernelSpec]) -> Iterator[tuple[KernelSpec, _Result]]:
-    for spec in specs:
+    waiting = deque(specs)
+    while waiting:
+        spec = waiting.popleft()
         try:
-            yield spec, store.get_or_compile(spec)
+            found = store.try_compile(spec)
         except CompileError as error:
             yield spec, error.log
+        else:
+            if found is not None:
+                yield spec, found
+            else:
+                waiting.append(spec)
+                time.sleep(_PAUSE_S)
 
 
 def _compile_apart(
@@ -120,7 +135,7 @@ def _compile_apart(
     for spec in specs:
         tasks.put(spec)
     results: queue.SimpleQueue[tuple[KernelSpec, _Result]] = queue.SimpleQueue()
-    compilers = [_Compiler(store.location()) for _ in range(jobs)]
+    compilers = [_Compiler(store, number) for number in range(jobs)]
     threads = [threading.Thread(target=compiler.run, args=(tasks, results)) for compiler in compilers]
     try:
         for thread in threads:
@@ -141,10 +156,15 @@ def _compile_apart(
 
 
 class _Compiler:
-    """One worker process, which is restarted if it dies, and the loop that feeds it from a thread."""
+    """One worker process, which is restarted if it dies, and the loop that feeds it from a thread.
 
-    def __init__(self, location: dict[str, str | None]) -> None:
-        self._location = location
+    The process runs only while this build holds the worker's slot of the store. Without it, the loop looks
+    for what the holders publish.
+    """
+
+    def __init__(self, store: KernelStore, number: int) -> None:
+        self._store = store
+        self._slot = store.slot(number)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
         self._lock = threading.Lock()
@@ -160,12 +180,20 @@ class _Compiler:
             except queue.Empty:
                 break
             try:
-                result = self._compile(spec)
+                result = self._compile(spec) if self._slot.take() else self._look(spec)
             except Exception as error:
                 # The build waits for a result of every task, so any error must become a result.
                 result = f"the compiler process cannot be used ({type(error).__name__}: {error})"
-            results.put((spec, result))
+            if result is None:  # another process is compiling it
+                tasks.put(spec)
+                time.sleep(_PAUSE_S)
+            else:
+                results.put((spec, result))
         self.stop()
+
+    def _look(self, spec: KernelSpec) -> _Result | None:
+        artifact = self._store.get(self._store.key(spec))
+        return None if artifact is None else (artifact, True)
 
     def stop(self) -> None:
         """End the process, if it runs, and start no other."""
@@ -174,8 +202,9 @@ class _Compiler:
             process, self._process = self._process, None
         if process is not None:
             _end(process)
+        self._slot.release()
 
-    def _compile(self, spec: KernelSpec) -> _Result:
+    def _compile(self, spec: KernelSpec) -> _Result | None:
         process = self._running()
         reply = None
         try:
@@ -191,6 +220,8 @@ class _Compiler:
             _end(process)
             return f"the compiler process ended early (exit status {process.returncode})"
         header, payload = reply
+        if "busy" in header:
+            return None
         if "error" in header:
             return str(header["error"])
         artifact = decode(payload)
@@ -211,7 +242,7 @@ class _Compiler:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                 )
-                worker.write_frame(_pipe(self._process.stdin), self._location)
+                worker.write_frame(_pipe(self._process.stdin), self._store.location())
             return self._process
 
 

@@ -6,6 +6,7 @@ the cubin, so other users must be able to write neither the file nor its folder.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -49,16 +50,24 @@ def decode(data: bytes) -> Artifact | None:
 
 def distrust(status: os.stat_result) -> str:
     """Why a file or folder must not be used; "" if only this user or root can write it."""
-    if status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return ""
-    return (
-        f"belongs to user {status.st_uid} or can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
-    )
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to user {status.st_uid}, neither to this user ({os.geteuid()}) nor to root"
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        whom = "its group" if not mode & stat.S_IWOTH else "all users"
+        return f"can be written by others: its mode {mode:o} lets {whom} write"
+    return ""
 
 
 def read_file(path: Path) -> tuple[bytes, os.stat_result]:
     """The bytes of a file that is no symbolic link, and the status of the open file; raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            reason = "a symbolic link, which anyone who can write its target could change"
+            raise OSError(errno.ELOOP, reason, str(path)) from error
+        raise
     try:
         # open() refuses a folder but does not close its descriptor; `finally` closes it.
         with open(descriptor, "rb", closefd=False) as file:

@@ -92,26 +92,31 @@ class KernelStore:
     def put(self, artifact: Artifact) -> None:
         """Publish `artifact` for this process and, atomically, for others; never raises OSError."""
         self._memory[artifact.key] = artifact
-        self._open()
-        if self._writable:
-            try:
-                self._write(artifact)
-            except OSError as error:
-                self._writable = False
-                self._warn(f"cannot be written ({error})")
+        self.publish(f"{artifact.key}{SUFFIX}", encode(artifact))
 
     def get_or_compile(self, spec: KernelSpec) -> tuple[Artifact, bool]:
         """(artifact, whether the store already held it); if several processes ask, only one compiles.
 
         Raises CompileError, ToolchainError, BundleError.
         """
+        found = self._get_or_compile(spec, wait=True)
+        assert found is not None
+        return found
+
+    def try_compile(self, spec: KernelSpec) -> tuple[Artifact, bool] | None:
+        """As `get_or_compile`, but None at once if another process is compiling the kernel."""
+        return self._get_or_compile(spec, wait=False)
+
+    def _get_or_compile(self, spec: KernelSpec, wait: bool) -> tuple[Artifact, bool] | None:
         key = self.key(spec)
         artifact = self.get(key)
         if artifact is not None:
             return artifact, True
         with self._mutex:
             mutex = self._key_locks.setdefault(key, threading.Lock())
-        with mutex, self._file_lock(key):
+        with mutex, self._file_lock(key, wait) as free:
+            if not free:
+                return None
             artifact = self.get(key)
             if artifact is not None:
                 return artifact, True
@@ -119,6 +124,39 @@ class KernelStore:
             artifact = compile_kernel(spec, self._arch, self._sources)
             self.put(artifact)
             return artifact, False
+
+    def slot(self, number: int) -> Slot:
+        """The right to run compiler process `number` on this store, which one process holds at a time."""
+        self._open()
+        return Slot(None if self.root is None or not self._writable else self.root / f"slot{number}.lock")
+
+    def read_file(self, name: str) -> bytes | None:
+        """The bytes of the store's file `name`; None if it does not exist, or may not or cannot be read."""
+        self._open()
+        if self.root is None or not self._readable:
+            return None
+        path = self.root / name
+        try:
+            data, status = read_file(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._warn(f"cannot be read ({error})")
+            return None
+        if problem := distrust(status):
+            _logger.warning("kernel file %s %s and is not used", path, problem)
+            return None
+        return data
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Write the store's file `name` atomically, if the folder can be written; never raises OSError."""
+        self._open()
+        if self._writable:
+            try:
+                self._write(name, data)
+            except OSError as error:
+                self._writable = False
+                self._warn(f"cannot be written ({error})")
 
     def check_compiler(self, missing: KernelSpec) -> None:
         """Raise ToolchainError if `missing`, which the store does not hold, cannot be compiled either."""
@@ -190,80 +228,118 @@ class KernelStore:
             )
 
     def _read(self, key: str) -> Artifact | None:
-        self._open()
-        path = self.path(key)
-        if path is None or not self._readable:
-            return None
-        try:
-            data, status = read_file(path)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            self._warn(f"cannot be read ({error})")
-            return None
-        if problem := distrust(status):
-            _logger.warning("kernel file %s %s and is not used", path, problem)
+        data = self.read_file(f"{key}{SUFFIX}")
+        if data is None:
             return None
         artifact = decode(data)
         if artifact is None or artifact.key != key:
-            _logger.warning("kernel file %s is damaged and will be rebuilt", path)
+            _logger.warning("kernel file %s is damaged and will be rebuilt", self.path(key))
             return None
         return artifact
 
-    def _write(self, artifact: Artifact) -> None:
-        path = self.path(artifact.key)
-        assert path is not None
+    def _write(self, name: str, data: bytes) -> None:
+        assert self.root is not None
         # A process that is killed here leaves only its temporary file. The next process that holds the lock
         # of this key removes the file.
-        descriptor, temporary = tempfile.mkstemp(prefix=f"{artifact.key}.", suffix=".tmp", dir=path.parent)
+        stem = name.partition(".")[0]
+        descriptor, temporary = tempfile.mkstemp(prefix=f"{stem}.", suffix=".tmp", dir=self.root)
         try:
-            write_synced(descriptor, encode(artifact))
-            os.replace(temporary, path)
+            write_synced(descriptor, data)
+            os.replace(temporary, self.root / name)
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
-        sync_folder(path.parent)
+        sync_folder(self.root)
 
     @contextmanager
-    def _file_lock(self, key: str) -> Iterator[None]:
-        """Hold this key's lock against other processes; the OS releases it if this process dies."""
-        descriptor = self._acquire(key) if self._writable else None
+    def _file_lock(self, key: str, wait: bool) -> Iterator[bool]:
+        """Hold this key's lock against other processes; the OS releases it if this process dies.
+
+        Yields False, without the lock, if another process holds it and `wait` is False.
+        """
+        if not self._writable:
+            yield True
+            return
+        descriptor, free = self._acquire(key, wait)
         try:
-            yield
+            yield free
         finally:
             if descriptor is not None:
                 os.close(descriptor)
 
-    def _acquire(self, key: str) -> int | None:
+    def _acquire(self, key: str, wait: bool) -> tuple[int | None, bool]:
+        """(descriptor of the locked file, whether the kernel may be compiled)."""
         assert self.root is not None
         try:
-            descriptor = os.open(
-                self.root / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-            )
+            descriptor = _open_lock(self.root / f"{key}.lock")
         except OSError as error:
             self._writable = False
             self._warn(f"cannot be written ({error})")
-            return None
+            return None, True
         deadline = time.monotonic() + _LOCK_SECONDS
         pause = 0.002
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                if error.errno not in (errno.EWOULDBLOCK, errno.EINTR) or time.monotonic() > deadline:
+                held = error.errno in (errno.EWOULDBLOCK, errno.EINTR)
+                if held and not wait:
+                    os.close(descriptor)
+                    return None, False
+                if not held or time.monotonic() > deadline:
                     # The file system has no locks, or the holder is stuck. Publishing is atomic anyway, so
                     # going on costs only a second compilation.
                     os.close(descriptor)
                     _logger.debug("kernel %s is compiled without a lock: %s", key, error)
-                    return None
+                    return None, True
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.05)
             else:
                 for stale in self.root.glob(f"{key}.*.tmp"):
                     with suppress(OSError):
                         stale.unlink()
-                return descriptor
+                return descriptor, True
+
+
+class Slot:
+    """One of the compiler processes that may run at once on a store; see `KernelStore.slot`.
+
+    `path` is the file whose lock it is, or None for a store that other processes do not see.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def take(self) -> bool:
+        """Whether this process holds the slot, after an attempt to take it; does not wait."""
+        if self._path is None or self._descriptor is not None:
+            return True
+        try:
+            descriptor = _open_lock(self._path)
+        except OSError:
+            self._path = None
+            return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
+                self._path = None  # the file system has no locks
+            return self._path is None
+        self._descriptor = descriptor
+        return True
+
+    def release(self) -> None:
+        """Let another process take the slot. The OS does the same if this process dies."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _open_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 @cache

@@ -18,6 +18,7 @@ from moe_fp8.warmup.options import PlanOptions
 from moe_fp8.warmup.planner import Plan, plan
 from moe_fp8.warmup.run import default_num_sms
 from moe_fp8.warmup.shapes import Parallelism, parse_shape
+from moe_fp8.warmup.stored import stored_plan
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -194,11 +195,18 @@ def one_or_more(text: str) -> int | tuple[int, ...]:
     return numbers if "," in text else numbers[0]
 
 
-def plan_from(arguments: argparse.Namespace) -> Plan:
-    """The plan that the arguments ask for; a note on stderr names what it lacks. Raises ConfigError."""
+def plan_from(arguments: argparse.Namespace, store: KernelStore | None = None) -> Plan:
+    """The plan that the arguments ask for; a note on stderr names what it lacks. Raises ConfigError.
+
+    With a `store`, a plan that it has is read, and a new plan is kept there.
+    """
     model = model_from(arguments.model, arguments)
     extra = [parse_shape(text, "--gemm") for text in arguments.gemm]
-    planned = plan(model, options_from(arguments), extra=extra, strict=arguments.strict)
+    options, strict = options_from(arguments), arguments.strict
+    if store is None:
+        planned = plan(model, options, extra=extra, strict=strict)
+    else:
+        planned = stored_plan(model, options, store, extra=extra, strict=strict)
     if planned.lacking:
         listed = "; ".join(map(str, planned.lacking))
         remedy = f"; {planned.remedy}" if planned.remedy else ""

@@ -129,7 +129,7 @@ def plan(
         rows += indexer_rows(model, indexer, options)
     planned = Plan(model, options, tuple(rows), tuple(others))
     if strict:
-        _demand_all(planned)
+        demand_all(planned)
     return planned
 
 
@@ -143,7 +143,8 @@ def _served(indexer: Indexer | None) -> tuple[Indexer | None, str]:
     return (None if refusal else indexer), refusal
 
 
-def _demand_all(plan: Plan) -> None:
+def demand_all(plan: Plan) -> None:
+    """Raise ModelError if `plan` lacks layers."""
     if plan.lacking:
         remedy = "plan without strict (--strict) if other kernels serve these layers"
         if plan.remedy:
