@@ -17,7 +17,7 @@ from moe_fp8.warmup.models.quantization import QUANTIZE
 from moe_fp8.warmup.options import PlanOptions
 from moe_fp8.warmup.planner import Plan, plan
 from moe_fp8.warmup.run import default_num_sms
-from moe_fp8.warmup.shapes import Parallelism, parse_shape
+from moe_fp8.warmup.shapes import GemmShape, Parallelism, parse_shape
 from moe_fp8.warmup.stored import stored_plan
 
 EXIT_OK = 0
@@ -201,7 +201,7 @@ def plan_from(arguments: argparse.Namespace, store: KernelStore | None = None) -
     With a `store`, a plan that it has is read, and a new plan is kept there.
     """
     model = model_from(arguments.model, arguments)
-    extra = [parse_shape(text, "--gemm") for text in arguments.gemm]
+    extra = extra_from(arguments)
     options, strict = options_from(arguments), arguments.strict
     if store is None:
         planned = plan(model, options, extra=extra, strict=strict)
@@ -217,6 +217,11 @@ def plan_from(arguments: argparse.Namespace, store: KernelStore | None = None) -
 def model_from(path: str, arguments: argparse.Namespace) -> ModelDescription:
     """The model in `path`, read as the arguments say. Raises ModelError."""
     return load_model(path, quantize=arguments.quantize, read_as=arguments.read_as)
+
+
+def extra_from(arguments: argparse.Namespace) -> list[GemmShape]:
+    """Further GEMMs of the server. Raises ConfigError."""
+    return [parse_shape(text, "--gemm") for text in arguments.gemm]
 
 
 def parallelism_from(arguments: argparse.Namespace) -> Parallelism:
