@@ -20,7 +20,7 @@ MISSING = (
     "paged_mqa_logits_fp8[block_q=4,chunk_kv=64,head_dim=128,num_heads=64,num_stages=9,out_bf16=0,page_size=64,"
     "num_threads=512,cluster_size=1]"
 )
-V32 = ["--model", str(CONFIGS / "deepseek_v32.json"), "--max-tokens", "8", "--max-batch", "4"]
+V32 = ["--model", str(CONFIGS / "deepseek_v32.json"), "--max-tokens", "8", "--max-batch", "2"]
 
 
 def test_a_miss_is_explained_by_the_option_that_plans_it(
