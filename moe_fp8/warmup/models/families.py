@@ -100,7 +100,7 @@ def _dots3(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | Non
     sizes = MlaSizes.read(fields)
     gates = [(full, sizes)]
     if sliding:
-        small = MlaSizes.read(fields, "swa_") if fields.has("swa_num_attention_heads") else sizes
+        small = _sliding_sizes(fields, sliding[0], sizes)
         found += blocks.mla(fields, sliding, small)
         gates.append((sliding, small))
     hidden = fields.number("hidden_size")
@@ -113,6 +113,14 @@ def _dots3(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | Non
             columns = (Part(size.num_heads, size.v_head_dim, "heads"),)
             found.append(Linear("gate", columns, Part(hidden), "attention", ("self_attn.g_proj",), where))
     return found, indexer
+
+
+def _sliding_sizes(fields: Fields, layer: int, sizes: MlaSizes) -> MlaSizes:
+    """The sizes of dots3's sliding layers: fields of their own, or what differs in `per_layer_config`."""
+    if fields.has("swa_num_attention_heads"):
+        return MlaSizes.read(fields, "swa_")
+    own = fields.within("per_layer_config", f"{layer:02d}", str(layer))
+    return sizes if own is None else MlaSizes.read(own)
 
 
 def _glm5_next(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
@@ -150,10 +158,11 @@ def _minimax_m3(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer 
     """MiniMax-M3: grouped-query attention; its block indexer works on blocks of keys and is none of ours."""
     hidden = fields.number("hidden_size")
     found = blocks.gqa(fields, layers)
-    if fields.has("index_n_heads"):
+    sparse = _select(layers, fields.words("layer_types", _model_layers(fields)) or [""], "minimax_m3_sparse")
+    if sparse:
         columns = (fields.number("index_n_heads") + 1) * fields.number("index_head_dim")
         reason = "the block indexer of this architecture stays in bf16"
-        found.append(blocks.whole("indexer", columns, hidden, layers, "self_attn.indexer", reason))
+        found.append(blocks.whole("indexer", columns, hidden, sparse, "self_attn.indexer", reason))
     return found, None
 
 
@@ -239,14 +248,16 @@ _QWEN_NEXT = Family(
     shared_count=("num_shared_experts",), shared_gate=True,
 )  # fmt: skip
 
+_DOTS3_SHARED = ("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")
+
 _FAMILIES: dict[str, Family] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "deepseek_v32": _SPARSE,
     "deepseek_v4": Family(_deepseek_v4, moe="mlp"),
     "dots1": _GROUPED,
-    "dots3_note": replace(Family(_dots3), shared_width=("shared_experts_intermediate_size",)),
-    "dots3_note_text": replace(Family(_dots3), shared_width=("shared_experts_intermediate_size",)),
+    "dots3_note": replace(Family(_dots3), shared_width=_DOTS3_SHARED),
+    "dots3_note_text": replace(Family(_dots3), shared_width=_DOTS3_SHARED),
     "ernie4_5_moe": replace(_GROUPED, shared_count=("moe_num_shared_experts",)),
     "glm4_moe": _GROUPED,
     "glm4_moe_lite": _LATENT,

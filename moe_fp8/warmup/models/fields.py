@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,6 +60,16 @@ class Fields:
     def lacking(self, *names: str) -> list[str]:
         """Those of `names` that are missing."""
         return [name for name in names if not self.has(name)]
+
+    def within(self, name: str, *keys: str) -> Fields | None:
+        """These fields with those of the object `name[key]` in their place; None without such an object."""
+        inner = self._config.get(name)
+        for key in keys:
+            if isinstance(inner, dict) and isinstance(inner.get(key), dict):
+                found = copy(self)  # what is missing there is missing here
+                found._config = {**self._config, **inner[key]}
+                return found
+        return None
 
     def has(self, name: str) -> bool:
         """Whether the field exists and is not null."""
