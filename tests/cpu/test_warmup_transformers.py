@@ -7,6 +7,7 @@ The planner's code is not used to read them: names and shapes come from the modu
 from __future__ import annotations
 
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,22 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_fp8.warmup import ModelDescription, describe, read_config
+
+if sys.version_info < (3, 11):
+    pytest.skip("transformers 5.23 needs Python 3.11", allow_module_level=True)
+
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
 #: Configs that a class of transformers wrote, each with the config of the same model as the hub has it.
-NAMES = sorted(path.stem for path in CONFIGS.glob("*_transformers.json") if "gpt_oss" not in path.stem) + [
-    "glm_53", "hy_v3", "hy_v4", "minimax_m3", "qwen35_moe",
-]  # fmt: skip
+NAMES = (
+    *sorted(path.stem for path in CONFIGS.glob("*_transformers.json") if "gpt_oss" not in path.stem),
+    *("glm_53", "hy_v3", "hy_v4", "minimax_m3", "qwen35_moe"),
+)
 
 #: Matrices that multiply no hidden states: embeddings, convolutions, biases by position or head, encoders.
 NO_LINEAR = re.compile(
