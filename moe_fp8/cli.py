@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,15 +33,21 @@ from moe_fp8.warmup.arguments import (
     batch_invariant_from,
     complain,
     counts,
+    extra_from,
+    model_from,
     num_sms_from,
+    options_from,
+    parallelism_from,
     plan_from,
     positive,
     store_from,
 )
 from moe_fp8.warmup.bundle import build_bundle
 from moe_fp8.warmup.explain import explain, explanation_table
+from moe_fp8.warmup.misses import Difference, Miss, explain_miss
+from moe_fp8.warmup.models import read_config
+from moe_fp8.warmup.options import every
 from moe_fp8.warmup.run import build_plan, missing_kernels
-from moe_fp8.warmup.shapes import Parallelism
 from moe_fp8.warmup.tables import build_table, console, plan_table, rows_table
 
 
@@ -70,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"moe-fp8 {metadata.version('moe_fp8')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(
@@ -88,6 +96,11 @@ def _parser() -> argparse.ArgumentParser:
     add_plan_arguments(plan)
     add_store_arguments(plan)
     plan.add_argument("--rows", action="store_true", help="also show every use: op, weights, rows, config")
+
+    miss = command("explain", _explain_miss, "tell why a plan lacks a kernel that a frozen server asked for")
+    miss.add_argument("kernel", metavar="KERNEL", help="as the error has it: 'name[macro=value,...]'")
+    add_model_argument(miss)
+    add_plan_arguments(miss)
 
     build = command("build", _build, "compile every kernel of a model's plan, without a GPU")
     add_model_argument(build)
@@ -161,11 +174,15 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
     either = parser.add_mutually_exclusive_group(required=True)
     either.add_argument("--model", metavar="PATH", help=MODEL_HELP)
     either.add_argument(
+        "--diff", nargs=2, type=Path, metavar=("A", "B"),
+        help="compare two plans: files that `moe-fp8 plan --json` wrote",
+    )  # fmt: skip
+    either.add_argument(
         "--explain", nargs=3, type=positive, metavar=("M", "N", "K"),
         help="show which config this GEMM gets and why; M: rows of A, or of one expert's buffer if masked",
     )  # fmt: skip
-    parser.add_argument("--layout", choices=GEMM_LAYOUTS, default="dense", help="layout for --explain")
-    parser.add_argument("--experts", type=positive, default=1, help="experts for --explain, if grouped")
+    parser.add_argument("--layout", choices=GEMM_LAYOUTS, default=None, help="layout for --explain")
+    parser.add_argument("--experts", type=positive, default=None, help="experts for --explain, if grouped")
     parser.add_argument(
         "--expected-m", type=positive, default=None,
         help="expected rows of an expert for --explain, if grouped",
@@ -175,6 +192,11 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     if arguments.explain is not None:
         return _explain(arguments)
+    for name in ("layout", "experts", "expected_m"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')}", "--explain, which it is for", "no --explain")
+    if arguments.diff is not None:
+        return _tell(arguments, Difference.of(*(read_config(path) for path in arguments.diff)))
     plan = plan_from(arguments)
     keys, cached = _state(plan.specs, arguments)
     if arguments.json:
@@ -190,20 +212,34 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     m, n, k = arguments.explain
     told = explain(
-        arguments.layout,
+        arguments.layout or "dense",
         m,
         n,
         k,
-        arguments.experts,
+        arguments.experts or 1,
         arguments.expected_m,
-        num_sms=num_sms_from(arguments),
-        batch_invariant=batch_invariant_from(arguments),
+        num_sms=every(num_sms_from(arguments))[0],
+        batch_invariant=every(batch_invariant_from(arguments))[0],
     )
     keys, cached = _state(told.specs, arguments)
     if arguments.json:
         _print_json(told.to_dict(keys, cached))
     else:
         console().print(explanation_table(told, keys, cached))
+    return EXIT_OK
+
+
+def _explain_miss(arguments: argparse.Namespace) -> int:
+    model = model_from(arguments.model, arguments)
+    told = explain_miss(arguments.kernel, model, options_from(arguments), extra_from(arguments))
+    return _tell(arguments, told)
+
+
+def _tell(arguments: argparse.Namespace, told: Miss | Difference) -> int:
+    if arguments.json:
+        _print_json(told.to_dict())
+    else:
+        print("\n".join(told.lines()))
     return EXIT_OK
 
 
@@ -318,9 +354,10 @@ def _tune(arguments: argparse.Namespace) -> int:
             raise ConfigError("--fit, --table", "--timings FILE, which has the timings", "none")
         print((tune.refit if arguments.fit else tune.retable)(arguments.timings, arguments.out))
         return EXIT_OK
-    parallelism = Parallelism(arguments.tp, arguments.ep)
+    parallelism = parallelism_from(arguments)
     targets = [tune.parse_target(text) for text in arguments.shape]
-    for model in arguments.model:
+    for path in arguments.model:
+        model = model_from(path, arguments)
         targets += tune.model_targets(model, parallelism, pad_intermediate=arguments.pad_intermediate)
     # Targets of equal weights follow each other, so that the weights are made once.
     targets = sorted(set(targets), key=lambda target: (target[1:], target.layout))

@@ -112,8 +112,9 @@ def _cache(cache_dir: Path | None) -> Finding:
     status = existing.stat()
     if not existing.is_dir():
         return Finding(name, "warn", f"{existing} is not a folder", remedy)
-    if existing == folder and (problem := distrust(status)):
-        return Finding(name, "warn", f"{folder} {problem}, and is not used", remedy)
+    problem = distrust(status) if existing == folder else ""
+    if problem:
+        return Finding(name, "warn", f"{folder} {problem}: it is not used", remedy)
     if not os.access(existing, os.W_OK | os.X_OK):
         return Finding(name, "warn", f"{folder} is read-only: new kernels are kept in memory only", remedy)
     if existing != folder:

@@ -106,8 +106,9 @@ class JitMissError(JitError):
         self.spec = spec
         self.key = key
         super().__init__(
-            f"kernel {spec} (key {key}) was not loaded before freeze(); add the shape that asked "
-            "for it to the warmup plan, or use freeze('warn') to compile on demand"
+            f"kernel {spec} (key {key}) was not loaded before freeze(); "
+            f"`moe-fp8 explain '{spec}' --model PATH` with the options of the warmup plan tells which option "
+            "plans it; or use freeze('warn') to compile on demand"
         )
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from typing import get_args
 
 from moe_fp8 import heuristics
-from moe_fp8.problems import INDEXER_HEADS, PAGE_SIZES, SCALE_BLOCK, SEGMENT_ALIGNMENT, GemmLayout
+from moe_fp8.limits import INDEXER_HEADS, PAGE_SIZES, SCALE_BLOCK
+from moe_fp8.problems import SEGMENT_ALIGNMENT, GemmLayout
 from moe_fp8.specs import GEMM_LAYOUTS, IN_DTYPES, QUANTIZE_ROWS, QUANTIZE_VALUES, SILU_ROWS, SILU_VALUES
 
 #: Type -> (format of the struct module, bytes, alignment).

@@ -22,13 +22,6 @@ DEFAULT_NUM_SMS = 132
 #: Rows between segment starts in the `m_indices` and `psum` layouts.
 SEGMENT_ALIGNMENT = 128
 
-#: Elements of K that share one activation scale, and edge of a weight's scale block.
-SCALE_BLOCK = 128
-
-#: Heads that an indexer may have, and keys of a page of its cache.
-INDEXER_HEADS = (8, 16, 32, 64)
-PAGE_SIZES = (32, 64, 128)
-
 #: From this number of rows on, the choice of a GEMM kernel no longer changes.
 _MOST_ROWS = 32_768
 
@@ -151,8 +144,8 @@ class PagedMqaLogitsProblem:
     num_workers: int = 0
 
     def for_selection(self) -> PagedMqaLogitsProblem:
-        """The problem that the choice of a kernel uses: without a number of workers."""
-        return self if self.num_workers == 0 else replace(self, num_workers=0)
+        """The problem that the choice of a kernel uses: `batch` rounded, without a number of workers."""
+        return replace(self, batch=selection_extent(self.batch), num_workers=0)
 
 
 @dataclass(frozen=True)
@@ -164,8 +157,8 @@ class PagedMqaMetadataProblem:
     num_sms: int = DEFAULT_NUM_SMS
 
     def for_selection(self) -> PagedMqaMetadataProblem:
-        """The problem that the choice of a kernel uses: this problem itself."""
-        return self
+        """The problem that the choice of a kernel uses: `batch` is rounded by `selection_extent`."""
+        return replace(self, batch=selection_extent(self.batch))
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from functools import cache
 from typing import Any, Generic, TypeVar
 
 from moe_fp8 import heuristics
+from moe_fp8.limits import MAX_TOPK, SCALE_BLOCK
 from moe_fp8.problems import (
-    SCALE_BLOCK,
     GemmProblem,
     IndexerCacheProblem,
     IndexerTopkProblem,
@@ -158,7 +158,7 @@ def _indexer_topk_spec(in_dtype: str, config: heuristics.TopkConfig) -> KernelSp
         config.cluster,
         IN_DTYPE=IN_DTYPES[in_dtype],
         CAPACITY=heuristics.TOPK_CAPACITY,
-        MAX_K=heuristics.TOPK_MAX_K,
+        MAX_K=MAX_TOPK,
     )
 
 

@@ -36,7 +36,6 @@ from moe_fp8.heuristics.sm90 import SMEM_CAPACITY, WARPGROUP
 from moe_fp8.heuristics.topk import (
     TOPK_BINS,
     TOPK_CAPACITY,
-    TOPK_MAX_K,
     TopkConfig,
     topk_config,
     topk_smem_bytes,
@@ -52,7 +51,6 @@ __all__ = [
     "TOKEN_TILES",
     "TOPK_BINS",
     "TOPK_CAPACITY",
-    "TOPK_MAX_K",
     "WARPGROUP",
     "GemmConfig",
     "MqaConfig",

@@ -143,6 +143,7 @@ def paged_mqa_config(problem: PagedMqaLogitsProblem) -> MqaConfig:
 
     Above this limit, several passes cover next_n.
     """
+    problem = problem.for_selection()
     block_q = 1
     while block_q < min(problem.next_n, MQA_MAX_QUERIES) and 2 * block_q * problem.num_heads <= MQA_COLUMNS:
         block_q *= 2

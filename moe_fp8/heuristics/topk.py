@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from moe_fp8.problems import IndexerTopkProblem
 
-#: The most columns that can be selected from a row.
-TOPK_MAX_K = 4096
-
 #: Logits of a CTA's share that stay in shared memory during the search for the threshold. With two
 #: histograms of 2048 bins they take 80 KiB, so that two CTAs share an SM and the barriers of one row overlap
 #: the loads of another row.

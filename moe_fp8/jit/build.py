@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, TypeAlias
 
@@ -19,7 +19,7 @@ from moe_fp8.jit import worker
 from moe_fp8.jit.artifact import Artifact
 from moe_fp8.jit.files import decode
 from moe_fp8.jit.progress import BuildRow, Progress, ProgressCallback, open_progress
-from moe_fp8.jit.store import FIRST_PAUSE, KernelStore, default_store, longer
+from moe_fp8.jit.store import KernelStore, default_store
 from moe_fp8.settings import settings
 from moe_fp8.specs import KernelSpec
 
@@ -53,9 +53,10 @@ def build(
     """Make sure that `store` (default: the process's store) holds a kernel for every spec. Needs no GPU.
 
     `jobs`: compiler processes; the default is MOE_FP8_JOBS, else the available cores. They are fresh
-    processes that import neither the caller's main module nor torch. The build tries all specs, then raises
-    CompileError with all failures. It raises ToolchainError if there is no compiler. Processes that build
-    into one store at the same time share the work, and each kernel is compiled once in all.
+    processes that import neither the caller's main module nor torch. Builds of several processes on one store
+    share the work: each kernel is compiled once, and all builds together run `jobs` compiler processes. The
+    build tries all specs, then raises CompileError with all failures. It raises ToolchainError if there is no
+    compiler.
     """
     started = time.perf_counter()
     store = store or default_store()
@@ -78,11 +79,12 @@ def build(
         if missing:
             store.check_compiler(missing[0])
         jobs = min(settings().jobs if jobs is None else jobs, len(missing))
-        for spec, result, hit in _get_missing(store, missing, jobs):
+        results = _compile_here(store, missing) if jobs <= 1 else _compile_apart(store, missing, jobs)
+        for spec, result in results:
             if isinstance(result, str):
                 failures.append((spec, result))
             else:
-                done(spec, result, hit)
+                done(spec, *result)
     if failures:
         name = failures[0][0].name
         raise CompileError(name, "\n".join(f"{spec}: {log}" for spec, log in failures))
@@ -102,125 +104,96 @@ def _row(spec: KernelSpec, artifact: Artifact, cached: bool) -> BuildRow:
     )
 
 
-#: The artifact, or an error message.
-_Result: TypeAlias = Artifact | str
+#: (artifact, whether the store already held it), or an error message.
+_Result: TypeAlias = tuple[Artifact, bool] | str
 
 
-def _get_missing(
-    store: KernelStore, specs: list[KernelSpec], jobs: int
-) -> Iterator[tuple[KernelSpec, _Result, bool]]:
-    """(spec, artifact or error message, whether another process compiled it) for each of `specs`.
+#: Seconds to wait before a kernel is looked for again that another process is compiling.
+_PAUSE_S = 0.02
 
-    Any number of processes may build the same kernels: a process takes a kernel's lock only when it has a
-    free compiler, and goes on with the next kernel if another process holds the lock. So they share the
-    work. A kernel in other hands is looked at again later, because its holder may fail or die.
-    """
+
+def _compile_here(store: KernelStore, specs: list[KernelSpec]) -> Iterator[tuple[KernelSpec, _Result]]:
     waiting = deque(specs)
-    compilers = [_Compiler(store.location()) for _ in range(jobs)] if jobs > 1 else [_InProcess(store)]
-    tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+    while waiting:
+        spec = waiting.popleft()
+        try:
+            found = store.try_compile(spec)
+        except CompileError as error:
+            yield spec, error.log
+        else:
+            if found is not None:
+                yield spec, found
+            else:
+                waiting.append(spec)
+                time.sleep(_PAUSE_S)
+
+
+def _compile_apart(
+    store: KernelStore, specs: list[KernelSpec], jobs: int
+) -> Iterator[tuple[KernelSpec, _Result]]:
+    tasks: queue.SimpleQueue[KernelSpec] = queue.SimpleQueue()
+    for spec in specs:
+        tasks.put(spec)
     results: queue.SimpleQueue[tuple[KernelSpec, _Result]] = queue.SimpleQueue()
-    threads = [threading.Thread(target=_run, args=(one, tasks, results)) for one in compilers]
-    busy = 0
-    pause = FIRST_PAUSE
+    compilers = [_Compiler(store, number) for number in range(jobs)]
+    threads = [threading.Thread(target=compiler.run, args=(tasks, results)) for compiler in compilers]
     try:
         for thread in threads:
             thread.start()
-        while waiting or busy:
-            if busy < len(compilers) and (task := _take(store, waiting)) is not None:
-                pause = FIRST_PAUSE
-                if task.artifact is None:
-                    tasks.put(task)
-                    busy += 1
-                else:
-                    yield task.spec, task.artifact, True
-                continue
-            try:
-                # Without a free compiler there is nothing to do before the next result.
-                spec, result = results.get(timeout=pause if waiting and busy < len(compilers) else None)
-            except queue.Empty:
-                pause = longer(pause)
-                continue
-            busy -= 1
+        for _ in specs:
+            spec, result = results.get()
             if not isinstance(result, str):
                 # The worker wrote the artifact to disk if it could; this process keeps it in memory too.
-                store.adopt(result)
-            yield spec, result, False
+                store.adopt(result[0])
+            yield spec, result
     finally:
         # An interrupted caller gets here early. Workers have nothing to save.
         for compiler in compilers:
             compiler.stop()
-            tasks.put(None)
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
 
 
-@dataclass(frozen=True)
-class _Task:
-    """A kernel to compile with its lock, or a kernel that another process has published as `artifact`."""
-
-    spec: KernelSpec
-    lock: ExitStack
-    artifact: Artifact | None
-
-
-def _take(store: KernelStore, waiting: deque[KernelSpec]) -> _Task | None:
-    """The first of `waiting` that no other process holds, or None; those that are held move to the end."""
-    for _ in range(len(waiting)):
-        spec = waiting.popleft()
-        key = store.key(spec)
-        lock = store.try_lock(key)
-        if lock is None:
-            waiting.append(spec)
-            continue
-        with lock:
-            artifact = store.get(key)
-            # Only a kernel that must be compiled keeps its lock beyond this block.
-            return _Task(spec, lock.pop_all() if artifact is None else lock, artifact)
-    return None
-
-
-def _run(
-    compiler: _Compiler | _InProcess,
-    tasks: queue.SimpleQueue[_Task | None],
-    results: queue.SimpleQueue[tuple[KernelSpec, _Result]],
-) -> None:
-    """Feed a compiler in a thread of its own, until a task is None."""
-    while (task := tasks.get()) is not None:
-        try:
-            with task.lock:
-                result = compiler.compile(task.spec)
-        except Exception as error:
-            # The build waits for a result of every task, so any error must become a result.
-            result = f"the compiler cannot be used ({type(error).__name__}: {error})"
-        results.put((task.spec, result))
-    compiler.stop()
-
-
-class _InProcess:
-    """The compiler of a build with one job: it needs no process of its own."""
-
-    def __init__(self, store: KernelStore) -> None:
-        self._store = store
-
-    def compile(self, spec: KernelSpec) -> _Result:
-        try:
-            return self._store.compile(spec)
-        except CompileError as error:
-            return error.log
-
-    def stop(self) -> None:
-        """There is nothing to stop: NVRTC cannot be interrupted."""
-
-
 class _Compiler:
-    """One worker process, which starts with the first kernel and is started again if it dies."""
+    """One worker process, which is restarted if it dies, and the loop that feeds it from a thread.
 
-    def __init__(self, location: dict[str, str | None]) -> None:
-        self._location = location
+    The process runs only while this build holds the worker's slot of the store. Without it, the loop looks
+    for what the holders publish.
+    """
+
+    def __init__(self, store: KernelStore, number: int) -> None:
+        self._store = store
+        self._slot = store.slot(number)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
         self._lock = threading.Lock()
+
+    def run(
+        self,
+        tasks: queue.SimpleQueue[KernelSpec],
+        results: queue.SimpleQueue[tuple[KernelSpec, _Result]],
+    ) -> None:
+        while not self._stopped:
+            try:
+                spec = tasks.get_nowait()
+            except queue.Empty:
+                break
+            try:
+                result = self._compile(spec) if self._slot.take() else self._look(spec)
+            except Exception as error:
+                # The build waits for a result of every task, so any error must become a result.
+                result = f"the compiler process cannot be used ({type(error).__name__}: {error})"
+            if result is None:  # another process is compiling it
+                tasks.put(spec)
+                time.sleep(_PAUSE_S)
+            else:
+                results.put((spec, result))
+        self.stop()
+
+    def _look(self, spec: KernelSpec) -> _Result | None:
+        artifact = self._store.get(self._store.key(spec))
+        return None if artifact is None else (artifact, True)
 
     def stop(self) -> None:
         """End the process, if it runs, and start no other."""
@@ -229,8 +202,9 @@ class _Compiler:
             process, self._process = self._process, None
         if process is not None:
             _end(process)
+        self._slot.release()
 
-    def compile(self, spec: KernelSpec) -> _Result:
+    def _compile(self, spec: KernelSpec) -> _Result | None:
         process = self._running()
         reply = None
         try:
@@ -246,10 +220,12 @@ class _Compiler:
             _end(process)
             return f"the compiler process ended early (exit status {process.returncode})"
         header, payload = reply
+        if "busy" in header:
+            return None
         if "error" in header:
             return str(header["error"])
         artifact = decode(payload)
-        return "the artifact was damaged on its way" if artifact is None else artifact
+        return "the artifact was damaged on its way" if artifact is None else (artifact, bool(header["hit"]))
 
     def _running(self) -> subprocess.Popen[bytes]:
         with self._lock:
@@ -266,7 +242,7 @@ class _Compiler:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                 )
-                worker.write_frame(_pipe(self._process.stdin), self._location)
+                worker.write_frame(_pipe(self._process.stdin), self._store.location())
             return self._process
 
 

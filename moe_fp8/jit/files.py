@@ -49,28 +49,24 @@ def decode(data: bytes) -> Artifact | None:
 
 
 def distrust(status: os.stat_result) -> str:
-    """Why a file or folder must not be used, with every reason; "" if only this user or root can write it."""
-    if stat.S_ISLNK(status.st_mode):
-        return "is a symbolic link"
-    reasons = []
+    """Why a file or folder must not be used; "" if only this user or root can write it."""
     if status.st_uid not in (os.geteuid(), 0):
-        reasons.append(f"belongs to user {status.st_uid} (this user is {os.geteuid()})")
-    bits = {"its group": stat.S_IWGRP, "others": stat.S_IWOTH}
-    if writers := [who for who, bit in bits.items() if status.st_mode & bit]:
-        reasons.append(f"can be written by {' and '.join(writers)} (mode {stat.S_IMODE(status.st_mode):04o})")
-    return " and ".join(reasons)
+        return f"belongs to user {status.st_uid}, neither to this user ({os.geteuid()}) nor to root"
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        whom = "its group" if not mode & stat.S_IWOTH else "all users"
+        return f"can be written by others: its mode {mode:o} lets {whom} write"
+    return ""
 
 
 def read_file(path: Path) -> tuple[bytes, os.stat_result]:
-    """The bytes and the status of a file; raises OSError.
-
-    A symbolic link is not followed: it has no bytes, and `distrust` refuses its status.
-    """
+    """The bytes of a file that is no symbolic link, and the status of the open file; raises OSError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            return b"", os.lstat(path)
+            reason = "a symbolic link, which anyone who can write its target could change"
+            raise OSError(errno.ELOOP, reason, str(path)) from error
         raise
     try:
         # open() refuses a folder but does not close its descriptor; `finally` closes it.

@@ -14,7 +14,8 @@ import stat
 import tempfile
 import threading
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -34,9 +35,6 @@ _logger = logging.getLogger(__name__)
 # This is longer than any compilation. After this time the lock's holder is stopped, or the file system has
 # lost the lock; compiling twice is then better than waiting for ever.
 _LOCK_SECONDS = 120.0
-
-#: The first pause in seconds between two attempts to take a lock; `longer` gives the next.
-FIRST_PAUSE = 0.002
 
 
 class KernelStore:
@@ -63,10 +61,8 @@ class KernelStore:
         self._memory: dict[str, Artifact] = {}
         self._keys: dict[KernelSpec, str] = {}
         self._mutex = threading.Lock()
-        self._held: set[str] = set()
-        self._refused: dict[str, float] = {}
+        self._key_locks: dict[str, threading.Lock] = {}
         self._warned = False
-        self._warned_files: set[Path] = set()
         self._readable = False
         self._writable = False
         self._opened = False
@@ -96,68 +92,71 @@ class KernelStore:
     def put(self, artifact: Artifact) -> None:
         """Publish `artifact` for this process and, atomically, for others; never raises OSError."""
         self._memory[artifact.key] = artifact
-        self._open()
-        if self._writable:
-            try:
-                self._write(artifact)
-            except OSError as error:
-                self._writable = False
-                self._warn(f"cannot be written ({error})")
+        self.publish(f"{artifact.key}{SUFFIX}", encode(artifact))
 
     def get_or_compile(self, spec: KernelSpec) -> tuple[Artifact, bool]:
         """(artifact, whether the store already held it); if several processes ask, only one compiles.
 
         Raises CompileError, ToolchainError, BundleError.
         """
+        found = self._get_or_compile(spec, wait=True)
+        assert found is not None
+        return found
+
+    def try_compile(self, spec: KernelSpec) -> tuple[Artifact, bool] | None:
+        """As `get_or_compile`, but None at once if another process is compiling the kernel."""
+        return self._get_or_compile(spec, wait=False)
+
+    def _get_or_compile(self, spec: KernelSpec, wait: bool) -> tuple[Artifact, bool] | None:
         key = self.key(spec)
         artifact = self.get(key)
         if artifact is not None:
             return artifact, True
-        with self._wait_for_lock(key):
+        with self._mutex:
+            mutex = self._key_locks.setdefault(key, threading.Lock())
+        with mutex, self._file_lock(key, wait) as free:
+            if not free:
+                return None
             artifact = self.get(key)
             if artifact is not None:
                 return artifact, True
-            return self.compile(spec), False
+            self.check_compiler(spec)
+            artifact = compile_kernel(spec, self._arch, self._sources)
+            self.put(artifact)
+            return artifact, False
 
-    def compile(self, spec: KernelSpec) -> Artifact:
-        """Compile and publish `spec`, whose lock the caller holds. Raises CompileError, ToolchainError."""
-        self.check_compiler(spec)
-        artifact = compile_kernel(spec, self._arch, self._sources)
-        self.put(artifact)
-        return artifact
-
-    def try_lock(self, key: str) -> ExitStack | None:
-        """The lock of `key`, which `close()` releases in any thread; None while somebody else holds it.
-
-        The holder compiles the kernel. Look for the artifact again after this method returned a lock: the
-        last holder may have published it. The OS releases the lock if this process dies.
-        """
+    def slot(self, number: int) -> Slot:
+        """The right to run compiler process `number` on this store, which one process holds at a time."""
         self._open()
-        lock = ExitStack()
-        with self._mutex:
-            if key in self._held:
-                return self._refuse(key, lock)
-            self._held.add(key)
-        lock.callback(self._held.discard, key)
-        descriptor = self._open_lock(key) if self._writable else None
-        if descriptor is not None:
-            lock.callback(os.close, descriptor)
+        return Slot(None if self.root is None or not self._writable else self.root / f"slot{number}.lock")
+
+    def read_file(self, name: str) -> bytes | None:
+        """The bytes of the store's file `name`; None if it does not exist, or may not or cannot be read."""
+        self._open()
+        if self.root is None or not self._readable:
+            return None
+        path = self.root / name
+        try:
+            data, status = read_file(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._warn(f"cannot be read ({error})")
+            return None
+        if problem := distrust(status):
+            _logger.warning("kernel file %s %s and is not used", path, problem)
+            return None
+        return data
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Write the store's file `name` atomically, if the folder can be written; never raises OSError."""
+        self._open()
+        if self._writable:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._write(name, data)
             except OSError as error:
-                if error.errno in (errno.EWOULDBLOCK, errno.EINTR):
-                    return self._refuse(key, lock)
-                # Publishing is atomic anyway, so going on costs only a second compilation.
-                _logger.debug("kernel %s is compiled without a lock: %s", key, error)
-            else:
-                # A process that was forked meanwhile has a copy of the descriptor. Closing this descriptor
-                # would leave the lock to the copy.
-                lock.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
-                for stale in self._root_folder().glob(f"{key}.*.tmp"):
-                    with suppress(OSError):
-                        stale.unlink()
-        self._refused.pop(key, None)
-        return lock
+                self._writable = False
+                self._warn(f"cannot be written ({error})")
 
     def check_compiler(self, missing: KernelSpec) -> None:
         """Raise ToolchainError if `missing`, which the store does not hold, cannot be compiled either."""
@@ -229,81 +228,118 @@ class KernelStore:
             )
 
     def _read(self, key: str) -> Artifact | None:
-        self._open()
-        path = self.path(key)
-        if path is None or not self._readable:
-            return None
-        try:
-            data, status = read_file(path)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            self._warn(f"cannot be read ({error})")
-            return None
-        if problem := distrust(status):
-            self._warn_of_file(path, f"{problem} and is not used")
+        data = self.read_file(f"{key}{SUFFIX}")
+        if data is None:
             return None
         artifact = decode(data)
         if artifact is None or artifact.key != key:
-            self._warn_of_file(path, "is damaged and will be rebuilt")
+            _logger.warning("kernel file %s is damaged and will be rebuilt", self.path(key))
             return None
         return artifact
 
-    def _warn_of_file(self, path: Path, problem: str) -> None:
-        # The file is read again when the kernel's lock is taken.
-        if path not in self._warned_files:
-            self._warned_files.add(path)
-            _logger.warning("kernel file %s %s", path, problem)
-
-    def _write(self, artifact: Artifact) -> None:
-        path = self.path(artifact.key)
-        assert path is not None
+    def _write(self, name: str, data: bytes) -> None:
+        assert self.root is not None
         # A process that is killed here leaves only its temporary file. The next process that holds the lock
         # of this key removes the file.
-        descriptor, temporary = tempfile.mkstemp(prefix=f"{artifact.key}.", suffix=".tmp", dir=path.parent)
+        stem = name.partition(".")[0]
+        descriptor, temporary = tempfile.mkstemp(prefix=f"{stem}.", suffix=".tmp", dir=self.root)
         try:
-            write_synced(descriptor, encode(artifact))
-            os.replace(temporary, path)
+            write_synced(descriptor, data)
+            os.replace(temporary, self.root / name)
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
-        sync_folder(path.parent)
+        sync_folder(self.root)
 
-    def _open_lock(self, key: str) -> int | None:
-        """The descriptor of this key's lock file, which is not locked yet; None if it cannot be opened."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    @contextmanager
+    def _file_lock(self, key: str, wait: bool) -> Iterator[bool]:
+        """Hold this key's lock against other processes; the OS releases it if this process dies.
+
+        Yields False, without the lock, if another process holds it and `wait` is False.
+        """
+        if not self._writable:
+            yield True
+            return
+        descriptor, free = self._acquire(key, wait)
         try:
-            return os.open(self._root_folder() / f"{key}.lock", flags, 0o600)
+            yield free
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _acquire(self, key: str, wait: bool) -> tuple[int | None, bool]:
+        """(descriptor of the locked file, whether the kernel may be compiled)."""
+        assert self.root is not None
+        try:
+            descriptor = _open_lock(self.root / f"{key}.lock")
         except OSError as error:
             self._writable = False
             self._warn(f"cannot be written ({error})")
-            return None
+            return None, True
+        deadline = time.monotonic() + _LOCK_SECONDS
+        pause = 0.002
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                held = error.errno in (errno.EWOULDBLOCK, errno.EINTR)
+                if held and not wait:
+                    os.close(descriptor)
+                    return None, False
+                if not held or time.monotonic() > deadline:
+                    # The file system has no locks, or the holder is stuck. Publishing is atomic anyway, so
+                    # going on costs only a second compilation.
+                    os.close(descriptor)
+                    _logger.debug("kernel %s is compiled without a lock: %s", key, error)
+                    return None, True
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.05)
+            else:
+                for stale in self.root.glob(f"{key}.*.tmp"):
+                    with suppress(OSError):
+                        stale.unlink()
+                return descriptor, True
 
-    def _refuse(self, key: str, lock: ExitStack) -> ExitStack | None:
-        """None, or an empty lock if `key` has been held for longer than any compilation takes."""
-        lock.close()
-        now = time.monotonic()
-        if now - self._refused.setdefault(key, now) <= _LOCK_SECONDS:
-            return None
-        _logger.debug("kernel %s is compiled without a lock: its holder is stuck", key)
-        return ExitStack()
 
-    def _wait_for_lock(self, key: str) -> ExitStack:
-        pause = FIRST_PAUSE
-        while (lock := self.try_lock(key)) is None:
-            time.sleep(pause)
-            pause = longer(pause)
-        return lock
+class Slot:
+    """One of the compiler processes that may run at once on a store; see `KernelStore.slot`.
 
-    def _root_folder(self) -> Path:
-        assert self.root is not None
-        return self.root
+    `path` is the file whose lock it is, or None for a store that other processes do not see.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def take(self) -> bool:
+        """Whether this process holds the slot, after an attempt to take it; does not wait."""
+        if self._path is None or self._descriptor is not None:
+            return True
+        try:
+            descriptor = _open_lock(self._path)
+        except OSError:
+            self._path = None
+            return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
+                self._path = None  # the file system has no locks
+            return self._path is None
+        self._descriptor = descriptor
+        return True
+
+    def release(self) -> None:
+        """Let another process take the slot. The OS does the same if this process dies."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
-def longer(pause: float) -> float:
-    """The pause after `pause` between two attempts to take a lock."""
-    return min(pause * 1.5, 0.05)
+def _open_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 @cache

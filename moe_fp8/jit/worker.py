@@ -55,18 +55,21 @@ def read_frame(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
 
 
 def serve(store: KernelStore, requests: IO[bytes], replies: IO[bytes]) -> None:
-    """Answer each request {"spec": ...} with {} and the artifact, or with {"error": text}.
+    """Answer each request {"spec": ...} with {"hit": bool} and the artifact, or {"error": text}.
 
-    The process that asks holds the kernel's lock.
+    The answer is {"busy": true} if another process is compiling the kernel.
     """
     while (message := read_frame(requests)) is not None:
         spec = spec_from_json(message[0]["spec"])
         try:
-            artifact = store.compile(spec)
+            found = store.try_compile(spec)
         except JitError as error:
             write_frame(replies, {"error": getattr(error, "log", str(error))})
         else:
-            write_frame(replies, {}, encode(artifact))
+            if found is None:
+                write_frame(replies, {"busy": True})
+            else:
+                write_frame(replies, {"hit": found[1]}, encode(found[0]))
 
 
 def main() -> None:

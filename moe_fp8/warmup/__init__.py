@@ -6,10 +6,12 @@ No module here imports torch, allocates a tensor or launches a kernel. Planning 
 from __future__ import annotations
 
 from moe_fp8.warmup.bundle import build_bundle
-from moe_fp8.warmup.model import ModelDescription, describe, load_model, read_config
-from moe_fp8.warmup.planner import Plan, PlanOptions, PlanRow, plan
+from moe_fp8.warmup.models import ModelDescription, describe, load_model, read_config
+from moe_fp8.warmup.options import PlanOptions
+from moe_fp8.warmup.planner import Plan, plan
+from moe_fp8.warmup.rows import PlanRow
 from moe_fp8.warmup.run import build_plan, load_plan, missing_kernels
-from moe_fp8.warmup.shapes import GemmShape, Parallelism, gemm_shapes
+from moe_fp8.warmup.shapes import GemmShape, Parallelism, Unplanned, gemm_shapes, parse_shape, unplanned
 
 __all__ = [
     "GemmShape",
@@ -18,6 +20,7 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "PlanRow",
+    "Unplanned",
     "build_bundle",
     "build_plan",
     "describe",
@@ -25,6 +28,8 @@ __all__ = [
     "load_model",
     "load_plan",
     "missing_kernels",
+    "parse_shape",
     "plan",
     "read_config",
+    "unplanned",
 ]

@@ -46,12 +46,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _warm(arguments: argparse.Namespace, summary: dict[str, Any]) -> None:
     started = time.perf_counter()
-    plan = plan_from(arguments)
+    store = store_from(arguments)
+    plan = plan_from(arguments, store)
     summary["num_sms"] = plan.options.num_sms
     summary["kernels"] = len(plan.specs)
     summary["plan_seconds"] = round(time.perf_counter() - started, 3)
 
-    store = store_from(arguments)
     report = build_plan(plan, store, arguments.jobs, False if arguments.quiet else None)
     summary["compiled"] = report.compiled
     summary["cached"] = report.cached

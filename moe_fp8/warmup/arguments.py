@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from moe_fp8.errors import BundleError, CompileError, ConfigError, JitError, MoeFp8Error, ToolchainError
 from moe_fp8.jit.bundle import bundle_in_use
 from moe_fp8.jit.store import KernelStore, default_store
 from moe_fp8.settings import settings
-from moe_fp8.warmup.model import load_model
-from moe_fp8.warmup.planner import Plan, PlanOptions, plan
+from moe_fp8.warmup.engines import ENGINES
+from moe_fp8.warmup.models import ModelDescription, load_model
+from moe_fp8.warmup.models.quantization import QUANTIZE
+from moe_fp8.warmup.options import PlanOptions
+from moe_fp8.warmup.planner import Plan, plan
 from moe_fp8.warmup.run import default_num_sms
+from moe_fp8.warmup.shapes import GemmShape, Parallelism, parse_shape
+from moe_fp8.warmup.stored import stored_plan
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -58,11 +64,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests decoded together (default %(default)s)",
     )
     parser.add_argument(
-        "--next-n", type=int, default=default.next_n,
-        help="most tokens of a request in one decode step (default %(default)s)",
+        "--next-n", type=one_or_more, default=default.next_n, metavar="N[,N...]",
+        help="most tokens of a request in one decode step; with commas: all numbers that occur "
+        "(default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--block-size", type=int, default=default.block_size,
+        "--block-size", type=one_or_more, default=default.block_size, metavar="TOKENS[,...]",
         help="tokens in a page of the indexer's cache (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
@@ -70,17 +77,37 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="rows of an expert's buffer in the masked layout (default: enough for the decode batch)",
     )  # fmt: skip
     parser.add_argument(
-        "--num-sms", type=int, default=None,
-        help="multiprocessors to plan for (default: this machine's Hopper GPU, else 132)",
+        "--num-sms", type=one_or_more, default=None, metavar="SMS[,SMS...]",
+        help="multiprocessors to plan for; with commas, if some calls leave SMs to communication "
+        "(default: this machine's Hopper GPU, else 132)",
     )  # fmt: skip
     parser.add_argument(
-        "--batch-invariant", action=argparse.BooleanOptionalAction, default=None,
-        help="whether the server runs with MOE_FP8_BATCH_INVARIANT on (default: this process's setting)",
+        "--out-dtypes", type=lambda text: tuple(text.split(",")), default=default.out_dtypes,
+        metavar="DTYPE[,DTYPE]", help="dtypes of the GEMMs' outputs: bfloat16, float32 (default bfloat16)",
     )  # fmt: skip
+    parser.add_argument(
+        "--batch-invariant", nargs="?", choices=tuple(_BATCH_INVARIANT), const="on", default=None,
+        help="whether the server runs with MOE_FP8_BATCH_INVARIANT on, or both with it and without it "
+        "(default: this process's setting)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--engine", choices=tuple(ENGINES), default=None,
+        help="plan only what this engine calls (default: every call that the ops serve)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gemm", action="append", default=[], metavar="LAYOUT:N:K:EXPERTS",
+        help="plan this GEMM too, such as dense:4096:7168 or masked:4096:7168:32; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--strict", action="store_true", help="fail if a linear layer with FP8 weights cannot be planned"
+    )
+
+
+_BATCH_INVARIANT: dict[str, bool | tuple[bool, ...]] = {"on": True, "off": False, "both": (False, True)}
 
 
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that describe one rank's share of a model."""
+    """Add the options that describe one rank's share of a model, and how its config is read."""
     default = PlanOptions
     parser.add_argument(
         "--tp", type=int, default=default.tp, help="tensor-parallel ranks (default %(default)s)"
@@ -88,9 +115,35 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ep", type=int, default=default.ep, help="expert-parallel ranks (default %(default)s)"
     )
+    for name, text in (
+        ("attention", "attention; 1 with data-parallel attention"),
+        ("mlp", "dense MLPs"),
+        ("shared", "shared experts; 1 if every rank has them whole"),
+        ("moe", "each routed expert"),
+    ):
+        parser.add_argument(
+            f"--{name}-tp", type=int, default=None,
+            help=f"ranks that split {text} (default: what --tp and --ep give)",
+        )  # fmt: skip
+    parser.add_argument(
+        "--redundant-experts", type=int, default=default.redundant_experts,
+        help="copies of experts on all ranks together, as with EPLB (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fuse-shared", action="store_true",
+        help="the engine computes shared experts as further routed experts (E + 1)",
+    )  # fmt: skip
     parser.add_argument(
         "--pad-intermediate", action="store_true",
         help="the weights' intermediate sizes are padded with zeros to a multiple of 128 per rank",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quantize", choices=QUANTIZE, default=None,
+        help="the engine quantizes a bf16 checkpoint to FP8 blocks while it loads it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--read-as", default=None, metavar="MODEL_TYPE",
+        help="the known architecture whose layers a model of an unknown architecture has",
     )  # fmt: skip
 
 
@@ -136,34 +189,64 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(positive(number) for number in text.split(","))
 
 
-def plan_from(arguments: argparse.Namespace) -> Plan:
-    """The plan that the arguments ask for. Raises ConfigError."""
-    model = load_model(arguments.model)
-    options = PlanOptions(
-        tp=arguments.tp,
-        ep=arguments.ep,
-        max_tokens=arguments.max_tokens,
-        max_batch=arguments.max_batch,
-        next_n=arguments.next_n,
-        num_sms=num_sms_from(arguments),
-        block_size=arguments.block_size,
-        masked_rows=arguments.masked_rows,
-        pad_intermediate=arguments.pad_intermediate,
-        batch_invariant=batch_invariant_from(arguments),
-    )
-    return plan(model, options)
+def one_or_more(text: str) -> int | tuple[int, ...]:
+    """argparse type: an integer >= 1, or several with commas."""
+    numbers = counts(text)
+    return numbers if "," in text else numbers[0]
 
 
-def num_sms_from(arguments: argparse.Namespace) -> int:
+def plan_from(arguments: argparse.Namespace, store: KernelStore | None = None) -> Plan:
+    """The plan that the arguments ask for; a note on stderr names what it lacks. Raises ConfigError.
+
+    With a `store`, a plan that it has is read, and a new plan is kept there.
+    """
+    model = model_from(arguments.model, arguments)
+    extra = extra_from(arguments)
+    options, strict = options_from(arguments), arguments.strict
+    if store is None:
+        planned = plan(model, options, extra=extra, strict=strict)
+    else:
+        planned = stored_plan(model, options, store, extra=extra, strict=strict)
+    if planned.lacking:
+        listed = "; ".join(map(str, planned.lacking))
+        remedy = f"; {planned.remedy}" if planned.remedy else ""
+        print(f"note: other kernels must serve {listed}{remedy}", file=sys.stderr)
+    return planned
+
+
+def model_from(path: str, arguments: argparse.Namespace) -> ModelDescription:
+    """The model in `path`, read as the arguments say. Raises ModelError."""
+    return load_model(path, quantize=arguments.quantize, read_as=arguments.read_as)
+
+
+def extra_from(arguments: argparse.Namespace) -> list[GemmShape]:
+    """Further GEMMs of the server. Raises ConfigError."""
+    return [parse_shape(text, "--gemm") for text in arguments.gemm]
+
+
+def parallelism_from(arguments: argparse.Namespace) -> Parallelism:
+    """A rank's share of a model. Raises ConfigError."""
+    return Parallelism(**{one.name: getattr(arguments, one.name) for one in fields(Parallelism)})
+
+
+def options_from(arguments: argparse.Namespace) -> PlanOptions:
+    """The options of a plan. Raises ConfigError."""
+    given = {one.name: getattr(arguments, one.name) for one in fields(PlanOptions)}
+    given["num_sms"] = num_sms_from(arguments)
+    given["batch_invariant"] = batch_invariant_from(arguments)
+    return PlanOptions(**given)
+
+
+def num_sms_from(arguments: argparse.Namespace) -> int | tuple[int, ...]:
     """The multiprocessors to plan for."""
-    given: int | None = arguments.num_sms
+    given: int | tuple[int, ...] | None = arguments.num_sms
     return default_num_sms() if given is None else given
 
 
-def batch_invariant_from(arguments: argparse.Namespace) -> bool:
+def batch_invariant_from(arguments: argparse.Namespace) -> bool | tuple[bool, ...]:
     """Whether the server is batch-invariant."""
-    given: bool | None = arguments.batch_invariant
-    return settings().batch_invariant if given is None else given
+    given: str | None = arguments.batch_invariant
+    return settings().batch_invariant if given is None else _BATCH_INVARIANT[given]
 
 
 def store_from(arguments: argparse.Namespace) -> KernelStore:

@@ -9,13 +9,13 @@ from typing import Any
 from rich.console import Group, JustifyMethod
 from rich.text import Text
 
+from moe_fp8 import limits
 from moe_fp8.errors import ConfigError
 from moe_fp8.heuristics import GemmConfig, gemm_config, gemm_grid
 from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
-from moe_fp8.problems import SCALE_BLOCK, GemmLayout, GemmProblem
+from moe_fp8.problems import GemmLayout, GemmProblem
 from moe_fp8.specs import KernelSpec, kernel_spec
-from moe_fp8.warmup.shapes import N_MULTIPLE
 from moe_fp8.warmup.tables import state, table_of
 
 
@@ -100,9 +100,12 @@ def explain(
     The function makes the problem and chooses the config as an op does. Raises ConfigError for arguments
     that no op accepts.
     """
-    for name, value, multiple in (("N", n, N_MULTIPLE), ("K", k, SCALE_BLOCK)):
-        if value % multiple:
-            raise ConfigError(name, f"a multiple of {multiple}", value)
+    for name, value, multiple, reason in (
+        ("N", n, limits.N_MULTIPLE, limits.refuse_n(n)),
+        ("K", k, limits.SCALE_BLOCK, limits.refuse_k(k)),
+    ):
+        if reason:
+            raise ConfigError(name, f"a positive multiple of {multiple}", value)
     if layout == "dense" and (num_experts != 1 or expected_m is not None):
         raise ConfigError("layout", "a grouped layout for experts or expected rows", layout)
     problem = GemmProblem(

@@ -1,15 +1,15 @@
-"""The FP8 GEMMs of one rank of a model: (N, K) and experts, after tensor and expert parallelism."""
+"""The GEMMs of one rank: (N, K) and experts of every linear layer, after all kinds of parallelism."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, get_args
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.problems import SCALE_BLOCK
-from moe_fp8.warmup.model import MlaAttention, ModelDescription
-
-#: In every FP8 GEMM, N is a multiple of this number and K is a multiple of SCALE_BLOCK.
-N_MULTIPLE = 64
+from moe_fp8.limits import N_MULTIPLE, SCALE_BLOCK, refuse_k, refuse_n
+from moe_fp8.problems import GemmLayout
+from moe_fp8.warmup.models.description import Domain, Linear, ModelDescription, Part
 
 _TRIED_TP = (1, 2, 4, 8, 16, 32, 64)
 
@@ -30,124 +30,217 @@ class GemmShape:
     whole_context: bool = False
 
 
+def parse_shape(text: str, option: str = "shape") -> GemmShape:
+    """The GEMM that `layout:n:k:experts` names, without experts for "dense". Raises ConfigError.
+
+    All grouped layouts give the same shape. `option` names the text in the error.
+    """
+    layout, *numbers = text.split(":")
+    expected = (
+        f"layout:n:k:experts, layout one of {', '.join(get_args(GemmLayout))}; n % {N_MULTIPLE} == 0, "
+        f"k % {SCALE_BLOCK} == 0"
+    )
+    wrong = ConfigError(option, expected, text, "for example dense:4096:7168 or masked:4096:7168:32")
+    if layout not in get_args(GemmLayout) or not all(
+        number.isascii() and number.isdigit() and len(number) < 10 for number in numbers
+    ):
+        raise wrong
+    sizes = [int(number) for number in numbers]
+    experts: int | None = None
+    if layout == "dense" and len(sizes) >= 2 and sizes[2:] in ([], [1]):
+        n, k = sizes[:2]
+    elif layout != "dense" and len(sizes) == 3 and sizes[2] > 0:
+        n, k, experts = sizes
+    else:
+        raise wrong
+    if refuse_n(n) or refuse_k(k):
+        raise wrong
+    return GemmShape("extra", n, k, experts)
+
+
+@dataclass(frozen=True)
+class Unplanned:
+    """A linear layer of one rank that no kernel of this package computes, and the reason.
+
+    `n` or `k` is None if the ranks' shares are no whole numbers. `layers` counts the layers that have it, and
+    is 0 for a linear layer outside of the layers. `lacking`: its weights are quantized, so that a server
+    needs kernels from elsewhere for it; else its weights are bf16 or fp32.
+    """
+
+    what: str
+    n: int | None
+    k: int | None
+    num_experts: int | None
+    layers: int
+    reason: str
+    lacking: bool
+
+    def __str__(self) -> str:
+        sizes = " x ".join("?" if size is None else str(size) for size in (self.n, self.k))
+        experts = "" if self.num_experts is None else f"{self.num_experts} x "
+        return f"{self.what} ({experts}{sizes}): {self.reason}"
+
+
 @dataclass(frozen=True)
 class Parallelism:
     """The division of a model among ranks: `tp` ranks split every layer, `ep` ranks split the experts.
 
-    `ep` divides `tp` or is a multiple of it. If `ep` is less than `tp`, `moe_tp` = `tp / ep` ranks split each
-    expert. If `ep` is greater, the experts get tokens from `dp` = `ep / tp` data-parallel groups.
+    `ep` divides `tp` or is a multiple of it. If `ep` is less than `tp`, `tp / ep` ranks split each expert. If
+    `ep` is greater, the experts get tokens from `ep / tp` data-parallel groups. The other numbers of ranks
+    are for engines that divide kinds of layers differently; None means what `tp` and `ep` give.
+    `attention_tp`: ranks that split attention, for example 1 with data-parallel attention. `mlp_tp`: ranks
+    that split dense MLPs. `shared_tp`: ranks that split shared experts, 1 if each rank has them whole
+    (replicated or sequence-parallel). `moe_tp`: ranks that split each routed expert. `redundant_experts`:
+    copies of experts on all ranks together (EPLB). `fuse_shared`: the shared experts are further routed
+    experts of each rank, so a rank has E + 1 of them.
     """
 
     tp: int = 1
     ep: int = 1
+    attention_tp: int | None = None
+    mlp_tp: int | None = None
+    shared_tp: int | None = None
+    moe_tp: int | None = None
+    redundant_experts: int = 0
+    fuse_shared: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (("tp", self.tp), ("ep", self.ep)):
-            if value < 1:
+        for name in ("tp", "ep", "attention_tp", "mlp_tp", "shared_tp", "moe_tp"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or not 1 <= value <= 1 << 20):
                 raise ConfigError(name, "an integer >= 1", value)
-        if self.tp % self.ep and self.ep % self.tp:
+        if not 0 <= self.redundant_experts <= 1 << 20:
+            raise ConfigError("redundant_experts", "an integer >= 0", self.redundant_experts)
+        if self.moe_tp is None and self.tp % self.ep and self.ep % self.tp:
             raise ConfigError("ep", f"a divisor or a multiple of tp ({self.tp})", self.ep)
+        ranks = self.ways("experts") * self.ep
+        if ranks % self.ways("attention"):
+            raise ConfigError(
+                "attention_tp", f"a divisor of the ranks that share the experts ({ranks})",
+                self.ways("attention"),
+            )  # fmt: skip
 
-    @property
-    def moe_tp(self) -> int:
-        return max(1, self.tp // self.ep)
+    def ways(self, domain: Domain) -> int:
+        """The ranks that split one layer of a kind."""
+        dense = self.mlp_tp or self.tp
+        return {
+            "attention": self.attention_tp or self.tp,
+            "mlp": dense,
+            "shared": self.shared_tp or dense,
+            "experts": self.moe_tp or max(1, self.tp // self.ep),
+        }[domain]
 
     @property
     def dp(self) -> int:
-        return max(1, self.ep // self.tp)
+        """The groups of ranks with tokens of their own, whose tokens a rank's experts get."""
+        return self.ways("experts") * self.ep // self.ways("attention")
 
 
 def gemm_shapes(
     model: ModelDescription, parallelism: Parallelism, *, pad_intermediate: bool = False
 ) -> tuple[GemmShape, ...]:
-    """The FP8 GEMMs of one rank.
+    """The FP8 GEMMs of one rank that kernels of this package compute.
 
     With `pad_intermediate`, a rank's intermediate size that is no multiple of 128 is rounded up, as for
-    weights padded with zeros offline. Raises ConfigError if the parallelism does not divide the model or
-    gives an N or K that no kernel serves; the remedy names settings that work.
+    weights padded with zeros offline. `unplanned` has all other linear layers. Raises ConfigError if the
+    parallelism does not divide the model's heads or experts; the remedy names settings that work.
     """
-    try:
-        return _shapes(model, parallelism, pad_intermediate)
-    except ConfigError as error:
-        remedy = _remedy(model, parallelism)
-        raise ConfigError(error.field, error.expected, error.got, remedy) from error
+    return _rank(model, parallelism, pad_intermediate).gemms
+
+
+def unplanned(
+    model: ModelDescription, parallelism: Parallelism, *, pad_intermediate: bool = False
+) -> tuple[Unplanned, ...]:
+    """The linear layers of one rank that `gemm_shapes` does not have, each with the reason."""
+    return _rank(model, parallelism, pad_intermediate).unplanned
 
 
 def local_experts(model: ModelDescription, parallelism: Parallelism) -> int:
     """The number of routed experts on one rank. Raises ConfigError if `ep` does not divide them."""
-    return _divide("the number of routed experts", model.num_experts, "ep", parallelism.ep)
+    total = model.num_experts + parallelism.redundant_experts
+    own = _divide("the number of routed experts", total, "ep", parallelism.ep)
+    return own + (model.num_shared_experts if parallelism.fuse_shared else 0)
 
 
-def _shapes(model: ModelDescription, parallelism: Parallelism, pad: bool) -> tuple[GemmShape, ...]:
-    shapes = (*_attention(model, parallelism.tp), *_mlps(model, parallelism, pad))
-    for shape in shapes:
-        for name, value, multiple in (("N", shape.n, N_MULTIPLE), ("K", shape.k, SCALE_BLOCK)):
-            if value % multiple:
-                raise ConfigError(f"{name} of {shape.what}", f"a multiple of {multiple}", value)
-    return shapes
+def experts_per_token(model: ModelDescription, parallelism: Parallelism) -> int:
+    """The number of routed experts that a token goes to, with fused shared experts."""
+    return model.experts_per_token + (model.num_shared_experts if parallelism.fuse_shared else 0)
 
 
-def _attention(model: ModelDescription, tp: int) -> list[GemmShape]:
-    attention = model.attention
-    hidden = model.hidden_size
-    heads = _divide("num_attention_heads", attention.num_heads, "tp", tp)
-    if not isinstance(attention, MlaAttention):
-        # If there are fewer key-value heads than ranks, the heads are replicated.
-        kv_heads = 1
-        if tp <= attention.num_kv_heads:
-            kv_heads = _divide("num_key_value_heads", attention.num_kv_heads, "tp", tp)
-        return [
-            GemmShape("qkv", (heads + 2 * kv_heads) * attention.head_dim, hidden),
-            GemmShape("o", hidden, heads * attention.head_dim),
-        ]
-    qk_dim = attention.qk_nope_head_dim + attention.qk_rope_head_dim
-    kv_a = attention.kv_lora_rank + attention.qk_rope_head_dim
-    if attention.q_lora_rank is None:
-        shapes = [GemmShape("q", heads * qk_dim, hidden), GemmShape("kv_a", kv_a, hidden)]
-    else:
-        shapes = [
-            GemmShape("q_a+kv_a", attention.q_lora_rank + kv_a, hidden),
-            GemmShape("q_b", heads * qk_dim, attention.q_lora_rank),
-        ]
-    kv_dim = attention.qk_nope_head_dim + attention.v_head_dim
-    shapes += [
-        GemmShape("kv_b", heads * kv_dim, attention.kv_lora_rank, whole_context=True),
-        GemmShape("o", hidden, heads * attention.v_head_dim),
-    ]
-    indexer = model.indexer
-    if indexer is not None and attention.q_lora_rank is not None:
-        shapes += [
-            GemmShape("indexer.wq_b", indexer.num_heads * indexer.head_dim, attention.q_lora_rank),
-            GemmShape("indexer.wk", indexer.head_dim, hidden),
-        ]
-    return shapes
+class _Rank(NamedTuple):
+    gemms: tuple[GemmShape, ...]
+    unplanned: tuple[Unplanned, ...]
 
 
-def _mlps(model: ModelDescription, parallelism: Parallelism, pad: bool) -> list[GemmShape]:
-    hidden = model.hidden_size
+_UNEVEN = f"scale blocks of {SCALE_BLOCK} do not divide"
+
+
+class _Uneven(Exception):
+    """A width that ranks cannot share in blocks of 128; `share` is None if it is no whole number."""
+
+    def __init__(self, width: int, ways: int) -> None:
+        self.share = None if width % ways else width // ways
+        super().__init__(f"{_UNEVEN} a rank's width, {width} / {ways}")
+
+
+def _rank(model: ModelDescription, parallelism: Parallelism, pad: bool) -> _Rank:
+    try:
+        return _divided(model, parallelism, pad)
+    except ConfigError as error:
+        remedy = working_settings(model, parallelism)
+        raise ConfigError(error.field, error.expected, error.got, remedy) from error
+
+
+def _divided(model: ModelDescription, parallelism: Parallelism, pad: bool) -> _Rank:
+    gemms, others = [], []
     experts = local_experts(model, parallelism)
-    width = model.moe_intermediate_size
+    for linear in model.linears:
+        if linear.domain == "shared" and parallelism.fuse_shared and not linear.reason:
+            continue  # these are among the routed experts
+        one = _linear(linear, parallelism, pad, experts if linear.routed else None)
+        if isinstance(one, GemmShape):
+            gemms.append(one)
+        else:
+            others.append(one)
+    return _Rank(tuple(dict.fromkeys(gemms)), tuple(dict.fromkeys(others)))
 
-    def cut(what: str, intermediate: int, ways: int) -> int:
-        if pad:
-            return -(-intermediate // (ways * SCALE_BLOCK)) * SCALE_BLOCK
-        if intermediate % (ways * SCALE_BLOCK):
-            raise ConfigError(f"{what} / {ways}", f"a multiple of {SCALE_BLOCK}", intermediate / ways)
-        return intermediate // ways
 
-    shapes = []
-    if model.dense_intermediate_size is not None:
-        part = cut("intermediate_size", model.dense_intermediate_size, parallelism.tp)
-        shapes += [GemmShape("mlp.gate_up", 2 * part, hidden), GemmShape("mlp.down", hidden, part)]
-    if model.num_shared_experts:
-        part = cut("shared experts' intermediate_size", model.num_shared_experts * width, parallelism.tp)
-        shapes += [GemmShape("shared.gate_up", 2 * part, hidden), GemmShape("shared.down", hidden, part)]
-    part = cut("moe_intermediate_size", width, parallelism.moe_tp)
-    shapes += [
-        GemmShape("experts.gate_up", 2 * part, hidden, experts),
-        GemmShape("experts.down", hidden, part, experts),
-    ]
-    return shapes
+def _linear(
+    linear: Linear, parallelism: Parallelism, pad: bool, experts: int | None
+) -> GemmShape | Unplanned:
+    ways, reason = parallelism.ways(linear.domain), linear.reason
+    lacking = linear.lacking or not reason
+    sizes: list[int | None] = []
+    for side in (linear.n, (linear.k,)):
+        try:
+            sizes.append(sum(_share(part, ways, pad) for part in side))
+        except _Uneven as uneven:
+            sizes.append(None if uneven.share is None else uneven.share * len(side))
+            reason = reason or str(uneven)
+    n, k = sizes
+    if n is not None and k is not None:
+        reason = reason or refuse_n(n) or refuse_k(k)
+        if not reason:
+            return GemmShape(linear.what, n, k, experts, linear.whole_context)
+    return Unplanned(linear.what, n, k, experts, len(linear.layers), reason, lacking)
+
+
+def _share(part: Part, ways: int, pad: bool) -> int:
+    """A rank's part of one side of a weight."""
+    units, size, cut, padded = part
+    if cut == "whole":
+        return units * size
+    if cut == "width":
+        if pad or padded:
+            return -(-units // (ways * SCALE_BLOCK)) * SCALE_BLOCK
+        if units % (ways * SCALE_BLOCK):
+            raise _Uneven(units, ways)
+        return units // ways * size
+    if cut == "kv_heads" and units < ways:
+        # If there are fewer key-value heads than ranks, the heads are replicated.
+        _divide("the ranks of attention", ways, "num_key_value_heads", units)
+        return size
+    return _divide("the number of heads", units, "tp", ways) * size
 
 
 def _divide(what: str, total: int, by: str, ways: int) -> int:
@@ -156,12 +249,12 @@ def _divide(what: str, total: int, by: str, ways: int) -> int:
     return total // ways
 
 
-def _remedy(model: ModelDescription, parallelism: Parallelism) -> str:
-    """Settings that work: other parallelism (with this `ep`, or with `ep` equal to `tp`), or padding."""
+def working_settings(model: ModelDescription, parallelism: Parallelism) -> str:
+    """Settings with which 128 divides every width: other tp (with this ep, or ep = tp), or padding."""
 
-    def fits(other: Parallelism, pad: bool) -> bool:
+    def fits(tp: int, ep: int, pad: bool) -> bool:
         try:
-            return bool(_shapes(model, other, pad))
+            return not uneven(_divided(model, Parallelism(tp, ep), pad).unplanned)
         except ConfigError:
             return False
 
@@ -169,12 +262,17 @@ def _remedy(model: ModelDescription, parallelism: Parallelism) -> str:
         f"tp={tp} ep={ep}"
         for tp in _TRIED_TP
         for ep in sorted({parallelism.ep, tp})
-        if (tp % ep == 0 or ep % tp == 0) and fits(Parallelism(tp, ep), False)
+        if (tp % ep == 0 or ep % tp == 0) and fits(tp, ep, False)
     ]
     remedies = [f"use {', '.join(good)}"] if good else []
-    if fits(parallelism, True):
+    if fits(parallelism.tp, parallelism.ep, True):
         remedies.append(
             f"pad the weights with zeros to a multiple of {SCALE_BLOCK} offline and plan with "
             "pad_intermediate (--pad-intermediate)"
         )
     return "; or ".join(remedies) or "no parallelism serves this model"
+
+
+def uneven(layers: Sequence[Unplanned]) -> tuple[Unplanned, ...]:
+    """Those of `layers` that other parallelism or padding would serve."""
+    return tuple(layer for layer in layers if layer.reason.startswith(_UNEVEN))

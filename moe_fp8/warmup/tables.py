@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import cast
 
 from rich import box
 from rich.console import Console, Group, JustifyMethod, RenderableType
@@ -11,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_fp8.jit.build import BuildReport
-from moe_fp8.specs import GEMM_LAYOUTS, KernelSpec
-from moe_fp8.warmup.planner import Plan, Ranges
+from moe_fp8.specs import GEMM_LAYOUTS, IN_DTYPES, KernelSpec
+from moe_fp8.warmup.planner import Plan
+from moe_fp8.warmup.rows import Ranges
 
 #: The width of output, in columns, if stdout is no terminal.
 PLAIN_WIDTH = 100
@@ -21,6 +23,7 @@ PLAIN_WIDTH = 100
 KEY_DIGITS = 12
 
 _LAYOUT_NAMES = {code: name for name, code in GEMM_LAYOUTS.items()}
+_DTYPE_NAMES = {code: name for name, code in IN_DTYPES.items()}
 
 
 def console() -> Console:
@@ -35,9 +38,8 @@ def plan_table(
     options = plan.options
     heading = (
         f"{plan.model.name}: {len(plan.specs)} kernels for tp={options.tp} ep={options.ep} "
-        f"max_tokens={options.max_tokens} max_batch={options.max_batch} next_n={options.next_n} "
-        f"num_sms={options.num_sms}\n"
-        "rows: rows of A if dense, expected rows of an expert if grouped, else queries or requests"
+        f"max_tokens={options.max_tokens} max_batch={options.max_batch} next_n={_values(options.next_n)} "
+        f"num_sms={_values(options.num_sms)}"
     )
     served: dict[KernelSpec, list[tuple[int, int]]] = {}
     for row in plan.rows:
@@ -46,7 +48,26 @@ def plan_table(
     def cells(spec: KernelSpec) -> tuple[str, ...]:
         return _span(served[spec]), *state(spec, keys, cached)
 
-    return _kernel_tables(heading, plan.specs, ("rows", "key", "cached"), cells)
+    tables = _kernel_tables(heading, plan.specs, ("rows", "key", "cached"), cells)
+    return Group(tables, *_unplanned(plan))
+
+
+def _values(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _unplanned(plan: Plan) -> list[RenderableType]:
+    """The layers that the plan leaves to other kernels, with the reasons."""
+    if not plan.unplanned:
+        return []
+    table = table_of("\nnot planned")
+    for name, justify in (("layer", "left"), ("N x K", "right"), ("reason", "left")):
+        table.add_column(name, justify=cast(JustifyMethod, justify), overflow="fold")
+    for layer in plan.unplanned:
+        sizes = (layer.num_experts, layer.n, layer.k)
+        shown = " x ".join(str(size) for size in sizes if size is not None)
+        table.add_row(layer.what, shown, layer.reason)
+    return [table]
 
 
 def state(
@@ -61,14 +82,21 @@ def rows_table(
     plan: Plan, keys: Mapping[KernelSpec, str] | None, cached: Collection[KernelSpec] | None
 ) -> Group:
     """A table for each op and layout, with one line for each weight shape and kernel."""
-    parts: list[RenderableType] = [Text(f"\n{plan.model.name}: {len(plan.rows)} uses")]
+    heading = (
+        f"\n{plan.model.name}: {len(plan.rows)} uses\n"
+        f"rows: {_MEANINGS['rows']}\non: devices whose tables pick the kernel; other: all other devices"
+    )
+    parts: list[RenderableType] = [Text(heading)]
     for op, layout in dict.fromkeys((row.op, row.layout) for row in plan.rows):
         rows = [row for row in plan.rows if (row.op, row.layout) == (op, layout)]
         table = table_of(f"\n{op}, {layout}" if op == "grouped_gemm_fp8_contiguous" else f"\n{op}")
         sized = any(row.k is not None for row in rows)
         if sized:
             table.add_column("experts x N x K", justify="right", no_wrap=True)
+        by_device = any(row.devices for row in rows)
         table.add_column("rows", justify="right", overflow="fold")
+        if by_device:
+            table.add_column("on", overflow="fold")
         table.add_column("config", overflow="fold")
         table.add_column("key", no_wrap=True)
         table.add_column("cached", no_wrap=True)
@@ -76,7 +104,8 @@ def rows_table(
         for row in rows:
             sizes = " x ".join(str(size) for size in (row.num_experts, row.n, row.k) if size is not None)
             ranges = ", ".join(_range(*pair) for pair in row.rows)
-            cells = (ranges, row.config, *state(row.spec, keys, cached), ", ".join(row.what))
+            devices = (" ".join(device or "other" for device in row.devices),) if by_device else ()
+            cells = (ranges, *devices, row.config, *state(row.spec, keys, cached), ", ".join(row.what))
             table.add_row(*((sizes,) if sized else ()), *cells)
         parts.append(table)
     return Group(*parts)
@@ -96,6 +125,35 @@ def build_table(report: BuildReport) -> Group:
     return _kernel_tables(heading, rows, ("regs", "spill bytes", "local bytes", "time", "key"), cells)
 
 
+#: The meanings of the columns of kernels.
+_MEANINGS = {
+    "layout": "where the rows of each expert are",
+    "block m": "rows of A in a tile",
+    "block n": "rows of B (weights) in a tile",
+    "block q": "query tokens in a tile",
+    "num stages": "blocks of K, or of keys, that are on their way at once",
+    "split k": "1: the blocks of a cluster share K, else the operands",
+    "out fp32": "1: fp32 output, else bf16",
+    "out bf16": "1: bf16 logits, else fp32",
+    "in dtype": "what the kernel reads",
+    "power of two": "1: scales are powers of two",
+    "masked": "1: rows of each expert in a buffer of its own",
+    "terms": "1: the kernel for many pairs of query and key",
+    "compressed": "1: column 0 of a row is its first key",
+    "fill": "1: -inf outside of a row's keys",
+    "page size": "keys of a page",
+    "cluster size": "blocks of a cluster",
+    "threads": "threads of a block",
+    "rows": "rows of A if dense, expected rows of an expert if grouped, else queries or requests",
+    "regs": "registers of a thread",
+    "spill bytes": "registers in memory, for each thread",
+    "local bytes": "local memory of each thread",
+    "key": f"the first {KEY_DIGITS} digits of the kernel's key",
+    "cached": "whether the kernel is built",
+    "time": "of compiling",
+}
+
+
 def _kernel_tables(
     heading: str,
     specs: Collection[KernelSpec],
@@ -103,7 +161,8 @@ def _kernel_tables(
     cells: Callable[[KernelSpec], tuple[str, ...]],
 ) -> Group:
     """A table for each name in `specs`: macros that differ among its kernels, then `cells` in `columns`."""
-    parts: list[RenderableType] = [Text(heading)]
+    parts: list[RenderableType] = []
+    used: dict[str, None] = {}
     for name in dict.fromkeys(spec.name for spec in specs):
         facts = {spec: _facts(spec) for spec in specs if spec.name == name}
         names = list(dict.fromkeys(fact for values in facts.values() for fact in values))
@@ -112,14 +171,16 @@ def _kernel_tables(
         table = table_of(f"\n{name}")
         # A space instead of an underscore lets a name wrap.
         for column in (*(fact.replace("_", " ") for fact in names), *columns):
-            is_text = column in ("layout", "key", "cached")
+            used[column] = None
+            is_text = column in ("layout", "in dtype", "key", "cached")
             # Folding keeps a value whole if its column is too narrow.
             justify: JustifyMethod = "left" if is_text else "right"
             table.add_column(column, justify=justify, no_wrap=is_text, overflow="fold")
         for spec, values in facts.items():
             table.add_row(*(values.get(fact, "") for fact in names), *cells(spec))
         parts.append(table)
-    return Group(*parts)
+    meanings = "; ".join(f"{column}: {_MEANINGS[column]}" for column in used if column in _MEANINGS)
+    return Group(Text(heading), *parts, Text(f"\n{meanings}"))
 
 
 def table_of(title: str) -> Table:
@@ -140,8 +201,10 @@ def _facts(spec: KernelSpec) -> dict[str, str]:
     facts = {}
     if "LAYOUT" in values:
         facts["layout"] = _LAYOUT_NAMES[values.pop("LAYOUT")]
+    if "IN_DTYPE" in values:
+        facts["in_dtype"] = _DTYPE_NAMES[values.pop("IN_DTYPE")]
     facts |= {name.lower(): str(value) for name, value in values.items()}
-    return {**facts, "cluster_size": str(spec.cluster_size)}
+    return {**facts, "cluster_size": str(spec.cluster_size), "threads": str(spec.num_threads)}
 
 
 def _span(ranges: Iterable[tuple[int, int]] | Ranges) -> str:

@@ -18,20 +18,21 @@ KERNELS = PACKAGE / "kernels"
 #: Part of the package -> the other parts that it may import.
 ALLOWED = {
     "errors": set(),
+    "limits": set(),
     "problems": set(),
     "settings": {"errors"},
-    "heuristics": {"errors", "problems"},
-    "specs": {"heuristics", "problems"},
+    "heuristics": {"errors", "limits", "problems"},
+    "specs": {"heuristics", "limits", "problems"},
     # Device code must agree with these numbers.
-    "params": {"heuristics", "problems", "specs"},
+    "params": {"heuristics", "limits", "problems", "specs"},
     "kernels": set(),
     "jit": {"errors", "settings", "specs", "params", "kernels"},
     # A launch computes its grid from the tile that the spec was built with.
-    "ops": {"errors", "settings", "problems", "heuristics", "specs", "params", "jit"},
+    "ops": {"errors", "settings", "limits", "problems", "heuristics", "specs", "params", "jit"},
     "graph": {"errors", "ops"},
     # The planner asks which devices have a table of measured tiles.
-    "warmup": {"errors", "settings", "problems", "heuristics", "specs", "jit"},
-    "tune": {"errors", "settings", "problems", "heuristics", "specs", "jit", "ops", "warmup"},
+    "warmup": {"errors", "settings", "limits", "problems", "heuristics", "specs", "jit"},
+    "tune": {"errors", "settings", "limits", "problems", "heuristics", "specs", "jit", "ops", "warmup"},
     "doctor": {"errors", "settings", "jit"},
     "cli": {"errors", "settings", "problems", "specs", "jit", "warmup", "doctor", "tune"},
     # The names of `__init__` load on first use; their modules are imported only for type checkers.

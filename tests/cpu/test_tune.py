@@ -20,7 +20,7 @@ from moe_fp8.problems import GemmLayout
 from moe_fp8.tune import Target, Timing, read_timings, run, table
 from moe_fp8.tune import timing as timing_module
 from moe_fp8.tune.targets import candidates
-from moe_fp8.warmup import Parallelism
+from moe_fp8.warmup import Parallelism, load_model
 
 MODEL = Path(__file__).parent.parent / "configs" / "qwen3_30b.json"
 H200 = DeviceInfo("NVIDIA H200", (9, 0), 132, (13, 0))
@@ -57,7 +57,7 @@ def test_bad_shapes_are_errors(text: str) -> None:
 
 
 def test_targets_of_a_model_are_its_gemms() -> None:
-    targets = tune.model_targets(MODEL, Parallelism(ep=8))
+    targets = tune.model_targets(load_model(MODEL), Parallelism(ep=8))
     assert {(t.n, t.k) for t in targets if t.layout == "psum" and t.num_experts == 16} == {
         (1536, 2048),
         (2048, 768),

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,8 @@ from moe_fp8.heuristics import gemm_configs
 from moe_fp8.problems import GemmProblem
 from moe_fp8.settings import settings
 from moe_fp8.specs import KernelSpec, kernel_spec
-from moe_fp8.warmup import Plan, PlanOptions, arguments, load_model, plan, planner
+from moe_fp8.warmup import Plan, PlanOptions, arguments, load_model, plan
+from moe_fp8.warmup import options as plan_options
 from moe_fp8.warmup.arguments import add_plan_arguments, plan_from
 from moe_fp8.warmup.shapes import Parallelism, gemm_shapes
 
@@ -49,16 +51,22 @@ def specs_at(planned: Plan, n: int, k: int, m: int) -> set[KernelSpec]:
 def test_batch_invariance_follows_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PlanOptions().batch_invariant is False
     on = replace(settings(), batch_invariant=True)
-    monkeypatch.setattr(planner, "settings", lambda: on)
+    monkeypatch.setattr(plan_options, "settings", lambda: on)
     assert PlanOptions().batch_invariant is True
 
 
 @pytest.mark.parametrize("variable", [False, True])
 @pytest.mark.parametrize(
-    "option, wanted", [([], None), (["--batch-invariant"], True), (["--no-batch-invariant"], False)]
+    "option, wanted",
+    [
+        ([], None),
+        (["--batch-invariant"], True),
+        (["--batch-invariant", "off"], False),
+        (["--batch-invariant", "both"], (False, True)),
+    ],
 )
 def test_the_option_goes_before_the_settings(
-    monkeypatch: pytest.MonkeyPatch, variable: bool, option: list[str], wanted: bool | None
+    monkeypatch: pytest.MonkeyPatch, variable: bool, option: list[str], wanted: Any
 ) -> None:
     given = replace(settings(), batch_invariant=variable)
     monkeypatch.setattr(arguments, "settings", lambda: given)
@@ -66,7 +74,7 @@ def test_the_option_goes_before_the_settings(
     arguments.add_model_argument(parser)
     add_plan_arguments(parser)
     planned = plan_from(parser.parse_args(["--model", str(QWEN), "--max-tokens", "1", *option]))
-    assert planned.options.batch_invariant is (variable if wanted is None else wanted)
+    assert planned.options.batch_invariant == (variable if wanted is None else wanted)
 
 
 def test_a_batch_invariant_plan_divides_no_k() -> None:

@@ -32,10 +32,8 @@ from moe_fp8.problems import (
     selection_rows,
 )
 from moe_fp8.specs import KernelSpec, kernel_spec
-from moe_fp8.warmup import planner
-from moe_fp8.warmup.model import load_model
-from moe_fp8.warmup.planner import Plan, PlanOptions, PlanRow, plan
-from moe_fp8.warmup.shapes import GemmShape, Parallelism, gemm_shapes
+from moe_fp8.warmup import GemmShape, Parallelism, Plan, PlanOptions, PlanRow, gemm_shapes, load_model, plan
+from moe_fp8.warmup import rows as plan_rows
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -209,7 +207,7 @@ def capricious(problem: Problem) -> KernelSpec:
 @pytest.fixture(scope="module")
 def capriciously_planned(planned: Plan) -> Iterator[Plan]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "kernel_spec", capricious)
+        patch.setattr(plan_rows, "kernel_spec", capricious)
         yield plan(planned.model, planned.options)
 
 

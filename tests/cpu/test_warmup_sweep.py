@@ -120,7 +120,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     heads = draw(st.sampled_from((8, 16, 32, 64, 96)))
     experts = draw(st.sampled_from((4, 8, 24, 64, 128, 160)))
     config: dict[str, Any] = {
-        "model_type": "random_moe",
+        "model_type": "glm4_moe",
+        "vocab_size": 1024,
         "torch_dtype": "bfloat16",
         "hidden_size": draw(times(128, 8192)),
         "num_hidden_layers": 4,
@@ -138,6 +139,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         config |= {"num_key_value_heads": draw(st.sampled_from((1, 4, 8))), "head_dim": 128}
     else:
         config |= {
+            "model_type": "deepseek_v3",
             "q_lora_rank": draw(st.none() | times(128, 2048)),
             "kv_lora_rank": draw(times(128, 1024)),
             "qk_nope_head_dim": draw(st.sampled_from((64, 128, 192))),

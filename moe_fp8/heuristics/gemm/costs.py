@@ -17,7 +17,8 @@ from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
 
 from moe_fp8.heuristics.gemm.tiles import TOKEN_TILES, GemmConfig, gemm_configs
-from moe_fp8.problems import SCALE_BLOCK, GemmLayout, GemmProblem
+from moe_fp8.limits import SCALE_BLOCK
+from moe_fp8.problems import GemmLayout, GemmProblem
 
 #: Where the fitted constants are.
 FILE = Path(__file__).with_name("costs.json")

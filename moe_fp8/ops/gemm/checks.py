@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, cast
 
 from torch import Tensor
 
-from moe_fp8 import heuristics
+from moe_fp8 import heuristics, limits
 from moe_fp8.errors import ArgumentError
 from moe_fp8.ops import scales
 from moe_fp8.ops.arguments import (
@@ -51,11 +51,11 @@ def _gemm_operands(
         refuse_dtype(op, "a_scale", a_scale, "float32", "convert UE8M0 scales to float32")
     if b_scale.dtype is not F32:
         refuse_dtype(op, "b_scale", b_scale, "float32", "convert UE8M0 scales to float32")
-    if k & 127 or k == 0:
+    if limits.refuse_k(k):
         refuse_shape(
             op, "a", a, "[..., M, K] with K a positive multiple of 128", "pad K of a and b with zeros"
         )
-    if n & 63 or n == 0:
+    if limits.refuse_n(n):
         refuse_shape(op, "b", b, "[..., N, K] with N a positive multiple of 64", "pad N of b with zero rows")
     if b.shape != (*experts, n, k):
         refuse_shape(op, "b", b, f"[..., N, {k}], with the K of a", "b is [N, K]: do not transpose it")

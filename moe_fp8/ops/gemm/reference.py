@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_fp8.limits import SCALE_BLOCK
 from moe_fp8.ops.quantize.reference import fp8_values
-from moe_fp8.problems import SCALE_BLOCK, SEGMENT_ALIGNMENT
+from moe_fp8.problems import SEGMENT_ALIGNMENT
 
 
 def dequantize_rows(a: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_fp8 import heuristics
+from moe_fp8 import heuristics, limits
 from moe_fp8.errors import ArgumentError, UnsupportedError
 from moe_fp8.ops.arguments import (
     BF16,
@@ -24,10 +24,7 @@ from moe_fp8.ops.arguments import (
     refuse_shape,
 )
 from moe_fp8.ops.arguments import rows as rows_of
-from moe_fp8.problems import INDEXER_HEADS, PAGE_SIZES
 
-HEAD_DIMS = (32, 64, 128)
-MAX_NEXT_N = 8
 TOPK = "indexer_topk"
 
 _IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -36,10 +33,15 @@ _LOGITS_DTYPES = (torch.float32, torch.bfloat16)
 _INT32_MAX = 2**31 - 1
 
 
+def refuse_size(op: str, name: str, reason: str) -> None:
+    """Refuse a size that no kernel serves, unless `moe_fp8.limits` gives no reason."""
+    if reason:
+        raise UnsupportedError(f"{op}: {name}: {reason}")
+
+
 def page_of(op: str, tokens: int) -> None:
     """Refuse a page size that no kernel serves."""
-    if tokens not in PAGE_SIZES:
-        raise UnsupportedError(f"{op}: block_size: expected one of {PAGE_SIZES} tokens, got {tokens}")
+    refuse_size(op, "block_size", limits.refuse_page(tokens))
 
 
 def cache_layout(op: str, kv_cache: Tensor, dim: int) -> None:
@@ -81,8 +83,7 @@ def indexer_quantize_and_cache(
     extent(op, "k", rows, "rows")
     if k.dtype not in _IN_DTYPES:
         refuse_dtype(op, "k", k, "bfloat16, float16 or float32")
-    if dim not in HEAD_DIMS:
-        raise UnsupportedError(f"{op}: k: expected a head dimension of {HEAD_DIMS}, got {dim}")
+    refuse_size(op, "k", limits.refuse_head_dim(dim))
     row_stride, column_stride = k.stride()
     if column_stride != 1:
         raise ArgumentError(op, "k", "contiguous rows", f"stride {k.stride()}", "call .contiguous() on it")
@@ -110,11 +111,7 @@ def logits_dtype(op: str, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _heads(op: str, q: Tensor) -> None:
-    if q.shape[-2] not in INDEXER_HEADS or q.shape[-1] not in HEAD_DIMS:
-        raise UnsupportedError(
-            f"{op}: q: expected heads in {INDEXER_HEADS} of dimension {HEAD_DIMS}, "
-            f"got shape {list(q.shape)}; pad heads with zero weights"
-        )
+    refuse_size(op, "q", limits.refuse_heads(q.shape[-2]) or limits.refuse_head_dim(q.shape[-1]))
 
 
 def _logits_out(op: str, out: Tensor, rows: int, columns: int | None) -> None:
@@ -206,8 +203,7 @@ def _context_lens(op: str, context_lens: Tensor, batch: int, next_n: int) -> Non
         refuse_dtype(op, "context_lens", context_lens, "int32", "call .int() on it")
     if not context_lens.is_contiguous():
         refuse_layout(op, "context_lens", context_lens)
-    if not 1 <= next_n <= MAX_NEXT_N:
-        raise UnsupportedError(f"{op}: next_n: expected 1 to {MAX_NEXT_N}, got {next_n}")
+    refuse_size(op, "next_n", limits.refuse_next_n(next_n))
 
 
 def _pair_aligned(op: str, name: str, schedule: Tensor) -> None:
@@ -298,8 +294,8 @@ def paged_inputs(
 
 def topk_width(topk: int) -> None:
     """Refuse a number of columns that no kernel serves."""
-    if not 1 <= topk <= heuristics.TOPK_MAX_K:
-        raise ArgumentError(TOPK, "topk", f"1 to {heuristics.TOPK_MAX_K}", topk)
+    if limits.refuse_topk(topk):
+        raise ArgumentError(TOPK, "topk", f"1 to {limits.MAX_TOPK}", topk)
 
 
 def _topk_operand(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, remedy: str) -> None:

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moe_fp8.problems import SCALE_BLOCK
+from moe_fp8.limits import SCALE_BLOCK
 
 #: The largest finite float8_e4m3fn value.
 FP8_MAX = 448.0

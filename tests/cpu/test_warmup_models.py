@@ -8,18 +8,20 @@ from typing import Any
 
 import pytest
 
-from moe_fp8.errors import ConfigError
-from moe_fp8.warmup.model import (
-    GqaAttention,
-    Indexer,
-    MlaAttention,
+from moe_fp8.errors import ConfigError, ModelError
+from moe_fp8.warmup import (
     ModelDescription,
+    Parallelism,
+    PlanOptions,
     describe,
+    gemm_shapes,
     load_model,
+    plan,
     read_config,
+    unplanned,
 )
-from moe_fp8.warmup.planner import PlanOptions, plan
-from moe_fp8.warmup.shapes import Parallelism, gemm_shapes, local_experts
+from moe_fp8.warmup.models import Indexer
+from moe_fp8.warmup.shapes import local_experts
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -39,24 +41,28 @@ def shapes(name: str, tp: int, ep: int, **changes: Any) -> dict[str, tuple[int, 
     return {shape.what: (shape.n, shape.k, shape.num_experts) for shape in found}
 
 
+def layers_of(description: ModelDescription, what: str) -> list[int]:
+    return [layer for linear in description.linears if linear.what == what for layer in linear.layers]
+
+
 def test_deepseek_v32_is_described() -> None:
     description = load_model(CONFIGS / "deepseek_v32.json")
-    assert description.attention == MlaAttention(128, 1536, 512, 128, 64, 128)
     assert description.indexer == Indexer(64, 128, 2048)
     assert (description.num_experts, description.experts_per_token) == (256, 8)
-    assert description.dense_intermediate_size == 18432
+    assert layers_of(description, "mlp.down") == [0, 1, 2]
+    # The prediction layer has experts too.
+    assert layers_of(description, "experts.down") == list(range(3, 62))
     assert description.name == "deepseek_v32"
     assert model("deepseek_v3").indexer is None
 
 
 def test_qwen3_is_described() -> None:
     description = model("qwen3_235b")
-    assert description.attention == GqaAttention(64, 4, 128)
-    assert description.dense_intermediate_size is None
+    assert layers_of(description, "mlp.down") == []
     assert description.num_shared_experts == 0
-    # A listed layer without experts makes the dense width count.
-    assert model("qwen3_235b", mlp_only_layers=[0]).dense_intermediate_size == 12288
-    assert model("qwen3_235b", decoder_sparse_step=2).dense_intermediate_size == 12288
+    # A listed layer without experts has a dense MLP.
+    assert layers_of(model("qwen3_235b", mlp_only_layers=[0]), "mlp.down") == [0]
+    assert len(layers_of(model("qwen3_235b", decoder_sparse_step=2), "mlp.down")) == 47
 
 
 def test_folder_and_file_are_the_same_model(tmp_path: Path) -> None:
@@ -64,7 +70,8 @@ def test_folder_and_file_are_the_same_model(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config("qwen3_30b")))
     assert load_model(folder).name == "my-model"
-    assert load_model(folder).attention == load_model(CONFIGS / "qwen3_30b.json").attention
+    assert load_model(folder / "config.json").name == "my-model"
+    assert load_model(folder).linears == load_model(CONFIGS / "qwen3_30b.json").linears
 
 
 @pytest.mark.parametrize(
@@ -167,9 +174,13 @@ def test_experts_are_cut_by_ep_then_by_what_is_left_of_tp(
 @pytest.mark.parametrize(("name", "tp"), [("qwen3_235b", 8), ("qwen3_30b", 4)])
 def test_uneven_intermediate_reports_what_would_do(name: str, tp: int) -> None:
     description = model(name)
-    with pytest.raises(ConfigError) as caught:
-        gemm_shapes(description, Parallelism(tp, 1))
-    assert caught.value.got == 192
+    lacking = {
+        layer.what: (layer.n, layer.k) for layer in unplanned(description, Parallelism(tp)) if layer.lacking
+    }
+    hidden = description.hidden_size
+    assert lacking == {"experts.gate_up": (384, hidden), "experts.down": (hidden, 192)}
+    with pytest.raises(ModelError, match=f"experts.down.*{192 * tp} / {tp}") as caught:
+        plan(description, PlanOptions(tp=tp, max_tokens=1, max_batch=1), strict=True)
     assert f"tp={tp} ep={tp}" in caught.value.remedy
     assert "--pad-intermediate" in caught.value.remedy
     padded = {
@@ -187,20 +198,21 @@ def test_parallelism_that_does_not_divide(tp: int, ep: int) -> None:
 
 def test_every_remedy_works() -> None:
     description = model("qwen3_235b")
-    with pytest.raises(ConfigError) as caught:
-        gemm_shapes(description, Parallelism(8, 1))
+    with pytest.raises(ModelError) as caught:
+        plan(description, PlanOptions(tp=8, max_tokens=1, max_batch=1), strict=True)
     offered = [part for part in caught.value.remedy.replace(",", "").split() if "=" in part]
     pairs = [
         (int(tp[3:]), int(ep[3:].rstrip(";"))) for tp, ep in zip(offered[::2], offered[1::2], strict=True)
     ]
     assert pairs
     for tp, ep in pairs:
-        assert gemm_shapes(description, Parallelism(tp, ep))
+        assert not any(layer.lacking for layer in unplanned(description, Parallelism(tp, ep)))
 
 
 def test_unservable_k_is_reported() -> None:
-    with pytest.raises(ConfigError, match="K of q_b"):
-        shapes("deepseek_v3", 1, 1, q_lora_rank=1600)
+    changed = model("deepseek_v3", q_lora_rank=1600)
+    found = {layer.what: layer for layer in unplanned(changed, Parallelism())}
+    assert found["q_b"].lacking and "K is a positive multiple of 128, got 1600" in found["q_b"].reason
 
 
 def test_a_plan_of_any_number_of_tokens_takes_no_longer() -> None:

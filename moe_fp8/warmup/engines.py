@@ -1,0 +1,69 @@
+"""What engines call: the layouts, ops and outputs of a server, by the engine's name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+from moe_fp8.errors import ConfigError
+from moe_fp8.problems import GemmLayout, OutDtype
+
+
+@dataclass(frozen=True)
+class Logits:
+    """A form of prefill logits: compressed or full rows, filled with -inf or not, and their dtype."""
+
+    compressed: bool
+    fill: bool
+    dtype: OutDtype
+
+
+@dataclass(frozen=True)
+class EngineCalls:
+    """The calls of one engine.
+
+    `contiguous` are its layouts of grouped GEMMs beside "masked". `quantizes`: it calls our ops that quantize
+    (of activations, after SiLU, and into the indexer's cache) and our top-k; engines mostly have kernels of
+    their own for these. `logits` are its forms of prefill logits. `bf16` are linear layers that it computes
+    in bf16 although the checkpoint has FP8 weights. `fewer_sms`: it may call the ops with so many SMs fewer.
+    """
+
+    name: str
+    version: str
+    contiguous: tuple[GemmLayout, ...]
+    quantizes: bool
+    logits: tuple[Logits, ...]
+    bf16: tuple[str, ...] = ()
+    fewer_sms: tuple[int, ...] = (0,)
+
+
+_DTYPES: tuple[OutDtype, ...] = ("float32", "bfloat16")
+
+#: Every call that the ops serve.
+ANY = EngineCalls(
+    "", "", ("m_indices", "psum", "offsets"), True,
+    tuple(Logits(*form) for form in product((False, True), (False, True), _DTYPES)),
+)  # fmt: skip
+
+_ENGINES = (
+    # vLLM serves with psum and warms up with m_indices; its indexer multiplies wk and weights_proj together,
+    # in bf16.
+    EngineCalls(
+        "vllm", "0.33.0", ("m_indices", "psum"), False, (Logits(True, False, "float32"),), ("indexer.wk",)
+    ),
+    # SGLang takes one SM from a GEMM that overlaps communication.
+    EngineCalls(
+        "sglang", "0.5.23", ("m_indices",), False, (Logits(False, False, "float32"),), fewer_sms=(0, 1)
+    ),
+)
+
+ENGINES = {engine.name: engine for engine in _ENGINES}
+
+
+def engine_calls(name: str | None) -> EngineCalls:
+    """The calls of the engine `name`, or for None every call that the ops serve. Raises ConfigError."""
+    if name is None:
+        return ANY
+    if name not in ENGINES:
+        raise ConfigError("engine", f"one of {', '.join(ENGINES)}", name)
+    return ENGINES[name]

@@ -1,0 +1,177 @@
+"""Explains a miss: which call of a model launches a kernel, and which option of the plan would have it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from moe_fp8.errors import ConfigError
+from moe_fp8.problems import DEFAULT_NUM_SMS
+from moe_fp8.warmup.models import ModelDescription
+from moe_fp8.warmup.options import PlanOptions, every
+from moe_fp8.warmup.planner import Plan, plan
+from moe_fp8.warmup.shapes import GemmShape
+
+_TEXT = re.compile(r"[a-z0-9_]+\[[a-z0-9_]+=\d+(,[a-z0-9_]+=\d+)*\]")
+
+
+@dataclass(frozen=True)
+class Miss:
+    """What a plan says of a kernel.
+
+    `uses` are the uses of the kernel in the plan, as text. If there are none, `remedies` has options with
+    which the plan has the kernel, each with the first of its uses.
+    """
+
+    kernel: str
+    uses: tuple[str, ...]
+    remedies: tuple[tuple[str, str], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The explanation as JSON types."""
+        remedies = [{"options": options, "use": use} for options, use in self.remedies]
+        return {"kernel": self.kernel, "uses": list(self.uses), "remedies": remedies}
+
+    def lines(self) -> list[str]:
+        """The explanation as text."""
+        if self.uses:
+            told = ["the plan with these options has the kernel, for", *(f"  {use}" for use in self.uses)]
+            return [*told, "so the server was warmed up with other options, or by another version"]
+        if self.remedies:
+            told = ["the plan with these options lacks the kernel; it is in the plan with"]
+            return told + [f"  {options}, for {use}" for options, use in self.remedies]
+        return ["no call of this model takes the kernel with these options, nor with a single change of them"]
+
+
+def explain_miss(
+    kernel: str, model: ModelDescription, options: PlanOptions, extra: Sequence[GemmShape] = ()
+) -> Miss:
+    """What the plan of `model` says of `kernel`, which `JitMissError` prints as "name[macro=value,...]".
+
+    If the plan lacks it, options are changed one at a time. Raises ConfigError for other text.
+    """
+    if not _TEXT.fullmatch(kernel):
+        raise ConfigError("kernel", "name[macro=value,...], as the error of the miss has it", kernel)
+    uses = _uses(kernel, plan(model, options, extra=extra))
+    if uses:
+        return Miss(kernel, uses)
+    remedies = []
+    for changes in (_limits(options), _parallelisms(options)):
+        for changed in changes:
+            try:
+                found = _uses(kernel, plan(model, replace(options, **changed), extra=extra))
+            except ConfigError:
+                continue  # the change does not fit the model
+            if found:
+                remedies.append((" ".join(_flag(name, value) for name, value in changed.items()), found[0]))
+        if remedies:
+            break
+    return Miss(kernel, (), tuple(remedies))
+
+
+def _uses(kernel: str, planned: Plan) -> tuple[str, ...]:
+    return tuple(row.use for row in planned.rows if str(row.spec) == kernel)
+
+
+def _limits(options: PlanOptions) -> Iterator[dict[str, Any]]:
+    """Options that often differ between a plan and its server, one at a time."""
+    candidates: dict[str, Sequence[Any]] = {
+        "max_tokens": (4 * options.max_tokens, 1 << 20),
+        "max_batch": (4 * options.max_batch, 1 << 16),
+        "masked_rows": (1 << 16,),
+        "next_n": (8,),
+        "num_sms": (DEFAULT_NUM_SMS, DEFAULT_NUM_SMS - 1, 114, 112, 78, 66),
+        "block_size": (32, 64, 128),
+        "out_dtypes": (("bfloat16", "float32"),),
+        "batch_invariant": (True, False),
+        "engine": (None,),
+        "pad_intermediate": (True,),
+        "fuse_shared": (True,),
+        "attention_tp": (1,),
+        "shared_tp": (1,),
+        "redundant_experts": (options.ep, 2 * options.ep, 32),
+    }
+    for name, values in candidates.items():
+        for value in dict.fromkeys(values):
+            if value not in every(getattr(options, name)) and value != getattr(options, name):
+                yield {name: value}
+
+
+def _parallelisms(options: PlanOptions) -> Iterator[dict[str, Any]]:
+    """Other numbers of ranks."""
+    for tp in (1, 2, 4, 8, 16):
+        for ep in (1, tp):
+            if (tp, ep) != (options.tp, options.ep):
+                yield {"tp": tp, "ep": ep}
+
+
+def _flag(name: str, value: Any) -> str:
+    """An option as a command's argument."""
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        if name == "batch_invariant":
+            return f"{flag} {'on' if value else 'off'}"
+        return flag
+    if isinstance(value, tuple):
+        return f"{flag} {','.join(map(str, value))}"
+    return f"no {flag}" if value is None else f"{flag} {value}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What two plans, as `Plan.to_dict` gives them, do not share: kernels and uses by text, and options."""
+
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    options: tuple[str, ...]
+
+    @classmethod
+    def of(cls, first: dict[str, Any], second: dict[str, Any]) -> Difference:
+        """Raises ConfigError if one of them is no plan."""
+        kernels = [_described(told) for told in (first, second)]
+        names = sorted({*first["options"], *second["options"]})
+        changed = [
+            f"{name}: {first['options'].get(name)} -> {second['options'].get(name)}"
+            for name in names
+            if first["options"].get(name) != second["options"].get(name)
+        ]
+        return cls(
+            tuple(text for kernel, text in kernels[0].items() if kernel not in kernels[1]),
+            tuple(text for kernel, text in kernels[1].items() if kernel not in kernels[0]),
+            tuple(changed),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The difference as JSON types."""
+        return {field.name: list(getattr(self, field.name)) for field in fields(self)}
+
+    def lines(self) -> list[str]:
+        """The difference as text."""
+        return [
+            *(f"option {line}" for line in self.options),
+            *(f"- {kernel}" for kernel in self.only_first),
+            *(f"+ {kernel}" for kernel in self.only_second),
+            f"{len(self.only_first)} kernels only in the first plan, {len(self.only_second)} in the second",
+        ]
+
+
+def _described(told: dict[str, Any]) -> dict[str, str]:
+    """The kernels of a plan by their macros, each with a text that names its first use."""
+    try:
+        found: dict[str, str] = {}
+        for row in told["rows"]:
+            kernel = told["kernels"][row["kernel"]]
+            macros = {**kernel["defines"], "num_threads": kernel["num_threads"]}
+            macros["cluster_size"] = kernel["cluster_size"]
+            text = ",".join(f"{name.lower()}={value}" for name, value in macros.items())
+            sizes = " x ".join(str(row[name]) for name in ("num_experts", "n", "k") if row[name] is not None)
+            use = " ".join(part for part in (row["op"], row["layout"], sizes) if part)
+            found.setdefault(f"{kernel['name']}[{text}]", f"{kernel['name']}[{text}] for {use}")
+        dict(told["options"])
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            "--diff", "two files that `moe-fp8 plan --json` wrote", f"{type(error).__name__}: {error}"
+        ) from error
+    return found

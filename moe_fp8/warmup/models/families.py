@@ -1,0 +1,291 @@
+"""Architectures by `model_type`: which blocks a model is made of, and how its config spells their sizes.
+
+Sources: the configuration and modeling files of transformers 5.23 and vLLM 0.33.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from moe_fp8.warmup.models import blocks
+from moe_fp8.warmup.models.blocks import MlaSizes, Numbers
+from moe_fp8.warmup.models.description import Indexer, Linear, Part
+from moe_fp8.warmup.models.fields import Fields
+
+Attention = Callable[[Fields, Numbers], tuple[list[Linear], Indexer | None]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family of models is put together.
+
+    `attention` gives the linear layers of attention in all layers. `expert_width`, `dense_width` and
+    `shared_width` are the names of config fields; the first that exists counts. A shared expert without a
+    field of its own has the width of a routed expert times the number of shared experts, which `shared_count`
+    names. `moe` is the module of the experts. `dense_everywhere`: layers with experts have dense MLPs too.
+    """
+
+    attention: Attention
+    expert_width: tuple[str, ...] = ("moe_intermediate_size",)
+    dense_width: tuple[str, ...] = ("intermediate_size",)
+    shared_width: tuple[str, ...] = ()
+    shared_count: tuple[str, ...] = ("n_shared_experts",)
+    moe: str = "mlp"
+    shared: str = "shared_experts"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    dense_everywhere: bool = False
+    shared_gate: bool = False
+
+
+def family_of(model_type: str) -> Family | None:
+    """The family of an architecture, or None if it is not known."""
+    return _FAMILIES.get(model_type)
+
+
+def known() -> tuple[str, ...]:
+    """The `model_type`s that are known."""
+    return tuple(sorted(_FAMILIES))
+
+
+def _select(layers: Numbers, words: list[str] | None, *wanted: str) -> Numbers:
+    """The layers whose word is one of `wanted`; prediction layers have the last layer's word."""
+    if words is None:
+        return layers
+    return tuple(i for i in layers if words[min(i, len(words) - 1)] in wanted)
+
+
+def _model_layers(fields: Fields) -> int:
+    return fields.number("num_hidden_layers", "num_layers")
+
+
+def _latent(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
+    """DeepSeek's attention, with an indexer in layers that do not reuse another layer's selection."""
+    found = blocks.mla(fields, layers, MlaSizes.read(fields))
+    own = _select(layers, fields.words("indexer_types", _model_layers(fields)), "full")
+    more, indexer = blocks.indexer(fields, own)
+    return [*found, *more], indexer
+
+
+def _sparse_latent(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
+    """As `_latent`, of a model that must have an indexer."""
+    for name in ("index_n_heads", "index_head_dim", "index_topk"):
+        fields.number(name)
+    return _latent(fields, layers)
+
+
+def _gated_latent(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
+    """As `_sparse_latent`, with a gate on the heads' outputs (HY-V4)."""
+    found, indexer = _sparse_latent(fields, layers)
+    sizes = MlaSizes.read(fields)
+    columns = 1 if fields.raw("gating_type") == "headwise" else sizes.v_head_dim
+    gate = Linear(
+        "gate", (Part(sizes.num_heads, columns, "heads"),), Part(fields.number("hidden_size")), "attention",
+        ("self_attn.gate_proj", "self_attn.linear_gate"), layers,
+    )  # fmt: skip
+    return [*found, gate], indexer
+
+
+def _doubled_latent(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
+    """LongCat: two latent attentions in each layer, of equal sizes."""
+    return blocks.mla(fields, layers, MlaSizes.read(fields)), None
+
+
+def _dots3(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
+    """dots3: sparse latent attention in some layers and sliding latent attention in others, all gated."""
+    words = fields.words("layer_types", _model_layers(fields))
+    sliding = _select(layers, words, "sliding_attention") if words else ()
+    full = tuple(i for i in layers if i not in sliding)
+    found, indexer = _sparse_latent(fields, full)
+    sizes = MlaSizes.read(fields)
+    gates = [(full, sizes)]
+    if sliding:
+        small = _sliding_sizes(fields, sliding[0], sizes)
+        found += blocks.mla(fields, sliding, small)
+        gates.append((sliding, small))
+    hidden = fields.number("hidden_size")
+    headwise = fields.raw("attention_gate_type") in (None, "headwise")
+    for where, size in gates:
+        if headwise:
+            module = "self_attn.g_proj"
+            found.append(blocks.whole("gate", size.num_heads, hidden, where, module, blocks.GATE))
+        else:
+            columns = (Part(size.num_heads, size.v_head_dim, "heads"),)
+            found.append(Linear("gate", columns, Part(hidden), "attention", ("self_attn.g_proj",), where))
+    return found, indexer
+
+
+def _sliding_sizes(fields: Fields, layer: int, sizes: MlaSizes) -> MlaSizes:
+    """The sizes of dots3's sliding layers: fields of their own, or what differs in `per_layer_config`."""
+    if fields.has("swa_num_attention_heads"):
+        return MlaSizes.read(fields, "swa_")
+    own = fields.within("per_layer_config", f"{layer:02d}", str(layer))
+    return sizes if own is None else MlaSizes.read(own)
+
+
+def _glm5_next(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
+    """GLM-5.3: delta attention in most layers, sparse latent attention in the others."""
+    words = fields.words("layer_types", _model_layers(fields))
+    linear = _select(layers, words, "linear_attention") if words else ()
+    found, indexer = _sparse_latent(fields, tuple(i for i in layers if i not in linear))
+    return [*found, *(blocks.delta_attention(fields, linear) if linear else [])], indexer
+
+
+def _grouped(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
+    """Grouped-query attention; MLA fields would contradict it."""
+    fields.demand(
+        not fields.has("kv_lora_rank") and not fields.has("q_lora_rank"), "kv_lora_rank, q_lora_rank",
+        "no ranks, as this architecture has grouped-query attention", fields.raw("kv_lora_rank"),
+    )  # fmt: skip
+    return blocks.gqa(fields, layers), None
+
+
+def _grouped_and_sliding(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
+    """MiMo-V2: sliding layers have heads of their own."""
+    pattern = fields.numbers("hybrid_layer_pattern")
+    if pattern is not None:
+        sliding = tuple(i for i in layers if i >= len(pattern) or pattern[i] == 1)
+    else:
+        words = fields.words("layer_types", _model_layers(fields))
+        sliding = _select(layers, words, "sliding_attention") if words else ()
+    found = blocks.gqa(fields, tuple(i for i in layers if i not in sliding))
+    if sliding:
+        found += blocks.gqa(fields, sliding, prefix="swa_")
+    return found, None
+
+
+def _minimax_m3(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
+    """MiniMax-M3: grouped-query attention; its block indexer works on blocks of keys and is none of ours."""
+    hidden = fields.number("hidden_size")
+    found = blocks.gqa(fields, layers)
+    sparse = _select(layers, fields.words("layer_types", _model_layers(fields)) or [""], "minimax_m3_sparse")
+    if sparse:
+        columns = (fields.number("index_n_heads") + 1) * fields.number("index_head_dim")
+        reason = "the block indexer of this architecture stays in bf16"
+        found.append(blocks.whole("indexer", columns, hidden, sparse, "self_attn.indexer", reason))
+    return found, None
+
+
+def _delta_and_grouped(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
+    """Qwen3-Next and Qwen3.5: gated delta nets, and gated grouped-query attention in every fourth layer."""
+    words = fields.words("layer_types", _model_layers(fields))
+    if words is not None:
+        full = _select(layers, words, "full_attention")
+    else:
+        every = fields.number("full_attention_interval", default=4)
+        last = _model_layers(fields)
+        full = tuple(i for i in layers if i >= last or (i + 1) % every == 0)
+    linear = tuple(i for i in layers if i not in full)
+    return [*blocks.gated_delta_net(fields, linear), *blocks.gqa(fields, full, gated=True)], None
+
+
+def _deepseek_v4(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
+    """DeepSeek-V4: one key-value head, compressed keys, two output projections (the first is batched)."""
+    hidden, dim = fields.number("hidden_size"), fields.number("head_dim")
+    heads, q_lora = fields.number("num_attention_heads"), fields.number("q_lora_rank")
+    groups, o_lora = fields.number("o_groups"), fields.number("o_lora_rank")
+    words = fields.words("layer_types", _model_layers(fields))
+    ratios = fields.numbers("compress_ratios")
+    if ratios is not None:
+        sparse = tuple(i for i in layers if i < len(ratios) and ratios[i] == 4)
+        coarse = tuple(i for i in layers if i < len(ratios) and ratios[i] > 4)
+    else:
+        sparse = _select(layers, words, "compressed_sparse_attention")
+        coarse = _select(layers, words, "heavily_compressed_attention") if words else ()
+
+    def linear(what: str, n: tuple[Part, ...], k: Part, where: Numbers, *names: str) -> Linear:
+        return Linear(what, n, k, "attention", tuple(f"self_attn.{name}" for name in names), where)
+
+    batched = linear(
+        "o_a",
+        (Part(groups, o_lora, "heads"),),
+        Part(heads // max(1, groups) * dim),
+        layers,
+        "o_a_proj",
+        "wo_a",
+    )
+    found = [
+        linear(
+            "q_a+kv", (Part(q_lora), Part(dim)), Part(hidden), layers, "q_a_proj", "kv_proj", "wq_a", "wkv"
+        ),
+        linear("q_b", (Part(heads, dim, "heads"),), Part(q_lora), layers, "q_b_proj", "wq_b"),
+        batched.because(
+            "a projection with one weight for each group of heads is not served yet", lacking=True
+        ),
+        linear("o_b", (Part(hidden),), Part(groups, o_lora, "heads"), layers, "o_b_proj", "wo_b"),
+    ]
+    for name, where, columns in (("compressor", sparse, 4 * dim), ("compressor", coarse, 2 * dim)):
+        if where:
+            found.append(
+                blocks.whole(name, columns, hidden, where, "self_attn.compressor", blocks.COMPRESSOR)
+            )
+    if not sparse:
+        return found, None
+    index_heads, index_dim = fields.number("index_n_heads"), fields.number("index_head_dim")
+    module = "self_attn.indexer"
+    found += [
+        linear("indexer.wq_b", (Part(index_heads * index_dim),), Part(q_lora), sparse, "indexer.wq_b"),
+        blocks.whole(
+            "indexer.compressor", 4 * index_dim, hidden, sparse, f"{module}.compressor", blocks.COMPRESSOR
+        ),
+        blocks.whole(
+            "indexer.weights_proj", index_heads, hidden, sparse, f"{module}.weights_proj",
+            blocks.INDEXER_WEIGHTS,
+        ),
+    ]  # fmt: skip
+    return found, Indexer(index_heads, index_dim, fields.number("index_topk"), compression=4)
+
+
+_LATENT = Family(_latent)
+_SPARSE = Family(_sparse_latent)
+_GROUPED = Family(_grouped)
+_ONE_WIDTH = replace(
+    _GROUPED, expert_width=("moe_intermediate_size", "intermediate_size"), moe="block_sparse_moe",
+    projections=("w1", "w3", "w2"),
+)  # fmt: skip
+_QWEN_NEXT = Family(
+    _delta_and_grouped, shared_width=("shared_expert_intermediate_size",), shared="shared_expert",
+    shared_count=("num_shared_experts",), shared_gate=True,
+)  # fmt: skip
+
+_DOTS3_SHARED = ("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")
+
+_FAMILIES: dict[str, Family] = {
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "deepseek_v32": _SPARSE,
+    "deepseek_v4": Family(_deepseek_v4, moe="mlp"),
+    "dots1": _GROUPED,
+    "dots3_note": replace(Family(_dots3), shared_width=_DOTS3_SHARED),
+    "dots3_note_text": replace(Family(_dots3), shared_width=_DOTS3_SHARED),
+    "ernie4_5_moe": replace(_GROUPED, shared_count=("moe_num_shared_experts",)),
+    "glm4_moe": _GROUPED,
+    "glm4_moe_lite": _LATENT,
+    "glm5_next": Family(_glm5_next),
+    "glm5_next_text": Family(_glm5_next),
+    "glm_moe_dsa": _SPARSE,
+    "gpt_oss": replace(_ONE_WIDTH, moe="mlp"),
+    "hunyuan_v1_moe": replace(
+        _GROUPED, expert_width=("moe_intermediate_size", "intermediate_size"), shared="shared_mlp",
+        shared_count=("num_shared_expert",),
+    ),
+    "hy_v3": replace(_GROUPED, shared_count=("num_shared_experts",)),
+    "hy_v4": Family(_gated_latent),
+    "kimi_k2": _LATENT,
+    "kimi_k25": _LATENT,
+    "longcat_flash": Family(
+        _doubled_latent, expert_width=("expert_ffn_hidden_size", "moe_intermediate_size"),
+        dense_width=("ffn_hidden_size", "intermediate_size"), dense_everywhere=True,
+    ),
+    "mimo_v2_flash": Family(_grouped_and_sliding),
+    "minimax_m2": _ONE_WIDTH,
+    "minimax_m3": replace(
+        _ONE_WIDTH, attention=_minimax_m3, dense_width=("dense_intermediate_size",),
+        shared_width=("shared_intermediate_size",),
+    ),
+    "qwen3_5_moe": _QWEN_NEXT,
+    "qwen3_5_moe_text": _QWEN_NEXT,
+    "qwen3_moe": _GROUPED,
+    "qwen3_next": _QWEN_NEXT,
+}  # fmt: skip
+_FAMILIES["minimax_m3_vl"] = _FAMILIES["minimax_m3_vl_text"] = _FAMILIES["minimax_m3"]

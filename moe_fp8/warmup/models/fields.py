@@ -1,0 +1,148 @@
+"""Typed, strict access to a model's `config.json`, which notes every missing field before it complains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from copy import copy
+from pathlib import Path
+from typing import Any, cast
+
+from moe_fp8.errors import ModelError
+
+#: Where models with images or speech keep the config of the language model.
+_NESTED = ("text_config", "language_config", "llm_config")
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The JSON object in `path`: a config file, or a model folder that has a `config.json`.
+
+    Raises ModelError if the file does not exist, cannot be read or is not a JSON object.
+    """
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(
+            str(file), "a readable config.json", error.strerror, "pass a model folder or its config.json"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(str(file), "a JSON object", str(error)) from error
+    if not isinstance(config, dict):
+        raise ModelError(str(file), "a JSON object", type(config).__name__)
+    return cast("dict[str, Any]", config)
+
+
+class Fields:
+    """The fields of one config. A field of the nested language model hides the outer field of its name.
+
+    A missing number is noted and read as 1, so that one error can name all missing fields. A contradiction is
+    noted too, because a missing number may cause it. `complete` raises what was noted.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        nested: dict[str, Any] = next(
+            (config[name] for name in _NESTED if isinstance(config.get(name), dict)), {}
+        )
+        self._outer = config
+        self._config = {**config, **{name: value for name, value in nested.items() if value is not None}}
+        self._missing: list[str] = []
+        self._contradictions: list[ModelError] = []
+
+    def raw(self, name: str) -> Any:
+        return self._config.get(name)
+
+    def outer(self, name: str) -> Any:
+        """The field of the outer config."""
+        return self._outer.get(name)
+
+    def lacking(self, *names: str) -> list[str]:
+        """Those of `names` that are missing."""
+        return [name for name in names if not self.has(name)]
+
+    def within(self, name: str, *keys: str) -> Fields | None:
+        """These fields with those of the object `name[key]` in their place; None without such an object."""
+        inner = self._config.get(name)
+        for key in keys:
+            if isinstance(inner, dict) and isinstance(inner.get(key), dict):
+                found = copy(self)  # what is missing there is missing here
+                found._config = {**self._config, **inner[key]}
+                return found
+        return None
+
+    def has(self, name: str) -> bool:
+        """Whether the field exists and is not null."""
+        return self._config.get(name) is not None
+
+    def number(self, *names: str, least: int = 1, default: int | None = None) -> int:
+        """The value of a field, which may have several names.
+
+        Raises ModelError for a value that is no integer >= `least`, and for names with different values.
+        """
+        found = {name: self._integer(name, self._config[name], least) for name in names if self.has(name)}
+        if len(set(found.values())) > 1:
+            raise ModelError(" | ".join(found), "one value", found, "remove the field that is wrong")
+        if found:
+            return next(iter(found.values()))
+        if default is None:
+            self._missing.append(" | ".join(names))
+            return max(1, least)
+        return default
+
+    def most(self, *names: str, default: int | None = None) -> int:
+        """The greatest value of a field that holds an integer, or one integer for each layer."""
+        for name in names:
+            value = self._config.get(name)
+            if isinstance(value, list) and value:
+                return max(self._integer(name, each, 0) for each in value)
+        return self.number(*names, least=0, default=default)
+
+    def text(self, name: str) -> str:
+        value = self._config.get(name)
+        if not isinstance(value, str) or not value:
+            raise ModelError(name, "a string", value, "the model's config.json must have it")
+        return value
+
+    def words(self, name: str, layers: int) -> list[str] | None:
+        """A list of a word for each layer, or None if the field is missing. Further words are left out."""
+        value = self._config.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            raise ModelError(name, "a list of words", value)
+        if len(value) < layers:
+            raise ModelError(name, f"a word for each of {layers} layers", len(value))
+        return cast("list[str]", value[:layers])
+
+    def numbers(self, name: str) -> list[int] | None:
+        """A list of integers >= 0, or None if the field is missing."""
+        value = self._config.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            raise ModelError(name, "a list of integers", value)
+        return [self._integer(name, each, 0) for each in value]
+
+    def demand(self, holds: bool, field: str, expected: str, got: Any, remedy: str = "") -> None:
+        """Note a contradiction, unless the condition holds."""
+        if not holds:
+            self._contradictions.append(ModelError(field, expected, got, remedy))
+
+    def complete(self) -> None:
+        """Raise ModelError for all missing fields, else for the first contradiction."""
+        if self._missing:
+            raise ModelError(
+                ", ".join(dict.fromkeys(self._missing)),
+                "these fields",
+                None,
+                f"config.json of a {self.raw('model_type')} model must have them",
+            )
+        if self._contradictions:
+            raise self._contradictions[0]
+
+    @staticmethod
+    def _integer(name: str, value: Any, least: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+            raise ModelError(name, f"an integer from {least} to 2**31 - 1", value)
+        return value

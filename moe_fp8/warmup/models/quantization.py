@@ -1,0 +1,232 @@
+"""`quantization_config` of a checkpoint: which linear layers have FP8 weights in 128 x 128 blocks.
+
+Three forms are read: `fp8` (the checkpoints of DeepSeek, Qwen and others), `compressed-tensors` with the
+strategy "block", and `modelopt` with FP8 blocks. All other forms are refused by their name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from moe_fp8.errors import ModelError
+from moe_fp8.limits import SCALE_BLOCK
+from moe_fp8.warmup.models.description import Linear
+
+_BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
+_REMEDY = "use a checkpoint of the model whose weights are float8_e4m3fn in 128 x 128 blocks"
+
+#: What `quantize` may be: an engine that turns bf16 weights into FP8 blocks while it loads them.
+QUANTIZE = ("fp8-block",)
+
+#: Where a checkpoint's names may have the layers.
+_PREFIXES = ("model", "model.language_model", "language_model.model", "language_model", "transformer")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The modules of a checkpoint that are not FP8: names, parts of names, or "re:" and an expression.
+
+    `field` is the config field that lists them.
+    """
+
+    field: str = ""
+    skipped: tuple[str, ...] = ()
+
+    def apply(self, linear: Linear) -> list[Linear]:
+        """The layer, with a reason if its modules are skipped; both forms if some layers are skipped."""
+        if linear.reason or not self.skipped:
+            return [linear]
+        reason = f"its weights are not FP8 ({self.field})"
+        if not linear.layers:
+            return [linear.because(reason) if self._skips(linear.modules, None) else linear]
+        bf16 = tuple(i for i in linear.layers if self._skips(linear.modules, i))
+        fp8 = tuple(i for i in linear.layers if i not in bf16)
+        parts = [replace(linear, layers=fp8)] if fp8 else []
+        return [*parts, *([replace(linear, layers=bf16, reason=reason)] if bf16 else [])]
+
+    def _skips(self, modules: Iterable[str], layer: int | None) -> bool:
+        names = self._names
+        for module in modules:
+            parts = tuple(module.split("."))
+            if any(_leads(name, parts) for name in names.in_layer.get(layer, ())):
+                return True
+            if any(_within(name, parts) for name in names.anywhere):
+                return True
+            paths = (
+                [module] if layer is None else [f"{prefix}.layers.{layer}.{module}" for prefix in _PREFIXES]
+            )
+            if any(pattern.match(path) for pattern in names.patterns for path in paths):
+                return True
+        return False
+
+    @cached_property
+    def _names(self) -> _Names:
+        return _Names.parse(self.skipped)
+
+
+_Parts = tuple[str, ...]
+
+
+class _Names(NamedTuple):
+    """The parsed list: names below a layer, by its number; names that hold anywhere; expressions."""
+
+    in_layer: dict[int | None, list[_Parts]]
+    anywhere: list[_Parts]
+    patterns: list[re.Pattern[str]]
+
+    @classmethod
+    def parse(cls, skipped: Iterable[str]) -> _Names:
+        found = cls({}, [], [])
+        for name in skipped:
+            if name.startswith("re:"):
+                try:
+                    found.patterns.append(re.compile(name[3:]))
+                except re.error as error:
+                    field = "quantization_config.ignore"
+                    raise ModelError(field, "regular expressions", name, str(error)) from error
+                continue
+            parts = [part for part in name.split(".") if part not in ("", "*")]
+            if "layers" in parts[:-1]:
+                number, *rest = parts[parts.index("layers") + 1 :]
+                # Names of experts have the expert's number, which a linear layer of all experts does not
+                # have.
+                below = tuple(part for part in rest if not part.isdigit())
+                if number.isdecimal():
+                    found.in_layer.setdefault(int(number), []).append(below)
+                else:
+                    found.anywhere.append((number, *below))
+            elif parts:
+                found.anywhere.append(tuple(parts))
+        return found
+
+
+def _leads(name: _Parts, module: _Parts) -> bool:
+    """Whether `name` is the module, a module around it, or a part of it."""
+    return name[: len(module)] == module or module[: len(name)] == name
+
+
+def _within(name: _Parts, module: _Parts) -> bool:
+    """Whether `name` is a run of the module's parts."""
+    return any(module[i : i + len(name)] == name for i in range(len(module)))
+
+
+def read_quantization(config: Mapping[str, Any], quantize: str | None = None) -> Quantization:
+    """What the config says of FP8 weights, in the outer config or in that of its language model.
+
+    `quantize`: "fp8-block" if the engine quantizes a bf16 checkpoint while it loads it. Raises ModelError for
+    weights that are not FP8 in 128 x 128 blocks, and for static activation scales.
+    """
+    if quantize is not None and quantize not in QUANTIZE:
+        raise ModelError("quantize", f"one of {', '.join(QUANTIZE)}", quantize)
+    name, value = _found(config)
+    if value is None:
+        if quantize is not None:
+            return Quantization()
+        remedy = f"{_REMEDY}; or pass quantize='fp8-block' if the engine quantizes while it loads"
+        raise ModelError("quantization_config", "an object", None, remedy)
+    if not isinstance(value, dict):
+        raise ModelError(name, "an object", value, _REMEDY)
+    if quantize is not None:
+        raise ModelError("quantize", "no quantization_config in the config", value.get("quant_method"))
+    method = value.get("quant_method")
+    reader = _READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise ModelError(f"{name}.quant_method", f"one of {', '.join(_READERS)}", method, _REMEDY)
+    return reader(name, value)
+
+
+def _found(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """The quantization's field and value."""
+    places = [("", config)]
+    places += [(f"{name}.", config[name]) for name in ("text_config", "language_config") if name in config]
+    for prefix, place in places:
+        for name in ("quantization_config", "compression_config"):
+            if isinstance(place, Mapping) and place.get(name) is not None:
+                return prefix + name, place[name]
+    return "quantization_config", None
+
+
+def _fp8(name: str, value: dict[str, Any]) -> Quantization:
+    _demand(name, "fmt", value.get("fmt", "e4m3"), "'e4m3'", lambda given: given in ("e4m3", "float8_e4m3fn"))
+    _demand(name, "activation_scheme", value.get("activation_scheme", "dynamic"), "'dynamic'", _is("dynamic"))
+    block = value.get("weight_block_size")
+    _demand(name, "weight_block_size", block, str(_BLOCK), _is(_BLOCK))
+    return Quantization(*_skipped(name, value, "modules_to_not_convert", "ignored_layers", "ignore"))
+
+
+def _compressed_tensors(name: str, value: dict[str, Any]) -> Quantization:
+    groups = value.get("config_groups")
+    _demand(name, "config_groups", groups, "an object", lambda given: isinstance(given, dict) and given)
+    assert isinstance(groups, dict)
+    for key, group in groups.items():
+        path = f"{name}.config_groups.{key}"
+        for part in ("weights", "input_activations"):
+            _demand(
+                path, part, group.get(part) if isinstance(group, dict) else group, "an object", _is_object
+            )
+        weights, inputs = group["weights"], group["input_activations"]
+        for part, tensor in (("weights", weights), ("input_activations", inputs)):
+            _demand(path, f"{part}.type", tensor.get("type", "float"), "'float'", _is("float"))
+            _demand(path, f"{part}.num_bits", tensor.get("num_bits"), "8", _is(8))
+        _demand(path, "weights.strategy", weights.get("strategy"), "'block'", _is("block"))
+        block = weights.get("block_structure")
+        _demand(path, "weights.block_structure", block, str(_BLOCK), lambda given: _sizes(given) == _BLOCK)
+        _demand(path, "input_activations.dynamic", inputs.get("dynamic"), "true", _is(True))
+        strategy = inputs.get("strategy", "group")
+        _demand(path, "input_activations.strategy", strategy, "'group'", _is("group"))
+        size = inputs.get("group_size", SCALE_BLOCK)
+        _demand(path, "input_activations.group_size", size, str(SCALE_BLOCK), _is(SCALE_BLOCK))
+    return Quantization(*_skipped(name, value, "ignore"))
+
+
+def _modelopt(name: str, value: dict[str, Any]) -> Quantization:
+    inner = value.get("quantization")
+    if isinstance(inner, dict):
+        name, value = f"{name}.quantization", {**value, **inner}
+    algorithm = value.get("quant_algo")
+    _demand(name, "quant_algo", algorithm, "'FP8_PB_WO' (FP8 in blocks)", _is("FP8_PB_WO"))
+    return Quantization(*_skipped(name, value, "exclude_modules", "ignore"))
+
+
+_READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+}
+
+
+def _skipped(name: str, value: Mapping[str, Any], *fields: str) -> tuple[str, tuple[str, ...]]:
+    """The fields that list modules without FP8 weights, and the modules."""
+    used, modules = [], []
+    for field in fields:
+        listed = value.get(field)
+        if listed:
+            if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
+                raise ModelError(f"{name}.{field}", "a list of names", listed)
+            used.append(f"{name}.{field}")
+            modules += listed
+    return ", ".join(used), tuple(dict.fromkeys(modules))
+
+
+def _demand(name: str, field: str, given: Any, expected: str, holds: Callable[[Any], Any]) -> None:
+    if not holds(given):
+        raise ModelError(f"{name}.{field}", expected, given, _REMEDY)
+
+
+def _is(expected: Any) -> Callable[[Any], bool]:
+    return lambda given: type(given) is type(expected) and bool(given == expected)
+
+
+def _is_object(given: Any) -> bool:
+    return isinstance(given, dict)
+
+
+def _sizes(given: Any) -> Any:
+    """A block's sizes; llm-compressor also writes them as "128x128"."""
+    if isinstance(given, str):
+        return [int(part) if part.isdigit() else part for part in given.split("x")]
+    return given

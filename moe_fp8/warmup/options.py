@@ -1,0 +1,95 @@
+"""How a server serves a model: a rank's share of it, and the limits of the calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from moe_fp8.errors import ConfigError
+from moe_fp8.limits import refuse_next_n, refuse_page
+from moe_fp8.problems import DEFAULT_NUM_SMS, OutDtype
+from moe_fp8.settings import settings
+from moe_fp8.warmup.engines import EngineCalls, engine_calls
+from moe_fp8.warmup.shapes import Parallelism
+
+_Value = TypeVar("_Value")
+
+_OUT_DTYPES = ("bfloat16", "float32")
+
+#: No GPU has more multiprocessors, and no call has more rows than fit into 31 bits.
+_MOST_SMS = 1024
+_MOST_ROWS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class PlanOptions(Parallelism):
+    """The parallelism of a server and the limits of its calls. A server uses all values of a tuple.
+
+    `max_tokens`: tokens of one forward pass. `max_batch`: requests decoded together. `next_n`: the most
+    tokens of a request in one decode step, or a tuple of all numbers that occur. `num_sms`: SMs that the ops
+    use; with a tuple, for example 132, 112 and 78, some calls leave SMs to communication. `block_size`:
+    tokens of a page of the indexer's cache. `masked_rows`: the most rows of an expert's buffer in the masked
+    layout; by default enough for `max_batch` and `next_n`, rounded up to a multiple of 128. `out_dtypes`:
+    dtypes of the GEMMs' outputs. `pad_intermediate`: see `gemm_shapes`. `batch_invariant`: whether the server
+    runs with MOE_FP8_BATCH_INVARIANT on; the default is this process's setting. `engine`: plan only what this
+    engine calls ("vllm" or "sglang"); None plans every call that the ops serve.
+    """
+
+    max_tokens: int = 16384
+    max_batch: int = 256
+    next_n: int | tuple[int, ...] = 1
+    num_sms: int | tuple[int, ...] = DEFAULT_NUM_SMS
+    block_size: int | tuple[int, ...] = 64
+    masked_rows: int | None = None
+    out_dtypes: tuple[OutDtype, ...] = ("bfloat16",)
+    pad_intermediate: bool = False
+    batch_invariant: bool | tuple[bool, ...] = field(default_factory=lambda: settings().batch_invariant)
+    engine: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_tokens", "max_batch", "masked_rows"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= _MOST_ROWS:
+                raise ConfigError(name, f"an integer from 1 to {_MOST_ROWS}", value)
+        for value in every(self.num_sms, "num_sms"):
+            if not 1 <= value <= _MOST_SMS:
+                raise ConfigError("num_sms", f"an integer from 1 to {_MOST_SMS}", value)
+        for name, refuse in (("next_n", refuse_next_n), ("block_size", refuse_page)):
+            for value in every(getattr(self, name), name):
+                if refuse(value):
+                    raise ConfigError(name, "a number that the ops serve", value, refuse(value))
+        every(self.batch_invariant, "batch_invariant")
+        if not self.out_dtypes or any(dtype not in _OUT_DTYPES for dtype in self.out_dtypes):
+            raise ConfigError("out_dtypes", f"some of {', '.join(_OUT_DTYPES)}", self.out_dtypes)
+        engine_calls(self.engine)
+
+    @property
+    def calls(self) -> EngineCalls:
+        """The calls of the engine, or every call that the ops serve."""
+        return engine_calls(self.engine)
+
+    @property
+    def sm_budgets(self) -> tuple[int, ...]:
+        """Every number of SMs that an op may be called with."""
+        budgets = (sms - fewer for sms in every(self.num_sms) for fewer in self.calls.fewer_sms)
+        return tuple(dict.fromkeys(max(1, sms) for sms in budgets))
+
+    @property
+    def tokens_of_requests(self) -> tuple[int, ...]:
+        """Every number of tokens that the requests of a decode step may have."""
+        return self.next_n if isinstance(self.next_n, tuple) else tuple(range(1, self.next_n + 1))
+
+    @property
+    def most_decoded(self) -> int:
+        """The most tokens of a decode step."""
+        return self.max_batch * max(self.tokens_of_requests)
+
+
+def every(value: _Value | tuple[_Value, ...], name: str = "") -> tuple[_Value, ...]:
+    """All values of an option that is one value or a tuple of some. Raises ConfigError for an empty tuple."""
+    if not isinstance(value, tuple):
+        return (value,)
+    if not value:
+        raise ConfigError(name, "at least one value", value)
+    return tuple(dict.fromkeys(value))

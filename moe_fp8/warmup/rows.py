@@ -1,0 +1,287 @@
+"""The uses of kernels: the kernels that the selector may pick for each op and weight shape, by rows.
+
+The rows are computed exactly, not sampled: `specs.kernel_spec` is a pure function of a problem, and it is
+called with every problem that an op can derive from a call of the model. This is possible because
+`for_selection` rounds the sizes, so that few distinct problems remain. The planner does not know the GPU of
+the server, so it tries each device with a measured table. It assumes nothing else about the selector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from moe_fp8.heuristics import GemmConfig
+from moe_fp8.heuristics.gemm import table as gemm_table
+from moe_fp8.heuristics.gemm.tiles import Shares
+from moe_fp8.problems import (
+    SEGMENT_ALIGNMENT,
+    GemmLayout,
+    GemmProblem,
+    IndexerCacheProblem,
+    IndexerTopkProblem,
+    MqaLogitsProblem,
+    OutDtype,
+    PagedMqaLogitsProblem,
+    PagedMqaMetadataProblem,
+    Problem,
+    QuantizeProblem,
+    SiluMulQuantizeProblem,
+    selection_extent,
+    selection_rows,
+)
+from moe_fp8.specs import IN_DTYPES, KernelSpec, kernel_spec
+from moe_fp8.warmup.engines import Logits
+from moe_fp8.warmup.models import Indexer, ModelDescription
+from moe_fp8.warmup.options import PlanOptions, every
+from moe_fp8.warmup.shapes import GemmShape, experts_per_token, local_experts
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One kernel for one use: the `rows` of this use for which the selector picks `spec` on some device.
+
+    `rows` are inclusive ranges. They count rows of A ("M") for "dense", queries or requests for the indexer,
+    and the expected rows of an expert for grouped layouts. `what` names the modules that share the shape;
+    `n`, `k` and `num_experts` are None if they do not apply. `devices` are the devices on which the selector
+    picks the kernel, if its choice depends on the device; "" stands for any device without a measured table.
+    """
+
+    op: str
+    what: tuple[str, ...]
+    layout: str | None
+    n: int | None
+    k: int | None
+    num_experts: int | None
+    rows: Ranges
+    spec: KernelSpec
+    devices: tuple[str, ...] = ()
+
+    @property
+    def use(self) -> str:
+        """One line of text: op, layout, weights, rows and modules."""
+        sizes = " x ".join(str(size) for size in (self.num_experts, self.n, self.k) if size is not None)
+        ranges = ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in self.rows)
+        parts = (self.op, self.layout, sizes, f"rows {ranges}", f"({', '.join(self.what)})")
+        return " ".join(part for part in parts if part)
+
+    @property
+    def config(self) -> str:
+        """A GEMM's tile as text (`GemmConfig`), else the macros of the kernel as `name=value` pairs."""
+        values: dict[str, Any] = dict(self.spec.defines)
+        if self.layout is None:
+            if "IN_DTYPE" in values:
+                values["IN_DTYPE"] = next(
+                    name for name, code in IN_DTYPES.items() if code == values["IN_DTYPE"]
+                )
+            return " ".join(f"{name.lower()}={value}" for name, value in values.items())
+        shares: Shares = "k" if values["SPLIT_K"] else "operands"
+        block_m, block_n, stages = (values[name] for name in ("BLOCK_M", "BLOCK_N", "NUM_STAGES"))
+        return str(GemmConfig(block_m, block_n, stages, self.spec.cluster_size, shares))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The most rows of each kind of buffer on one rank."""
+
+    dense: int
+    context: int
+    contiguous: int
+    masked: int
+
+    @classmethod
+    def of(cls, model: ModelDescription, options: PlanOptions) -> Bounds:
+        own = max(options.max_tokens, options.most_decoded)
+        # MLPs that more ranks split than attention get the tokens of all these ranks.
+        attention = options.ways("attention")
+        dense = own * max(1, options.ways("mlp") // attention, options.ways("shared") // attention)
+        # Every expert's last segment may be padded up to the alignment.
+        padding = local_experts(model, options) * (SEGMENT_ALIGNMENT - 1)
+        contiguous = own * options.dp * experts_per_token(model, options) + padding
+        masked = options.masked_rows or _round_up(options.most_decoded * options.dp, SEGMENT_ALIGNMENT)
+        context = max(dense, model.max_positions)
+        return cls(dense, context, _round_up(contiguous, SEGMENT_ALIGNMENT), masked)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _runs(limit: int, reduced: Callable[[int], int]) -> Iterator[tuple[int, int]]:
+    """The runs (first, last) of 1..limit whose numbers `reduced` maps to the same value.
+
+    `reduced` rounds up, or to the most that it distinguishes: then the last run has all larger numbers.
+    """
+    first = 1
+    while first <= limit:
+        last = reduced(first)
+        if last < first or reduced(last + 1) <= last:
+            last = limit
+        yield first, min(last, limit)
+        first = last + 1
+
+
+def _sweep(
+    runs: Iterable[tuple[int, int]], problems_at: Callable[[int], Iterable[Problem]]
+) -> Iterator[tuple[KernelSpec, Ranges, tuple[str, ...]]]:
+    """The kernels of all `runs` of rows, each with its ranges of rows and devices."""
+    found: dict[KernelSpec, list[tuple[int, int]]] = {}
+    devices: dict[KernelSpec, dict[str, None]] = {}
+    for first, last in runs:
+        for problem in problems_at(first):
+            spec = kernel_spec(problem)
+            ranges = found.setdefault(spec, [])
+            if not ranges or ranges[-1][1] < first - 1:
+                ranges.append((first, last))
+            else:
+                ranges[-1] = (ranges[-1][0], last)
+            if isinstance(problem, GemmProblem):
+                devices.setdefault(spec, {})[problem.device] = None
+    for spec, ranges in found.items():
+        yield spec, tuple(ranges), tuple(devices.get(spec, ()))
+
+
+def gemm_rows(shapes: Iterable[GemmShape], bounds: Bounds, options: PlanOptions) -> Iterator[PlanRow]:
+    """The rows of the GEMMs; equal shapes give the same problems."""
+    merged: dict[tuple[int, int, int | None], list[GemmShape]] = {}
+    for shape in shapes:
+        merged.setdefault((shape.n, shape.k, shape.num_experts), []).append(shape)
+    for (n, k, experts), same in merged.items():
+        what = tuple(dict.fromkeys(shape.what for shape in same))
+        if experts is None:
+            most = bounds.context if any(shape.whole_context for shape in same) else bounds.dense
+            uses: list[tuple[str, GemmLayout, int]] = [("gemm_fp8", "dense", most)]
+        else:
+            contiguous = options.calls.contiguous
+            uses = [("grouped_gemm_fp8_contiguous", layout, bounds.contiguous) for layout in contiguous]
+            uses.append(("grouped_gemm_fp8_masked", "masked", bounds.masked))
+        for op, layout, limit in uses:
+            problems_at = _gemm_problems(layout, limit, n, k, experts, options)
+            for spec, ranges, devices in _sweep(_runs(limit, selection_rows), problems_at):
+                yield PlanRow(op, what, layout, n, k, experts, ranges, spec, devices)
+
+
+def _gemm_problems(
+    layout: GemmLayout, limit: int, n: int, k: int, experts: int | None, options: PlanOptions
+) -> Callable[[int], Iterable[GemmProblem]]:
+    servers = tuple(
+        product(gemm_table.devices(), options.sm_budgets, every(options.batch_invariant), options.out_dtypes)
+    )
+
+    def problems_at(rows: int) -> Iterator[GemmProblem]:
+        # As expected_m, `rows` takes every number that fits in a buffer. Without expected_m, the op's mean
+        # rows per expert are among these numbers.
+        m, hint = (rows, None) if experts is None else (limit, rows)
+        for device, sms, invariant, dtype in servers:
+            yield GemmProblem(
+                layout, m, n, k, experts or 1, hint, dtype,
+                num_sms=sms, device=device, batch_invariant=invariant,
+            )  # fmt: skip
+
+    return problems_at
+
+
+def quantize_rows(
+    model: ModelDescription, shapes: Sequence[GemmShape], indexer: Indexer | None, bounds: Bounds,
+    options: PlanOptions,
+) -> Iterator[PlanRow]:  # fmt: skip
+    """The rows of `quantize_fp8`: for the input of each GEMM, and for the indexer's queries."""
+    inputs: dict[int, list[str]] = {}
+    for shape in shapes:
+        inputs.setdefault(shape.k, []).append(shape.what)
+    if indexer is not None:
+        inputs.setdefault(indexer.head_dim, []).append("indexer.q")
+    experts = max((shape.num_experts or 1 for shape in shapes), default=1)
+    heads = 1 if indexer is None else indexer.num_heads
+    most = max(bounds.contiguous, bounds.masked * experts, bounds.dense * heads, bounds.context)
+    for (k, what), power_of_two in product(inputs.items(), (False, True)):
+
+        def quantize(rows: int, k: int = k, power_of_two: bool = power_of_two) -> Iterable[Problem]:
+            for sms in options.sm_budgets:
+                yield QuantizeProblem(rows, k, model.dtype, power_of_two, sms)
+
+        for spec, ranges, _ in _sweep(_runs(most, selection_extent), quantize):
+            yield PlanRow("quantize_fp8", tuple(dict.fromkeys(what)), None, None, k, None, ranges, spec)
+
+
+def silu_mul_rows(shapes: Iterable[GemmShape], bounds: Bounds, options: PlanOptions) -> Iterator[PlanRow]:
+    """The rows of `silu_mul_quantize`, before each down projection; routed experts also use buffers."""
+    uses: dict[tuple[int, int | None], list[str]] = {}
+    for shape in shapes:
+        if shape.what.endswith(".down"):
+            for num_experts in dict.fromkeys((None, shape.num_experts)):
+                uses.setdefault((shape.k, num_experts), []).append(shape.what)
+    for ((k, num_experts), what), power_of_two in product(uses.items(), (False, True)):
+
+        def silu_mul(
+            rows: int, k: int = k, num_experts: int | None = num_experts, power_of_two: bool = power_of_two
+        ) -> Iterable[Problem]:
+            for sms in options.sm_budgets:
+                yield SiluMulQuantizeProblem(rows, k, num_experts, power_of_two, sms)
+
+        most = max(bounds.contiguous, bounds.dense) if num_experts is None else bounds.masked
+        names = tuple(dict.fromkeys(what))
+        for spec, ranges, _ in _sweep(_runs(most, selection_extent), silu_mul):
+            yield PlanRow("silu_mul_quantize", names, None, None, k, num_experts, ranges, spec)
+
+
+def indexer_rows(model: ModelDescription, indexer: Indexer, options: PlanOptions) -> Iterator[PlanRow]:
+    """The rows of the indexer's ops: its cache, logits of prefill and decode, schedule and top-k."""
+    heads, dim, budgets = indexer.num_heads, indexer.head_dim, options.sm_budgets
+    positions = -(-model.max_positions // indexer.compression)
+    most_queries = max(options.max_tokens, options.most_decoded)
+
+    def uses(
+        op: str, most: int, what: tuple[str, ...], problems_at: Callable[[int], Iterable[Problem]]
+    ) -> Iterator[PlanRow]:
+        for spec, ranges, _ in _sweep(_runs(most, selection_extent), problems_at):
+            yield PlanRow(op, what, None, None, None, None, ranges, spec)
+
+    if options.calls.quantizes:
+        for power_of_two in (False, True):
+
+            def cached(rows: int, power_of_two: bool = power_of_two) -> Iterable[Problem]:
+                for sms in budgets:
+                    yield IndexerCacheProblem(rows, dim, model.dtype, power_of_two, sms)
+
+            yield from uses("indexer_quantize_and_cache", most_queries, ("indexer.k",), cached)
+    for form in options.calls.logits:
+        fill = ("fill",) if form.fill else ()
+
+        def prefill(queries: int, form: Logits = form) -> Iterator[MqaLogitsProblem]:
+            # One call may have the keys of several requests.
+            for keys, _ in _runs(options.max_batch * positions, selection_extent):
+                for sms, invariant in product(budgets, every(options.batch_invariant)):
+                    yield MqaLogitsProblem(
+                        queries, keys, heads, dim, form.compressed, form.fill, sms, form.dtype, invariant
+                    )
+
+        what = ("indexer", "compressed" if form.compressed else "full", *fill, form.dtype)
+        yield from uses("mqa_logits_fp8", most_queries, what, prefill)
+    dtypes = tuple(dict.fromkeys(form.dtype for form in options.calls.logits))
+    for dtype in dtypes if options.calls.quantizes else ():
+
+        def chosen(rows: int, dtype: OutDtype = dtype) -> Iterator[IndexerTopkProblem]:
+            # A decode step's logits may be one page wider than the longest context.
+            for columns, _ in _runs(2 * positions, selection_extent):
+                for sms in budgets:
+                    yield IndexerTopkProblem(rows, columns, dtype, sms)
+
+        yield from uses("indexer_topk", most_queries, ("indexer", dtype), chosen)
+    for next_n, page in product(options.tokens_of_requests, every(options.block_size)):
+
+        def logits(batch: int, next_n: int = next_n, page: int = page) -> Iterable[Problem]:
+            for dtype, sms in product(dtypes, budgets):
+                yield PagedMqaLogitsProblem(batch, next_n, heads, dim, page, sms, dtype)
+
+        def metadata(batch: int, next_n: int = next_n) -> Iterable[Problem]:
+            for sms in budgets:
+                yield PagedMqaMetadataProblem(batch, next_n, sms)
+
+        what = ("indexer", f"next_n={next_n}", f"page={page}")
+        yield from uses("paged_mqa_logits_fp8", options.max_batch, what, logits)
+        yield from uses("paged_mqa_logits_metadata", options.max_batch, what, metadata)

@@ -1,0 +1,79 @@
+"""`moe-fp8 explain` and `plan --diff`: why a plan lacks a kernel, and how two plans differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_fp8 import cli
+from moe_fp8.errors import JitMissError
+from moe_fp8.warmup import load_model, plan
+from moe_fp8.warmup.misses import explain_miss
+from tests.cpu.cli_runs import SMALL_OPTIONS, Json, no_gpu, run_json
+
+__all__ = ["no_gpu", "run_json"]
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+MISSING = (
+    "paged_mqa_logits_fp8[block_q=4,chunk_kv=64,head_dim=128,num_heads=64,num_stages=9,out_bf16=0,page_size=64,"
+    "num_threads=512,cluster_size=1]"
+)
+V32 = ["--model", str(CONFIGS / "deepseek_v32.json"), "--max-tokens", "8", "--max-batch", "2"]
+
+
+def test_a_miss_is_explained_by_the_option_that_plans_it(
+    run_json: Json, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, told = run_json(["explain", MISSING, *V32])
+    assert (code, told["uses"]) == (0, [])
+    assert [remedy["options"] for remedy in told["remedies"]] == ["--next-n 8"]
+    # The remedy is right: the plan that it names has the kernel.
+    code, told = run_json(["explain", MISSING, *V32, "--next-n", "8"])
+    assert told["uses"] and not told["remedies"]
+    assert cli.main(["explain", MISSING, *V32, "--next-n", "8"]) == 0
+    assert "next_n=3" in capsys.readouterr().out
+
+
+def test_the_error_of_a_miss_has_text_that_explain_takes() -> None:
+    spec = plan(load_model(CONFIGS / "qwen3_30b.json"), SMALL_OPTIONS).specs[0]
+    error = JitMissError(spec, "0" * 32)
+    assert f"moe-fp8 explain '{spec}' --model PATH" in str(error)
+    told = explain_miss(str(spec), load_model(CONFIGS / "qwen3_30b.json"), SMALL_OPTIONS)
+    assert told.uses
+
+
+def test_a_kernel_that_no_call_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", MISSING.replace("num_heads=64", "num_heads=63"), *V32]) == 0
+    assert "no call of this model" in capsys.readouterr().out
+    assert cli.main(["explain", "gemm", *V32]) == 2
+    assert "name[macro=value,...]" in capsys.readouterr().err
+
+
+def test_two_plans_are_compared(tmp_path: Path, run_json: Json, capsys: pytest.CaptureFixture[str]) -> None:
+    files = []
+    for options in ([], ["--next-n", "3"]):
+        assert cli.main(["plan", *V32, *options, "--json"]) == 0
+        files.append(tmp_path / f"{len(files)}.json")
+        files[-1].write_text(capsys.readouterr().out)
+    code, told = run_json(["plan", "--diff", *map(str, files)])
+    assert code == 0 and told["options"] == ["next_n: 1 -> 3"] and told["only_first"] == []
+    assert {text.partition("[")[0] for text in told["only_second"]} == {"paged_mqa_logits_fp8"}
+    assert any(text.startswith(MISSING) for text in told["only_second"])
+    assert cli.main(["plan", "--diff", *map(str, files)]) == 0
+    assert "+ paged_mqa_logits_fp8[" in capsys.readouterr().out
+    files[0].write_text('{"options": {}}')
+    assert cli.main(["plan", "--diff", *map(str, files)]) == 2
+
+
+@pytest.mark.parametrize("option", [["--layout", "psum"], ["--experts", "8"], ["--expected-m", "4"]])
+def test_options_of_one_gemm_need_one_gemm(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *V32, *option]) == 2
+    assert option[0] in capsys.readouterr().err
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.startswith("moe-fp8 ")

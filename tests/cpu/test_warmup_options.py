@@ -1,0 +1,225 @@
+"""A plan made with an option holds the kernel of every call that the option allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_fp8.errors import ConfigError, ModelError
+from moe_fp8.heuristics.gemm import table as gemm_table
+from moe_fp8.problems import (
+    GemmLayout,
+    GemmProblem,
+    IndexerTopkProblem,
+    MqaLogitsProblem,
+    OutDtype,
+    PagedMqaLogitsProblem,
+    PagedMqaMetadataProblem,
+    Problem,
+    QuantizeProblem,
+)
+from moe_fp8.specs import kernel_spec
+from moe_fp8.warmup import (
+    Parallelism,
+    PlanOptions,
+    describe,
+    gemm_shapes,
+    load_model,
+    parse_shape,
+    plan,
+    read_config,
+    unplanned,
+)
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+MODELS = {name: load_model(CONFIGS / f"{name}.json") for name in ("deepseek_v32", "glm_45", "qwen3_30b")}
+GROUPED: tuple[GemmLayout, ...] = ("m_indices", "psum", "offsets", "masked")
+
+
+@st.composite
+def options(draw: st.DrawFn) -> PlanOptions:
+    tp, ep = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (1, 8)]))
+    redundant = draw(st.sampled_from([0, ep, 2 * ep]))
+    budgets = st.sampled_from([132, 131, 112, 78])
+    return PlanOptions(
+        tp=tp,
+        ep=ep,
+        shared_tp=draw(st.sampled_from([None, 1])),
+        redundant_experts=redundant,
+        fuse_shared=draw(st.booleans()),
+        max_tokens=draw(st.integers(1, 300)),
+        max_batch=draw(st.integers(1, 40)),
+        next_n=draw(st.integers(1, 4) | st.sampled_from([(1, 4), (2,)])),
+        num_sms=tuple(draw(st.lists(budgets, min_size=1, max_size=2, unique=True))),
+        block_size=tuple(draw(st.lists(st.sampled_from([32, 64, 128]), min_size=1, max_size=2, unique=True))),
+        out_dtypes=tuple(
+            cast(
+                "list[OutDtype]",
+                draw(st.lists(st.sampled_from(["bfloat16", "float32"]), min_size=1, max_size=2, unique=True)),
+            )
+        ),
+        batch_invariant=draw(st.sampled_from([False, True, (False, True)])),
+    )
+
+
+def chosen(draw: st.DrawFn, value: Any) -> Any:
+    """One of an option's values."""
+    return draw(st.sampled_from(value)) if isinstance(value, tuple) else value
+
+
+def any_calls(name: str, used: PlanOptions, draw: st.DrawFn) -> Iterator[Problem]:
+    """Calls of a server with these options; sizes are computed from the config and not by the planner."""
+    config = read_config(CONFIGS / f"{name}.json")
+    experts = config.get("n_routed_experts") or config["num_experts"]
+    top = config["num_experts_per_tok"]
+    shared = config.get("n_shared_experts", 0) if used.fuse_shared else 0
+    local = (experts + used.redundant_experts) // used.ep + shared
+    next_n = draw(
+        st.sampled_from(used.next_n if isinstance(used.next_n, tuple) else range(1, used.next_n + 1))
+    )
+    batch = draw(st.integers(1, used.max_batch))
+    sms, invariant = chosen(draw, used.num_sms), chosen(draw, used.batch_invariant)
+    dtype, device = chosen(draw, used.out_dtypes), draw(st.sampled_from(gemm_table.devices()))
+    tokens = draw(st.integers(1, max(used.max_tokens, used.max_batch * next_n)))
+    groups = max(1, used.ep // used.tp)
+    hidden, width = config["hidden_size"], config["moe_intermediate_size"] // max(1, used.tp // used.ep)
+    n, k = draw(st.sampled_from([(2 * width, hidden), (hidden, width)]))
+    layout = draw(st.sampled_from(GROUPED))
+    m = batch * next_n * groups
+    if layout != "masked":
+        m = tokens * groups * (top + shared) + local * draw(st.integers(0, 127))
+    hint = draw(st.none() | st.integers(-5, 2 * m))
+    server: dict[str, Any] = {"num_sms": sms, "device": device, "batch_invariant": invariant}
+    if width % 128 == 0:
+        yield GemmProblem(layout, m, n, k, local, hint, dtype, **server)
+    if shared == 0 and config.get("n_shared_experts"):
+        cut = 1 if used.shared_tp else used.tp
+        part = config["moe_intermediate_size"] * config["n_shared_experts"] // cut
+        # Replicated shared experts get the tokens of one rank.
+        yield GemmProblem("dense", tokens, 2 * part, hidden, 1, None, dtype, **server)
+    yield QuantizeProblem(tokens, hidden, "bfloat16", draw(st.booleans()), sms)
+    if "index_n_heads" in config:
+        heads, dim, page = config["index_n_heads"], config["index_head_dim"], chosen(draw, used.block_size)
+        yield PagedMqaLogitsProblem(batch, next_n, heads, dim, page, sms)
+        yield PagedMqaMetadataProblem(batch, next_n, sms)
+        forms = draw(st.booleans()), draw(st.booleans())
+        yield MqaLogitsProblem(
+            tokens, draw(st.integers(1, 10**6)), heads, dim, *forms, sms, "float32", invariant
+        )
+        yield IndexerTopkProblem(tokens, draw(st.integers(1, 10**5)), "float32", sms)
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(sorted(MODELS)), used=options(), data=st.data())
+def test_no_call_misses(name: str, used: PlanOptions, data: st.DataObject) -> None:
+    planned = plan(MODELS[name], used)
+    for _ in range(20):
+        for problem in any_calls(name, used, data.draw):
+            assert kernel_spec(problem) in planned, problem
+
+
+def test_every_linear_layer_is_planned_or_listed() -> None:
+    for model in MODELS.values():
+        listed = {layer.what for layer in unplanned(model, Parallelism())}
+        assert {shape.what for shape in gemm_shapes(model, Parallelism())} | listed == {
+            linear.what for linear in model.linears
+        }
+
+
+def test_attention_is_cut_apart_from_mlps() -> None:
+    """Of eight ranks with data-parallel attention each has all heads, and an eighth of MLPs and experts."""
+    dp_attention = Parallelism(tp=8, ep=8, attention_tp=1, shared_tp=1)
+    found = {shape.what: shape for shape in gemm_shapes(MODELS["deepseek_v32"], dp_attention)}
+    assert found["q_b"].n == 128 * 192 and found["o"].k == 128 * 128
+    assert found["mlp.down"].k == 18432 // 8 and found["shared.down"].k == 2048
+    assert (found["experts.down"].num_experts, found["experts.down"].k) == (32, 2048)
+    assert dp_attention.dp == 8
+    # The experts' ranks take the tokens of all eight, and so do the dense MLPs.
+    rows = plan(MODELS["deepseek_v32"], PlanOptions(tp=8, ep=8, attention_tp=1, max_tokens=1000)).rows
+    assert (
+        max(last for row in rows if row.layout == "dense" and row.k == 2304 for _, last in row.rows) == 8000
+    )
+
+
+def test_moe_tensor_parallelism_on_its_own() -> None:
+    found = {shape.what: shape for shape in gemm_shapes(MODELS["deepseek_v32"], Parallelism(1, 1, moe_tp=8))}
+    assert (found["experts.down"].k, found["experts.down"].num_experts) == (256, 256)
+    assert Parallelism(1, 1, moe_tp=8).dp == 8
+
+
+def test_redundant_and_fused_experts_are_local() -> None:
+    many = Parallelism(8, 8, redundant_experts=32)
+    found = {shape.what: shape for shape in gemm_shapes(MODELS["deepseek_v32"], many)}
+    assert found["experts.down"].num_experts == 36
+    fused = {s.what: s for s in gemm_shapes(MODELS["deepseek_v32"], Parallelism(8, 1, fuse_shared=True))}
+    assert fused["experts.down"].num_experts == 257 and "shared.down" not in fused
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("ep", {"tp": 8, "ep": 3}),
+        ("ep", {"ep": 8, "redundant_experts": 3}),
+        ("attention_tp", {"tp": 8, "attention_tp": 3}),
+        ("moe_tp", {"moe_tp": 0}),
+        ("redundant_experts", {"redundant_experts": -1}),
+        ("num_sms", {"num_sms": ()}),
+        ("num_sms", {"num_sms": (132, 0)}),
+        ("num_sms", {"num_sms": 2000}),
+        ("next_n", {"next_n": 9}),
+        ("next_n", {"next_n": (1, 0)}),
+        ("block_size", {"block_size": 16}),
+        ("out_dtypes", {"out_dtypes": ("int8",)}),
+        ("max_tokens", {"max_tokens": 2**31}),
+        ("engine", {"engine": "tgi"}),
+    ],
+)
+def test_bad_options_name_the_field(field: str, given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(MODELS["deepseek_v32"], PlanOptions(**given))
+    assert caught.value.field == field
+
+
+def test_engines_plan_only_what_they_call() -> None:
+    everything = plan(MODELS["deepseek_v32"], PlanOptions(tp=8, ep=8, max_tokens=256))
+    for engine, layouts in (("vllm", {"m_indices", "psum"}), ("sglang", {"m_indices"})):
+        planned = plan(MODELS["deepseek_v32"], PlanOptions(tp=8, ep=8, max_tokens=256, engine=engine))
+        assert {row.layout for row in planned.rows if row.layout} == {"dense", "masked", *layouts}
+        assert not {"quantize_fp8", "indexer_topk"} & {row.op for row in planned.rows}
+        assert {row.op for row in planned.rows} >= {"mqa_logits_fp8", "paged_mqa_logits_fp8"}
+    vllm = plan(MODELS["deepseek_v32"], PlanOptions(tp=8, ep=8, max_tokens=256, engine="vllm"))
+    assert set(vllm.specs) <= set(everything.specs)
+    assert "indexer.wk" in {layer.what for layer in vllm.unplanned}
+    assert not any(layer.lacking for layer in vllm.unplanned)
+
+
+def test_extra_gemms_are_in_the_plan() -> None:
+    extra = [parse_shape("dense:1024:2048"), parse_shape("psum:512:1024:7")]
+    planned = plan(MODELS["qwen3_30b"], PlanOptions(max_tokens=8, max_batch=1), extra=extra)
+    assert {(row.n, row.k, row.num_experts) for row in planned.rows if "extra" in row.what} == {
+        (1024, 2048, None),
+        (512, 1024, 7),
+        (None, 2048, None),
+        (None, 1024, None),
+    }
+
+
+def test_an_indexer_that_no_kernel_serves_is_listed() -> None:
+    config = read_config(CONFIGS / "deepseek_v32.json") | {"index_n_heads": 24}
+    planned = plan(describe(config), PlanOptions(max_tokens=8, max_batch=1))
+    assert not any("mqa" in row.op for row in planned.rows)
+    (layer,) = (layer for layer in planned.lacking if "indexer" in layer.what)
+    assert "got 24" in layer.reason
+    with pytest.raises(ModelError, match="strict"):
+        plan(describe(config), PlanOptions(max_tokens=8, max_batch=1), strict=True)
+
+
+def test_any_number_of_requests_costs_no_more() -> None:
+    planned = plan(MODELS["deepseek_v32"], PlanOptions(tp=8, ep=8, max_batch=2_000_000))
+    schedules = [row for row in planned.rows if row.op == "paged_mqa_logits_metadata"]
+    assert max(last for row in schedules for _, last in row.rows) == 2_000_000

@@ -1,0 +1,151 @@
+"""`quantization_config` as checkpoints have it: which layers are FP8 blocks, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_fp8.errors import ModelError
+from moe_fp8.warmup import ModelDescription, PlanOptions, describe, plan, read_config
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+
+def tensors(**changes: Any) -> dict[str, Any]:
+    """A group of compressed-tensors with changed fields, such as weights_strategy="channel"."""
+    weights: dict[str, Any] = {
+        "num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128], "dynamic": False,
+    }  # fmt: skip
+    inputs: dict[str, Any] = {
+        "num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True,
+    }  # fmt: skip
+    for name, value in changes.items():
+        part, _, field = name.partition("_")
+        (weights if part == "weights" else inputs)[field] = value
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+def model(quantization: Any, quantize: str | None = None) -> ModelDescription:
+    config = read_config(CONFIGS / "qwen3_30b.json") | {"quantization_config": quantization}
+    return describe(config, quantize=quantize)
+
+
+def in_bf16(description: ModelDescription) -> set[str]:
+    """The layers that the list of the config makes bf16."""
+    return {linear.what for linear in description.linears if "quantization_config" in linear.reason}
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        FP8,
+        {**FP8, "fmt": "float8_e4m3fn", "scale_fmt": "ue8m0"},
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        tensors(),
+        tensors(weights_block_structure="128x128"),
+        {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "exclude_modules": ["lm_head"]},
+        {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8_PB_WO", "exclude_modules": []}},
+    ],
+)
+def test_blocks_of_three_forms_are_one_plan(quantization: dict[str, Any]) -> None:
+    small = PlanOptions(max_tokens=8, max_batch=1)
+    assert plan(model(quantization), small).rows == plan(model(FP8), small).rows
+
+
+@pytest.mark.parametrize(
+    ("named", "quantization"),
+    [
+        ("weight_block_size", {"quant_method": "fp8"}),
+        ("weight_block_size", {**FP8, "weight_block_size": [32, 32]}),
+        ("e5m2", {**FP8, "fmt": "e5m2"}),
+        ("static", {**FP8, "activation_scheme": "static"}),
+        ("channel", tensors(weights_strategy="channel")),
+        ("tensor", tensors(weights_strategy="tensor")),
+        ("weights.num_bits", tensors(weights_num_bits=4)),
+        ("int", tensors(weights_type="int")),
+        ("input_activations.dynamic", tensors(inputs_dynamic=False)),
+        ("token", tensors(inputs_strategy="token")),
+        ("NVFP4", {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+        ("mxfp4", {"quant_method": "mxfp4"}),
+        ("quantization_config", None),
+        ("config_groups", {"quant_method": "compressed-tensors"}),
+        ("modules_to_not_convert", {**FP8, "modules_to_not_convert": "lm_head"}),
+    ],
+)
+def test_other_forms_are_refused_by_name(named: str, quantization: Any) -> None:
+    with pytest.raises(ModelError) as caught:
+        model(quantization)
+    assert named in str(caught.value)
+    assert caught.value.field.startswith("quantization_config")
+
+
+def test_a_bf16_checkpoint_is_planned_if_the_engine_quantizes_it() -> None:
+    assert model(None, "fp8-block").linears == model(FP8).linears
+    with pytest.raises(ModelError, match="quantize"):
+        model(None, "int8")
+    with pytest.raises(ModelError, match="no quantization_config"):
+        model(FP8, "fp8-block")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["lm_head", "gate"], set()),  # these are bf16 anyway
+        (["self_attn"], {"qkv", "o"}),
+        (["o_proj"], {"o"}),
+        (["q_proj"], {"qkv"}),
+        (["model.layers.*.self_attn"], {"qkv", "o"}),
+        (["mlp.experts"], {"experts.gate_up", "experts.down"}),
+        (["proj", "q", "expert"], set()),  # parts of names are no names
+        (["re:.*self_attn.*"], {"qkv", "o"}),
+        (["re:.*experts.*down_proj$"], {"experts.down"}),
+        ([f"model.layers.{i}.self_attn.o_proj" for i in range(48)], {"o"}),
+    ],
+)
+def test_modules_that_are_not_converted(names: list[str], expected: set[str]) -> None:
+    assert in_bf16(model({**FP8, "modules_to_not_convert": names})) == expected
+
+
+def test_a_layer_that_is_bf16_in_some_layers_is_both() -> None:
+    names = ["model.layers.0.self_attn.o_proj", "model.layers.7.mlp.experts.3.down_proj"]
+    description = model({**FP8, "modules_to_not_convert": names})
+    parts = [(linear.layers, bool(linear.reason)) for linear in description.linears if linear.what == "o"]
+    assert parts == [(tuple(range(1, 48)), False), ((0,), True)]
+    assert in_bf16(description) == {"o", "experts.down"}
+    planned = plan(description, PlanOptions(max_tokens=8, max_batch=1))
+    assert {"o", "experts.down"} <= {what for row in planned.rows for what in row.what}
+    assert {layer.what: layer.layers for layer in planned.unplanned}["o"] == 1
+
+
+def test_bad_expressions_are_errors() -> None:
+    with pytest.raises(ModelError, match="regular expressions"):
+        model({**FP8, "modules_to_not_convert": ["re:("]})
+
+
+def test_the_lists_of_real_checkpoints() -> None:
+    next_80b = describe(read_config(CONFIGS / "qwen3_next_80b.json"))
+    reasons = {linear.what: linear.reason for linear in next_80b.linears}
+    assert all(reasons[what] for what in ("router", "lm_head", "shared.gate", "linear_attn.in_proj_ba"))
+    assert not reasons["linear_attn.in_proj_qkvz"] and not reasons["experts.down"]
+    minimax = describe(read_config(CONFIGS / "minimax_m2.json"))
+    assert {linear.what for linear in minimax.linears if linear.reason} == {"router", "lm_head"}
+    air = describe(read_config(CONFIGS / "glm_45_air.json"))
+    mlps = {f"{part}.{name}" for part in ("mlp", "shared", "experts") for name in ("gate_up", "down")}
+    assert {linear.what for linear in air.linears if not linear.reason} == {"qkv", "o", *mlps}
+    with pytest.raises(ModelError, match="mxfp4"):
+        describe(read_config(CONFIGS / "gpt_oss_120b.json"))
+
+
+def test_fp4_experts_and_the_batched_projection_are_listed_as_lacking() -> None:
+    for name in ("deepseek_v4_flash", "deepseek_v4_pro"):
+        planned = plan(
+            describe(read_config(CONFIGS / f"{name}.json")), PlanOptions(max_tokens=8, max_batch=1)
+        )
+        assert [layer.what for layer in planned.lacking] == ["o_a", "experts.gate_up", "experts.down"]
+        assert any(row.op == "paged_mqa_logits_fp8" for row in planned.rows)
+    base = describe(read_config(CONFIGS / "deepseek_v4_flash.json") | {"expert_dtype": "fp8"})
+    assert [layer.what for layer in plan(base, PlanOptions(max_tokens=8, max_batch=1)).lacking] == ["o_a"]
