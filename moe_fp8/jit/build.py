@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO, TypeAlias
 
@@ -19,7 +19,7 @@ from moe_fp8.jit import worker
 from moe_fp8.jit.artifact import Artifact
 from moe_fp8.jit.files import decode
 from moe_fp8.jit.progress import BuildRow, Progress, ProgressCallback, open_progress
-from moe_fp8.jit.store import KernelStore, default_store
+from moe_fp8.jit.store import FIRST_PAUSE, KernelStore, default_store, longer
 from moe_fp8.settings import settings
 from moe_fp8.specs import KernelSpec
 
@@ -53,10 +53,10 @@ def build(
     """Make sure that `store` (default: the process's store) holds a kernel for every spec. Needs no GPU.
 
     `jobs`: compiler processes; the default is MOE_FP8_JOBS, else the available cores. They are fresh
-    processes that import neither the caller's main module nor torch. Builds of several processes on one store
-    share the work: each kernel is compiled once, and all builds together run `jobs` compiler processes. The
-    build tries all specs, then raises CompileError with all failures. It raises ToolchainError if there is no
-    compiler.
+    processes that import neither the caller's main module nor torch. The build tries all specs, then raises
+    CompileError with all failures. It raises ToolchainError if there is no compiler. Processes that build
+    into one store at the same time share the work: each kernel is compiled once in all, by as many compiler
+    processes in all as the machine has cores, or by `jobs` if this is more.
     """
     started = time.perf_counter()
     store = store or default_store()
@@ -78,13 +78,12 @@ def build(
                 done(spec, artifact, True)
         if missing:
             store.check_compiler(missing[0])
-        jobs = min(settings().jobs if jobs is None else jobs, len(missing))
-        results = _compile_here(store, missing) if jobs <= 1 else _compile_apart(store, missing, jobs)
-        for spec, result in results:
+        jobs = max(1, min(settings().jobs if jobs is None else jobs, len(missing)))
+        for spec, result, hit in _get_missing(store, missing, jobs):
             if isinstance(result, str):
                 failures.append((spec, result))
             else:
-                done(spec, *result)
+                done(spec, result, hit)
     if failures:
         name = failures[0][0].name
         raise CompileError(name, "\n".join(f"{spec}: {log}" for spec, log in failures))
@@ -104,96 +103,154 @@ def _row(spec: KernelSpec, artifact: Artifact, cached: bool) -> BuildRow:
     )
 
 
-#: (artifact, whether the store already held it), or an error message.
-_Result: TypeAlias = tuple[Artifact, bool] | str
+#: The artifact, or an error message.
+_Result: TypeAlias = Artifact | str
 
 
-#: Seconds to wait before a kernel is looked for again that another process is compiling.
-_PAUSE_S = 0.02
-
-
-def _compile_here(store: KernelStore, specs: list[KernelSpec]) -> Iterator[tuple[KernelSpec, _Result]]:
-    waiting = deque(specs)
-    while waiting:
-        spec = waiting.popleft()
-        try:
-            found = store.try_compile(spec)
-        except CompileError as error:
-            yield spec, error.log
-        else:
-            if found is not None:
-                yield spec, found
-            else:
-                waiting.append(spec)
-                time.sleep(_PAUSE_S)
-
-
-def _compile_apart(
+def _get_missing(
     store: KernelStore, specs: list[KernelSpec], jobs: int
-) -> Iterator[tuple[KernelSpec, _Result]]:
-    tasks: queue.SimpleQueue[KernelSpec] = queue.SimpleQueue()
-    for spec in specs:
-        tasks.put(spec)
+) -> Iterator[tuple[KernelSpec, _Result, bool]]:
+    """(spec, artifact or error message, whether another process compiled it) for each of `specs`.
+
+    Any number of processes may build the same kernels. This one hires a compiler for each of the store's
+    slots that it gets, and takes a kernel's lock only when a compiler is free. Without a slot it looks for
+    what the others publish. A kernel in other hands is looked at again later, because its holder may fail.
+    """
+    waiting = deque(specs)
+    tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
     results: queue.SimpleQueue[tuple[KernelSpec, _Result]] = queue.SimpleQueue()
-    compilers = [_Compiler(store, number) for number in range(jobs)]
-    threads = [threading.Thread(target=compiler.run, args=(tasks, results)) for compiler in compilers]
+    crew: list[tuple[_Compiler | _InProcess, threading.Thread]] = []
+    busy, pause, progressed = 0, FIRST_PAUSE, time.monotonic()
     try:
-        for thread in threads:
-            thread.start()
-        for _ in specs:
-            spec, result = results.get()
+        while waiting or busy:
+            if waiting and busy == len(crew) < jobs:
+                slot = ExitStack() if jobs == 1 else store.try_slot(jobs, time.monotonic() - progressed)
+                if slot is not None:
+                    compiler = _InProcess(store) if jobs == 1 else _Compiler(store.location())
+                    thread = threading.Thread(target=_run, args=(compiler, slot, tasks, results))
+                    crew.append((compiler, thread))
+                    thread.start()
+            task = _take(store, waiting) if busy < len(crew) else None
+            if task is None and busy < jobs:
+                task = _look(store, waiting)
+            if task is not None and task.artifact is None:
+                tasks.put(task)
+                busy += 1
+            if task is not None and not waiting:
+                # Whoever is done now leaves, so that another process gets the slot.
+                for _ in crew:
+                    tasks.put(None)
+            if task is not None:
+                pause, progressed = FIRST_PAUSE, time.monotonic()
+                if task.artifact is not None:
+                    yield task.spec, task.artifact, True
+                continue
+            try:
+                # A whole crew at work has nothing to do before the next result.
+                spec, result = results.get(timeout=pause if waiting and busy < jobs else None)
+            except queue.Empty:
+                pause = longer(pause)
+                continue
+            busy -= 1
+            progressed = time.monotonic()
             if not isinstance(result, str):
                 # The worker wrote the artifact to disk if it could; this process keeps it in memory too.
-                store.adopt(result[0])
-            yield spec, result
+                store.adopt(result)
+            yield spec, result, False
     finally:
         # An interrupted caller gets here early. Workers have nothing to save.
-        for compiler in compilers:
+        for compiler, _ in crew:
             compiler.stop()
-        for thread in threads:
+            tasks.put(None)
+        for _, thread in crew:
             if thread.ident is not None:
                 thread.join()
 
 
-class _Compiler:
-    """One worker process, which is restarted if it dies, and the loop that feeds it from a thread.
+@dataclass(frozen=True)
+class _Task:
+    """A kernel to compile with its lock, or a kernel that another process has published as `artifact`."""
 
-    The process runs only while this build holds the worker's slot of the store. Without it, the loop looks
-    for what the holders publish.
+    spec: KernelSpec
+    lock: ExitStack
+    artifact: Artifact | None
+
+
+def _take(store: KernelStore, waiting: deque[KernelSpec]) -> _Task | None:
+    """The first of `waiting` that no other process holds, or None; those that are held move to the end."""
+    for _ in range(len(waiting)):
+        spec = waiting.popleft()
+        key = store.key(spec)
+        lock = store.try_lock(key)
+        if lock is None:
+            waiting.append(spec)
+            continue
+        with lock:
+            artifact = store.get(key)
+            # Only a kernel that must be compiled keeps its lock beyond this block.
+            return _Task(spec, lock.pop_all() if artifact is None else lock, artifact)
+    return None
+
+
+def _look(store: KernelStore, waiting: deque[KernelSpec]) -> _Task | None:
+    """The first of `waiting` if it is published; else it moves to the end, and the result is None.
+
+    Only one is looked for, because a rank with many kernels may wait for a minute. Once everything is
+    published, every look finds a kernel.
     """
+    if not waiting:
+        return None
+    spec = waiting.popleft()
+    artifact = store.get(store.key(spec))
+    if artifact is None:
+        waiting.append(spec)
+        return None
+    return _Task(spec, ExitStack(), artifact)
 
-    def __init__(self, store: KernelStore, number: int) -> None:
+
+def _run(
+    compiler: _Compiler | _InProcess,
+    slot: ExitStack,
+    tasks: queue.SimpleQueue[_Task | None],
+    results: queue.SimpleQueue[tuple[KernelSpec, _Result]],
+) -> None:
+    """Feed a compiler in a thread of its own, until a task is None; then give its slot back."""
+    with slot:
+        while (task := tasks.get()) is not None:
+            try:
+                with task.lock:
+                    result = compiler.compile(task.spec)
+            except Exception as error:
+                # The build waits for a result of every task, so any error must become a result.
+                result = f"the compiler cannot be used ({type(error).__name__}: {error})"
+            results.put((task.spec, result))
+        compiler.stop()
+
+
+class _InProcess:
+    """The compiler of a build with one job: it needs no process of its own."""
+
+    def __init__(self, store: KernelStore) -> None:
         self._store = store
-        self._slot = store.slot(number)
+
+    def compile(self, spec: KernelSpec) -> _Result:
+        try:
+            return self._store.compile(spec)
+        except CompileError as error:
+            return error.log
+
+    def stop(self) -> None:
+        """There is nothing to stop: NVRTC cannot be interrupted."""
+
+
+class _Compiler:
+    """One worker process, which starts with the first kernel and is started again if it dies."""
+
+    def __init__(self, location: dict[str, str | None]) -> None:
+        self._location = location
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
         self._lock = threading.Lock()
-
-    def run(
-        self,
-        tasks: queue.SimpleQueue[KernelSpec],
-        results: queue.SimpleQueue[tuple[KernelSpec, _Result]],
-    ) -> None:
-        while not self._stopped:
-            try:
-                spec = tasks.get_nowait()
-            except queue.Empty:
-                break
-            try:
-                result = self._compile(spec) if self._slot.take() else self._look(spec)
-            except Exception as error:
-                # The build waits for a result of every task, so any error must become a result.
-                result = f"the compiler process cannot be used ({type(error).__name__}: {error})"
-            if result is None:  # another process is compiling it
-                tasks.put(spec)
-                time.sleep(_PAUSE_S)
-            else:
-                results.put((spec, result))
-        self.stop()
-
-    def _look(self, spec: KernelSpec) -> _Result | None:
-        artifact = self._store.get(self._store.key(spec))
-        return None if artifact is None else (artifact, True)
 
     def stop(self) -> None:
         """End the process, if it runs, and start no other."""
@@ -202,9 +259,8 @@ class _Compiler:
             process, self._process = self._process, None
         if process is not None:
             _end(process)
-        self._slot.release()
 
-    def _compile(self, spec: KernelSpec) -> _Result | None:
+    def compile(self, spec: KernelSpec) -> _Result:
         process = self._running()
         reply = None
         try:
@@ -220,12 +276,10 @@ class _Compiler:
             _end(process)
             return f"the compiler process ended early (exit status {process.returncode})"
         header, payload = reply
-        if "busy" in header:
-            return None
         if "error" in header:
             return str(header["error"])
         artifact = decode(payload)
-        return "the artifact was damaged on its way" if artifact is None else (artifact, bool(header["hit"]))
+        return "the artifact was damaged on its way" if artifact is None else artifact
 
     def _running(self) -> subprocess.Popen[bytes]:
         with self._lock:
@@ -242,7 +296,7 @@ class _Compiler:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                 )
-                worker.write_frame(_pipe(self._process.stdin), self._store.location())
+                worker.write_frame(_pipe(self._process.stdin), self._location)
             return self._process
 
 

@@ -206,6 +206,8 @@ def _refuse(path: Path, what: str, expected: str, got: object, remedy: str) -> N
 def _check_trust(path: Path, what: str, status: Any) -> None:
     if problem := distrust(status):
         remedy = "make this user or root its owner and `chmod -R go-w` it: its contents are executed"
+        if stat.S_ISLNK(status.st_mode):
+            remedy = "copy the bundle with files in place of links (`cp -rL`)"
         _refuse(path, what, "a path that only this user or root can write", f"a path that {problem}", remedy)
 
 

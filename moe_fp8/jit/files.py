@@ -50,23 +50,28 @@ def decode(data: bytes) -> Artifact | None:
 
 def distrust(status: os.stat_result) -> str:
     """Why a file or folder must not be used; "" if only this user or root can write it."""
+    if stat.S_ISLNK(status.st_mode):
+        return "is a symbolic link, which anyone who can write its target could change"
+    reasons = []
     if status.st_uid not in (os.geteuid(), 0):
-        return f"belongs to user {status.st_uid}, neither to this user ({os.geteuid()}) nor to root"
+        reasons.append(f"belongs to user {status.st_uid}, neither to this user ({os.geteuid()}) nor to root")
     mode = stat.S_IMODE(status.st_mode)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         whom = "its group" if not mode & stat.S_IWOTH else "all users"
-        return f"can be written by others: its mode {mode:o} lets {whom} write"
-    return ""
+        reasons.append(f"can be written by others: its mode {mode:o} lets {whom} write")
+    return ", and it ".join(reasons)
 
 
 def read_file(path: Path) -> tuple[bytes, os.stat_result]:
-    """The bytes of a file that is no symbolic link, and the status of the open file; raises OSError."""
+    """The bytes of a file and the status of the open file; raises OSError.
+
+    A symbolic link is not followed. It has no bytes, and `distrust` refuses its status.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            reason = "a symbolic link, which anyone who can write its target could change"
-            raise OSError(errno.ELOOP, reason, str(path)) from error
+            return b"", os.lstat(path)
         raise
     try:
         # open() refuses a folder but does not close its descriptor; `finally` closes it.

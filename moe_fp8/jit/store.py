@@ -14,8 +14,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
@@ -35,6 +34,9 @@ _logger = logging.getLogger(__name__)
 # This is longer than any compilation. After this time the lock's holder is stopped, or the file system has
 # lost the lock; compiling twice is then better than waiting for ever.
 _LOCK_SECONDS = 120.0
+
+#: The first pause in seconds between two attempts to take a lock; `longer` gives the next.
+FIRST_PAUSE = 0.002
 
 
 class KernelStore:
@@ -61,8 +63,10 @@ class KernelStore:
         self._memory: dict[str, Artifact] = {}
         self._keys: dict[KernelSpec, str] = {}
         self._mutex = threading.Lock()
-        self._key_locks: dict[str, threading.Lock] = {}
+        self._held: set[str] = set()
+        self._refused: dict[str, float] = {}
         self._warned = False
+        self._warned_files: set[Path | None] = set()
         self._readable = False
         self._writable = False
         self._opened = False
@@ -99,36 +103,96 @@ class KernelStore:
 
         Raises CompileError, ToolchainError, BundleError.
         """
-        found = self._get_or_compile(spec, wait=True)
-        assert found is not None
-        return found
-
-    def try_compile(self, spec: KernelSpec) -> tuple[Artifact, bool] | None:
-        """As `get_or_compile`, but None at once if another process is compiling the kernel."""
-        return self._get_or_compile(spec, wait=False)
-
-    def _get_or_compile(self, spec: KernelSpec, wait: bool) -> tuple[Artifact, bool] | None:
         key = self.key(spec)
         artifact = self.get(key)
         if artifact is not None:
             return artifact, True
-        with self._mutex:
-            mutex = self._key_locks.setdefault(key, threading.Lock())
-        with mutex, self._file_lock(key, wait) as free:
-            if not free:
-                return None
+        pause = FIRST_PAUSE
+        while (lock := self.try_lock(key)) is None:
+            time.sleep(pause)
+            pause = longer(pause)
+        with lock:
             artifact = self.get(key)
             if artifact is not None:
                 return artifact, True
-            self.check_compiler(spec)
-            artifact = compile_kernel(spec, self._arch, self._sources)
-            self.put(artifact)
-            return artifact, False
+            return self.compile(spec), False
 
-    def slot(self, number: int) -> Slot:
-        """The right to run compiler process `number` on this store, which one process holds at a time."""
+    def compile(self, spec: KernelSpec) -> Artifact:
+        """Compile and publish `spec`, whose lock the caller holds. Raises CompileError, ToolchainError."""
+        self.check_compiler(spec)
+        artifact = compile_kernel(spec, self._arch, self._sources)
+        self.put(artifact)
+        return artifact
+
+    def try_lock(self, key: str) -> ExitStack | None:
+        """The lock of `key`, which `close()` releases in any thread; None while somebody else holds it.
+
+        Its holder compiles the kernel. Look for the artifact again after this method returned a lock: the
+        last holder may have published it. A lock that is held for longer than any compilation takes is
+        passed over. The OS releases a lock if its process dies.
+        """
         self._open()
-        return Slot(None if self.root is None or not self._writable else self.root / f"slot{number}.lock")
+        with self._mutex:
+            # Another thread may hold it, and a store in memory has no file to lock.
+            free = key not in self._held
+            self._held.add(key)
+        lock = self._try_file(f"{key}.lock") if free else None
+        if lock is not None:
+            self._refused.pop(key, None)
+            lock.callback(self._held.discard, key)
+            for stale in self.root.glob(f"{key}.*.tmp") if self.root is not None and self._writable else ():
+                with suppress(OSError):
+                    stale.unlink()
+            return lock
+        if free:
+            self._held.discard(key)
+        now = time.monotonic()
+        if now - self._refused.setdefault(key, now) <= _LOCK_SECONDS:
+            return None
+        _logger.debug("kernel %s is compiled without a lock: its holder is stuck", key)
+        return ExitStack()
+
+    def try_slot(self, jobs: int, waited: float = 0.0) -> ExitStack | None:
+        """The right to run one compiler process on this store, which `close()` gives back; None if there is
+        no free slot.
+
+        There are as many slots as cores, or `jobs` if this is more. After `waited` seconds without any
+        kernel, their holders count as stuck, and no slot is needed.
+        """
+        self._open()
+        if waited > _LOCK_SECONDS:
+            return ExitStack()
+        for number in range(max(jobs, os.cpu_count() or 1)):
+            slot = self._try_file(f"slot{number}.lock")
+            if slot is not None:
+                return slot
+        return None
+
+    def _try_file(self, name: str) -> ExitStack | None:
+        """The lock of a file in the folder; None if somebody else holds it.
+
+        Without a folder that can be written, or on a file system without locks, it locks nothing. Publishing
+        is atomic anyway, so this costs only a second compilation.
+        """
+        lock = ExitStack()
+        if self.root is None or not self._writable:
+            return lock
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            descriptor = os.open(self.root / name, flags, 0o600)
+        except OSError as error:
+            self._writable = False
+            self._warn(f"cannot be written ({error})")
+            return lock
+        lock.callback(os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.close()
+            return None if error.errno in (errno.EWOULDBLOCK, errno.EINTR) else lock
+        # A process that was forked meanwhile has a copy of the descriptor, which would keep the lock.
+        lock.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
+        return lock
 
     def read_file(self, name: str) -> bytes | None:
         """The bytes of the store's file `name`; None if it does not exist, or may not or cannot be read."""
@@ -144,7 +208,7 @@ class KernelStore:
             self._warn(f"cannot be read ({error})")
             return None
         if problem := distrust(status):
-            _logger.warning("kernel file %s %s and is not used", path, problem)
+            self._warn_of_file(path, f"{problem} and is not used")
             return None
         return data
 
@@ -227,13 +291,19 @@ class KernelStore:
                 problem,
             )
 
+    def _warn_of_file(self, path: Path | None, problem: str) -> None:
+        # A build may look for the same file many times.
+        if path not in self._warned_files:
+            self._warned_files.add(path)
+            _logger.warning("kernel file %s %s", path, problem)
+
     def _read(self, key: str) -> Artifact | None:
         data = self.read_file(f"{key}{SUFFIX}")
         if data is None:
             return None
         artifact = decode(data)
         if artifact is None or artifact.key != key:
-            _logger.warning("kernel file %s is damaged and will be rebuilt", self.path(key))
+            self._warn_of_file(self.path(key), "is damaged and will be rebuilt")
             return None
         return artifact
 
@@ -252,94 +322,10 @@ class KernelStore:
             raise
         sync_folder(self.root)
 
-    @contextmanager
-    def _file_lock(self, key: str, wait: bool) -> Iterator[bool]:
-        """Hold this key's lock against other processes; the OS releases it if this process dies.
 
-        Yields False, without the lock, if another process holds it and `wait` is False.
-        """
-        if not self._writable:
-            yield True
-            return
-        descriptor, free = self._acquire(key, wait)
-        try:
-            yield free
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
-
-    def _acquire(self, key: str, wait: bool) -> tuple[int | None, bool]:
-        """(descriptor of the locked file, whether the kernel may be compiled)."""
-        assert self.root is not None
-        try:
-            descriptor = _open_lock(self.root / f"{key}.lock")
-        except OSError as error:
-            self._writable = False
-            self._warn(f"cannot be written ({error})")
-            return None, True
-        deadline = time.monotonic() + _LOCK_SECONDS
-        pause = 0.002
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                held = error.errno in (errno.EWOULDBLOCK, errno.EINTR)
-                if held and not wait:
-                    os.close(descriptor)
-                    return None, False
-                if not held or time.monotonic() > deadline:
-                    # The file system has no locks, or the holder is stuck. Publishing is atomic anyway, so
-                    # going on costs only a second compilation.
-                    os.close(descriptor)
-                    _logger.debug("kernel %s is compiled without a lock: %s", key, error)
-                    return None, True
-                time.sleep(pause)
-                pause = min(pause * 1.5, 0.05)
-            else:
-                for stale in self.root.glob(f"{key}.*.tmp"):
-                    with suppress(OSError):
-                        stale.unlink()
-                return descriptor, True
-
-
-class Slot:
-    """One of the compiler processes that may run at once on a store; see `KernelStore.slot`.
-
-    `path` is the file whose lock it is, or None for a store that other processes do not see.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-
-    def take(self) -> bool:
-        """Whether this process holds the slot, after an attempt to take it; does not wait."""
-        if self._path is None or self._descriptor is not None:
-            return True
-        try:
-            descriptor = _open_lock(self._path)
-        except OSError:
-            self._path = None
-            return True
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
-                self._path = None  # the file system has no locks
-            return self._path is None
-        self._descriptor = descriptor
-        return True
-
-    def release(self) -> None:
-        """Let another process take the slot. The OS does the same if this process dies."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-def _open_lock(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def longer(pause: float) -> float:
+    """The pause after `pause` between two attempts to take a lock."""
+    return min(pause * 1.5, 0.1)
 
 
 @cache

@@ -55,21 +55,18 @@ def read_frame(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
 
 
 def serve(store: KernelStore, requests: IO[bytes], replies: IO[bytes]) -> None:
-    """Answer each request {"spec": ...} with {"hit": bool} and the artifact, or {"error": text}.
+    """Answer each request {"spec": ...} with {} and the artifact, or with {"error": text}.
 
-    The answer is {"busy": true} if another process is compiling the kernel.
+    The process that asks holds the kernel's lock.
     """
     while (message := read_frame(requests)) is not None:
         spec = spec_from_json(message[0]["spec"])
         try:
-            found = store.try_compile(spec)
+            artifact = store.compile(spec)
         except JitError as error:
             write_frame(replies, {"error": getattr(error, "log", str(error))})
         else:
-            if found is None:
-                write_frame(replies, {"busy": True})
-            else:
-                write_frame(replies, {"hit": found[1]}, encode(found[0]))
+            write_frame(replies, {}, encode(artifact))
 
 
 def main() -> None:

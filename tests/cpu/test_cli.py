@@ -339,6 +339,7 @@ def test_doctor_warns_of_a_cache_that_will_not_be_used(tmp_path: Path) -> None:
     shared.chmod(0o777)
     assert findings(shared)["kernel cache"].status == "warn"
     assert findings(shared)["kernel cache"].remedy
+    assert "its mode 777 lets all users write: it is not used" in findings(shared)["kernel cache"].detail
     file = tmp_path / "file"
     file.write_text("")
     assert findings(file)["kernel cache"].status == "warn"

@@ -239,7 +239,8 @@ def test_what_others_can_write_is_refused(make: Make, sources: SourceTree, victi
     name = kernel.file if victim == "kernel" else victim
     path = bundle.path if victim == "folder" else bundle.path / name
     path.chmod(path.stat().st_mode | 0o020)
-    with pytest.raises(BundleError, match="can be written by others") as caught:
+    reason = f"its mode {path.stat().st_mode & 0o777:o} lets its group write"
+    with pytest.raises(BundleError, match=f"can be written by others: {reason};") as caught:
         Bundle.open(bundle.path, sources).verify()
     assert caught.value.what == ("the folder" if victim == "folder" else name)
     assert "chmod" in caught.value.remedy
@@ -253,8 +254,20 @@ def test_a_bundle_of_a_stranger_is_refused(
         os.chown(bundle.path / "manifest.json", 12345, 12345)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(BundleError, match="belongs to user"):
+    reason = r"belongs to user \d+, neither to this user \(\d+\) nor to root;"
+    with pytest.raises(BundleError, match=reason):
         Bundle.open(bundle.path, sources)
+
+
+@pytest.mark.parametrize("victim", ["manifest.json", "kernel"])
+def test_a_link_is_refused_as_a_link(make: Make, sources: SourceTree, tmp_path: Path, victim: str) -> None:
+    bundle = make(2)
+    (kernel,) = bundle.manifest.kernels
+    path = bundle.path / (kernel.file if victim == "kernel" else victim)
+    path.symlink_to(path.rename(tmp_path / "elsewhere"))
+    with pytest.raises(BundleError, match="a path that is a symbolic link") as caught:
+        Bundle.open(bundle.path, sources).verify()
+    assert caught.value.what == path.name and "cp -rL" in caught.value.remedy
 
 
 def test_read_only_is_fine_and_nothing_is_written(

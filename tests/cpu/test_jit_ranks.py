@@ -90,17 +90,6 @@ def test_ranks_share_the_work(tmp_path: Path, kernels: Path, jobs: int) -> None:
     assert max(report["seconds"] for report in reports) < 2 * single + 1.5
 
 
-def test_compiler_processes_are_as_many_as_of_one_rank(tmp_path: Path) -> None:
-    store, other = (KernelStore(tmp_path / "cache") for _ in range(2))
-    first, second = store.slot(0), other.slot(0)
-    assert first.take() and first.take() and not second.take()
-    assert other.slot(1).take()
-    first.release()
-    assert second.take()
-    # A store that no other process sees needs no slots.
-    assert KernelStore(None).slot(0).take() and KernelStore(None).slot(0).take()
-
-
 def test_a_killed_rank_holds_up_none(tmp_path: Path, kernels: Path) -> None:
     victim, survivor = (start(tmp_path / "cache", kernels, 2, 12) for _ in range(2))
     begin(victim)

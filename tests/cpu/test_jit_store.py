@@ -219,7 +219,7 @@ def test_writable_by_others_is_not_used(
     root.chmod(0o777)
     _use(KernelStore(root, sources))
     (message,) = _warnings(caplog)
-    assert "can be written by others" in message
+    assert f"kernel cache {root} can be written by others: its mode 777 lets all users write: " in message
     assert "MOE_FP8_CACHE_DIR" in message
 
 
@@ -235,7 +235,8 @@ def test_foreign_owner_is_not_used(
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     _use(KernelStore(root, sources))
     (message,) = _warnings(caplog)
-    assert "belongs to user" in message
+    owner, user = root.stat().st_uid, os.geteuid()
+    assert f"{root} belongs to user {owner}, neither to this user ({user}) nor to root: " in message
     assert list(root.iterdir()) == []
 
 
@@ -248,7 +249,40 @@ def test_writable_file_is_not_used(
     assert path is not None
     path.chmod(0o666)
     assert KernelStore(tmp_path / "cache", sources).get(artifact.key) is None
-    assert "can be written by others" in _warnings(caplog)[0]
+    (message,) = _warnings(caplog)
+    assert f"kernel file {path} can be written by others: its mode 666 lets all users write" in message
+
+
+def test_a_link_is_not_used_and_is_replaced(
+    tmp_path: Path, sources: SourceTree, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = KernelStore(tmp_path / "cache", sources)
+    artifact, _ = store.get_or_compile(spec())
+    path = store.path(artifact.key)
+    assert path is not None
+    path.symlink_to(path.rename(tmp_path / "elsewhere"))
+    assert not KernelStore(tmp_path / "cache", sources).get_or_compile(spec())[1]
+    (message,) = _warnings(caplog)
+    assert f"kernel file {path} is a symbolic link" in message and "kept in memory" not in message
+    assert not path.is_symlink()
+
+
+def test_every_reason_for_distrust_is_named() -> None:
+    def status(mode: int, user: int) -> os.stat_result:
+        return os.stat_result((mode, 0, 0, 1, user, 0, 0, 0, 0, 0))
+
+    here = os.geteuid()
+    stranger = f"belongs to user {here + 1}, neither to this user ({here}) nor to root"
+    group = "can be written by others: its mode 775 lets its group write"
+    assert files.distrust(status(stat.S_IFDIR | 0o755, here)) == ""
+    assert files.distrust(status(stat.S_IFDIR | 0o755, 0)) == ""
+    assert files.distrust(status(stat.S_IFDIR | 0o755, here + 1)) == stranger
+    assert files.distrust(status(stat.S_IFDIR | 0o775, here)) == group
+    assert files.distrust(status(stat.S_IFDIR | 0o757, here)) == group.replace(
+        "775 lets its group", "757 lets all users"
+    )
+    assert files.distrust(status(stat.S_IFDIR | 0o775, here + 1)) == f"{stranger}, and it {group}"
+    assert files.distrust(status(stat.S_IFLNK | 0o777, here)).startswith("is a symbolic link")
 
 
 def test_read_only_folder_is_read_and_warned_about(

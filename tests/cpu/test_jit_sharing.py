@@ -1,0 +1,262 @@
+"""Ranks that build the same kernels share the work, whatever happens to one of them.
+
+The compiler is replaced by one that sleeps, so that the wall time does not depend on the cores of a machine:
+each process with one job stands for a rank with a core of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_fp8.jit.build import build
+from moe_fp8.jit.sources import SourceTree
+from moe_fp8.jit.store import KernelStore
+from tests.cpu.jit_kernels import spec, write_kernels
+
+_ROOT = Path(__file__).parents[2]
+
+#: A rank. It prints a line before the build, a line for each compilation, and a line of results.
+_RANK = """
+import json, os, sys, time
+from pathlib import Path
+from moe_fp8.errors import CompileError
+from moe_fp8.jit import store as module
+from moe_fp8.jit.artifact import Artifact
+from moe_fp8.jit.build import build
+from moe_fp8.jit.key import kernel_key
+from moe_fp8.jit.sources import SourceTree
+from tests.cpu.jit_kernels import spec
+cache, kernels, count, jobs, seconds, broken, stuck = json.loads(sys.argv[1])
+def sleepy(one, arch, sources):
+    factor = dict(one.defines)["FACTOR"]
+    print(f"compiles {factor}", flush=True)
+    time.sleep(600 if factor == stuck else seconds)
+    if factor == broken:
+        raise CompileError(one.name, f"kernel {factor} is broken")
+    return Artifact(kernel_key(one, arch, sources), one.name, b"code", 1, 0, 0, 0, "13.0", seconds, "", ())
+if seconds:
+    module.compile_kernel = sleepy
+store = module.KernelStore(cache, SourceTree(Path(kernels)))
+specs = [spec(factor=factor) for factor in range(1, count + 1)]
+store.key(specs[0])
+print("started", flush=True)
+sys.stdin.readline()
+cpu, error, report = time.process_time(), "", None
+began = time.time()
+try:
+    report = build(specs, store, jobs, False)
+except CompileError as caught:
+    error = str(caught)
+told = {"began": began, "ended": time.time(), "cpu": time.process_time() - cpu, "error": error}
+if report is not None:
+    told.update(compiled=report.compiled, cached=report.cached, rows=len(report.rows))
+print(json.dumps(told))
+"""
+
+
+def start(
+    tmp_path: Path,
+    *,
+    count: int,
+    jobs: int = 1,
+    seconds: float = 0.0,
+    broken: int | None = None,
+    stuck: int | None = None,
+) -> subprocess.Popen[str]:
+    """A rank that is ready to build. With `seconds` its compiler sleeps; without, it is the real compiler."""
+    told = [str(tmp_path / "cache"), str(tmp_path / "kernels"), count, jobs, seconds, broken, stuck]
+    process = subprocess.Popen(
+        [sys.executable, "-c", _RANK, json.dumps(told)],
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "started\n"
+    return process
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[list[int], dict[str, Any]]:
+    """(the kernels that the rank tried to compile, its results)."""
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    *compiled, told = out.splitlines()
+    return [int(line.removeprefix("compiles ")) for line in compiled], json.loads(told)
+
+
+@pytest.fixture(autouse=True)
+def kernels(tmp_path: Path) -> Path:
+    return write_kernels(tmp_path / "kernels", "tiny")
+
+
+def test_eight_ranks_share_the_work(tmp_path: Path) -> None:
+    count, seconds = 32, 0.25
+    ranks = [start(tmp_path, count=count, seconds=seconds) for _ in range(8)]
+    for rank in ranks:
+        go(rank)
+    results = [finish(rank) for rank in ranks]
+    compiled = [factor for factors, _ in results for factor in factors]
+    assert sorted(compiled) == list(range(1, count + 1)), "each kernel is compiled once in all"
+    assert [told["rows"] for _, told in results] == [count] * 8
+    assert sum(told["compiled"] for _, told in results) == count
+    wall = max(told["ended"] for _, told in results) - min(told["began"] for _, told in results)
+    # One rank alone takes 8 s. Eight ranks take 1 s; half of the time of one is left to a busy machine.
+    assert wall < count * seconds / 2
+    assert max(told["cpu"] for _, told in results) < wall / 2, "a rank that waits burns a core"
+
+
+def test_ranks_with_compiler_processes_share_the_work(tmp_path: Path) -> None:
+    ranks = [start(tmp_path, count=12, jobs=2) for _ in range(4)]
+    for rank in ranks:
+        go(rank)
+    results = [finish(rank)[1] for rank in ranks]
+    assert sum(told["compiled"] for told in results) == 12
+    assert [told["compiled"] + told["cached"] for told in results] == [12] * 4
+    assert len(list((tmp_path / "cache").glob("*.kernel"))) == 12
+    assert not list((tmp_path / "cache").glob("*.tmp"))
+
+
+def test_a_rank_that_dies_with_a_lock_blocks_nobody(tmp_path: Path) -> None:
+    first = start(tmp_path, count=4, seconds=0.05, stuck=2)
+    go(first)
+    assert first.stdout is not None
+    assert [first.stdout.readline() for _ in range(2)] == ["compiles 1\n", "compiles 2\n"]
+    second = start(tmp_path, count=4, seconds=0.05)
+    go(second)
+    # The second rank does not wait for the held kernel 2 while there are others.
+    assert second.stdout is not None
+    assert [second.stdout.readline() for _ in range(2)] == ["compiles 3\n", "compiles 4\n"]
+    time.sleep(0.2)
+    assert second.poll() is None
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    killed = time.time()
+    compiled, told = finish(second)
+    assert (compiled, told["rows"]) == ([2], 4)
+    assert told["ended"] - killed < 5
+
+
+def test_every_rank_reports_a_kernel_that_does_not_compile(tmp_path: Path) -> None:
+    ranks = [start(tmp_path, count=6, seconds=0.1, broken=3) for _ in range(3)]
+    for rank in ranks:
+        go(rank)
+    results = [finish(rank) for rank in ranks]
+    assert ["kernel 3 is broken" in told["error"] for _, told in results] == [True] * 3
+    compiled = [factor for factors, _ in results for factor in factors]
+    assert sorted(compiled) == [1, 2, 3, 3, 3, 4, 5, 6], "each whole kernel is compiled once in all"
+    store = KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels"))
+    found = [store.get(store.key(spec(factor=factor))) is not None for factor in range(1, 7)]
+    assert found == [True, True, False, True, True, True]
+
+
+def test_a_rank_that_comes_late_starts_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels are in other hands: this rank waits for them, without processes of its own."""
+    monkeypatch.setattr("moe_fp8.jit.build._Compiler._running", lambda self: pytest.fail("started"))
+    ranks = [start(tmp_path, count=2, seconds=1.0) for _ in range(2)]
+    for rank in ranks:
+        go(rank)
+        assert rank.stdout is not None
+    began = [rank.stdout.readline() for rank in ranks if rank.stdout is not None]
+    assert sorted(began) == ["compiles 1\n", "compiles 2\n"]
+    store = KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels"))
+    report = build([spec(factor=1), spec(factor=2)], store, 2, False)
+    assert (report.compiled, report.cached) == (0, 2)
+    for rank in ranks:
+        finish(rank)
+
+
+def test_the_lock_does_not_outlive_its_holder_in_a_forked_process(tmp_path: Path) -> None:
+    store = KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels"))
+    key = store.key(spec())
+    lock = store.try_lock(key)
+    assert lock is not None and store.try_lock(key) is None
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+        os._exit(0)
+    try:
+        lock.close()
+        again = KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels")).try_lock(key)
+        assert again is not None
+        again.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_slots_are_as_many_as_cores_or_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    first, second = (KernelStore(tmp_path / "cache") for _ in range(2))
+    slots = [first.try_slot(1), second.try_slot(1)]
+    assert None not in slots and first.try_slot(1) is None
+    # A rank that was told to use more compilers may use them.
+    assert first.try_slot(3) is not None
+    assert slots[0] is not None
+    slots[0].close()
+    assert second.try_slot(1) is not None
+    # A store that no other process sees needs no slots.
+    memory = KernelStore(None)
+    assert None not in [memory.try_slot(1) for _ in range(3)]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("held", ["kernel", "slots"])
+def test_a_stuck_rank_only_costs_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, held: str
+) -> None:
+    """A rank that is stopped, for example by a debugger, holds its locks for ever."""
+    monkeypatch.setattr("moe_fp8.jit.store._LOCK_SECONDS", 0.3)
+    store, stuck = (KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels")) for _ in range(2))
+    specs = [spec(factor=factor) for factor in range(2, 5)]
+    locks = [stuck.try_lock(stuck.key(specs[0])) if held == "kernel" else stuck.try_slot(2) for _ in range(1)]
+    if held == "slots":
+        while (lock := stuck.try_slot(2)) is not None:
+            locks.append(lock)
+    assert None not in locks
+    assert build(specs, store, jobs, False).compiled == 3
+
+
+def test_a_rank_that_waits_for_slots_sleeps(tmp_path: Path) -> None:
+    """Many jobs that wait for a slot of a rank at work take the time of one core in a hundred or less."""
+    stuck = KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels"))
+    count = 64
+    slots = [stuck.try_slot(count) for _ in range(max(count, os.cpu_count() or 1))]
+    assert None not in slots
+    rank = start(tmp_path, count=count, jobs=count)
+    go(rank)
+    time.sleep(4)
+    ticks = sum(map(int, Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    rank.kill()
+    rank.communicate()
+    # The ticks include the imports before the build, about 0.2 s.
+    assert ticks / os.sysconf("SC_CLK_TCK") < 0.8
+
+
+def test_a_damaged_file_is_told_once_by_a_rank_that_waits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_fp8.jit.store._LOCK_SECONDS", 0.5)
+    store, stuck = (KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels")) for _ in range(2))
+    path = store.path(stuck.key(spec()))
+    lock = stuck.try_lock(stuck.key(spec()))
+    assert lock is not None and path is not None
+    path.write_bytes(b"damaged")
+    assert build([spec()], store, 1, False).compiled == 1
+    assert [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()] == [
+        f"kernel file {path} is damaged and will be rebuilt"
+    ]
