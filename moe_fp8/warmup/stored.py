@@ -36,29 +36,34 @@ def stored_plan(
 ) -> Plan:
     """As `plan`, but read from `store` if a process has made the plan before; else made and kept there.
 
-    A file that is damaged, or that other users can write, counts as absent. Raises what `plan` raises.
+    A file that is damaged, or that other users can write, counts as absent. Nothing is kept if the package's
+    sources cannot be read, for example in an archive. Raises what `plan` raises.
     """
-    name = f"{_key(model, options, extra)}.plan"
-    data = store.read_file(name)
+    sources = _sources()
+    name = f"{_key(sources, model, options, extra)}.plan"
+    data = store.read_file(name) if sources else None
     found = None if data is None else _decode(data, model, options)
     if found is None:
         found = plan(model, options, extra=extra)
-        store.publish(name, _encode(found))
+        if sources:
+            store.publish(name, _encode(found))
     if strict:
         demand_all(found)
     return found
 
 
-def _key(model: ModelDescription, options: PlanOptions, extra: Sequence[GemmShape]) -> str:
+def _key(sources: str, model: ModelDescription, options: PlanOptions, extra: Sequence[GemmShape]) -> str:
     given = [asdict(model), asdict(options), [asdict(shape) for shape in extra]]
     text = json.dumps(given, sort_keys=True)
-    return hashlib.sha256(f"{_sources()}\n{text}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{sources}\n{text}".encode()).hexdigest()[:32]
 
 
 @cache
 def _sources() -> str:
-    """A digest of the sources and tables that decide a plan."""
+    """A digest of the sources and tables that decide a plan; "" if they are no files."""
     package = Path(__file__).parents[1]
+    if not all((package / part).exists() for part in _DECIDING):
+        return ""
     hasher = hashlib.sha256()
     for part in _DECIDING:
         place = package / part

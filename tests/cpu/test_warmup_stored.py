@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +59,30 @@ def test_other_contents_are_other_plans(
     monkeypatch.setattr(stored, "_sources", lambda: "other sources")
     stored_plan(MODEL, OPTIONS, store)
     assert len(made) == len(files(store)) == 5
+
+
+def test_sources_that_are_no_files_keep_no_plan(
+    store: KernelStore, made: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an archive no source can be digested, so a plan of another version would look the same."""
+    monkeypatch.setattr(stored, "__file__", "/nowhere/moe_fp8.whl/moe_fp8/warmup/stored.py")
+    stored._sources.cache_clear()
+    for _ in range(2):
+        stored_plan(MODEL, OPTIONS, store)
+    stored._sources.cache_clear()
+    assert len(made) == 2 and not files(store)
+
+
+def test_what_decides_a_plan_is_digested() -> None:
+    """Every module that planning imports is digested, but for parts that choose no kernel."""
+    program = (
+        "import sys, moe_fp8.warmup.planner\n"
+        "print(*(name for name in sys.modules if name.startswith('moe_fp8.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    parts = {name.split(".")[1] for name in done.stdout.split()}
+    digested = {part.removesuffix(".py") for part in stored._DECIDING}
+    assert parts - digested == {"errors", "settings", "params", "jit", "kernels"} & parts
 
 
 @pytest.mark.parametrize("damage", [b"", b"\n", b"nothing", None])
