@@ -17,6 +17,7 @@ from moe_fp8.doctor import diagnose
 from moe_fp8.errors import ConfigError, MoeFp8Error, ToolchainError, UnsupportedError
 from moe_fp8.jit.build import BuildReport
 from moe_fp8.jit.bundle import Bundle
+from moe_fp8.jit.progress import show_time
 from moe_fp8.jit.store import KernelStore
 from moe_fp8.specs import GEMM_LAYOUTS, KernelSpec
 from moe_fp8.warmup.arguments import (
@@ -197,7 +198,8 @@ def _plan(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')}", "--explain, which it is for", "no --explain")
     if arguments.diff is not None:
         return _tell(arguments, Difference.of(*(read_config(path) for path in arguments.diff)))
-    plan = plan_from(arguments)
+    with show_time("planning"):
+        plan = plan_from(arguments)
     keys, cached = _state(plan.specs, arguments)
     if arguments.json:
         _print_json(plan.to_dict(keys, cached))
@@ -231,7 +233,8 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _explain_miss(arguments: argparse.Namespace) -> int:
     model = model_from(arguments.model, arguments)
-    told = explain_miss(arguments.kernel, model, options_from(arguments), extra_from(arguments))
+    with show_time("planning with other options"):
+        told = explain_miss(arguments.kernel, model, options_from(arguments), extra_from(arguments))
     return _tell(arguments, told)
 
 
@@ -259,7 +262,8 @@ def _state(
 def _build(arguments: argparse.Namespace) -> int:
     if arguments.force and arguments.bundle is None:
         raise ConfigError("--force", "--bundle with the folder to replace", "no --bundle")
-    plan = plan_from(arguments)
+    with show_time("planning"):
+        plan = plan_from(arguments)
     progress = False if arguments.quiet else None
     bundle = None
     if arguments.bundle is None:
@@ -307,7 +311,8 @@ def _build_dict(report: BuildReport) -> dict[str, Any]:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    plan = plan_from(arguments)
+    with show_time("planning"):
+        plan = plan_from(arguments)
     if arguments.bundle is None:
         store = store_from(arguments)
         places = [f"the bundle {store.bundle.path}"] if store.bundle is not None else []
@@ -317,7 +322,8 @@ def _check(arguments: argparse.Namespace) -> int:
         store = KernelStore(None, bundle=Bundle.open(arguments.bundle))
         place = f"the bundle {arguments.bundle}"
         remedy = "add them by `moe-fp8 build --bundle` with the same arguments"
-    missing = missing_kernels(plan, store)
+    with show_time("reading kernels"):
+        missing = missing_kernels(plan, store)
     uses = {spec: [row.use for row in plan.rows if row.spec == spec] for spec in missing}
     if arguments.json:
         told = [{"kernel": str(spec), "key": key, "uses": uses[spec]} for spec, key in missing.items()]

@@ -1,8 +1,10 @@
-"""Progress of a build: a bar on a terminal, else a line for each kernel."""
+"""Progress of a build: a bar on a terminal, else a line for each kernel. Other work shows its time."""
 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,3 +82,32 @@ def _bar(total: int) -> Iterator[ProgressCallback]:
             bar.update(task, completed=done, description=str(row.spec))
 
         yield show
+
+
+@contextmanager
+def show_time(what: str, quiet: bool = False, after: float = 1.0) -> Iterator[None]:
+    """Within the context, show `what` and its seconds on stderr once they are more than `after`.
+
+    Only a terminal shows it, and the line is removed at the end.
+    """
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    stream, started, done = sys.stderr, time.monotonic(), threading.Event()
+
+    def show() -> None:
+        pause = after
+        while not done.wait(pause):
+            pause = 0.5
+            print(f"\r{what}: {time.monotonic() - started:.0f} s", end="", file=stream, flush=True)
+        if pause != after:
+            # Return to the first column and erase the line.
+            print("\r\x1b[K", end="", file=stream, flush=True)
+
+    thread = threading.Thread(target=show)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_fp8.errors import MoeFp8Error, ToolchainError
+from moe_fp8.jit.progress import show_time
 from moe_fp8.jit.runtime import KernelRuntime
 from moe_fp8.warmup.arguments import (
     EXIT_CODES,
@@ -47,7 +48,8 @@ def _parser() -> argparse.ArgumentParser:
 def _warm(arguments: argparse.Namespace, summary: dict[str, Any]) -> None:
     started = time.perf_counter()
     store = store_from(arguments)
-    plan = plan_from(arguments, store)
+    with show_time("planning", arguments.quiet):
+        plan = plan_from(arguments, store)
     summary["num_sms"] = plan.options.num_sms
     summary["kernels"] = len(plan.specs)
     summary["plan_seconds"] = round(time.perf_counter() - started, 3)
