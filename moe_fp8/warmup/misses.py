@@ -22,17 +22,19 @@ class Miss:
     """What a plan says of a kernel.
 
     `uses` are the uses of the kernel in the plan, as text. If there are none, `remedies` has options with
-    which the plan has the kernel, each with the first of its uses.
+    which the plan has the kernel, each with the first of its uses. If there are no remedies, `nearest` is the
+    most similar kernel of the same op and layout in the plan: how it differs, and its use; else "".
     """
 
     kernel: str
     uses: tuple[str, ...]
     remedies: tuple[tuple[str, str], ...] = ()
+    nearest: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The explanation as JSON types."""
         remedies = [{"options": options, "use": use} for options, use in self.remedies]
-        return {"kernel": self.kernel, "uses": list(self.uses), "remedies": remedies}
+        return {"kernel": self.kernel, "uses": list(self.uses), "remedies": remedies, "nearest": self.nearest}
 
     def lines(self) -> list[str]:
         """The explanation as text."""
@@ -42,7 +44,8 @@ class Miss:
         if self.remedies:
             told = ["the plan with these options lacks the kernel; it is in the plan with"]
             return told + [f"  {options}, for {use}" for options, use in self.remedies]
-        return ["no call of this model takes the kernel with these options, nor with a single change of them"]
+        told = ["no call of this model takes the kernel with these options, nor with a single change of them"]
+        return [*told, f"the nearest kernel of the plan has {self.nearest}"] if self.nearest else told
 
 
 def explain_miss(
@@ -54,7 +57,8 @@ def explain_miss(
     """
     if not _TEXT.fullmatch(kernel):
         raise ConfigError("kernel", "name[macro=value,...], as the error of the miss has it", kernel)
-    uses = _uses(kernel, plan(model, options, extra=extra))
+    planned = plan(model, options, extra=extra)
+    uses = _uses(kernel, planned)
     if uses:
         return Miss(kernel, uses)
     remedies = []
@@ -68,11 +72,29 @@ def explain_miss(
                 remedies.append((" ".join(_flag(name, value) for name, value in changed.items()), found[0]))
         if remedies:
             break
-    return Miss(kernel, (), tuple(remedies))
+    return Miss(kernel, (), tuple(remedies), "" if remedies else _nearest(kernel, planned))
 
 
 def _uses(kernel: str, planned: Plan) -> tuple[str, ...]:
     return tuple(row.use for row in planned.rows if str(row.spec) == kernel)
+
+
+def _nearest(kernel: str, planned: Plan) -> str:
+    """The values in which the most similar kernel of the same op and layout differs, and its first use."""
+    name, wanted = _values(kernel)
+    found: list[tuple[int, str]] = []
+    for row in planned.rows:
+        other, values = _values(str(row.spec))
+        if (other, values.get("layout")) == (name, wanted.get("layout")):
+            differing = [f"{macro}={value}" for macro, value in values.items() if wanted.get(macro) != value]
+            found.append((len(differing), f"{', '.join(differing)}, for {row.use}"))
+    return min(found, key=lambda one: one[0])[1] if found else ""
+
+
+def _values(kernel: str) -> tuple[str, dict[str, str]]:
+    """The name and the values of a kernel's text."""
+    name, _, values = kernel.removesuffix("]").partition("[")
+    return name, dict(part.split("=") for part in values.split(",") if part)
 
 
 def _limits(options: PlanOptions) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,13 @@ def test_the_error_of_a_miss_has_text_that_explain_takes() -> None:
 
 def test_a_kernel_that_no_call_takes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", MISSING.replace("num_heads=64", "num_heads=63"), *V32]) == 0
-    assert "no call of this model" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "no call of this model" in said
+    # The plan has the kernel for other numbers of heads, and for blocks of 1 and 2 queries.
+    assert "the nearest kernel of the plan has block_q=" in said
+    assert re.search(r"num_heads=64, .*for paged_mqa_logits_fp8 rows ", said)
+    assert cli.main(["explain", "tiny[factor=2,num_threads=128,cluster_size=1]", *V32]) == 0
+    assert "nearest" not in capsys.readouterr().out
     assert cli.main(["explain", "gemm", *V32]) == 2
     assert "name[macro=value,...]" in capsys.readouterr().err
 
