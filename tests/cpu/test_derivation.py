@@ -26,6 +26,13 @@ def of(config: Config, what: str, **ranks: int) -> set[tuple[int, int]]:
     return {(one.n, one.k) for one in linears(config, **ranks) if one.what == what}
 
 
+def test_every_config_has_a_source() -> None:
+    text = (CONFIGS / "README.md").read_text(encoding="utf-8")
+    rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("| ")]
+    named = {name.strip() for row in rows for name in row.split(",")}
+    assert {name.removesuffix("_transformers") for name in NAMES} <= named
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_config_gives_attention_and_experts(name: str) -> None:
     config = config_of(name)
