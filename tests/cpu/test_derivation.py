@@ -113,7 +113,7 @@ def test_glm_53_flash_has_the_counted_elements() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        # docs/ENGINES.md, "Config fields that give the shapes"
+        # Shapes that engines are known to multiply.
         ("deepseek_v3", {"q_a+kv_a": (2112, 7168), "q_b": (24576, 1536), "kv_b": (32768, 512)}),
         ("deepseek_v3", {"o": (7168, 16384), "mlp.gate_up": (36864, 7168), "mlp.down": (7168, 18432)}),
         ("deepseek_v3", {"shared.gate_up": (4096, 7168), "shared.down": (7168, 2048), "router": (256, 7168)}),
@@ -128,7 +128,7 @@ def test_glm_53_flash_has_the_counted_elements() -> None:
         # The modules that a dump of the loaded model shows.
         ("qwen3_next_80b", {"in_proj_qkvz": (12288, 2048), "in_proj_ba": (64, 2048), "qkv": (9216, 2048)}),
         ("qwen3_next_80b", {"out_proj": (2048, 4096), "o": (2048, 4096), "shared.gate": (1, 2048)}),
-        # docs/DEEPSEEK_V4.md, section 2
+        # The released configs of DeepSeek-V4.
         ("deepseek_v4_flash", {"wq_a+wkv": (1536, 4096), "wq_b": (32768, 1024), "wo_b": (4096, 8192)}),
         ("deepseek_v4_flash", {"wo_a": (1024, 4096), "indexer.wq_b": (8192, 1024)}),
         ("deepseek_v4_pro", {"wq_a+wkv": (2048, 7168), "wq_b": (65536, 1536), "wo_b": (7168, 16384)}),

@@ -94,7 +94,6 @@ def test_folder_and_file_are_the_same_model(tmp_path: Path) -> None:
         ("index_n_heads", {"index_n_heads": ..., "index_head_dim": ..., "index_topk": ...}),
         ("q_lora_rank", {"q_lora_rank": None}),
         ("torch_dtype", {"torch_dtype": "int8"}),
-        ("torch_dtype", {"torch_dtype": ...}),
         ("torch_dtype", {"dtype": "float16"}),
         ("model_type", {"model_type": ...}),
         ("quantization_config", {"quantization_config": ...}),

@@ -133,11 +133,25 @@ def test_the_lists_of_real_checkpoints() -> None:
     assert not reasons["linear_attn.in_proj_qkvz"] and not reasons["experts.down"]
     minimax = describe(read_config(CONFIGS / "minimax_m2.json"))
     assert {linear.what for linear in minimax.linears if linear.reason} == {"router", "lm_head"}
-    air = describe(read_config(CONFIGS / "glm_45_air.json"))
+    air = describe(read_config(CONFIGS / "glm_45_air.json"), quantize="fp8-block")
     mlps = {f"{part}.{name}" for part in ("mlp", "shared", "experts") for name in ("gate_up", "down")}
     assert {linear.what for linear in air.linears if not linear.reason} == {"qkv", "o", *mlps}
-    with pytest.raises(ModelError, match="mxfp4"):
-        describe(read_config(CONFIGS / "gpt_oss_120b.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("gpt_oss_120b", "mxfp4"),
+        ("minimax_m3_mxfp8", "mxfp8"),
+        ("glm_45_air_fp8", "weights.strategy: expected 'block', got 'channel'"),
+        ("glm_46_fp8", "weights.strategy: expected 'block', got 'channel'"),
+        ("kimi_k25", "weights.type: expected 'float', got 'int'"),
+        ("kimi_k25_transformers", "weights.type: expected 'float', got 'int'"),
+    ],
+)
+def test_other_formats_of_releases_are_refused_by_name(name: str, named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        describe(read_config(CONFIGS / f"{name}.json"))
 
 
 def test_fp4_experts_and_the_batched_projection_are_listed_as_lacking() -> None:

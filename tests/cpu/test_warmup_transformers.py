@@ -29,7 +29,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 #: Configs that a class of transformers wrote, each with the config of the same model as the hub has it.
 NAMES = (
     *sorted(path.stem for path in CONFIGS.glob("*_transformers.json") if "gpt_oss" not in path.stem),
-    *("glm_53", "hy_v3", "hy_v4", "minimax_m3", "qwen35_moe"),
+    "hy_v3",
 )
 
 #: Matrices that multiply no hidden states: embeddings, convolutions, biases by position or head, encoders.
@@ -103,8 +103,12 @@ def matrices(name: str) -> dict[tuple[int | None, str], list[Sizes]]:
 
 def described(name: str) -> ModelDescription:
     config = read_config(CONFIGS / f"{name}.json")
-    given = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
-    return describe(config, quantize=None if given else "fp8-block")
+    places = [place for place in (config, config.get("text_config", {})) if "quantization_config" in place]
+    if all(place["quantization_config"].get("quant_method") == "fp8" for place in places):
+        return describe(config, quantize=None if places else "fp8-block")
+    for place in places:
+        del place["quantization_config"]
+    return describe(config, quantize="fp8-block")
 
 
 def covered(model: ModelDescription) -> dict[tuple[int | None, str], tuple[str, Sizes]]:

@@ -62,14 +62,11 @@ def describe(
         1 <= experts_per_token <= num_experts, "num_experts_per_tok",
         f"at least 1 and at most the number of experts ({num_experts})", experts_per_token,
     )  # fmt: skip
-    predictors = fields.number(
-        "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_num_layers",
-        least=0, default=0,
-    )  # fmt: skip
+    predictors = fields.number(*family.predictor_count, least=0, default=family.num_predictors)
     layers = tuple(range(num_layers + predictors))
     attention, indexer = family.attention(fields, layers)
     mlps, num_shared = _mlps(fields, family, num_layers, layers)
-    linears = [*attention, *mlps, *_outer(fields, layers[num_layers:])]
+    linears = [*attention, *mlps, *_outer(fields, family, layers[num_layers:])]
     dtype = _dtype(fields)
     fields.complete()
     return ModelDescription(
@@ -110,12 +107,15 @@ def _family(fields: Fields, read_as: str | None) -> Family:
 
 
 def _dtype(fields: Fields) -> InDtype:
+    """The dtype of the activations: as the config says, else bfloat16, as engines take it then."""
     names = [name for name in ("dtype", "torch_dtype") if fields.has(name)]
     values = {fields.raw(name) for name in names if isinstance(fields.raw(name), str)}
     if len(values) > 1:
         raise ModelError(" | ".join(names), "one value", sorted(values), "remove the field that is wrong")
+    if not values and not names:
+        return "bfloat16"
     if not values:
-        raise ModelError("dtype | torch_dtype", f"one of {', '.join(_DTYPES)}", fields.raw("torch_dtype"))
+        raise ModelError(names[0], f"one of {', '.join(_DTYPES)}", fields.raw(names[0]))
     value = values.pop().removeprefix("torch.")
     if value not in _DTYPES:
         raise ModelError(names[0], f"one of {', '.join(_DTYPES)}", value)
@@ -135,28 +135,31 @@ def _mlps(
     dense = tuple(i for i in range(num_layers) if i not in sparse)
     if family.dense_everywhere:
         dense = tuple(range(num_layers))
-    # Prediction layers have experts if the last layer has them.
-    sparse = (*sparse, *(layers[num_layers:] if num_layers - 1 in sparse else ()))
+    # Prediction layers have the kind of MLP that the last layer has.
+    if family.dense_predictors or num_layers - 1 not in sparse:
+        dense = (*dense, *layers[num_layers:])
+    else:
+        sparse = (*sparse, *layers[num_layers:])
     hidden, width = fields.number("hidden_size"), _first(fields, family.expert_width)
     found = []
     if dense:
         dense_width = _first(fields, family.dense_width)
-        found += blocks.mlp(fields, "mlp", dense, dense_width, "mlp", blocks.projections("mlp"))
+        names = blocks.projections("mlp")
+        found += blocks.mlp(fields, "mlp", dense, dense_width, "mlp", names, padded=family.padded)
     moe = family.moe
     shared_count = _shared_count(fields, family)
     shared = shared_count * width
     if family.shared_width and any(fields.has(name) for name in family.shared_width):
         shared = _first(fields, family.shared_width) * max(1, shared_count)
-    padded = fields.raw("model_type") == "deepseek_v4"
     if shared:
         names = blocks.projections(f"{moe}.{family.shared}")
-        found += blocks.mlp(fields, "shared", sparse, shared, "shared", names, padded=padded)
+        found += blocks.mlp(fields, "shared", sparse, shared, "shared", names, padded=family.padded)
         if family.shared_gate:
             name = f"{moe}.{family.shared}_gate"
             found.append(blocks.whole("shared.gate", 1, hidden, sparse, name, blocks.GATE))
     modules = tuple(f"{moe}.experts.{name}" for name in family.projections)
     experts = blocks.mlp(fields, "experts", sparse, width, "experts", modules)
-    if padded and fields.raw("expert_dtype") in (None, "fp4"):
+    if family.fp4_experts and fields.raw("expert_dtype") in (None, "fp4"):
         experts = [linear.because("experts in FP4 are not served yet", lacking=True) for linear in experts]
     found += experts
     num_experts = fields.number("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
@@ -171,13 +174,13 @@ def _shared_count(fields: Fields, family: Family) -> int:
     return fields.most(*family.shared_count, default=1 if has_width else 0)
 
 
-def _outer(fields: Fields, predictors: tuple[int, ...]) -> list[Linear]:
+def _outer(fields: Fields, family: Family, predictors: tuple[int, ...]) -> list[Linear]:
     """The output head, projections of prediction layers, and hyper-connections."""
     hidden = fields.number("hidden_size")
     vocabulary = fields.number("vocab_size")
     found = [blocks.whole("lm_head", vocabulary, hidden, (), "lm_head", blocks.HEAD)]
     if predictors:
-        found += blocks.predictors(fields, predictors)
+        found += family.predictor(fields, predictors)
     if fields.has("hc_mult"):
         found.append(blocks.hyper_connections(fields))
     return found

@@ -147,8 +147,11 @@ def gated_delta_net(fields: Fields, layers: Numbers) -> list[Linear]:
 
 def delta_attention(fields: Fields, layers: Numbers, module: str = "self_attn") -> list[Linear]:
     """Kimi's delta attention, as in GLM-5.3: one input projection of six, two up projections, output."""
-    hidden, dim = fields.number("hidden_size"), fields.number("linear_head_dim")
-    heads = fields.number("linear_num_heads")
+    hidden, own = fields.number("hidden_size"), fields.within("linear_attn_config")
+    if own is not None:
+        dim, heads = own.number("head_dim"), own.number("num_heads")
+    else:
+        dim, heads = fields.number("linear_head_dim"), fields.number("linear_num_heads")
     all_heads = Part(heads, dim, "heads")
 
     def linear(name: str, n: tuple[Part, ...], k: Part, *names: str) -> Linear:
@@ -192,15 +195,30 @@ def whole(what: str, n: int, k: int, layers: Numbers, module: str, reason: str) 
     return Linear(what, (Part(n),), Part(k), "attention", (module,), layers, reason=reason)
 
 
-def predictors(fields: Fields, layers: Numbers) -> list[Linear]:
-    """What a prediction layer (MTP) has beside a layer of the model: it projects two hidden states to one."""
+def joined_states(fields: Fields, layers: Numbers, reason: str = PREDICTOR) -> list[Linear]:
+    """A prediction layer (MTP) first projects two hidden states to one, on every rank, mostly in bf16."""
     hidden = fields.number("hidden_size")
-    if fields.raw("model_type") == "deepseek_v4":
-        return [
-            Linear(f"mtp.{name}", (Part(hidden),), Part(hidden), "attention", (name,), layers)
-            for name in ("e_proj", "h_proj")
-        ]
-    return [whole("mtp.eh_proj", hidden, 2 * hidden, layers, "eh_proj", PREDICTOR)]
+    return [whole("mtp.eh_proj", hidden, 2 * hidden, layers, "eh_proj", reason)]
+
+
+def joined_states_in_fp8(fields: Fields, layers: Numbers) -> list[Linear]:
+    """As `joined_states`, with FP8 weights (dots3, MiniMax-M3)."""
+    return joined_states(fields, layers, reason="")
+
+
+def joined_states_by_columns(fields: Fields, layers: Numbers) -> list[Linear]:
+    """As `joined_states`; the ranks split the columns, and all prediction layers share it (Qwen)."""
+    hidden = fields.number("hidden_size")
+    return [Linear("mtp.fc", (Part(hidden, 1, "heads"),), Part(2 * hidden), "attention", ("mtp.fc",), ())]
+
+
+def states_apart(fields: Fields, layers: Numbers) -> list[Linear]:
+    """A projection for each of the two hidden states (DeepSeek-V4)."""
+    hidden = fields.number("hidden_size")
+    return [
+        Linear(f"mtp.{name}", (Part(hidden),), Part(hidden), "attention", (name,), layers)
+        for name in ("e_proj", "h_proj")
+    ]
 
 
 def hyper_connections(fields: Fields) -> Linear:

@@ -24,6 +24,10 @@ class Family:
     `shared_width` are the names of config fields; the first that exists counts. A shared expert without a
     field of its own has the width of a routed expert times the number of shared experts, which `shared_count`
     names. `moe` is the module of the experts. `dense_everywhere`: layers with experts have dense MLPs too.
+    `padded`: engines round a rank's width of dense MLPs and shared experts up to whole blocks. `fp4_experts`:
+    the experts are FP4 unless the config says otherwise. `predictor` gives what a prediction layer (MTP) has
+    beside a layer of the model; its MLP is dense if `dense_predictors`. `predictor_count` are names of the
+    field that counts prediction layers; without the field there are `num_predictors`.
     """
 
     attention: Attention
@@ -36,6 +40,14 @@ class Family:
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     dense_everywhere: bool = False
     shared_gate: bool = False
+    padded: bool = False
+    fp4_experts: bool = False
+    predictor: Callable[[Fields, Numbers], list[Linear]] = blocks.joined_states
+    dense_predictors: bool = False
+    predictor_count: tuple[str, ...] = (
+        "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_num_layers",
+    )  # fmt: skip
+    num_predictors: int = 0
 
 
 def family_of(model_type: str) -> Family | None:
@@ -48,11 +60,15 @@ def known() -> tuple[str, ...]:
     return tuple(sorted(_FAMILIES))
 
 
-def _select(layers: Numbers, words: list[str] | None, *wanted: str) -> Numbers:
-    """The layers whose word is one of `wanted`; prediction layers have the last layer's word."""
+def _select(fields: Fields, name: str, word: str, layers: Numbers, *, predictors: bool) -> Numbers | None:
+    """The layers that the field `name` calls `word`; None without the field.
+
+    `predictors`: whether prediction layers are among them, for which the field has no word.
+    """
+    words = fields.words(name, _model_layers(fields))
     if words is None:
-        return layers
-    return tuple(i for i in layers if words[min(i, len(words) - 1)] in wanted)
+        return None
+    return tuple(i for i in layers if (words[i] == word if i < len(words) else predictors))
 
 
 def _model_layers(fields: Fields) -> int:
@@ -62,8 +78,8 @@ def _model_layers(fields: Fields) -> int:
 def _latent(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
     """DeepSeek's attention, with an indexer in layers that do not reuse another layer's selection."""
     found = blocks.mla(fields, layers, MlaSizes.read(fields))
-    own = _select(layers, fields.words("indexer_types", _model_layers(fields)), "full")
-    more, indexer = blocks.indexer(fields, own)
+    own = _select(fields, "indexer_types", "full", layers, predictors=True)
+    more, indexer = blocks.indexer(fields, layers if own is None else own)
     return [*found, *more], indexer
 
 
@@ -93,8 +109,7 @@ def _doubled_latent(fields: Fields, layers: Numbers) -> tuple[list[Linear], Inde
 
 def _dots3(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
     """dots3: sparse latent attention in some layers and sliding latent attention in others, all gated."""
-    words = fields.words("layer_types", _model_layers(fields))
-    sliding = _select(layers, words, "sliding_attention") if words else ()
+    sliding = _select(fields, "layer_types", "sliding_attention", layers, predictors=True) or ()
     full = tuple(i for i in layers if i not in sliding)
     found, indexer = _sparse_latent(fields, full)
     sizes = MlaSizes.read(fields)
@@ -107,8 +122,7 @@ def _dots3(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | Non
     headwise = fields.raw("attention_gate_type") in (None, "headwise")
     for where, size in gates:
         if headwise:
-            module = "self_attn.g_proj"
-            found.append(blocks.whole("gate", size.num_heads, hidden, where, module, blocks.GATE))
+            found.append(blocks.whole("gate", size.num_heads, hidden, where, "self_attn.g_proj", ""))
         else:
             columns = (Part(size.num_heads, size.v_head_dim, "heads"),)
             found.append(Linear("gate", columns, Part(hidden), "attention", ("self_attn.g_proj",), where))
@@ -125,8 +139,7 @@ def _sliding_sizes(fields: Fields, layer: int, sizes: MlaSizes) -> MlaSizes:
 
 def _glm5_next(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
     """GLM-5.3: delta attention in most layers, sparse latent attention in the others."""
-    words = fields.words("layer_types", _model_layers(fields))
-    linear = _select(layers, words, "linear_attention") if words else ()
+    linear = _select(fields, "layer_types", "linear_attention", layers, predictors=False) or ()
     found, indexer = _sparse_latent(fields, tuple(i for i in layers if i not in linear))
     return [*found, *(blocks.delta_attention(fields, linear) if linear else [])], indexer
 
@@ -146,8 +159,7 @@ def _grouped_and_sliding(fields: Fields, layers: Numbers) -> tuple[list[Linear],
     if pattern is not None:
         sliding = tuple(i for i in layers if i >= len(pattern) or pattern[i] == 1)
     else:
-        words = fields.words("layer_types", _model_layers(fields))
-        sliding = _select(layers, words, "sliding_attention") if words else ()
+        sliding = _select(fields, "layer_types", "sliding_attention", layers, predictors=True) or ()
     found = blocks.gqa(fields, tuple(i for i in layers if i not in sliding))
     if sliding:
         found += blocks.gqa(fields, sliding, prefix="swa_")
@@ -155,23 +167,30 @@ def _grouped_and_sliding(fields: Fields, layers: Numbers) -> tuple[list[Linear],
 
 
 def _minimax_m3(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
-    """MiniMax-M3: grouped-query attention; its block indexer works on blocks of keys and is none of ours."""
-    hidden = fields.number("hidden_size")
-    found = blocks.gqa(fields, layers)
-    sparse = _select(layers, fields.words("layer_types", _model_layers(fields)) or [""], "minimax_m3_sparse")
-    if sparse:
-        columns = (fields.number("index_n_heads") + 1) * fields.number("index_head_dim")
-        reason = "the block indexer of this architecture stays in bf16"
-        found.append(blocks.whole("indexer", columns, hidden, sparse, "self_attn.indexer", reason))
-    return found, None
+    """MiniMax-M3: grouped-query attention; sparse layers also project an indexer's queries and key.
+
+    The indexer picks blocks of keys, so that its logits are none of our ops.
+    """
+    own = fields.within("sparse_attention_config")
+    if own is not None:
+        marks = own.numbers("sparse_attention_freq") or []
+        sparse = tuple(i for i in layers if i >= len(marks) or marks[i])
+        heads, dim = own.number("sparse_num_index_heads"), own.number("sparse_index_dim")
+    else:
+        sparse = _select(fields, "layer_types", "minimax_m3_sparse", layers, predictors=True) or ()
+        heads, dim = fields.number("index_n_heads"), fields.number("index_head_dim")
+    found = blocks.gqa(fields, tuple(i for i in layers if i not in sparse))
+    qkv, o = blocks.gqa(fields, sparse)
+    index = (Part(heads, dim, "kv_heads"), Part(dim))
+    names = ("self_attn.index_q_proj", "self_attn.index_k_proj", "self_attn.indexer")
+    found += [replace(qkv, what="qkv+index", n=qkv.n + index, modules=qkv.modules + names), o]
+    return [linear for linear in found if linear.layers], None
 
 
 def _delta_and_grouped(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
     """Qwen3-Next and Qwen3.5: gated delta nets, and gated grouped-query attention in every fourth layer."""
-    words = fields.words("layer_types", _model_layers(fields))
-    if words is not None:
-        full = _select(layers, words, "full_attention")
-    else:
+    full = _select(fields, "layer_types", "full_attention", layers, predictors=True)
+    if full is None:
         every = fields.number("full_attention_interval", default=4)
         last = _model_layers(fields)
         full = tuple(i for i in layers if i >= last or (i + 1) % every == 0)
@@ -184,14 +203,18 @@ def _deepseek_v4(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer
     hidden, dim = fields.number("hidden_size"), fields.number("head_dim")
     heads, q_lora = fields.number("num_attention_heads"), fields.number("q_lora_rank")
     groups, o_lora = fields.number("o_groups"), fields.number("o_lora_rank")
-    words = fields.words("layer_types", _model_layers(fields))
     ratios = fields.numbers("compress_ratios")
     if ratios is not None:
         sparse = tuple(i for i in layers if i < len(ratios) and ratios[i] == 4)
         coarse = tuple(i for i in layers if i < len(ratios) and ratios[i] > 4)
+    elif fields.has("layer_types"):
+        kinds = (f"{name}_attention" for name in ("compressed_sparse", "heavily_compressed"))
+        sparse, coarse = (
+            _select(fields, "layer_types", kind, layers, predictors=False) or () for kind in kinds
+        )
     else:
-        sparse = _select(layers, words, "compressed_sparse_attention")
-        coarse = _select(layers, words, "heavily_compressed_attention") if words else ()
+        fields.number("compress_ratios", "layer_types")  # notes that one of them is missing
+        sparse = coarse = ()
 
     def linear(what: str, n: tuple[Part, ...], k: Part, where: Numbers, *names: str) -> Linear:
         return Linear(what, n, k, "attention", tuple(f"self_attn.{name}" for name in names), where)
@@ -245,19 +268,22 @@ _ONE_WIDTH = replace(
 )  # fmt: skip
 _QWEN_NEXT = Family(
     _delta_and_grouped, shared_width=("shared_expert_intermediate_size",), shared="shared_expert",
-    shared_count=("num_shared_experts",), shared_gate=True,
+    shared_count=("num_shared_experts",), shared_gate=True, predictor=blocks.joined_states_by_columns,
 )  # fmt: skip
 
-_DOTS3_SHARED = ("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size")
+_DOTS3 = Family(
+    _dots3, padded=True, predictor=blocks.joined_states_in_fp8, dense_predictors=True,
+    shared_width=("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"),
+)  # fmt: skip
 
 _FAMILIES: dict[str, Family] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "deepseek_v32": _SPARSE,
-    "deepseek_v4": Family(_deepseek_v4, moe="mlp"),
+    "deepseek_v4": Family(_deepseek_v4, padded=True, fp4_experts=True, predictor=blocks.states_apart),
     "dots1": _GROUPED,
-    "dots3_note": replace(Family(_dots3), shared_width=_DOTS3_SHARED),
-    "dots3_note_text": replace(Family(_dots3), shared_width=_DOTS3_SHARED),
+    "dots3_note": _DOTS3,
+    "dots3_note_text": _DOTS3,
     "ernie4_5_moe": replace(_GROUPED, shared_count=("moe_num_shared_experts",)),
     "glm4_moe": _GROUPED,
     "glm4_moe_lite": _LATENT,
@@ -281,11 +307,12 @@ _FAMILIES: dict[str, Family] = {
     "minimax_m2": _ONE_WIDTH,
     "minimax_m3": replace(
         _ONE_WIDTH, attention=_minimax_m3, dense_width=("dense_intermediate_size",),
-        shared_width=("shared_intermediate_size",),
+        shared_width=("shared_intermediate_size",), predictor=blocks.joined_states_in_fp8,
+        predictor_count=("num_mtp_modules",),
     ),
     "qwen3_5_moe": _QWEN_NEXT,
     "qwen3_5_moe_text": _QWEN_NEXT,
     "qwen3_moe": _GROUPED,
-    "qwen3_next": _QWEN_NEXT,
+    "qwen3_next": replace(_QWEN_NEXT, num_predictors=1),
 }  # fmt: skip
 _FAMILIES["minimax_m3_vl"] = _FAMILIES["minimax_m3_vl_text"] = _FAMILIES["minimax_m3"]

@@ -62,12 +62,16 @@ class Fields:
         return [name for name in names if not self.has(name)]
 
     def within(self, name: str, *keys: str) -> Fields | None:
-        """These fields with those of the object `name[key]` in their place; None without such an object."""
+        """These fields with those of the object `name`, or else of its first object `name[key]`, in their place.
+
+        None without such an object.
+        """
         inner = self._config.get(name)
-        for key in keys:
-            if isinstance(inner, dict) and isinstance(inner.get(key), dict):
+        places = [inner.get(key) for key in keys] if isinstance(inner, dict) and keys else [inner]
+        for place in places:
+            if isinstance(place, dict):
                 found = copy(self)  # what is missing there is missing here
-                found._config = {**self._config, **inner[key]}
+                found._config = {**self._config, **place}
                 return found
         return None
 

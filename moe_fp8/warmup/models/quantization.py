@@ -165,13 +165,11 @@ def _compressed_tensors(name: str, value: dict[str, Any]) -> Quantization:
     for key, group in groups.items():
         path = f"{name}.config_groups.{key}"
         for part in ("weights", "input_activations"):
-            _demand(
-                path, part, group.get(part) if isinstance(group, dict) else group, "an object", _is_object
-            )
-        weights, inputs = group["weights"], group["input_activations"]
-        for part, tensor in (("weights", weights), ("input_activations", inputs)):
+            tensor = group.get(part) if isinstance(group, dict) else group
+            _demand(path, part, tensor, "an object", _is_object)
             _demand(path, f"{part}.type", tensor.get("type", "float"), "'float'", _is("float"))
             _demand(path, f"{part}.num_bits", tensor.get("num_bits"), "8", _is(8))
+        weights, inputs = group["weights"], group["input_activations"]
         _demand(path, "weights.strategy", weights.get("strategy"), "'block'", _is("block"))
         block = weights.get("block_structure")
         _demand(path, "weights.block_structure", block, str(_BLOCK), lambda given: _sizes(given) == _BLOCK)
