@@ -17,7 +17,8 @@ NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))
 
 #: Ranks of attention, of dense MLPs, of each expert, and of the set of experts.
 RANKS = [
-    (1, 1, 1, 1), (2, 2, 2, 1), (4, 4, 1, 4), (8, 8, 1, 8), (1, 1, 1, 8), (4, 4, 1, 16), (8, 8, 8, 1), (1, 4, 1, 4),
+    (1, 1, 1, 1), (2, 2, 2, 1), (4, 4, 1, 4), (8, 8, 1, 8), (1, 1, 1, 8), (4, 4, 1, 16), (8, 8, 8, 1),
+    (1, 4, 1, 4),
 ]  # fmt: skip
 
 _BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -49,9 +50,7 @@ def test_both_readings_have_the_same_layers(name: str, ranks: tuple[int, int, in
     attention, mlp, moe, ep = ranks
     model = describe(config, name=name)
     try:
-        parallelism = Parallelism(
-            mlp, ep, attention_tp=attention, mlp_tp=mlp, shared_tp=mlp, moe_tp=moe
-        )
+        parallelism = Parallelism(mlp, ep, attention_tp=attention, mlp_tp=mlp, shared_tp=mlp, moe_tp=moe)
         gemms, others = gemm_shapes(model, parallelism), unplanned(model, parallelism)
     except ConfigError:
         with pytest.raises(ValueError, match="do not divide"):

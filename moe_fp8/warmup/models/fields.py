@@ -62,7 +62,7 @@ class Fields:
         return [name for name in names if not self.has(name)]
 
     def within(self, name: str, *keys: str) -> Fields | None:
-        """These fields with those of the object `name`, or else of its first object `name[key]`, in their place.
+        """These fields with those of the object `name`, or of its first object `name[key]`, in their place.
 
         None without such an object.
         """

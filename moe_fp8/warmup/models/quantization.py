@@ -165,7 +165,7 @@ def _compressed_tensors(name: str, value: dict[str, Any]) -> Quantization:
     for key, group in groups.items():
         path = f"{name}.config_groups.{key}"
         for part in ("weights", "input_activations"):
-            tensor = group.get(part) if isinstance(group, dict) else group
+            tensor: Any = group.get(part) if isinstance(group, dict) else group
             _demand(path, part, tensor, "an object", _is_object)
             _demand(path, f"{part}.type", tensor.get("type", "float"), "'float'", _is("float"))
             _demand(path, f"{part}.num_bits", tensor.get("num_bits"), "8", _is(8))
