@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from . import gemm, host, logits, repeated, repetition, selection, silu_mul, topk
+from . import gemm, host, logits, repeated, repetition, selection, silu_mul, startup, topk
 from .compare import Session
 from .peer import DeepGemm, load
 from .results import (
@@ -42,8 +42,9 @@ RUNNERS: dict[str, Callable[[Session, DeepGemm | None, int], None]] = {
     "topk": topk.run_topk,
     "indexer_select": selection.run_indexer_select,
     "host": host.run_host,
-    "compile": host.run_compile,
-    "warmup": host.run_warmup,
+    "compile": startup.run_compile,
+    "plan": startup.run_plan,
+    "warmup": startup.run_warmup,
     "repetition": repeated.run_repetition,
 }
 

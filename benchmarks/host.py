@@ -1,32 +1,24 @@
-"""Classes host, compile and warmup: the CPU's work before a kernel runs."""
+"""Class host: the CPU's time for one eager call."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import moe_fp8
-from moe_fp8.jit.compiler import compile_kernel
-from moe_fp8.warmup import PlanOptions, load_model, plan
 
 from . import inputs
 from .compare import Session
 from .logits import num_sms
 from .peer import DeepGemm
-from .results import ROOT, Row, four_digits
+from .results import Row
 from .shapes import PagedShape, expert_counts
 from .targets import AGAIN, NEW_ADDRESS, NEW_M
 from .timing import Call
@@ -35,11 +27,6 @@ from .timing import Call
 _CALLS, _ROUNDS = 200, 100
 #: The same for kinds whose calls all differ. Smaller numbers keep the queue of calls short and their M small.
 _NEW_CALLS, _NEW_ROUNDS = 20, 25
-_COMPILES = 3
-#: Widths of weights that no other class times, so the peer has no kernel for them yet.
-_NEW_WIDTHS = (4416, 4672, 4928)
-_MODEL = ROOT / "tests" / "configs" / "deepseek_v32.json"
-_TP, _EP = 8, 8
 
 
 class _Op(NamedTuple):
@@ -247,100 +234,3 @@ def _loop(calls: list[Call]) -> float:
     elapsed = time.perf_counter() - started
     torch.cuda.synchronize()
     return elapsed / len(calls) * 1e6
-
-
-def run_compile(session: Session, peer: DeepGemm | None, step: int) -> None:
-    """Time NVRTC on one core for every kernel of DeepSeek-V3.2's plan, and the peer's first call of a shape.
-
-    A figure is the least of three, because other work on the host only adds time. Each of the three comes
-    from its own pass over all kernels.
-    """
-    specs = plan(load_model(_MODEL), PlanOptions(tp=_TP, ep=_EP, next_n=2, num_sms=num_sms())).specs[::step]
-    least = [math.inf] * len(specs)
-    for _ in range(_COMPILES):
-        for i, spec in enumerate(specs):
-            try:
-                least[i] = min(least[i], compile_kernel(spec).compile_seconds)
-            except Exception as error:
-                session.fail(f"compile {spec}", error)
-                return
-    by_name: dict[str, list[float]] = {}
-    for spec, seconds in zip(specs, least, strict=True):
-        by_name.setdefault(spec.name, []).append(seconds)
-    first_call = None if peer is None else min(_first_call_us(peer, n) for n in _NEW_WIDTHS)
-    for name, times in by_name.items():
-        row = Row("compile", {"kernel": name, "num_kernels": len(times)}, statistics.median(times) * 1e6)
-        row.notes["max_us"] = four_digits(max(times) * 1e6)
-        if first_call is not None and peer is not None and name == "gemm_fp8":
-            row.peers[peer.name] = first_call
-        session.store(row)
-
-
-def _first_call_us(peer: DeepGemm, n: int) -> float:
-    """Microseconds of the peer's first call of a shape that no class times."""
-    a, a_scale = inputs.activations(64, 3072)
-    b, b_scale = inputs.weights(n, 3072)
-    scale = peer.aligned(a_scale)
-    out = torch.empty(64, n, device=inputs.DEVICE, dtype=torch.bfloat16)
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    peer.gemm(a, scale, b, b_scale, out)
-    torch.cuda.synchronize()
-    return (time.perf_counter() - started) * 1e6
-
-
-#: Kernel launches with which engines make the peer compile at startup, for DeepSeek-V3 at TP8 and 8,192
-#: tokens, according to the engines' sources. Our warmup launches no kernel.
-_ENGINES_LAUNCHES = "vLLM 0.33.0 relax 2,498, full 66,014; SGLang 0.5.23 131,072"
-
-
-def run_warmup(session: Session, peer: DeepGemm | None, step: int) -> None:
-    """The startup script for DeepSeek-V3.2 with TP8 and EP8, in fresh processes.
-
-    It runs with an empty store (with two compilers, then with one compiler for each core), with a full store,
-    and with a bundle and no store.
-    """
-    cores = len(os.sched_getaffinity(0))
-    model = ["--model", str(_MODEL), "--tp", str(_TP), "--ep", str(_EP)]
-    with tempfile.TemporaryDirectory() as folder:
-        bundle = str(Path(folder, "bundle"))
-        runs = [("empty", jobs) for jobs in sorted({min(2, cores), cores})]
-        for store, jobs in (*runs, ("full", cores), ("bundle", cores)):
-            environment = dict(os.environ)
-            cache = Path(folder, "none" if store == "bundle" else str(jobs))
-            if store == "bundle":
-                # The bundle takes its kernels from the full store, so nothing is compiled for it.
-                build = [sys.executable, "-m", "moe_fp8.cli", "build", "--quiet", *model, "--bundle", bundle]
-                _run([*build, "--cache-dir", str(Path(folder, str(cores)))], environment)
-                environment["MOE_FP8_BUNDLE"] = bundle
-            command = [sys.executable, "-m", "moe_fp8.warmup", "--quiet", *model, "--cache-dir", str(cache)]
-            started = time.perf_counter()
-            try:
-                summary = json.loads(_run([*command, "--jobs", str(jobs)], environment))
-            except (RuntimeError, ValueError) as error:
-                session.fail(f"warmup store={store}", error)
-                return
-            seconds = time.perf_counter() - started
-            shape = {"model": _MODEL.stem, "tp": _TP, "ep": _EP, "store": store, "jobs": jobs}
-            row = Row("warmup", shape, seconds * 1e6)
-            kept = (
-                "kernels",
-                "compiled",
-                "loaded",
-                "device",
-                "plan_seconds",
-                "build_seconds",
-                "load_seconds",
-            )
-            row.notes = {name: summary.get(name) for name in kept}
-            row.notes["cores"] = cores
-            row.notes["engines' launches"] = _ENGINES_LAUNCHES
-            session.store(row)
-
-
-def _run(command: list[str], environment: dict[str, str]) -> str:
-    """The command's output; raises RuntimeError with the end of its error output if it fails."""
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"exit code {done.returncode}: {done.stderr.strip()[-500:]}")
-    return done.stdout

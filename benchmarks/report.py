@@ -37,6 +37,7 @@ _TITLES = {
     "moe_layer": "MoE layer",
     "host": "host time of an eager call",
     "compile": "compile of one kernel",
+    "plan": "planning",
     "warmup": "warmup",
     "serve": "serving",
     "repetition": "repetition",

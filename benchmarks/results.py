@@ -38,6 +38,7 @@ CLASSES = (
     "moe_layer",
     "host",
     "compile",
+    "plan",
     "warmup",
     "serve",
     "repetition",

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import moe_fp8
-from benchmarks import compare, cublas, gemm, host, inputs, logits, random_shapes, silu_mul, topk
+from benchmarks import compare, cublas, gemm, host, inputs, logits, random_shapes, silu_mul, startup, topk
 from benchmarks.compare import Session
-from benchmarks.results import ResultsFile
+from benchmarks.results import ROOT, ResultsFile
 from benchmarks.shapes import DenseShape, GroupedShape, MqaShape, PagedShape, SiluMulShape, TopkShape
 from tests.cpu.benchmark_rows import ENVIRONMENT, read_rows
 
@@ -85,7 +85,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     for module in (gemm, logits, silu_mul, topk):
         monkeypatch.setattr(module, "l2_bytes", lambda: 1)
-    for module in (logits, host):
+    for module in (logits, host, startup):
         monkeypatch.setattr(module, "num_sms", lambda: 4)
     monkeypatch.setattr(gemm, "_MASKED_ROWS", 8)
     monkeypatch.setattr(gemm, "CUBLAS", [])
@@ -212,20 +212,26 @@ def test_calls_of_class_host_are_as_new_as_their_row_says(
     assert len(set(timed)) == 6 and not set(timed) & {64, *before}
 
 
-def test_compile_and_warmup_run_without_a_gpu(
+def test_compile_plan_and_warmup_run_without_a_gpu(
     on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
-    host.run_compile(session, None, 24)
-    host.run_warmup(session, None, 1)
+    startup.run_compile(session, None, 24)
+    startup.run_plan(session, None, 1)
+    monkeypatch.setattr(startup, "_MODEL", ROOT / "tests" / "configs" / "qwen3_30b.json")
+    startup.run_warmup(session, None, 1)
     assert session.failures == []
     rows = read_rows(tmp_path / "h200.json")
     compiled = [row for row in rows if row["class"] == "compile"]
     assert "gemm_fp8" in {row["shape"]["kernel"] for row in compiled}
     assert all(0 < row["us"] <= row["notes"]["max_us"] for row in compiled)
-    *empties, full, bundle = (row for row in rows if row["class"] == "warmup")
-    assert all(row["notes"]["compiled"] == row["notes"]["kernels"] > 0 for row in empties)
-    assert [row["notes"]["compiled"] for row in (full, bundle)] == [0, 0]
+    planned = [row for row in rows if row["class"] == "plan"]
+    assert len(planned) == 3 and all(row["us"] > 0 and row["notes"]["kernels"] > 50 for row in planned)
+    *empties, full, full_on_one_core, bundle = (row for row in rows if row["class"] == "warmup")
+    assert [row["shape"]["ranks"] for row in empties] == [1, 8]
+    # All ranks together compile each kernel once.
+    assert all(row["notes"]["compiled by all ranks"] == row["notes"]["kernels"] > 0 for row in empties)
+    assert [row["notes"]["compiled"] for row in (full, full_on_one_core, bundle)] == [0, 0, 0]
     assert bundle["shape"]["store"] == "bundle"
 
 
