@@ -45,6 +45,8 @@ if TYPE_CHECKING:
         to_mn_major,
     )
 
+__version__ = "0.1.0"
+
 __all__ = [
     "ArgumentError",
     "BundleError",

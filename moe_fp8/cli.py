@@ -8,11 +8,11 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from moe_fp8 import __version__
 from moe_fp8.doctor import diagnose
 from moe_fp8.errors import ConfigError, MoeFp8Error, ToolchainError, UnsupportedError
 from moe_fp8.jit.build import BuildReport
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"moe-fp8 {metadata.version('moe_fp8')}")
+    parser.add_argument("--version", action="version", version=f"moe-fp8 {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(
