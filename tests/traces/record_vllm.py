@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recording import Linear, OnMeta, accept_missing_ops, fake_streams, install_stubs, pattern, write_trace
+from recording import Linear, OnMeta, accept_missing_ops, fake_streams, install_stubs, linears_of, write_trace
 
 #: The wheel's compiled extensions; they need CUDA's libraries.
 EXTENSIONS = (
@@ -208,28 +208,7 @@ def _linears(model: torch.nn.Module, prefix: str = "") -> list[Linear]:
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    found = []
-    for name, module in model.named_modules():
-        what = prefix + pattern(name)
-        if isinstance(module, RoutedExperts):
-            for part, weight in (("w13", module.w13_weight), ("w2", module.w2_weight)):
-                experts, n, k = weight.shape
-                assert experts == module.local_num_experts
-                found.append(_linear(f"{what}.{part}", n, k, experts, weight, module.quant_method))
-        elif isinstance(module, (LinearBase, ParallelLMHead)):
-            n, k = module.weight.shape
-            if hasattr(module, "output_size_per_partition"):
-                expected = (module.output_size_per_partition, module.input_size_per_partition)
-                assert (n, k) == expected, (name, (n, k), expected)
-            found.append(_linear(what, n, k, None, module.weight, module.quant_method))
-        elif isinstance(module, torch.nn.Linear):
-            n, k = module.weight.shape
-            found.append(_linear(what, n, k, None, module.weight, module))
-    return found
-
-
-def _linear(what: str, n: int, k: int, experts: int | None, weight: torch.Tensor, method: Any) -> Linear:
-    return Linear(what, n, k, experts, weight.dtype == torch.float8_e4m3fn, type(method).__name__)
+    return linears_of(model, prefix, experts=RoutedExperts, dense=(LinearBase, ParallelLMHead))
 
 
 if __name__ == "__main__":

@@ -280,6 +280,40 @@ def pattern(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
+def linears_of(
+    model: torch.nn.Module,
+    prefix: str,
+    *,
+    experts: type,
+    dense: tuple[type, ...],
+    routers: tuple[str, ...] = (),
+) -> list[Linear]:
+    """The linear layers of an engine's model: its classes of experts and of dense layers, and torch's own.
+
+    `routers` are names of classes that have a weight and are none of these.
+    """
+    found = []
+    for name, module in model.named_modules():
+        what = prefix + pattern(name)
+        if isinstance(module, experts):
+            for part, weight in (("w13", module.w13_weight), ("w2", module.w2_weight)):
+                found.append(_linear(f"{what}.{part}", weight, module.quant_method))
+        elif isinstance(module, dense):
+            if hasattr(module, "output_size_per_partition"):
+                expected = (module.output_size_per_partition, module.input_size_per_partition)
+                assert tuple(module.weight.shape) == expected, (name, module.weight.shape, expected)
+            found.append(_linear(what, module.weight, module.quant_method))
+        elif isinstance(module, torch.nn.Linear) or type(module).__name__ in routers:
+            found.append(_linear(what, module.weight, module))
+    return found
+
+
+def _linear(what: str, weight: torch.Tensor, method: Any) -> Linear:
+    *experts, n, k = weight.shape
+    fp8 = weight.dtype == torch.float8_e4m3fn
+    return Linear(what, n, k, experts[0] if experts else None, fp8, type(method).__name__)
+
+
 def write_trace(path: Path, header: dict[str, Any], linears: Iterable[Linear]) -> None:
     """Writes the header's fields and the counted, sorted linear layers."""
     counts = Counter(linears)
