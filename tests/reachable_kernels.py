@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from moe_fp8.jit.build import BuildReport, build
 from moe_fp8.jit.store import KernelStore
@@ -21,9 +20,8 @@ from moe_fp8.problems import (
     SiluMulQuantizeProblem,
 )
 from moe_fp8.specs import KernelSpec, kernel_spec
-from moe_fp8.warmup import Plan, PlanOptions, load_model, plan
-
-_CONFIGS = Path(__file__).resolve().parent / "configs"
+from moe_fp8.warmup import Plan, PlanOptions, describe, plan
+from tests.model_configs import NAMES, in_blocks
 
 _HEADS = (8, 16, 32, 64)
 
@@ -69,12 +67,14 @@ def quantize_problems() -> Iterator[Problem]:
 
 
 def model_plans() -> list[Plan]:
-    parallelism = {"qwen3_30b": (1, 1), "qwen3_235b": (4, 4), "glm_45": (4, 4)}
-    plans = []
-    for path in sorted(_CONFIGS.glob("*.json")):
-        tp, ep = parallelism.get(path.stem, (8, 8))
-        plans.append(plan(load_model(path), PlanOptions(tp=tp, ep=ep, next_n=4)))
-    return plans
+    """A plan of every model that `tests/configs` has in the hub's spelling."""
+    ranks = {"qwen3_30b": 1, "qwen3_235b": 4, "glm_45": 4, "ernie_45_21b": 4}
+    return [
+        plan(describe(in_blocks(name)), PlanOptions(tp=tp, ep=tp, next_n=4))
+        for name in NAMES
+        if not name.endswith("_transformers")
+        for tp in (ranks.get(name, 8),)
+    ]
 
 
 def reachable() -> list[KernelSpec]:

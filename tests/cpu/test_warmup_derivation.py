@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.warmup import Parallelism, describe, gemm_shapes, read_config, unplanned
+from moe_fp8.warmup import Parallelism, describe, gemm_shapes, unplanned
 from moe_fp8.warmup.engines import ENGINES
 from tests.derivation import linears
-
-CONFIGS = Path(__file__).parent.parent / "configs"
-NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))
+from tests.model_configs import NAMES, in_blocks
 
 #: Ranks of attention, of dense MLPs, of each expert, and of the set of experts.
 RANKS = [
@@ -21,20 +16,7 @@ RANKS = [
     (1, 4, 1, 4),
 ]  # fmt: skip
 
-_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-
 Sizes = tuple[int, int, int]
-
-
-def in_blocks(name: str) -> dict[str, Any]:
-    """The config, in 128 x 128 blocks if the release has other weights."""
-    config = read_config(CONFIGS / f"{name}.json")
-    places = [place for place in (config, config.get("text_config")) if isinstance(place, dict)]
-    found = [place["quantization_config"] for place in places if place.get("quantization_config")]
-    if not any(each.get("weight_block_size") == [128, 128] for each in found):
-        for place in places:
-            place["quantization_config"] = _BLOCKS
-    return config
 
 
 def sizes(n: int | None, k: int | None, experts: int | None, what: str) -> Sizes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +16,8 @@ import torch
 from torch import nn
 
 from moe_fp8.warmup import ModelDescription, describe, read_config
+from tests.model_configs import CONFIGS, in_blocks
+from tests.model_configs import NAMES as CONFIG_NAMES
 
 if sys.version_info < (3, 11):
     pytest.skip("transformers 5.23 needs Python 3.11", allow_module_level=True)
@@ -24,11 +25,9 @@ if sys.version_info < (3, 11):
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-CONFIGS = Path(__file__).parent.parent / "configs"
-
 #: Configs that a class of transformers wrote, each with the config of the same model as the hub has it.
 NAMES = (
-    *sorted(path.stem for path in CONFIGS.glob("*_transformers.json") if "gpt_oss" not in path.stem),
+    *(name for name in CONFIG_NAMES if name.endswith("_transformers") and "gpt_oss" not in name),
     "hy_v3",
 )
 
@@ -102,13 +101,7 @@ def matrices(name: str) -> dict[tuple[int | None, str], list[Sizes]]:
 
 
 def described(name: str) -> ModelDescription:
-    config = read_config(CONFIGS / f"{name}.json")
-    places = [place for place in (config, config.get("text_config", {})) if "quantization_config" in place]
-    if all(place["quantization_config"].get("quant_method") == "fp8" for place in places):
-        return describe(config, quantize=None if places else "fp8-block")
-    for place in places:
-        del place["quantization_config"]
-    return describe(config, quantize="fp8-block")
+    return describe(in_blocks(name))
 
 
 def covered(model: ModelDescription) -> dict[tuple[int | None, str], tuple[str, Sizes]]:
