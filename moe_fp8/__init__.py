@@ -28,7 +28,9 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from moe_fp8.ops import (
+        compile_only,
         gemm_fp8,
+        get_num_sms,
         grouped_gemm_fp8_contiguous,
         grouped_gemm_fp8_masked,
         indexer_quantize_and_cache,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
         paged_mqa_logits_metadata,
         quantize_fp8,
         quantize_fp8_blocks,
+        set_num_sms,
         silu_mul_quantize,
         to_mn_major,
     )
@@ -62,7 +65,9 @@ __all__ = [
     "TileError",
     "ToolchainError",
     "UnsupportedError",
+    "compile_only",
     "gemm_fp8",
+    "get_num_sms",
     "grouped_gemm_fp8_contiguous",
     "grouped_gemm_fp8_masked",
     "indexer_quantize_and_cache",
@@ -76,6 +81,7 @@ __all__ = [
     "paged_mqa_logits_metadata",
     "quantize_fp8",
     "quantize_fp8_blocks",
+    "set_num_sms",
     "silu_mul_quantize",
     "to_mn_major",
 ]

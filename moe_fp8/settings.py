@@ -33,6 +33,8 @@ class Settings:
     `bundle` (MOE_FP8_BUNDLE): a kernel bundle that is searched before `cache_dir`, or None.
     `dispatch` (MOE_FP8_DISPATCH): every call of an op goes through torch's dispatcher, so that an observer of
     the dispatcher sees a `moe_fp8::` event. An active torch profiler has the same effect.
+    `engine` (MOE_FP8_ENGINE): the kinds of calls that the plug-ins for vLLM and SGLang serve: "1" for all
+    ("dense", "experts" and "indexer"), or some of these with commas between them.
     """
 
     cache_dir: Path | None
@@ -42,6 +44,7 @@ class Settings:
     miss: MissPolicy
     bundle: Path | None = None
     dispatch: bool = False
+    engine: tuple[str, ...] = ()
 
     @cached_property
     def past_dispatcher(self) -> bool:
@@ -115,6 +118,20 @@ def _parse_miss(name: str, value: str) -> MissPolicy:
     return value  # type: ignore[return-value]
 
 
+#: The kinds of an engine's calls: products of linear layers, grouped products, logits of sparse attention.
+ENGINE_KINDS = ("dense", "experts", "indexer")
+
+
+def _parse_engine(name: str, value: str) -> tuple[str, ...]:
+    if value in ("0", "1"):
+        return ENGINE_KINDS if value == "1" else ()
+    given = value.split(",")
+    if set(given) - set(ENGINE_KINDS):
+        kinds = ", ".join(ENGINE_KINDS)
+        raise SettingError(name, f"1, 0, or some of {kinds} with commas between them", value)
+    return tuple(kind for kind in ENGINE_KINDS if kind in given)
+
+
 _PARSERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "MOE_FP8_CACHE_DIR": ("cache_dir", _parse_path),
     "MOE_FP8_BUNDLE": ("bundle", _parse_path),
@@ -123,4 +140,5 @@ _PARSERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "MOE_FP8_BATCH_INVARIANT": ("batch_invariant", _parse_bool),
     "MOE_FP8_JOBS": ("jobs", _parse_jobs),
     "MOE_FP8_JIT_MISS": ("miss", _parse_miss),
+    "MOE_FP8_ENGINE": ("engine", _parse_engine),
 }

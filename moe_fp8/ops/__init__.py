@@ -13,11 +13,14 @@ from moe_fp8.ops.indexer import (
     paged_mqa_logits_fp8,
     paged_mqa_logits_metadata,
 )
+from moe_fp8.ops.modes import compile_only, get_num_sms, set_num_sms
 from moe_fp8.ops.quantize import quantize_fp8, quantize_fp8_blocks, silu_mul_quantize
 from moe_fp8.ops.scales import to_mn_major
 
 __all__ = [
+    "compile_only",
     "gemm_fp8",
+    "get_num_sms",
     "grouped_gemm_fp8_contiguous",
     "grouped_gemm_fp8_masked",
     "indexer_quantize_and_cache",
@@ -30,6 +33,7 @@ __all__ = [
     "paged_mqa_logits_metadata",
     "quantize_fp8",
     "quantize_fp8_blocks",
+    "set_num_sms",
     "silu_mul_quantize",
     "to_mn_major",
 ]

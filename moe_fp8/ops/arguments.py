@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
+from moe_fp8.ops.modes import get_num_sms
 
 FP8 = torch.float8_e4m3fn
 F32 = torch.float32
@@ -129,7 +130,7 @@ def workers(op: str, tensor: Tensor, num_sms: int | None) -> int:
     if num_sms is None:
         if tensor.device.type != "cuda":
             raise ArgumentError(op, "num_sms", f"a number of workers on {tensor.device}", None, "pass it")
-        return int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
+        return get_num_sms(tensor.device)
     if num_sms < 1:
         raise ArgumentError(op, "num_sms", "at least 1", num_sms)
     return num_sms

@@ -18,6 +18,7 @@ from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit.driver import LoadedKernel, ParamBlock, device_info, ensure_context
 from moe_fp8.jit.runtime import get_kernel
 from moe_fp8.ops.keys import Call, Key, attributes_like
+from moe_fp8.ops.modes import Modes
 from moe_fp8.params import ParamStruct
 from moe_fp8.problems import InDtype
 from moe_fp8.specs import KernelSpec
@@ -56,9 +57,13 @@ _MAX_LAUNCHES = 8192
 _remembering = threading.Lock()
 
 
-@cache
 def num_sms(device: int) -> int:
-    """Return the number of streaming multiprocessors. Raises UnsupportedError if the GPU is no Hopper."""
+    """Return the number of SMs that a kernel may use. Raises UnsupportedError if the GPU is no Hopper."""
+    return _all_sms(device) if Modes.num_sms is None else min(Modes.num_sms, _all_sms(device))
+
+
+@cache
+def _all_sms(device: int) -> int:
     info = device_info(device)
     if info.cc != (9, 0):
         raise UnsupportedError(
@@ -80,6 +85,10 @@ def repeat(call: Call) -> bool:
     The equal call has passed the checks, so callers ask here before they check.
     """
     key, tensors = call
+    if not Modes.usual:
+        if not Modes.launching:
+            return False
+        key = Modes.num_sms, key
     launch = _launches.get(key)
     if launch is None:
         return False
@@ -113,9 +122,13 @@ def launch(spec: KernelSpec, grid: int, block: ParamBlock, device: int, call: Ca
     kernel = get_kernel(spec)
     # A launch that fails because the kernel is not prepared would end a capture.
     kernel.prepare(device)
+    if not Modes.launching:
+        return
     kernel.launch(grid, _raw_stream(device), block, device)
     if call is not None:
         key, tensors = call
+        if not Modes.usual:
+            key = Modes.num_sms, key
         made = _Launch(attributes_like(tensors), kernel, grid, device, block)
         with _remembering:
             while len(_launches) >= _MAX_LAUNCHES:

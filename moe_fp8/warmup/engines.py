@@ -22,16 +22,16 @@ class Logits:
 class EngineCalls:
     """The calls of one engine.
 
-    `contiguous` are its layouts of grouped GEMMs beside "masked". `quantizes`: it calls our ops that quantize
-    (of activations, after SiLU, and into the indexer's cache) and our top-k; engines mostly have kernels of
-    their own for these. `logits` are its forms of prefill logits. `bf16` are linear layers that it computes
-    in bf16 although the checkpoint has FP8 weights. `fewer_sms`: it may call the ops with so many SMs fewer.
+    `contiguous` are its layouts of grouped GEMMs beside "masked". `further` are our ops that it calls besides
+    GEMMs and logits; engines mostly have kernels of their own for these. `logits` are its forms of prefill
+    logits. `bf16` are linear layers that it computes in bf16 although the checkpoint has FP8 weights.
+    `fewer_sms`: it may call the ops with so many SMs fewer.
     """
 
     name: str
     version: str
     contiguous: tuple[GemmLayout, ...]
-    quantizes: bool
+    further: tuple[str, ...]
     logits: tuple[Logits, ...]
     bf16: tuple[str, ...] = ()
     fewer_sms: tuple[int, ...] = (0,)
@@ -41,20 +41,26 @@ _DTYPES: tuple[OutDtype, ...] = ("float32", "bfloat16")
 
 #: Every call that the ops serve.
 ANY = EngineCalls(
-    "", "", ("m_indices", "psum", "offsets"), True,
+    "", "", ("m_indices", "psum", "offsets"),
+    ("quantize_fp8", "silu_mul_quantize", "indexer_quantize_and_cache", "indexer_topk"),
     tuple(Logits(*form) for form in product((False, True), (False, True), _DTYPES)),
 )  # fmt: skip
 
+_FULL, _COMPRESSED = Logits(False, False, "float32"), Logits(True, False, "float32")
+
 _ENGINES = (
-    # vLLM serves with psum and warms up with m_indices; its indexer multiplies wk and weights_proj together,
-    # in bf16.
+    # vLLM serves with psum and compressed logits (0.24: with m_indices and full rows). Its indexer multiplies
+    # wk and weights_proj together, in bf16. Our plug-in quantizes the inputs of its dense layers.
     EngineCalls(
-        "vllm", "0.33.0", ("m_indices", "psum"), False, (Logits(True, False, "float32"),), ("indexer.wk",)
+        "vllm",
+        "0.33.0",
+        ("m_indices", "psum"),
+        ("quantize_fp8",),
+        (_FULL, _COMPRESSED),
+        ("indexer.wk",),
     ),
     # SGLang takes one SM from a GEMM that overlaps communication.
-    EngineCalls(
-        "sglang", "0.5.23", ("m_indices",), False, (Logits(False, False, "float32"),), fewer_sms=(0, 1)
-    ),
+    EngineCalls("sglang", "0.5.23", ("m_indices",), (), (_FULL,), fewer_sms=(0, 1)),
 )
 
 ENGINES = {engine.name: engine for engine in _ENGINES}

@@ -122,9 +122,10 @@ def plan(
         )
     bounds = Bounds.of(model, options)
     rows = list(gemm_rows(shapes, bounds, options))
-    if options.calls.quantizes:
-        rows += [*quantize_rows(model, shapes, indexer, bounds, options)]
-        rows += [*silu_mul_rows(shapes, bounds, options)]
+    if "quantize_fp8" in options.calls.further:
+        rows += quantize_rows(model, shapes, indexer, bounds, options)
+    if "silu_mul_quantize" in options.calls.further:
+        rows += silu_mul_rows(shapes, bounds, options)
     if indexer is not None:
         rows += indexer_rows(model, indexer, options)
     planned = Plan(model, options, tuple(rows), tuple(others))

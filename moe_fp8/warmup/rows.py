@@ -241,7 +241,7 @@ def indexer_rows(model: ModelDescription, indexer: Indexer, options: PlanOptions
         for spec, ranges, _ in _sweep(_runs(most, selection_extent), problems_at):
             yield PlanRow(op, what, None, None, None, None, ranges, spec)
 
-    if options.calls.quantizes:
+    if "indexer_quantize_and_cache" in options.calls.further:
         for power_of_two in (False, True):
 
             def cached(rows: int, power_of_two: bool = power_of_two) -> Iterable[Problem]:
@@ -263,7 +263,7 @@ def indexer_rows(model: ModelDescription, indexer: Indexer, options: PlanOptions
         what = ("indexer", "compressed" if form.compressed else "full", *fill, form.dtype)
         yield from uses("mqa_logits_fp8", most_queries, what, prefill)
     dtypes = tuple(dict.fromkeys(form.dtype for form in options.calls.logits))
-    for dtype in dtypes if options.calls.quantizes else ():
+    for dtype in dtypes if "indexer_topk" in options.calls.further else ():
 
         def chosen(rows: int, dtype: OutDtype = dtype) -> Iterator[IndexerTopkProblem]:
             # A decode step's logits may be one page wider than the longest context.

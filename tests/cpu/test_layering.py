@@ -33,13 +33,15 @@ ALLOWED = {
     # The planner asks which devices have a table of measured tiles.
     "warmup": {"errors", "settings", "limits", "problems", "heuristics", "specs", "jit"},
     "tune": {"errors", "settings", "limits", "problems", "heuristics", "specs", "jit", "ops", "warmup"},
+    # Plug-ins stand above everything that an engine needs, and are imported by engines alone.
+    "integrations": {"errors", "settings", "limits", "problems", "jit", "ops", "warmup"},
     "doctor": {"errors", "settings", "jit"},
     "cli": {"errors", "settings", "problems", "specs", "jit", "warmup", "doctor", "tune"},
     # The names of `__init__` load on first use; their modules are imported only for type checkers.
     "__init__": {"errors", "jit", "ops"},
 }
 
-MAY_IMPORT_TORCH = {"ops", "graph", "tune"}
+MAY_IMPORT_TORCH = {"ops", "graph", "tune", "integrations"}
 
 #: Code outside the package may use only these modules, and only their public names.
 PUBLIC_MODULES = {"moe_fp8", "moe_fp8.errors", "moe_fp8.graph", "moe_fp8.jit", "moe_fp8.warmup"}
@@ -89,7 +91,7 @@ def test_a_part_imports_only_what_is_below_it(path: Path) -> None:
     part = part_of(path)
     assert part in ALLOWED, f"{part} is a new part of the package: say here what it may import"
     above = set(imported_parts(path)) - ALLOWED[part] - {part}
-    if part in ("graph", "cli"):
+    if part in ("graph", "cli", "integrations"):
         above.discard("__init__")  # public names, which any user may import
     assert not above, f"{part} may not import {sorted(above)}"
 

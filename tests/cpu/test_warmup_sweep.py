@@ -43,8 +43,7 @@ def launcher() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         module = import_cuda_side("moe_fp8.ops.gemm.cuda", patch)
         patch.setattr(module.launch, "table", lambda device: gemm_table.devices()[device])
-        # The patch restores these two in the end; the sweep sets them for each plan.
-        patch.setattr(module.launch, "num_sms", module.launch.num_sms)
+        # The patch restores this in the end; the sweep sets it for each plan.
         patch.setattr(module, "settings", module.settings)
         yield module
 
@@ -70,7 +69,6 @@ def uncovered(planned: Plan, launcher: ModuleType) -> Iterator[GemmProblem]:
     specs, devices = set(planned.specs), range(len(gemm_table.devices()))
     given = replace(package_settings(), batch_invariant=options.batch_invariant)
     launcher.settings = lambda: given  # type: ignore[attr-defined]
-    launcher.launch.num_sms = lambda device: options.num_sms  # type: ignore[attr-defined]
     make = launcher._gemm_problem
     parallelism = Parallelism(options.tp, options.ep)
     for shape in gemm_shapes(planned.model, parallelism, pad_intermediate=options.pad_intermediate):
@@ -82,7 +80,7 @@ def uncovered(planned: Plan, launcher: ModuleType) -> Iterator[GemmProblem]:
                 calls += [(most, hint) for hint in range(most + 2)]
             seen: set[tuple[int, int | None]] = set()
             for m, hint in calls:
-                problem = make(layout, m, n, k, experts, hint, False, None, 0)
+                problem = make(layout, m, n, k, experts, hint, False, None, 0, options.num_sms)
                 # The selector looks only at these rows of a call.
                 selected = problem.for_selection()
                 rows = (selected.m, selected.expected_m)
@@ -90,7 +88,7 @@ def uncovered(planned: Plan, launcher: ModuleType) -> Iterator[GemmProblem]:
                     continue
                 seen.add(rows)
                 for device in devices:
-                    other = make(layout, m, n, k, experts, hint, False, None, device)
+                    other = make(layout, m, n, k, experts, hint, False, None, device, options.num_sms)
                     if kernel_spec(other) not in specs:
                         yield other
 

@@ -43,6 +43,7 @@ def _gemm_problem(
     fp32: bool,
     config_text: str | None,
     device: int,
+    num_sms: int,
 ) -> GemmProblem:
     return GemmProblem(
         layout,
@@ -52,7 +53,7 @@ def _gemm_problem(
         num_experts,
         expected_m,
         "float32" if fp32 else "bfloat16",
-        launch.num_sms(device),
+        num_sms,
         launch.table(device),
         settings().batch_invariant,
         config_text,
@@ -70,9 +71,10 @@ def _gemm_plan(
     fp32: bool,
     config_text: str | None,
     device: int,
+    num_sms: int,
 ) -> _GemmPlan:
     """The plan of a call. Raises TileError if `config_text` names no config that this call may use."""
-    problem = _gemm_problem(layout, m, n, k, num_experts, expected_m, fp32, config_text, device)
+    problem = _gemm_problem(layout, m, n, k, num_experts, expected_m, fp32, config_text, device, num_sms)
     chosen = select_gemm(problem)
     config = chosen.config
     return _GemmPlan(
@@ -145,7 +147,8 @@ def _gemm(
     n = b.shape[-2]
     num_experts = b.shape[0] if layout != "dense" else 1
     fp32 = out.dtype is torch.float32
-    plan = _gemm_plan(layout, m, n, k, num_experts, expected_m, fp32, config, device)
+    sms = launch.num_sms(device)
+    plan = _gemm_plan(layout, m, n, k, num_experts, expected_m, fp32, config, device, sms)
     batch = num_experts if layout == "masked" else 1
     out_stride = row_stride(out)
     scale_pitch = a_scale.stride(-1) if k > 128 else scales.pitch(a_scale)

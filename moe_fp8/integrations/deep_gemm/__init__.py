@@ -1,0 +1,69 @@
+"""A drop-in for the module `deep_gemm` on Hopper: the names that vLLM 0.24 to 0.33 and SGLang 0.5 look up.
+
+`moe_fp8.integrations.install` puts it in the place of `deep_gemm`. A name that no kernel of ours serves, or
+whose kind `install` was not given, comes from the engine's own copy, which is imported when somebody asks for
+it. If that copy lacks the name, it is absent here too, so that a caller that probes for it sees that. The
+import of this module needs no GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_fp8 import __version__
+from moe_fp8.integrations import kinds, vendored
+from moe_fp8.integrations.deep_gemm import gemm, indexer, layout, modes, utils
+
+_GEMM_NAMES: dict[str, tuple[str, str]] = {
+    "fp8_gemm_nt": ("dense", "fp8_gemm_nt"),
+    "fp8_fp4_gemm_nt": ("dense", "fp8_gemm_nt"),
+    "m_grouped_fp8_gemm_nt_contiguous": ("experts", "m_grouped_fp8_gemm_nt_contiguous"),
+    "m_grouped_fp8_fp4_gemm_nt_contiguous": ("experts", "m_grouped_fp8_gemm_nt_contiguous"),
+    "m_grouped_fp8_gemm_nt_masked": ("experts", "m_grouped_fp8_gemm_nt_masked"),
+    "m_grouped_fp8_fp4_gemm_nt_masked": ("experts", "m_grouped_fp8_gemm_nt_masked"),
+    "fp8_m_grouped_gemm_nt_masked": ("experts", "m_grouped_fp8_gemm_nt_masked"),
+}
+
+_INDEXER_NAMES = (
+    "fp8_mqa_logits",
+    "fp8_fp4_mqa_logits",
+    "get_paged_mqa_logits_metadata",
+    "fp8_paged_mqa_logits",
+    "fp8_fp4_paged_mqa_logits",
+)
+
+#: Name -> the kind of its calls, and the function.
+_SERVED: dict[str, tuple[str, Any]] = {
+    **{name: (kind, getattr(gemm, function)) for name, (kind, function) in _GEMM_NAMES.items()},
+    **{name: ("indexer", getattr(indexer, name)) for name in _INDEXER_NAMES},
+}
+
+#: Names that belong to no kind: settings, and layouts of scales.
+_SHARED: dict[str, Any] = {
+    name: getattr(module, name)
+    for module, names in (
+        (layout, utils.layout.__all__),
+        (modes, modes.__all__),
+    )
+    for name in names
+    if hasattr(module, name)
+}
+
+__all__ = ["__version__", "utils"]
+
+
+def __getattr__(name: str) -> Any:
+    found = _SERVED.get(name)
+    if found is not None and found[0] in kinds.served():
+        return found[1]
+    if name in _SHARED:
+        return _SHARED[name]
+    other = None if name.startswith("__") else vendored.lookup(name)
+    if other is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return other
+
+
+def __dir__() -> list[str]:
+    own = [name for name, (kind, _) in _SERVED.items() if kind in kinds.served()]
+    return sorted({*globals(), *_SHARED, *own})

@@ -1,0 +1,160 @@
+"""The GEMMs under DeepGEMM's names: operands are pairs (values, scales), results go to `d`.
+
+Sources of the semantics: the Python signatures of DeepGEMM 2.5 and 2.8, and the callers in vLLM 0.24 and 0.33
+and SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_fp8.integrations.deep_gemm.layout import get_mk_alignment_for_contiguous_layout
+from moe_fp8.integrations.deep_gemm.modes import early_weights
+from moe_fp8.integrations.forwarding import NotServed, or_vendored
+from moe_fp8.ops import gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked
+from moe_fp8.problems import SEGMENT_ALIGNMENT
+
+Pair = tuple[Tensor, Tensor]
+Recipe = Sequence[int] | None
+
+
+@or_vendored
+def fp8_gemm_nt(
+    a: Pair,
+    b: Pair,
+    d: Tensor,
+    c: Tensor | None = None,
+    recipe: Recipe = None,
+    recipe_a: Recipe = None,
+    recipe_b: Recipe = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    alpha: float | None = None,
+    epilogue: Any = None,
+) -> None:
+    """d = a @ b^T, or a @ b^T + c; see `moe_fp8.gemm_fp8` for shapes, strides and errors.
+
+    a: (fp8 `[M, K]`, fp32 scales `[M, K/128]` of any stride). b: (fp8 `[N, K]`, fp32 `[ceil(N/128), K/128]`).
+    d: bf16 or fp32 `[M, N]`. c: fp32 `[M, N]`, or d itself; d is then fp32 and one more kernel adds. The
+    other options have no meaning on Hopper, but for recipes other than (1, 128, 128), `alpha` and `epilogue`:
+    such calls, and a K that 128 does not divide, go to the engine's own copy.
+    Safe to capture.
+    """
+    _demand(a, b, recipe, recipe_a, recipe_b, alpha, epilogue)
+    (a_values, a_scale), (b_values, b_scale) = a, b
+    if c is None:
+        gemm_fp8(a_values, a_scale, b_values, b_scale.contiguous(), out=d, constant_weights=early_weights())
+        return
+    if c.dtype is not torch.float32 or d.dtype is not torch.float32:
+        raise NotServed(f"c is added in fp32, with d in fp32, got {c.dtype} and {d.dtype}")
+    product = torch.empty_like(d) if c.data_ptr() == d.data_ptr() else d
+    gemm_fp8(a_values, a_scale, b_values, b_scale.contiguous(), out=product, constant_weights=early_weights())
+    torch.add(product, c, out=d)
+
+
+@or_vendored
+def m_grouped_fp8_gemm_nt_contiguous(
+    a: Pair,
+    b: Pair,
+    d: Tensor,
+    grouped_layout: Tensor,
+    recipe: Recipe = None,
+    recipe_a: Recipe = None,
+    recipe_b: Recipe = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+    epilogue: Any = None,
+) -> None:
+    """d = a @ b[e]^T for the rows of each expert e; see `moe_fp8.grouped_gemm_fp8_contiguous`.
+
+    grouped_layout: int32 `[M]`, each row's expert, -1 for padding; with `use_psum_layout` int32 `[E]`, one
+    past each expert's last row. Experts start at multiples of `get_mk_alignment_for_contiguous_layout()`.
+    Rows of d that belong to no expert are unspecified, whatever `ensure_zero_padding` says.
+    expected_m_for_psum_layout: the expected rows of an expert; any value is safe. Safe to capture.
+    """
+    _demand(a, b, recipe, recipe_a, recipe_b, None, epilogue)
+    (a_values, a_scale), (b_values, b_scale) = a, b
+    alignment = get_mk_alignment_for_contiguous_layout()
+    layout: dict[str, Any] = {"psum" if use_psum_layout else "m_indices": grouped_layout}
+    if alignment % SEGMENT_ALIGNMENT or (use_psum_layout and alignment != SEGMENT_ALIGNMENT):
+        ranges = _psum_ranges if use_psum_layout else _index_ranges
+        layout = {"offsets": ranges(grouped_layout, a_values.shape[0], b_values.shape[0], alignment)}
+    grouped_gemm_fp8_contiguous(
+        a_values,
+        a_scale,
+        b_values,
+        b_scale.contiguous(),
+        out=d,
+        expected_m=expected_m_for_psum_layout,
+        **layout,
+    )
+
+
+def _index_ranges(m_indices: Tensor, rows: int, num_experts: int, alignment: int) -> Tensor:
+    """The ranges of rows of each expert, int32 `[E + 1]`; padding belongs to the expert before it."""
+    experts = torch.arange(num_experts + 1, dtype=m_indices.dtype, device=m_indices.device)
+    return torch.searchsorted(m_indices.cummax(0).values, experts, out_int32=True)
+
+
+def _psum_ranges(psum: Tensor, rows: int, num_experts: int, alignment: int) -> Tensor:
+    """The same from the experts' ends."""
+    ends = torch.div(psum + (alignment - 1), alignment, rounding_mode="floor") * alignment
+    return torch.nn.functional.pad(ends.clamp(max=rows), (1, 0)).to(torch.int32)
+
+
+@or_vendored
+def m_grouped_fp8_gemm_nt_masked(
+    a: Pair,
+    b: Pair,
+    d: Tensor,
+    masked_m: Tensor,
+    expected_m: int,
+    recipe: Recipe = None,
+    recipe_a: Recipe = None,
+    recipe_b: Recipe = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    epilogue: Any = None,
+    enable_overlap: bool = False,
+    max_block_n: int = 256,
+    signal: Tensor | None = None,
+) -> None:
+    """d[e] = a[e] @ b[e]^T for the first `masked_m[e]` rows; see `moe_fp8.grouped_gemm_fp8_masked`.
+
+    expected_m: the expected rows of an expert; any value is safe. Calls that signal another kernel while they
+    run (`enable_overlap`) go to the engine's own copy. Safe to capture.
+    """
+    _demand(a, b, recipe, recipe_a, recipe_b, None, epilogue)
+    if enable_overlap or signal is not None:
+        raise NotServed("no kernel of ours signals other kernels while it runs (enable_overlap, signal)")
+    (a_values, a_scale), (b_values, b_scale) = a, b
+    grouped_gemm_fp8_masked(
+        a_values, a_scale, b_values, b_scale.contiguous(), masked_m, expected_m=expected_m, out=d
+    )
+
+
+def _demand(
+    a: Pair, b: Pair, recipe: Recipe, recipe_a: Recipe, recipe_b: Recipe, alpha: Any, epilogue: Any
+) -> None:
+    """Raise NotServed unless the operands are FP8 with scales of 1 x 128 and 128 x 128."""
+    if (
+        recipe is None and recipe_a is None and recipe_b is None and alpha is None and epilogue is None
+        and a[0].dtype is b[0].dtype is torch.float8_e4m3fn and not a[0].shape[-1] % 128
+    ):  # fmt: skip
+        return
+    if alpha is not None or epilogue is not None:
+        raise NotServed("no kernel of ours has `alpha` or an epilogue")
+    if not (a[0].dtype is b[0].dtype is torch.float8_e4m3fn):
+        raise NotServed(f"the operands are float8_e4m3fn, got {a[0].dtype} and {b[0].dtype}")
+    given = tuple(recipe or (1, 128, 128)), tuple(recipe_a or (1, 128)), tuple(recipe_b or (128, 128))
+    if given != ((1, 128, 128), (1, 128), (128, 128)):
+        raise NotServed(f"scales are of 1 x 128 and 128 x 128 (recipe (1, 128, 128)), got {given}")
+    if a[0].shape[-1] % 128:
+        raise NotServed(f"K is a multiple of 128, got {a[0].shape[-1]}")

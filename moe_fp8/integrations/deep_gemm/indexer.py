@@ -1,0 +1,109 @@
+"""The logits of sparse attention's indexer under DeepGEMM's names.
+
+vLLM 0.24 and SGLang 0.5.23 pass `clean_logits`; vLLM 0.33 passes `max_seqlen_k` in its place and gets
+compressed rows. A bool and an int in this place are told apart.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_fp8.integrations.forwarding import NotServed, or_vendored
+from moe_fp8.ops import mqa_logits_fp8, paged_mqa_logits_fp8
+from moe_fp8.ops import paged_mqa_logits_metadata as make_metadata
+
+Pair = tuple[Tensor, Tensor]
+
+
+@or_vendored
+def fp8_mqa_logits(
+    q: Tensor | tuple[Tensor, Tensor | None],
+    kv: Pair,
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: bool | int = True,
+    max_seqlen_k: int = 0,
+    logits_dtype: torch.dtype = torch.float32,
+    schedule_meta: Tensor | None = None,
+) -> Tensor:
+    """Logits of each query over its range of keys; see `moe_fp8.mqa_logits_fp8`.
+
+    q: fp8 `[M, H, D]`, or (fp8, None). kv: (fp8 `[N, D]`, fp32 `[N]`). weights: fp32 `[M, H]`. The ranges:
+    int32 `[M]`. clean_logits: write -inf outside of the ranges. max_seqlen_k > 0, or an int of this meaning
+    in the place of `clean_logits`: compressed rows of so many columns, not cleaned unless `clean_logits` is
+    True. Returns fp32 or bf16 `[M, N]` or `[M, max_seqlen_k]`. `schedule_meta` has no meaning on Hopper. Safe
+    to capture.
+    """
+    if not isinstance(clean_logits, bool):
+        clean_logits, max_seqlen_k = False, clean_logits
+    return mqa_logits_fp8(
+        _values(q), *kv, weights, cu_seq_len_k_start, cu_seq_len_k_end,
+        max_seqlen_k=max_seqlen_k or None, fill=clean_logits, out_dtype=logits_dtype,
+    )  # fmt: skip
+
+
+fp8_fp4_mqa_logits = fp8_mqa_logits
+
+
+@or_vendored
+def get_paged_mqa_logits_metadata(
+    context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None = None
+) -> Tensor:
+    """The schedule of a batch for `num_sms` tasks, int32 `[num_sms + 1, 2]`.
+
+    context_lens: int32 `[B]` or `[B, next_n]`. `indices` (rows of different requests in one batch) are served
+    by no kernel of ours on Hopper. Safe to capture.
+    """
+    _no_indices(indices)
+    return make_metadata(context_lens.contiguous(), block_size=block_kv, num_sms=num_sms)
+
+
+@or_vendored
+def fp8_paged_mqa_logits(
+    q: Tensor | tuple[Tensor, Tensor | None],
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: Tensor,
+    max_context_len: int,
+    clean_logits: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+    indices: Tensor | None = None,
+) -> Tensor:
+    """Logits of each request's tokens over its paged keys; see `moe_fp8.paged_mqa_logits_fp8`.
+
+    q: fp8 `[B, next_n, H, D]`, or (fp8, None). kv_cache: uint8 `[pages, block, 1, D + 4]`. context_lens:
+    int32 `[B]` or `[B, next_n]`; zero is allowed. Returns fp32 or bf16 `[B * next_n, max_context_len]`, of
+    which only columns below a token's length are written. clean_logits: the others are -inf, which one more
+    kernel writes before. Safe to capture.
+    """
+    _no_indices(indices)
+    values = _values(q)
+    out = None
+    if clean_logits:
+        shape = (values.shape[0] * values.shape[1], max_context_len)
+        out = torch.full(shape, float("-inf"), dtype=logits_dtype, device=values.device)
+    return paged_mqa_logits_fp8(
+        values, kv_cache, weights, context_lens.contiguous(), block_table, schedule_meta,
+        max_context_len=max_context_len, out=out, out_dtype=logits_dtype,
+    )  # fmt: skip
+
+
+fp8_fp4_paged_mqa_logits = fp8_paged_mqa_logits
+
+
+def _values(q: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
+    if isinstance(q, Tensor):
+        return q
+    values, scales = q
+    if scales is not None:
+        raise NotServed("queries with scales of their own (FP4, MXFP8) are not served")
+    return values
+
+
+def _no_indices(indices: Tensor | None) -> None:
+    if indices is not None:
+        raise NotServed("`indices` (rows of different requests in one batch) are not served on Hopper")

@@ -1,0 +1,69 @@
+"""The modes of DeepGEMM's module: SMs, dependent launches, and compilation without a launch."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from moe_fp8 import ops
+from moe_fp8.integrations import vendored
+from moe_fp8.ops import compile_only, get_num_sms
+
+__all__ = [
+    "get_compile_mode",
+    "get_num_sms",
+    "get_pdl",
+    "set_compile_mode",
+    "set_num_sms",
+    "set_pdl",
+]
+
+
+class _Modes:
+    early_weights: bool = False
+    compiling: ExitStack | None = None
+
+
+def set_num_sms(num_sms: int) -> None:
+    """Use at most `num_sms` SMs from now on, in all threads; see `moe_fp8.set_num_sms`."""
+    everything = (
+        torch.cuda.is_available() and num_sms >= torch.cuda.get_device_properties().multi_processor_count
+    )
+    ops.set_num_sms(None if everything else num_sms)
+    vendored.set_too("set_num_sms", num_sms)
+
+
+def set_pdl(enable: bool) -> None:
+    """With True, a dense GEMM reads weights and their scales while the kernel before it still runs.
+
+    An engine says so because its weights do not change while it serves. Without it, only the launch itself
+    overlaps (`constant_weights` of `moe_fp8.gemm_fp8`).
+    """
+    _Modes.early_weights = bool(enable)
+    vendored.set_too("set_pdl", bool(enable))
+
+
+def get_pdl() -> bool:
+    """What `set_pdl` set; False at first."""
+    return _Modes.early_weights
+
+
+def early_weights() -> bool:
+    """Whether a dense GEMM may read its weights early."""
+    return _Modes.early_weights
+
+
+def set_compile_mode(mode: int) -> None:
+    """1: calls on a GPU load their kernels, compile them if need be, and launch nothing; 0: they launch."""
+    if mode and _Modes.compiling is None:
+        _Modes.compiling = ExitStack()
+        _Modes.compiling.enter_context(compile_only())
+    elif not mode and _Modes.compiling is not None:
+        _Modes.compiling.close()
+        _Modes.compiling = None
+
+
+def get_compile_mode() -> int:
+    """What `set_compile_mode` set; 0 at first."""
+    return int(_Modes.compiling is not None)

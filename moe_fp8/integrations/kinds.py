@@ -1,0 +1,28 @@
+"""The kinds of calls that an engine may leave to our kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moe_fp8.errors import ConfigError
+from moe_fp8.settings import ENGINE_KINDS
+
+#: "dense": products of linear layers. "experts": grouped products. "indexer": logits of sparse attention.
+KINDS = ENGINE_KINDS
+
+_served: tuple[str, ...] = KINDS
+
+
+def serve(kinds: Iterable[str]) -> None:
+    """From now on, our kernels serve these kinds. Raises ConfigError for an unknown kind."""
+    global _served
+    given = tuple(dict.fromkeys(kinds))
+    unknown = [kind for kind in given if kind not in KINDS]
+    if unknown:
+        raise ConfigError("serve", f"some of {', '.join(KINDS)}", unknown[0])
+    _served = given
+
+
+def served() -> tuple[str, ...]:
+    """The kinds that our kernels serve."""
+    return _served

@@ -1,0 +1,89 @@
+"""The kernels of a loaded engine: planned from the weights that it has, not from a config file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from moe_fp8 import jit
+from moe_fp8.warmup import Plan, PlanOptions, load_plan, plan
+from moe_fp8.warmup.models import Indexer, ModelDescription
+from moe_fp8.warmup.shapes import GemmShape
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class LoadedEngine:
+    """What an engine has loaded, and the limits of its calls.
+
+    `engine` is "vllm" or "sglang". `dense` are (N, K) of linear layers, `experts` (local experts, N, K) of
+    grouped products. `data_parallel`: groups of ranks whose tokens a rank's experts get. `next_n`: the most
+    tokens of a request in a decode step. `num_sms`: SMs that the ops use.
+    """
+
+    engine: str
+    name: str
+    max_tokens: int
+    max_batch: int
+    max_positions: int
+    num_sms: int
+    next_n: int = 1
+    data_parallel: int = 1
+    experts_per_token: int = 1
+    block_size: int = 64
+    indexer: Indexer | None = None
+    dense: set[tuple[int, int]] = field(default_factory=set)
+    experts: set[tuple[int, int, int]] = field(default_factory=set)
+
+
+def plan_loaded(loaded: LoadedEngine) -> Plan:
+    """Every kernel that the engine's calls can launch within its limits. Needs no GPU."""
+    local = max((experts for experts, _, _ in loaded.experts), default=1)
+    model = ModelDescription(
+        name=loaded.name,
+        architecture=loaded.engine,
+        hidden_size=max((k for _, k in loaded.dense), default=1),
+        num_layers=1,
+        max_positions=loaded.max_positions,
+        dtype="bfloat16",
+        linears=(),
+        indexer=loaded.indexer,
+        num_experts=local * loaded.data_parallel,
+        experts_per_token=loaded.experts_per_token,
+        num_shared_experts=0,
+    )
+    options = PlanOptions(
+        ep=loaded.data_parallel,
+        attention_tp=1,
+        max_tokens=loaded.max_tokens,
+        max_batch=loaded.max_batch,
+        next_n=loaded.next_n,
+        num_sms=loaded.num_sms,
+        block_size=loaded.block_size,
+        engine=loaded.engine,
+    )
+    return plan(model, options, extra=(*_dense(loaded.dense), *_grouped(loaded.experts)))
+
+
+def _dense(shapes: Iterable[tuple[int, int]]) -> Iterable[GemmShape]:
+    return (GemmShape("linear", n, k) for n, k in sorted(shapes))
+
+
+def _grouped(shapes: Iterable[tuple[int, int, int]]) -> Iterable[GemmShape]:
+    return (GemmShape("experts", n, k, experts) for experts, n, k in sorted(shapes))
+
+
+def warm(loaded: LoadedEngine) -> Plan:
+    """Plan, build and load the engine's kernels; from then on, a miss is warned about and counted.
+
+    Raises ToolchainError, CompileError, DriverError.
+    """
+    made = plan_loaded(loaded)
+    count = load_plan(made)
+    jit.freeze("warn")
+    _logger.info(
+        "moe_fp8 planned %d kernels for %s and loaded %d of them", len(made.specs), loaded.name, count
+    )
+    return made

@@ -1,0 +1,109 @@
+"""The engine's own copy of `deep_gemm`, which has the names that no kernel of ours serves.
+
+It is imported when such a name is first needed, because its import needs a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+from types import ModuleType
+from typing import Any
+
+_logger = logging.getLogger(__name__)
+
+#: A package that vLLM ships.
+_VLLM = "vllm.third_party.deep_gemm"
+_NAME = "deep_gemm"
+
+
+class _Copy:
+    """The copy, once somebody has looked for it.
+
+    `seen` are the modules of an installed package. `modes` are settings that the copy must get when it is
+    loaded.
+    """
+
+    looked: bool = False
+    module: ModuleType | None = None
+    seen: dict[str, ModuleType] = {}  # noqa: RUF012
+    modes: dict[str, Any] = {}  # noqa: RUF012
+
+
+def remember() -> None:
+    """Keep the modules of an installed `deep_gemm` that has been imported already."""
+    _Copy.seen = {name: module for name, module in sys.modules.items() if _is_ours_to_hide(name)}
+
+
+def forget() -> None:
+    """Look for the copy again at the next call."""
+    _Copy.looked, _Copy.module, _Copy.seen, _Copy.modes = False, None, {}, {}
+
+
+def lookup(name: str, submodule: str = "") -> Any:
+    """The object `name` of the copy's module (or of its `submodule`); None if there is none."""
+    module = find()
+    if module is None:
+        return None
+    for part in filter(None, submodule.split(".")):
+        module = getattr(module, part, None)
+        if module is None:
+            return None
+    return getattr(module, name, None)
+
+
+def find() -> ModuleType | None:
+    """The copy: an installed package `deep_gemm`, else the package that vLLM ships, else None."""
+    if not _Copy.looked:
+        _Copy.looked = True
+        _Copy.module = _installed() or _shipped()
+        where = "none" if _Copy.module is None else getattr(_Copy.module, "__file__", "?")
+        _logger.info("the engine's own deep_gemm: %s", where)
+        for setter, value in _Copy.modes.items():
+            getattr(_Copy.module, setter, _nothing)(value)
+    return _Copy.module
+
+
+def set_too(setter: str, value: Any) -> None:
+    """Call the copy's function `setter` with `value`, now or when the copy is loaded."""
+    _Copy.modes[setter] = value
+    if _Copy.module is not None:
+        getattr(_Copy.module, setter, _nothing)(value)
+
+
+def _nothing(value: Any) -> None:
+    pass
+
+
+def _is_ours_to_hide(name: str) -> bool:
+    return name == _NAME or name.startswith(f"{_NAME}.")
+
+
+def _installed() -> ModuleType | None:
+    """A package `deep_gemm` on the path, behind the module that has its place in `sys.modules`."""
+    if _NAME in _Copy.seen:
+        return _Copy.seen[_NAME]
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_ours_to_hide(name)}
+    try:
+        if importlib.util.find_spec(_NAME) is None:
+            return None
+        return importlib.import_module(_NAME)
+    except Exception as error:  # its import compiles and asks the GPU
+        _logger.info("the installed deep_gemm cannot be imported: %s", error)
+        return None
+    finally:
+        for name in [name for name in sys.modules if _is_ours_to_hide(name)]:
+            del sys.modules[name]
+        sys.modules.update(hidden)
+
+
+def _shipped() -> ModuleType | None:
+    try:
+        return importlib.import_module(_VLLM)
+    except ImportError:
+        return None
+    except Exception as error:
+        _logger.info("vLLM's own deep_gemm cannot be imported: %s", error)
+        return None

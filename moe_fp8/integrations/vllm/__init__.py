@@ -1,0 +1,141 @@
+"""The plug-in for vLLM 0.24 to 0.33: the entry point `vllm.general_plugins` calls `register` in each process.
+
+docs/vllm.md says what it replaces.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from moe_fp8.errors import UnsupportedError
+from moe_fp8.integrations import alias
+from moe_fp8.settings import settings
+
+_logger = logging.getLogger("vllm.moe_fp8")
+
+#: vLLM's own warmup of DeepGEMM kernels, which takes thousands of launches.
+_WARMUP = "VLLM_DEEP_GEMM_WARMUP"
+
+#: How to undo each change, in order.
+_undo: list[Any] = []
+
+
+def register() -> None:
+    """What vLLM calls at the start of each process: `activate` with the kinds of MOE_FP8_ENGINE, if any."""
+    kinds = settings().engine
+    if kinds and not _undo:
+        activate(kinds)
+
+
+def activate(kinds: Iterable[str]) -> None:
+    """Serve `kinds` of this process's vLLM from now on; models that are loaded already keep their layers.
+
+    Raises UnsupportedError if the GPU is no Hopper.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda() or not current_platform.is_device_capability(90):
+        raise UnsupportedError("MOE_FP8_ENGINE: the kernels need a Hopper GPU; unset it on other GPUs")
+    kinds = tuple(kinds)
+    alias.install(kinds)
+    _undo.append(alias.uninstall)
+    _forget_symbols()
+    _undo.append(_forget_symbols)
+    if "dense" in kinds:
+        _register_linear_kernel()
+    if set(kinds) >= {"dense", "experts"}:
+        _set_environment(_WARMUP, "skip")
+    _plan_after_loading()
+    others = [kind for kind in ("dense", "experts", "indexer") if kind not in kinds]
+    _logger.info(
+        "moe_fp8 serves %s in the place of deep_gemm; vLLM's own kernels serve %s",
+        ", ".join(kinds),
+        ", ".join([*others, "experts of other backends", "everything else"]),
+    )
+
+
+def deactivate() -> None:
+    """Undo `activate`; models that are loaded already keep their layers."""
+    for undo in reversed(_undo):
+        undo()
+    _undo.clear()
+
+
+def _forget_symbols() -> None:
+    """Make vLLM look the functions of `deep_gemm` up again."""
+    import vllm.utils.deep_gemm as wrapper
+    import vllm.utils.import_utils as imports
+
+    for module in (wrapper, imports):
+        for value in list(vars(module).values()):
+            if getattr(value, "__module__", None) == module.__name__ and hasattr(value, "cache_clear"):
+                value.cache_clear()
+    for name in [name for name in vars(wrapper) if name.startswith("_") and name.endswith("_impl")]:
+        setattr(wrapper, name, None)
+    if hasattr(wrapper.DeepGemmQuantScaleFMT, "_oracle_cache"):
+        wrapper.DeepGemmQuantScaleFMT._oracle_cache = None
+
+
+def _register_linear_kernel() -> None:
+    """Put our kernel in front of vLLM's list of kernels for block-scaled FP8 layers.
+
+    vLLM's `register_linear_kernel` appends to the list, and the first kernel that can serve a layer wins.
+    """
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import PlatformEnum
+
+    from moe_fp8.integrations.vllm.linear import MoeFp8LinearKernel
+
+    kernels = linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA]
+    kernels.insert(0, MoeFp8LinearKernel)
+    _undo.append(lambda: kernels.remove(MoeFp8LinearKernel))
+
+
+def _set_environment(name: str, value: str) -> None:
+    before = os.environ.get(name)
+    os.environ[name] = value
+
+    def restore() -> None:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+    _undo.append(restore)
+
+
+def _plan_after_loading() -> None:
+    """Plan and load the kernels of each model as soon as vLLM has loaded it."""
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    from moe_fp8.integrations.planning import warm
+    from moe_fp8.integrations.vllm.model import describe_loaded
+
+    original = BaseModelLoader.load_model
+
+    def load_model(self: Any, vllm_config: Any, model_config: Any, *arguments: Any, **options: Any) -> Any:
+        model = original(self, vllm_config, model_config, *arguments, **options)
+        warm(describe_loaded(model, vllm_config, model_config))
+        return model
+
+    BaseModelLoader.load_model = load_model
+
+    def restore() -> None:
+        BaseModelLoader.load_model = original
+
+    _undo.append(restore)
+
+
+def active() -> bool:
+    """Whether `activate` is in force in this process."""
+    return bool(_undo)
+
+
+def version() -> str | None:
+    """vLLM's version if vLLM is imported in this process."""
+    module = sys.modules.get("vllm")
+    return None if module is None else getattr(module, "__version__", None)

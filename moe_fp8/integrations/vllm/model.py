@@ -1,0 +1,52 @@
+"""What a model that vLLM has loaded calls: shapes of weights, limits of the scheduler, the indexer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_fp8.integrations import kinds
+from moe_fp8.integrations.planning import LoadedEngine
+from moe_fp8.ops import get_num_sms
+from moe_fp8.warmup.models import Indexer
+
+
+def describe_loaded(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> LoadedEngine:
+    """The layers of `model` that our kernels serve, within the limits of `vllm_config`."""
+    scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+    drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
+    served = kinds.served()
+    loaded = LoadedEngine(
+        engine="vllm",
+        name=type(model).__name__,
+        max_tokens=scheduler.max_num_batched_tokens,
+        max_batch=scheduler.max_num_seqs,
+        max_positions=model_config.max_model_len,
+        num_sms=get_num_sms(),
+        next_n=1 + drafts,
+        data_parallel=parallel.data_parallel_size if parallel.enable_expert_parallel else 1,
+    )
+    if "dense" in served:
+        from moe_fp8.integrations.vllm.linear import MoeFp8LinearKernel
+
+        loaded.dense |= MoeFp8LinearKernel.loaded
+    for module in model.modules():
+        weights = [getattr(module, name, None) for name in ("w13_weight", "w2_weight")]
+        if "experts" in served and _calls_deep_gemm(module):
+            loaded.experts |= {tuple(weight.shape) for weight in weights if weight is not None}
+            top_k: Any = module.top_k
+            loaded.experts_per_token = max(loaded.experts_per_token, top_k)
+    text = model_config.hf_text_config
+    if "indexer" in served and getattr(text, "index_topk", None):
+        loaded.indexer = Indexer(text.index_n_heads, text.index_head_dim, text.index_topk)
+    return loaded
+
+
+def _calls_deep_gemm(module: torch.nn.Module) -> bool:
+    """Whether the module has routed experts in FP8 whose products vLLM leaves to `deep_gemm`."""
+    weight = getattr(module, "w13_weight", None)
+    if weight is None or weight.dtype is not torch.float8_e4m3fn:
+        return False
+    experts = getattr(getattr(module, "quant_method", None), "experts_cls", None)
+    return "DeepGemm" in getattr(experts, "__name__", "")

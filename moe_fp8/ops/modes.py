@@ -1,0 +1,61 @@
+"""Modes of the process that hold for every op: the number of SMs to use, and whether to launch at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from moe_fp8.errors import ConfigError, UnsupportedError
+
+
+class Modes:
+    """The modes in force. `usual`: both have their usual values, which every call asks first."""
+
+    num_sms: int | None = None
+    launching: bool = True
+    usual: bool = True
+
+    @classmethod
+    def put(cls, num_sms: int | None, launching: bool) -> None:
+        cls.num_sms, cls.launching = num_sms, launching
+        cls.usual = num_sms is None and launching
+
+
+def set_num_sms(num_sms: int | None) -> None:
+    """From now on, the ops of this process use at most `num_sms` SMs of a GPU; None: all of them.
+
+    It leaves the other SMs to kernels of another stream, for example to communication. It holds for all
+    threads and devices. It affects the speed of later calls, never their result; a captured graph keeps what
+    held at its capture. Each number has kernels of its own, so that a plan needs the same `num_sms`. A paged
+    schedule that was made with another number stays valid. Raises ConfigError unless it is at least 1.
+    """
+    if num_sms is not None and (isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 1):
+        raise ConfigError("num_sms", "an integer of at least 1, or None", num_sms)
+    Modes.put(num_sms, Modes.launching)
+
+
+def get_num_sms(device: int | torch.device | None = None) -> int:
+    """The number of SMs that the ops use on a GPU (default: the current GPU).
+
+    Raises UnsupportedError if there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise UnsupportedError("there is no GPU whose SMs could be counted")
+    found = int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return found if Modes.num_sms is None else min(Modes.num_sms, found)
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Within this block, a call on a GPU loads its kernel, and compiles it if need be, but launches nothing.
+
+    Outputs keep what they held. It holds for all threads.
+    """
+    before = Modes.launching
+    Modes.put(Modes.num_sms, False)
+    try:
+        yield
+    finally:
+        Modes.put(Modes.num_sms, before)
