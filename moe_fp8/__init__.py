@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from moe_fp8.ops import (
+        Permuted,
         compile_only,
         gemm_fp8,
         get_num_sms,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
         indexer_select,
         indexer_topk,
         indexer_workspace_bytes,
+        moe_combine,
+        moe_permute,
         mqa_logits_fp8,
         paged_indexer_select,
         paged_mqa_logits_fp8,
@@ -61,6 +64,7 @@ __all__ = [
     "JitMissError",
     "ModelError",
     "MoeFp8Error",
+    "Permuted",
     "SettingError",
     "TileError",
     "ToolchainError",
@@ -75,6 +79,8 @@ __all__ = [
     "indexer_topk",
     "indexer_workspace_bytes",
     "jit",
+    "moe_combine",
+    "moe_permute",
     "mqa_logits_fp8",
     "paged_indexer_select",
     "paged_mqa_logits_fp8",

@@ -24,6 +24,11 @@ MAX_NEXT_N = 8
 MAX_TOPK = 4096
 
 
+#: The most experts of one rank, and the most experts that a token goes to, of the kernels around the experts.
+MAX_EXPERTS = 1024
+MAX_EXPERTS_PER_TOKEN = 512
+
+
 def refuse_n(n: int) -> str:
     """N of a GEMM: rows of its weights."""
     return f"N is a positive multiple of {N_MULTIPLE}, got {n}" if n % N_MULTIPLE or n <= 0 else ""

@@ -13,9 +13,17 @@ from collections.abc import Iterable
 from typing import get_args
 
 from moe_fp8 import heuristics
-from moe_fp8.limits import INDEXER_HEADS, PAGE_SIZES, SCALE_BLOCK
+from moe_fp8.limits import INDEXER_HEADS, MAX_EXPERTS, PAGE_SIZES, SCALE_BLOCK
 from moe_fp8.problems import SEGMENT_ALIGNMENT, GemmLayout
-from moe_fp8.specs import GEMM_LAYOUTS, IN_DTYPES, QUANTIZE_ROWS, QUANTIZE_VALUES, SILU_ROWS, SILU_VALUES
+from moe_fp8.specs import (
+    GEMM_LAYOUTS,
+    IN_DTYPES,
+    MOE_PLACES,
+    QUANTIZE_ROWS,
+    QUANTIZE_VALUES,
+    SILU_ROWS,
+    SILU_VALUES,
+)
 
 #: Type -> (format of the struct module, bytes, alignment).
 _TYPES = {
@@ -176,6 +184,43 @@ INDEXER_TOPK = ParamStruct(
     "int num_carried",
 )
 
+MOE_PERMUTE = ParamStruct(
+    "MoePermuteParams",
+    "pointer x",
+    "pointer x_scale",
+    "pointer ids",
+    "pointer expert_map",
+    "pointer a",
+    "pointer a_scale",
+    "pointer offsets",
+    "pointer rows",
+    "int64 x_stride",
+    "int64 x_scale_stride",
+    "int64 x_group_stride",
+    "int64 ids_stride",
+    "int64 a_scale_stride",
+    "int num_tokens",
+    "int topk",
+    "int k",
+    "int num_experts",
+    "int num_ids",
+    "int tokens",
+)
+
+MOE_COMBINE = ParamStruct(
+    "MoeCombineParams",
+    "pointer y",
+    "pointer rows",
+    "pointer weights",
+    "pointer out",
+    "int64 y_stride",
+    "int64 weights_stride",
+    "int64 out_stride",
+    "int num_tokens",
+    "int topk",
+    "int n",
+)
+
 #: Layout of a GEMM -> enumerator of `sched::Layout`.
 _ENUMERATORS = {
     "dense": "kDense",
@@ -267,6 +312,16 @@ _KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
         INDEXER_CACHE,
         {"moe_fp8::kQuantizeValues": QUANTIZE_VALUES, **_IN_DTYPES},
     ),
+    "moe_permute": (
+        MOE_PERMUTE,
+        {
+            "moe_fp8::kBlockK": SCALE_BLOCK,
+            "moe_fp8::kQuantizeValues": QUANTIZE_VALUES,
+            "moe_fp8::kPlaces": MOE_PLACES,
+            "moe_fp8::kMaxExperts": MAX_EXPERTS,
+        },
+    ),
+    "moe_combine": (MOE_COMBINE, {"moe_fp8::kQuantizeValues": QUANTIZE_VALUES}),
     "indexer_topk": (INDEXER_TOPK, {"moe_fp8::topk::kBins": heuristics.TOPK_BINS, **_IN_DTYPES}),
 }
 

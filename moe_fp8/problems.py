@@ -228,6 +228,40 @@ class IndexerTopkProblem:
         )
 
 
+@dataclass(frozen=True)
+class MoePermuteProblem:
+    """Copies of `num_tokens` rows of `k` values to the experts that each of them goes to.
+
+    `in_dtype` None means FP8 input with scales; otherwise the input is quantized. `wide_ids`: int64 ids.
+    """
+
+    num_tokens: int
+    topk: int
+    k: int
+    in_dtype: InDtype | None = "bfloat16"
+    power_of_two: bool = False
+    wide_ids: bool = False
+    num_sms: int = DEFAULT_NUM_SMS
+
+    def for_selection(self) -> MoePermuteProblem:
+        """The problem that the choice of a kernel uses: `num_tokens` is rounded by `selection_extent`."""
+        return replace(self, num_tokens=selection_extent(self.num_tokens))
+
+
+@dataclass(frozen=True)
+class MoeCombineProblem:
+    """The weighted sums of `topk` rows of `n` values for each of `num_tokens` tokens."""
+
+    num_tokens: int
+    topk: int
+    n: int
+    num_sms: int = DEFAULT_NUM_SMS
+
+    def for_selection(self) -> MoeCombineProblem:
+        """The problem that the choice of a kernel uses: `num_tokens` is rounded by `selection_extent`."""
+        return replace(self, num_tokens=selection_extent(self.num_tokens))
+
+
 Problem: TypeAlias = (
     GemmProblem
     | MqaLogitsProblem
@@ -237,4 +271,6 @@ Problem: TypeAlias = (
     | SiluMulQuantizeProblem
     | IndexerCacheProblem
     | IndexerTopkProblem
+    | MoePermuteProblem
+    | MoeCombineProblem
 )

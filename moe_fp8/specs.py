@@ -13,11 +13,13 @@ from functools import cache
 from typing import Any, Generic, TypeVar
 
 from moe_fp8 import heuristics
-from moe_fp8.limits import MAX_TOPK, SCALE_BLOCK
+from moe_fp8.limits import MAX_EXPERTS_PER_TOKEN, MAX_TOPK, SCALE_BLOCK
 from moe_fp8.problems import (
     GemmProblem,
     IndexerCacheProblem,
     IndexerTopkProblem,
+    MoeCombineProblem,
+    MoePermuteProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
     PagedMqaMetadataProblem,
@@ -243,6 +245,36 @@ def select_indexer_topk(problem: IndexerTopkProblem) -> Selection[heuristics.Top
     return Selection(_indexer_topk_spec(problem.in_dtype, config), problem.num_rows * config.cluster, config)
 
 
+#: Places for rows of a block's tokens in `moe_permute`, and how many tokens a block takes at the most. Each
+#: block counts all ids, so that large calls have fewer blocks.
+MOE_PLACES = MAX_EXPERTS_PER_TOKEN
+_MOE_BLOCKS, _MOE_TOKENS = 256, 32
+
+
+@cache
+def _moe_permute_spec(in_fp8: bool, power_of_two: bool, wide_ids: bool) -> KernelSpec:
+    return _spec(
+        "moe_permute", 256, 0, IN_FP8=int(in_fp8), POWER_OF_TWO=int(power_of_two), WIDE_IDS=int(wide_ids)
+    )
+
+
+def select_moe_permute(problem: MoePermuteProblem) -> Selection[int]:
+    """The config is the number of tokens of a block."""
+    in_fp8 = problem.in_dtype is None
+    spec = _moe_permute_spec(in_fp8, problem.power_of_two and not in_fp8, problem.wide_ids)
+    tokens = min(_MOE_TOKENS, MOE_PLACES // problem.topk, max(1, problem.num_tokens // _MOE_BLOCKS))
+    return Selection(spec, -(-problem.num_tokens // tokens), tokens)
+
+
+_MOE_COMBINE = _spec("moe_combine", 128, 0)
+
+
+def select_moe_combine(problem: MoeCombineProblem) -> Selection[None]:
+    """The grid's blocks take turns with `QUANTIZE_VALUES` columns of a token for each thread."""
+    blocks = -(-problem.num_tokens * problem.n // (_MOE_COMBINE.num_threads * QUANTIZE_VALUES))
+    return Selection(_MOE_COMBINE, min(blocks, problem.num_sms * 16), None)
+
+
 _SELECTORS: dict[type[Problem], Callable[[Any], Selection[object]]] = {
     GemmProblem: select_gemm,
     MqaLogitsProblem: select_mqa_logits,
@@ -252,6 +284,8 @@ _SELECTORS: dict[type[Problem], Callable[[Any], Selection[object]]] = {
     SiluMulQuantizeProblem: select_silu_mul_quantize,
     IndexerCacheProblem: select_indexer_cache,
     IndexerTopkProblem: select_indexer_topk,
+    MoePermuteProblem: select_moe_permute,
+    MoeCombineProblem: select_moe_combine,
 }
 
 

@@ -72,7 +72,10 @@ def _dense(shapes: Iterable[tuple[int, int]]) -> Iterable[GemmShape]:
 
 
 def _grouped(shapes: Iterable[tuple[int, int, int]]) -> Iterable[GemmShape]:
-    return (GemmShape("experts", n, k, experts) for experts, n, k in sorted(shapes))
+    known = sorted(shapes)
+    for experts, n, k in known:
+        what = "experts.down" if (experts, 2 * k, n) in known else "experts.gate_up"
+        yield GemmShape(what, n, k, experts)
 
 
 def warm(loaded: LoadedEngine) -> Plan:

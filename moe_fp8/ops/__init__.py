@@ -14,10 +14,12 @@ from moe_fp8.ops.indexer import (
     paged_mqa_logits_metadata,
 )
 from moe_fp8.ops.modes import compile_only, get_num_sms, set_num_sms
+from moe_fp8.ops.moe import Permuted, moe_combine, moe_permute
 from moe_fp8.ops.quantize import quantize_fp8, quantize_fp8_blocks, silu_mul_quantize
 from moe_fp8.ops.scales import to_mn_major
 
 __all__ = [
+    "Permuted",
     "compile_only",
     "gemm_fp8",
     "get_num_sms",
@@ -27,6 +29,8 @@ __all__ = [
     "indexer_select",
     "indexer_topk",
     "indexer_workspace_bytes",
+    "moe_combine",
+    "moe_permute",
     "mqa_logits_fp8",
     "paged_indexer_select",
     "paged_mqa_logits_fp8",

@@ -42,7 +42,14 @@ _DTYPES: tuple[OutDtype, ...] = ("float32", "bfloat16")
 #: Every call that the ops serve.
 ANY = EngineCalls(
     "", "", ("m_indices", "psum", "offsets"),
-    ("quantize_fp8", "silu_mul_quantize", "indexer_quantize_and_cache", "indexer_topk"),
+    (
+        "quantize_fp8",
+        "silu_mul_quantize",
+        "moe_permute",
+        "moe_combine",
+        "indexer_quantize_and_cache",
+        "indexer_topk",
+    ),
     tuple(Logits(*form) for form in product((False, True), (False, True), _DTYPES)),
 )  # fmt: skip
 
@@ -50,12 +57,12 @@ _FULL, _COMPRESSED = Logits(False, False, "float32"), Logits(True, False, "float
 
 _ENGINES = (
     # vLLM serves with psum and compressed logits (0.24: with m_indices and full rows). Its indexer multiplies
-    # wk and weights_proj together, in bf16. Our plug-in quantizes the inputs of its dense layers.
+    # wk and weights_proj together, in bf16. Our plug-in quantizes inputs of dense layers and has own experts.
     EngineCalls(
         "vllm",
         "0.33.0",
-        ("m_indices", "psum"),
-        ("quantize_fp8",),
+        ("m_indices", "psum", "offsets"),
+        ("quantize_fp8", "silu_mul_quantize", "moe_permute", "moe_combine"),
         (_FULL, _COMPRESSED),
         ("indexer.wk",),
     ),

@@ -12,7 +12,15 @@ from moe_fp8.limits import refuse_head_dim, refuse_heads, refuse_topk
 from moe_fp8.specs import KernelSpec
 from moe_fp8.warmup.models import Indexer, ModelDescription
 from moe_fp8.warmup.options import PlanOptions
-from moe_fp8.warmup.rows import Bounds, PlanRow, gemm_rows, indexer_rows, quantize_rows, silu_mul_rows
+from moe_fp8.warmup.rows import (
+    Bounds,
+    PlanRow,
+    gemm_rows,
+    indexer_rows,
+    moe_rows,
+    quantize_rows,
+    silu_mul_rows,
+)
 from moe_fp8.warmup.shapes import GemmShape, Unplanned, gemm_shapes, uneven, unplanned, working_settings
 
 BF16_IN_ENGINE = "this engine computes it in bf16"
@@ -126,6 +134,8 @@ def plan(
         rows += quantize_rows(model, shapes, indexer, bounds, options)
     if "silu_mul_quantize" in options.calls.further:
         rows += silu_mul_rows(shapes, bounds, options)
+    if "moe_permute" in options.calls.further:
+        rows += moe_rows(model, shapes, bounds, options)
     if indexer is not None:
         rows += indexer_rows(model, indexer, options)
     planned = Plan(model, options, tuple(rows), tuple(others))

@@ -22,6 +22,8 @@ from moe_fp8.problems import (
     GemmProblem,
     IndexerCacheProblem,
     IndexerTopkProblem,
+    MoeCombineProblem,
+    MoePermuteProblem,
     MqaLogitsProblem,
     OutDtype,
     PagedMqaLogitsProblem,
@@ -227,6 +229,32 @@ def silu_mul_rows(shapes: Iterable[GemmShape], bounds: Bounds, options: PlanOpti
         names = tuple(dict.fromkeys(what))
         for spec, ranges, _ in _sweep(_runs(most, selection_extent), silu_mul):
             yield PlanRow("silu_mul_quantize", names, None, None, k, num_experts, ranges, spec)
+
+
+def moe_rows(
+    model: ModelDescription, shapes: Iterable[GemmShape], bounds: Bounds, options: PlanOptions
+) -> Iterator[PlanRow]:
+    """The rows of `moe_permute` and `moe_combine`, around the routed experts of each hidden size."""
+    topk = experts_per_token(model, options)
+    down = [shape for shape in shapes if shape.num_experts is not None and shape.what.endswith(".down")]
+    most = max(options.max_tokens, options.most_decoded) * options.dp
+    for hidden in dict.fromkeys(shape.n for shape in down):
+
+        def permute(tokens: int, hidden: int = hidden) -> Iterable[Problem]:
+            kinds = product((None, model.dtype), (False, True), (False, True), options.sm_budgets)
+            for in_dtype, power_of_two, wide_ids, sms in kinds:
+                if in_dtype in (None, "bfloat16"):
+                    yield MoePermuteProblem(tokens, topk, hidden, in_dtype, power_of_two, wide_ids, sms)
+
+        def combine(tokens: int, hidden: int = hidden) -> Iterable[Problem]:
+            for sms in options.sm_budgets:
+                yield MoeCombineProblem(tokens, topk, hidden, sms)
+
+        uses: tuple[tuple[str, str, Callable[[int], Iterable[Problem]]], ...]
+        uses = (("moe_permute", "experts.gate_up", permute), ("moe_combine", "experts.down", combine))
+        for op, what, problems_at in uses:
+            for spec, ranges, _ in _sweep(_runs(most, selection_extent), problems_at):
+                yield PlanRow(op, (what,), None, None, hidden, None, ranges, spec)
 
 
 def indexer_rows(model: ModelDescription, indexer: Indexer, options: PlanOptions) -> Iterator[PlanRow]:

@@ -47,6 +47,8 @@ def activate(kinds: Iterable[str]) -> None:
     _undo.append(_forget_symbols)
     if "dense" in kinds:
         _register_linear_kernel()
+    if "experts" in kinds:
+        _register_experts()
     if set(kinds) >= {"dense", "experts"}:
         _set_environment(_WARMUP, "skip")
     _plan_after_loading()
@@ -93,6 +95,27 @@ def _register_linear_kernel() -> None:
     kernels = linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA]
     kernels.insert(0, MoeFp8LinearKernel)
     _undo.append(lambda: kernels.remove(MoeFp8LinearKernel))
+
+
+def _register_experts() -> None:
+    """Offer our experts before vLLM's where vLLM would call DeepGEMM for them, or Triton."""
+    from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
+
+    from moe_fp8.integrations.vllm.experts import MoeFp8Experts
+
+    original = oracle.backend_to_kernel_cls
+    replaced = (oracle.Fp8MoeBackend.DEEPGEMM, oracle.Fp8MoeBackend.TRITON)
+
+    def backend_to_kernel_cls(backend: Any) -> list[type]:
+        classes: list[type] = original(backend)
+        return [MoeFp8Experts, *classes] if backend in replaced else classes
+
+    oracle.backend_to_kernel_cls = backend_to_kernel_cls
+
+    def restore() -> None:
+        oracle.backend_to_kernel_cls = original
+
+    _undo.append(restore)
 
 
 def _set_environment(name: str, value: str) -> None:

@@ -31,6 +31,11 @@ def describe_loaded(model: torch.nn.Module, vllm_config: Any, model_config: Any)
         from moe_fp8.integrations.vllm.linear import MoeFp8LinearKernel
 
         loaded.dense |= MoeFp8LinearKernel.loaded
+    if "experts" in served:
+        from moe_fp8.integrations.vllm.experts import MoeFp8Experts
+
+        loaded.experts |= MoeFp8Experts.loaded
+        loaded.experts_per_token = MoeFp8Experts.most_experts_per_token
     for module in model.modules():
         weights = [getattr(module, name, None) for name in ("w13_weight", "w2_weight")]
         if "experts" in served and _calls_deep_gemm(module):

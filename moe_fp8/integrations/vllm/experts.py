@@ -1,0 +1,141 @@
+"""vLLM's routed experts with block-scaled FP8 weights, on our kernels from the tokens to their sums."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe import DeepGemmExperts
+from vllm.model_executor.layers.fused_moe.utils import _resize_cache
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Dynamic128Sym,
+    kFp8Static128BlockSym,
+)
+from vllm.platforms import current_platform
+from vllm.utils.deep_gemm import DeepGemmQuantScaleFMT
+
+from moe_fp8.limits import MAX_EXPERTS
+from moe_fp8.ops import Permuted, grouped_gemm_fp8_contiguous, moe_combine, moe_permute, silu_mul_quantize
+from moe_fp8.ops.scales import empty_mn_major
+
+
+class MoeFp8Experts(DeepGemmExperts):
+    """Five launches: permute (with the quantization, unless ranks exchange tokens), GEMM, SiLU, GEMM, sum.
+
+    Experts' rows follow one another without padding. Scales are rounded as vLLM's kernels for DeepGEMM round
+    them: up to powers of two with VLLM_USE_DEEP_GEMM_E8M0, if DeepGEMM is used at all.
+    """
+
+    #: (local experts, N, K) of the products that this process has loaded, and the most experts of a token.
+    loaded: ClassVar[set[tuple[int, int, int]]] = set()
+    most_experts_per_token: ClassVar[int] = 1
+
+    def __init__(self, moe_config: Any, quant_config: Any, **options: Any) -> None:
+        super().__init__(moe_config=moe_config, quant_config=quant_config, **options)
+        self.power_of_two = DeepGemmQuantScaleFMT.from_oracle() == DeepGemmQuantScaleFMT.FLOAT32_CEIL_UE8M0
+        experts, width = moe_config.num_local_experts, moe_config.intermediate_size_per_partition
+        type(self).loaded |= {
+            (experts, 2 * width, moe_config.hidden_dim),
+            (experts, moe_config.hidden_dim, width),
+        }
+        cls = MoeFp8Experts
+        cls.most_experts_per_token = max(cls.most_experts_per_token, moe_config.experts_per_token)
+
+    @staticmethod
+    def is_supported_config(
+        cls: Any, moe_config: Any, weight_key: Any, activation_key: Any, activation_format: Any
+    ) -> tuple[bool, str | None]:
+        supported, reason = DeepGemmExperts.is_supported_config(
+            cls, moe_config, weight_key, activation_key, activation_format
+        )
+        if not supported:
+            return supported, reason
+        sizes = moe_config.hidden_dim, moe_config.intermediate_size_per_partition
+        if any(size % 128 for size in sizes) or moe_config.num_local_experts > MAX_EXPERTS:
+            return False, f"the kernels need sizes that 128 divides, got {sizes}"
+        return True, None
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return bool(current_platform.is_device_capability(90))
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return (weight_key, activation_key) == (kFp8Static128BlockSym, kFp8Dynamic128Sym)
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return activation == MoEActivation.SILU
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        # Ranks exchange FP8 tokens, which are half as large.
+        return not self.moe_config.moe_parallel_config.use_all2all_kernels
+
+    def workspace_shapes(
+        self, M: int, N: int, K: int, topk: int, *others: Any, **options: Any
+    ) -> tuple[tuple[int, ...], ...]:
+        rows = M * topk
+        return (rows, max(N // 2, K)), (rows, max(N, K)), (M, K)
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        num_experts, n, k = w1.shape
+        rows = topk_ids.numel()
+        fp8 = workspace13.view(torch.float8_e4m3fn)
+        scales = empty_mn_major((rows, k // 128), output)
+        index = torch.empty(num_experts + 1, dtype=torch.int32, device=output.device)
+        places = torch.empty(topk_ids.shape, dtype=torch.int32, device=output.device)
+        permuted = moe_permute(
+            hidden_states,
+            topk_ids,
+            num_experts=num_experts,
+            x_scale=a1q_scale,
+            expert_map=expert_map,
+            power_of_two=self.power_of_two,
+            out=Permuted(_resize_cache(fp8, (rows, k)), scales, index, places),
+        )
+        first = grouped_gemm_fp8_contiguous(
+            permuted.a,
+            permuted.a_scale,
+            w1,
+            self.w1_scale,
+            offsets=index,
+            out=_resize_cache(workspace2, (rows, n)),
+        )
+        # Only rows of experts on this rank count: the first index[num_experts] rows.
+        second_scales = empty_mn_major((1, rows, n // 256), output)
+        values, second_scales = silu_mul_quantize(
+            first.unsqueeze(0),
+            masked_m=index[num_experts:],
+            power_of_two=self.power_of_two,
+            limit=self.gemm1_clamp_limit,
+            out=(_resize_cache(fp8, (1, rows, n // 2)), second_scales),
+        )
+        second = grouped_gemm_fp8_contiguous(
+            values[0],
+            second_scales[0],
+            w2,
+            self.w2_scale,
+            offsets=index,
+            out=_resize_cache(workspace2, (rows, k)),
+        )
+        moe_combine(second, places, None if apply_router_weight_on_input else topk_weights, out=output)

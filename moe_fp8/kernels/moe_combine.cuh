@@ -1,0 +1,78 @@
+// Adds the rows that the experts computed for each token, in fp32, and rounds the sum once to bf16:
+//
+//   out[t] = sum over j of weights[t, j] * y[rows[t, j]], in the order of j; rows below 0 are left out
+//
+// A thread takes eight columns of one token. It loads the rows of eight places at once.
+#pragma once
+
+#include "common/quantize.cuh"
+#include "common/types.cuh"
+#include "ptx/sync.cuh"
+
+struct MoeCombineParams {
+    const void* y;        // bf16
+    const int* rows;      // [num_tokens, topk] contiguous
+    const float* weights; // or null: every weight is 1
+    uint16_t* out;        // bf16
+    int64_t y_stride;     // elements between rows of y
+    int64_t weights_stride;
+    int64_t out_stride;
+    int num_tokens;
+    int topk;
+    int n;
+};
+
+namespace moe_fp8 {
+
+constexpr int kPlacesAtOnce = 8;
+static_assert(CLUSTER_SIZE == 1 && SMEM_BYTES == 0, "see specs.py");
+
+DEVICE uint32_t pack_bf16(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+}  // namespace moe_fp8
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS) moe_combine(const __grid_constant__ MoeCombineParams p) {
+    using namespace moe_fp8;
+    ptx::grid_dependency_wait();
+    ptx::launch_dependents();
+    const uint16_t* y = static_cast<const uint16_t*>(p.y);
+    const int loads = p.n / kQuantizeValues;
+    const int64_t items = static_cast<int64_t>(p.num_tokens) * loads;
+    const int64_t step = static_cast<int64_t>(gridDim.x) * NUM_THREADS;
+    for (int64_t item = static_cast<int64_t>(blockIdx.x) * NUM_THREADS + threadIdx.x; item < items; item += step) {
+        const int64_t token = item / loads;
+        const int64_t column = (item - token * loads) * kQuantizeValues;
+        float sum[kQuantizeValues] = {};
+        for (int begin = 0; begin < p.topk; begin += kPlacesAtOnce) {
+            int row[kPlacesAtOnce];
+            float weight[kPlacesAtOnce];
+#pragma unroll
+            for (int i = 0; i < kPlacesAtOnce; ++i) {
+                const int j = begin + i;
+                row[i] = j < p.topk ? p.rows[token * p.topk + j] : -1;
+                weight[i] = row[i] < 0 ? 0.0f : p.weights == nullptr ? 1.0f : p.weights[token * p.weights_stride + j];
+            }
+            uint4 words[kPlacesAtOnce];
+#pragma unroll
+            for (int i = 0; i < kPlacesAtOnce; ++i) {
+                words[i] = make_uint4(0, 0, 0, 0);
+                if (row[i] >= 0) words[i] = *reinterpret_cast<const uint4*>(y + row[i] * p.y_stride + column);
+            }
+#pragma unroll
+            for (int i = 0; i < kPlacesAtOnce; ++i) {
+                const uint32_t pairs[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    sum[2 * c] = fmaf(weight[i], __uint_as_float(pairs[c] << 16), sum[2 * c]);
+                    sum[2 * c + 1] = fmaf(weight[i], __uint_as_float(pairs[c] & 0xffff0000u), sum[2 * c + 1]);
+                }
+            }
+        }
+        *reinterpret_cast<uint4*>(p.out + token * p.out_stride + column) =
+            make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
+    }
+}

@@ -1,0 +1,154 @@
+// Copies each token to a row for each expert that it goes to. The rows of an expert follow one another, and so do the experts, in
+// order and without gaps. A row is FP8 with MN-major scales of 1 x 128 groups, as a grouped GEMM reads it. The input is FP8 with
+// scales, or bf16 that is quantized here (common/quantize.cuh).
+//
+//   e = expert_map[ids[t, j]], or ids[t, j] without a map; ids and experts outside of 0 to their number - 1 are left out
+//   rows[t, j] = the number of (t', j') with a smaller e, or with the same e before (t, j); -1 if (t, j) is left out
+//   offsets[e] = the number of (t', j') with a smaller e
+//
+// One launch does everything: each CTA counts all ids, which are few beside the rows, and places those of its own tokens. So the
+// order does not depend on time, and nothing has to be cleared before.
+//
+// Shared memory: every thread adds to `counts` and `earlier`, then the CTA waits, and `counts` is overwritten by its prefix sums
+// where each thread has read only its own elements. `places` is written by the thread of each (t, j) and read after a wait.
+//
+// The kernel is specialised by IN_FP8, POWER_OF_TWO (of bf16 input) and WIDE_IDS (int64).
+#pragma once
+
+#include "common/quantize.cuh"
+#include "common/scan.cuh"
+#include "common/types.cuh"
+#include "ptx/sync.cuh"
+
+struct MoePermuteParams {
+    const void* x;
+    const float* x_scale;    // of FP8 input
+    const void* ids;         // [num_tokens, topk]
+    const int* expert_map;   // [num_ids], or null
+    uint8_t* a;              // [rows, k] contiguous
+    float* a_scale;
+    int* offsets;            // [num_experts + 1]
+    int* rows;               // [num_tokens, topk] contiguous
+    int64_t x_stride;        // elements between rows of x
+    int64_t x_scale_stride;  // elements between rows of x_scale
+    int64_t x_group_stride;  // elements between groups of x_scale
+    int64_t ids_stride;      // elements between rows of ids
+    int64_t a_scale_stride;  // elements between groups of a_scale
+    int num_tokens;
+    int topk;
+    int k;
+    int num_experts;
+    int num_ids;             // experts of all ranks, which ids count
+    int tokens;              // tokens of a CTA
+};
+
+namespace moe_fp8 {
+
+// A CTA has at most so many places for rows of its tokens; specs.py divides tokens accordingly.
+constexpr int kPlaces = 512;
+constexpr int kMaxExperts = 1024;
+constexpr int kWarps = NUM_THREADS / kWarp;
+// Each thread holds one load of 16 bytes, which are so many values of x.
+constexpr int kValues = IN_FP8 ? 16 : kQuantizeValues;
+static_assert(NUM_THREADS % kWarp == 0 && CLUSTER_SIZE == 1 && SMEM_BYTES == 0, "see specs.py");
+static_assert(kMaxExperts % NUM_THREADS == 0, "each thread scans as many experts");
+
+// Returns the expert of this rank that the j-th id of a token names, or -1.
+DEVICE int expert_of(const MoePermuteParams& p, int token, int j) {
+    const int64_t at = token * p.ids_stride + j;
+    const int64_t id = WIDE_IDS ? static_cast<const int64_t*>(p.ids)[at] : static_cast<const int*>(p.ids)[at];
+    if (id < 0 || id >= p.num_ids) return -1;
+    const int expert = p.expert_map == nullptr ? static_cast<int>(id) : p.expert_map[id];
+    return expert < p.num_experts ? expert : -1;
+}
+
+}  // namespace moe_fp8
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS) moe_permute(const __grid_constant__ MoePermuteParams p) {
+    using namespace moe_fp8;
+    __shared__ int counts[kMaxExperts], earlier[kMaxExperts], experts[kPlaces], places[kPlaces];
+    __shared__ uint32_t warp_sums[kWarps];
+    const int thread = static_cast<int>(threadIdx.x);
+    const int first = static_cast<int>(blockIdx.x) * p.tokens, last = min(first + p.tokens, p.num_tokens);
+
+    for (int e = thread; e < kMaxExperts; e += NUM_THREADS) counts[e] = earlier[e] = 0;
+    __syncthreads();
+    ptx::grid_dependency_wait();
+    ptx::launch_dependents();
+
+    for (int token = thread; token < p.num_tokens; token += NUM_THREADS) {
+        for (int j = 0; j < p.topk; ++j) {
+            const int expert = expert_of(p, token, j);
+            if (expert < 0) continue;
+            atomicAdd(&counts[expert], 1);
+            if (token < first) atomicAdd(&earlier[expert], 1);
+        }
+    }
+    const int own = (last - first) * p.topk;
+    for (int i = thread; i < own; i += NUM_THREADS) experts[i] = expert_of(p, first + i / p.topk, i % p.topk);
+    __syncthreads();
+
+    // Each thread sums the counts of neighbouring experts, and all threads the sums.
+    constexpr int kPerThread = kMaxExperts / NUM_THREADS;
+    uint32_t sum = 0, total;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) sum += counts[thread * kPerThread + i];
+    uint32_t before = sum_before<kWarps>(sum, warp_sums, total);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+        const int expert = thread * kPerThread + i, count = counts[expert];
+        counts[expert] = static_cast<int>(before);
+        if (blockIdx.x == 0 && expert < p.num_experts) p.offsets[expert] = static_cast<int>(before);
+        before += count;
+    }
+    if (blockIdx.x == 0 && thread == 0) p.offsets[p.num_experts] = static_cast<int>(total);
+    __syncthreads();
+
+    for (int i = thread; i < own; i += NUM_THREADS) {
+        const int expert = experts[i];
+        int place = -1;
+        if (expert >= 0) {
+            place = counts[expert] + earlier[expert];
+            for (int other = 0; other < i; ++other) place += experts[other] == expert;
+        }
+        places[i] = place;
+        p.rows[static_cast<int64_t>(first) * p.topk + i] = place;
+    }
+    __syncthreads();
+
+    // Whole warps go round together, because a group's threads exchange values.
+    const int loads = p.k / kValues, items = (last - first) * loads;
+    for (int begin = 0; begin < items; begin += NUM_THREADS) {
+        const int item = begin + thread;
+        const bool inside = item < items;
+        const int local = inside ? item / loads : 0, column = (item - local * loads) * kValues;
+        const int group = column / kBlockK, token = first + local;
+        const bool leads = column % kBlockK == 0;
+        uint4 words = make_uint4(0, 0, 0, 0);
+        float scale = 0.0f;
+        if constexpr (IN_FP8 != 0) {
+            if (inside) {
+                words = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.x) + token * p.x_stride + column);
+                if (leads) scale = p.x_scale[token * p.x_scale_stride + group * p.x_group_stride];
+            }
+        } else {
+            float v[kQuantizeValues] = {};
+            if (inside) load_values<InDtype::kBf16>(p.x, token * p.x_stride + column, v);
+            uint32_t packed[kQuantizeValues / 4];
+            scale = quantize_group<kBlockK / kQuantizeValues, POWER_OF_TWO != 0>(v, packed);
+            words.x = packed[0], words.y = packed[1];
+        }
+        if (!inside) continue;
+        for (int j = 0; j < p.topk; ++j) {
+            const int place = places[local * p.topk + j];
+            if (place < 0) continue;
+            uint8_t* target = p.a + static_cast<int64_t>(place) * p.k + column;
+            if constexpr (IN_FP8 != 0) {
+                *reinterpret_cast<uint4*>(target) = words;
+            } else {
+                *reinterpret_cast<uint2*>(target) = make_uint2(words.x, words.y);
+            }
+            if (leads) p.a_scale[group * p.a_scale_stride + place] = scale;
+        }
+    }
+}

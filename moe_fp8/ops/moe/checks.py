@@ -1,0 +1,133 @@
+"""Checks of the arguments of the ops around the experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_fp8.errors import ArgumentError
+from moe_fp8.limits import MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN
+from moe_fp8.ops.arguments import (
+    BF16,
+    F32,
+    FP8,
+    I32,
+    extent,
+    refuse_address,
+    refuse_device,
+    refuse_dtype,
+    refuse_layout,
+    refuse_shape,
+)
+from moe_fp8.ops.scales import pitch
+
+
+def permute(
+    x: Tensor,
+    x_scale: Tensor | None,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    a: Tensor,
+    a_scale: Tensor,
+    offsets: Tensor,
+    rows: Tensor,
+    power_of_two: bool,
+) -> None:
+    """x [T,K]; topk_ids [T,k]; a fp8 [R,K], a_scale fp32 [R,K/128] MN-major; offsets [E+1]; rows [T,k]."""
+    op = "moe_permute"
+    if x.dim() != 2 or x.shape[1] % 128 or x.shape[1] == 0:
+        refuse_shape(op, "x", x, "[T, K] with K a positive multiple of 128")
+    tokens, k = x.shape
+    if x.dtype is FP8:
+        if x_scale is None or x_scale.shape != (tokens, k // 128) or x_scale.dtype is not F32:
+            got = None if x_scale is None else [*x_scale.shape, x_scale.dtype]
+            raise ArgumentError(op, "x_scale", f"fp32 [{tokens}, {k // 128}], as x is FP8", got)
+    elif x.dtype is not BF16:
+        refuse_dtype(op, "x", x, "bfloat16, or float8_e4m3fn with x_scale")
+    elif x_scale is not None:
+        raise ArgumentError(op, "x_scale", "None, as x is bfloat16", list(x_scale.shape))
+    _rows_apart(op, "x", x)
+    if topk_ids.dim() != 2 or topk_ids.shape[0] != tokens:
+        refuse_shape(op, "topk_ids", topk_ids, f"[{tokens}, k]")
+    if not 1 <= topk_ids.shape[1] <= MAX_EXPERTS_PER_TOKEN:
+        refuse_shape(op, "topk_ids", topk_ids, f"[T, k] with k from 1 to {MAX_EXPERTS_PER_TOKEN}")
+    if topk_ids.dtype is not I32 and topk_ids.dtype is not torch.int64:
+        refuse_dtype(op, "topk_ids", topk_ids, "int32 or int64")
+    if topk_ids.stride(1) != 1 and topk_ids.shape[1] > 1:
+        refuse_layout(op, "topk_ids", topk_ids)
+    extent(op, "x", topk_ids.numel(), "rows, those of all places together")
+    if a.dim() != 2 or a.shape[1] != k or a.shape[0] < topk_ids.numel():
+        refuse_shape(op, "a", a, f"[at least {topk_ids.numel()}, {k}]")
+    if a.dtype is not FP8:
+        refuse_dtype(op, "a", a, "float8_e4m3fn")
+    if not a.is_contiguous() or a.data_ptr() & 15:
+        refuse_layout(op, "a", a)
+    if a_scale.shape != (a.shape[0], k // 128):
+        refuse_shape(op, "a_scale", a_scale, f"[{a.shape[0]}, {k // 128}]")
+    if a_scale.dtype is not F32:
+        refuse_dtype(op, "a_scale", a_scale, "float32")
+    if pitch(a_scale) == 0:
+        raise ArgumentError(op, "a_scale", "MN-major scales: stride (1, P)", f"stride {a_scale.stride()}")
+    if offsets.dim() != 1 or not 2 <= offsets.shape[0] <= MAX_EXPERTS + 1:
+        refuse_shape(op, "offsets", offsets, f"[num_experts + 1], 1 to {MAX_EXPERTS} experts")
+    if rows.shape != topk_ids.shape:
+        refuse_shape(op, "rows", rows, f"{list(topk_ids.shape)}")
+    for name, index in (("offsets", offsets), ("rows", rows), ("expert_map", expert_map)):
+        if index is not None:
+            _int32(op, name, index)
+    if expert_map is not None and expert_map.dim() != 1:
+        refuse_shape(op, "expert_map", expert_map, "[experts of all ranks]")
+    given = {"topk_ids": topk_ids, "a": a, "a_scale": a_scale, "offsets": offsets, "rows": rows}
+    optional = {"x_scale": x_scale, "expert_map": expert_map}
+    given |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+    if any(tensor.get_device() != x.get_device() for tensor in given.values()):
+        refuse_device(op, x, **given)
+
+
+def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> None:
+    """y bf16 [R,N], N % 8 == 0; rows int32 [T,k]; weights fp32 [T,k] or None; out bf16 [T,N]."""
+    op = "moe_combine"
+    if y.dim() != 2 or y.shape[1] % 8 or y.shape[1] == 0:
+        refuse_shape(op, "y", y, "[R, N] with N a positive multiple of 8")
+    if rows.dim() != 2 or not 1 <= rows.shape[1] <= MAX_EXPERTS_PER_TOKEN:
+        refuse_shape(op, "rows", rows, f"[T, k] with k from 1 to {MAX_EXPERTS_PER_TOKEN}")
+    _int32(op, "rows", rows)
+    expected = (rows.shape[0], y.shape[1])
+    if out.shape != expected:
+        refuse_shape(op, "out", out, f"{list(expected)}")
+    for name, tensor in (("y", y), ("out", out)):
+        if tensor.dtype is not BF16:
+            refuse_dtype(op, name, tensor, "bfloat16")
+        _rows_apart(op, name, tensor)
+    if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
+        raise ArgumentError(op, "out", "rows that do not overlap", f"stride {out.stride()}")
+    extent(op, "y", max(*y.shape, rows.numel()), "rows and columns, and places of all tokens")
+    if weights is not None:
+        if weights.shape != rows.shape:
+            refuse_shape(op, "weights", weights, f"{list(rows.shape)}")
+        if weights.dtype is not F32:
+            refuse_dtype(op, "weights", weights, "float32")
+        if weights.stride(1) != 1 and weights.shape[1] > 1:
+            refuse_layout(op, "weights", weights)
+    devices = {"rows": rows, "out": out} | ({} if weights is None else {"weights": weights})
+    if any(tensor.get_device() != y.get_device() for tensor in devices.values()):
+        refuse_device(op, y, **devices)
+
+
+def _int32(op: str, name: str, index: Tensor) -> None:
+    if index.dtype is not I32:
+        refuse_dtype(op, name, index, "int32")
+    if not index.is_contiguous():
+        refuse_layout(op, name, index)
+
+
+def _rows_apart(op: str, name: str, tensor: Tensor) -> None:
+    """Rows are contiguous, 16-byte aligned and a multiple of 16 bytes apart."""
+    rows, columns = tensor.shape
+    if (columns > 1 and tensor.stride(1) != 1) or (
+        rows > 1 and tensor.stride(0) * tensor.element_size() & 15
+    ):
+        got = f"stride {tensor.stride()} of {tensor.dtype}"
+        raise ArgumentError(op, name, "contiguous rows, a multiple of 16 bytes apart", got)
+    if tensor.data_ptr() & 15:
+        refuse_address(op, name, tensor)

@@ -1,0 +1,79 @@
+"""CUDA launches of the ops around the experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_fp8.ops import launch, scales
+from moe_fp8.ops.launch import Prepared
+from moe_fp8.params import MOE_COMBINE, MOE_PERMUTE
+from moe_fp8.problems import MoeCombineProblem, MoePermuteProblem
+from moe_fp8.specs import select_moe_combine, select_moe_permute
+
+
+def permute(
+    x: Tensor,
+    x_scale: Tensor | None,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    a: Tensor,
+    a_scale: Tensor,
+    offsets: Tensor,
+    rows: Tensor,
+    power_of_two: bool,
+) -> Prepared:
+    """x [T,K] -> a [R,K], a_scale [R,K/128], offsets [E+1], rows [T,k]."""
+    (tokens, topk), k, num_experts = topk_ids.shape, x.shape[1], offsets.shape[0] - 1
+    in_dtype = launch.IN_DTYPES.get(x.dtype)
+    wide = topk_ids.dtype is torch.int64
+    chosen = select_moe_permute(
+        MoePermuteProblem(tokens, topk, k, in_dtype, power_of_two, wide, launch.num_sms(x.get_device()))
+    )
+    block = launch.new_block(MOE_PERMUTE)
+    MOE_PERMUTE.pack_into(
+        block.buffer,
+        0,
+        x.data_ptr(),
+        0 if x_scale is None else x_scale.data_ptr(),
+        topk_ids.data_ptr(),
+        0 if expert_map is None else expert_map.data_ptr(),
+        a.data_ptr(),
+        a_scale.data_ptr(),
+        offsets.data_ptr(),
+        rows.data_ptr(),
+        x.stride(0),
+        0 if x_scale is None else x_scale.stride(0),
+        0 if x_scale is None else x_scale.stride(1),
+        topk_ids.stride(0),
+        scales.pitch(a_scale),
+        tokens,
+        topk,
+        k,
+        num_experts,
+        num_experts if expert_map is None else expert_map.shape[0],
+        chosen.config,
+    )
+    return chosen.spec, chosen.grid, block
+
+
+def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> Prepared:
+    """y [R,N], rows [T,k], weights [T,k] or None -> out [T,N]."""
+    (tokens, topk), n = rows.shape, y.shape[1]
+    chosen = select_moe_combine(MoeCombineProblem(tokens, topk, n, launch.num_sms(y.get_device())))
+    block = launch.new_block(MOE_COMBINE)
+    MOE_COMBINE.pack_into(
+        block.buffer,
+        0,
+        y.data_ptr(),
+        rows.data_ptr(),
+        0 if weights is None else weights.data_ptr(),
+        out.data_ptr(),
+        y.stride(0),
+        0 if weights is None else weights.stride(0),
+        out.stride(0),
+        tokens,
+        topk,
+        n,
+    )
+    return chosen.spec, chosen.grid, block

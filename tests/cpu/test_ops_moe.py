@@ -1,0 +1,86 @@
+"""moe_permute and moe_combine on the CPU: the reference, and what the ops refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_fp8 import ArgumentError, moe_combine, moe_permute
+from tests import moe_cases
+
+
+@pytest.mark.parametrize("case", moe_cases.CASES.values(), ids=moe_cases.CASES)
+def test_rows_and_sums(case: moe_cases.Case) -> None:
+    if case.tokens < 5000:
+        moe_cases.check(case, "cpu")
+
+
+def test_no_tokens() -> None:
+    x = torch.empty(0, 256, dtype=torch.bfloat16)
+    permuted = moe_permute(x, torch.empty(0, 8, dtype=torch.int32), num_experts=4)
+    assert permuted.offsets.tolist() == [0] * 5
+    assert moe_combine(x, permuted.rows).shape == (0, 256)
+
+
+X, IDS = torch.zeros(4, 256, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("argument", "given"),
+    [
+        ("x", {"x": X[:, :200]}),
+        ("x", {"x": X.half()}),
+        ("x", {"x": X[0]}),
+        ("x", {"x": torch.zeros(4, 260, dtype=torch.bfloat16)[:, :256]}),
+        ("x_scale", {"x_scale": torch.ones(4, 2)}),
+        ("x_scale", {"x": X.to(torch.float8_e4m3fn)}),
+        ("x_scale", {"x": X.to(torch.float8_e4m3fn), "x_scale": torch.ones(4, 3)}),
+        ("topk_ids", {"topk_ids": IDS[:3]}),
+        ("topk_ids", {"topk_ids": IDS.short()}),
+        ("topk_ids", {"topk_ids": torch.zeros(4, 600, dtype=torch.int32)}),
+        ("num_experts", {"num_experts": 0}),
+        ("num_experts", {"num_experts": 2000}),
+        ("expert_map", {"expert_map": torch.zeros(8, dtype=torch.int64)}),
+        ("expert_map", {"expert_map": torch.zeros(16, dtype=torch.int32)[::2]}),
+    ],
+)
+def test_permute_names_the_wrong_argument(argument: str, given: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {"x": X, "topk_ids": IDS, "num_experts": 8} | given
+    with pytest.raises(ArgumentError) as caught:
+        moe_permute(arguments.pop("x"), arguments.pop("topk_ids"), **arguments)
+    assert caught.value.argument == argument
+
+
+def test_permute_refuses_outputs_that_are_too_small() -> None:
+    out = moe_permute(X, IDS, num_experts=8)
+    with pytest.raises(ArgumentError, match="a: expected"):
+        moe_permute(X, IDS, num_experts=8, out=out._replace(a=out.a[:7], a_scale=out.a_scale[:7]))
+    with pytest.raises(ArgumentError, match="offsets"):
+        moe_permute(X, IDS, num_experts=9, out=out)
+    with pytest.raises(ArgumentError, match="a_scale"):
+        moe_permute(X, IDS, num_experts=8, out=out._replace(a_scale=out.a_scale.contiguous()))
+
+
+Y, ROWS = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("argument", "given"),
+    [
+        ("y", {"y": Y[:, :60]}),
+        ("y", {"y": Y.float()}),
+        ("rows", {"rows": ROWS.long()}),
+        ("rows", {"rows": ROWS.T}),
+        ("weights", {"weights": torch.ones(4, 3)}),
+        ("weights", {"weights": torch.ones(4, 2).half()}),
+        ("out", {"out": Y[:3]}),
+        ("out", {"out": Y[:1].expand(4, 64)}),
+    ],
+)
+def test_combine_names_the_wrong_argument(argument: str, given: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {"y": Y, "rows": ROWS, "weights": None, "out": None} | given
+    with pytest.raises(ArgumentError) as caught:
+        moe_combine(arguments["y"], arguments["rows"], arguments["weights"], out=arguments["out"])
+    assert caught.value.argument == argument

@@ -1,0 +1,59 @@
+"""moe_permute and moe_combine on the GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_fp8 import moe_combine, moe_permute
+from tests import moe_cases
+
+
+@pytest.mark.parametrize("case", moe_cases.CASES.values(), ids=moe_cases.CASES)
+def test_rows_and_sums(case: moe_cases.Case) -> None:
+    moe_cases.check(case, "cuda")
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("fp8", [False, True])
+def test_small(fp8: bool) -> None:
+    moe_cases.check(moe_cases.Case(5, 3, 7, 256, ranks=2, fp8=fp8, missing=0.2), "cuda")
+
+
+def test_no_tokens() -> None:
+    x = torch.empty(0, 256, device="cuda", dtype=torch.bfloat16)
+    permuted = moe_permute(x, torch.empty(0, 8, dtype=torch.int32, device="cuda"), num_experts=4)
+    assert permuted.offsets.tolist() == [0] * 5
+    assert moe_combine(x, permuted.rows).shape == (0, 256)
+
+
+def test_replay_reads_new_ids() -> None:
+    case = moe_cases.Case(48, 8, 64, 512)
+    x, ids = case.hidden().cuda(), case.ids().cuda()
+    weights = torch.rand(48, 8, device="cuda")
+
+    def layer() -> torch.Tensor:
+        permuted = moe_permute(x, ids, num_experts=64)
+        return moe_combine(permuted.a.to(torch.bfloat16), permuted.rows, weights)
+
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer()
+    for seed in range(3):
+        ids.copy_(case.ids(seed))
+        x.copy_(case.hidden(seed))
+        graph.replay()
+        replayed = captured.clone()
+        assert torch.equal(replayed, layer())
+
+
+def test_results_repeat() -> None:
+    case = moe_cases.CASES["decode"]
+    x, ids = case.hidden().cuda(), case.ids().cuda()
+    first = moe_permute(x, ids, num_experts=case.experts)
+    for _ in range(20):
+        again = moe_permute(x, ids, num_experts=case.experts)
+        assert torch.equal(again.rows, first.rows)
+        assert torch.equal(again.a.view(torch.uint8), first.a.view(torch.uint8))
+        assert torch.equal(again.a_scale, first.a_scale)
