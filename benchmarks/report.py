@@ -39,6 +39,7 @@ _TITLES = {
     "compile": "compile of one kernel",
     "plan": "planning",
     "warmup": "warmup",
+    "engine": "decode step of vLLM",
     "serve": "serving",
     "repetition": "repetition",
 }

@@ -40,6 +40,7 @@ CLASSES = (
     "compile",
     "plan",
     "warmup",
+    "engine",
     "serve",
     "repetition",
 )
