@@ -1,7 +1,7 @@
 """One vLLM engine on random weights in this process: what a decode step takes and which tokens come out.
 
-`benchmarks.engine` starts it, once for each contestant. vLLM 0.24 or newer must be importable. The weights are
-the same in every process. The models have the widths of real checkpoints and few layers.
+`benchmarks.engine` starts it, once for each contestant. vLLM 0.24 or newer must be importable. The weights
+are the same in every process. The models have the widths of real checkpoints and few layers.
 """
 
 from __future__ import annotations

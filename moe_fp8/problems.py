@@ -181,13 +181,14 @@ class SiluMulQuantizeProblem:
     """SiLU(gate) * up of `[m, 2k]`, quantized 1x128 to `[m, k]`.
 
     `num_experts`: the number of buffers of `m` rows, each with its first `masked_m` rows valid; None means
-    one buffer with all rows valid.
+    one buffer with all rows valid. `rounded`: SiLU and the product are rounded to bf16.
     """
 
     m: int
     k: int
     num_experts: int | None = None
     power_of_two: bool = False
+    rounded: bool = False
     num_sms: int = DEFAULT_NUM_SMS
 
     def for_selection(self) -> SiluMulQuantizeProblem:

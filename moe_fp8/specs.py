@@ -135,8 +135,15 @@ def _quantize_spec(in_dtype: str, power_of_two: bool) -> KernelSpec:
 
 
 @cache
-def _silu_mul_quantize_spec(masked: bool, power_of_two: bool) -> KernelSpec:
-    return _spec("silu_mul_quantize", _SILU_THREADS, 0, MASKED=int(masked), POWER_OF_TWO=int(power_of_two))
+def _silu_mul_quantize_spec(masked: bool, power_of_two: bool, rounded: bool) -> KernelSpec:
+    return _spec(
+        "silu_mul_quantize",
+        _SILU_THREADS,
+        0,
+        MASKED=int(masked),
+        POWER_OF_TWO=int(power_of_two),
+        ROUNDED=int(rounded),
+    )
 
 
 @cache
@@ -227,7 +234,7 @@ def select_silu_mul_quantize(problem: SiluMulQuantizeProblem) -> Selection[None]
     """The grid's blocks take turns with tiles of `SILU_ROWS` rows and one group; they read `masked_m`."""
     experts = 1 if problem.num_experts is None else problem.num_experts
     tiles = experts * -(-problem.m // SILU_ROWS) * (problem.k // SCALE_BLOCK)
-    spec = _silu_mul_quantize_spec(problem.num_experts is not None, problem.power_of_two)
+    spec = _silu_mul_quantize_spec(problem.num_experts is not None, problem.power_of_two, problem.rounded)
     return Selection(spec, min(tiles, problem.num_sms * _SILU_BLOCKS_PER_SM), None)
 
 

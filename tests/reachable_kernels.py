@@ -63,7 +63,8 @@ def quantize_problems() -> Iterator[Problem]:
         for head_dim in (32, 64, 128):
             yield IndexerCacheProblem(m, head_dim, dtype, power_of_two)
         for experts in (None, 32):
-            yield SiluMulQuantizeProblem(m, 2048, experts, power_of_two)
+            for rounded in (False, True):
+                yield SiluMulQuantizeProblem(m, 2048, experts, power_of_two, rounded)
 
 
 def model_plans() -> list[Plan]:

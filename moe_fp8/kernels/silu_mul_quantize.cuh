@@ -7,6 +7,9 @@
 // exp and the reciprocal are the hardware's functions. Their relative error is below 5e-6. This error moves a scale by some units
 // in the last place, and a value by one rounding step at most. For gates below -87 the reciprocal is 0, and so y is 0.
 //
+// With ROUNDED, gate / (1 + exp(-gate)) is rounded to bf16, and so is y, as in a layer whose steps all end in bf16. The quotient is
+// then one of div.full, which engines' kernels take, so that both round the same numbers.
+//
 // A tile is kRows rows of one group. Eight threads share a group of a row. Thread i takes eight values from 8 i on and eight from
 // 64 + 8 i on, so that each of its four loads of 16 bytes is a part of a whole line, and all four are in flight at once. Neighbours
 // then exchange eight bytes, so that each thread makes one store of 16. The experts of the masked layout are walked as the GEMM
@@ -14,7 +17,7 @@
 //
 // The clamp is no macro: without it `limit` is infinite.
 //
-// The kernel is specialised by MASKED and POWER_OF_TWO.
+// The kernel is specialised by MASKED, POWER_OF_TWO and ROUNDED.
 #pragma once
 
 #include "common/quantize.cuh"
@@ -62,10 +65,26 @@ DEVICE float reciprocal_approx(float x) {
     return result;
 }
 
+DEVICE float divide_approx(float a, float b) {
+    float result;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+
+DEVICE float round_to_bf16(float x) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(packed) : "f"(x));
+    return __uint_as_float(packed << 16);
+}
+
 DEVICE float silu_mul(float gate, float up, float limit) {
     constexpr float kLog2E = 1.44269504f;
     gate = min_nan(gate, limit);
     up = max_nan(min_nan(up, limit), -limit);
+    if constexpr (ROUNDED != 0) {
+        const float silu = round_to_bf16(divide_approx(gate, 1.0f + exp2_approx(-kLog2E * gate)));
+        return round_to_bf16(silu * up);
+    }
     return gate * reciprocal_approx(1.0f + exp2_approx(-kLog2E * gate)) * up;
 }
 

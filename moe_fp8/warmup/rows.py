@@ -217,13 +217,12 @@ def silu_mul_rows(shapes: Iterable[GemmShape], bounds: Bounds, options: PlanOpti
         if shape.what.endswith(".down"):
             for num_experts in dict.fromkeys((None, shape.num_experts)):
                 uses.setdefault((shape.k, num_experts), []).append(shape.what)
-    for ((k, num_experts), what), power_of_two in product(uses.items(), (False, True)):
+    for (k, num_experts), what in uses.items():
 
-        def silu_mul(
-            rows: int, k: int = k, num_experts: int | None = num_experts, power_of_two: bool = power_of_two
-        ) -> Iterable[Problem]:
-            for sms in options.sm_budgets:
-                yield SiluMulQuantizeProblem(rows, k, num_experts, power_of_two, sms)
+        def silu_mul(rows: int, k: int = k, num_experts: int | None = num_experts) -> Iterable[Problem]:
+            kinds = product((False, True), (False, True), options.sm_budgets)
+            for power_of_two, rounded, sms in kinds:
+                yield SiluMulQuantizeProblem(rows, k, num_experts, power_of_two, rounded, sms)
 
         most = max(bounds.contiguous, bounds.dense) if num_experts is None else bounds.masked
         names = tuple(dict.fromkeys(what))

@@ -35,7 +35,32 @@ def _silu_mul() -> dict[str, Any]:
         "q": torch.zeros(2, 5, 256, dtype=torch.float8_e4m3fn),
         "scale": torch.zeros(2, 2, 8).mT[:, :5],
     }
-    return {"x": x, "masked_m": torch.zeros(2, dtype=I32), **outputs, "power_of_two": False, "limit": None}
+    named = {"power_of_two": False, "limit": None, "rounded": False}
+    return {"x": x, "masked_m": torch.zeros(2, dtype=I32), **outputs, **named}
+
+
+def _permute() -> dict[str, Any]:
+    return {
+        "x": torch.zeros(3, 256, dtype=torch.float8_e4m3fn),
+        "x_scale": torch.zeros(3, 2),
+        "topk_ids": torch.zeros(3, 2, dtype=I32),
+        "expert_map": torch.zeros(8, dtype=I32),
+        "a": torch.zeros(6, 256, dtype=torch.float8_e4m3fn),
+        "a_scale": torch.zeros(2, 8).T[:6],
+        "offsets": torch.zeros(5, dtype=I32),
+        "rows": torch.zeros(3, 2, dtype=I32),
+        "power_of_two": False,
+    }
+
+
+def _combine() -> dict[str, Any]:
+    bf16 = torch.bfloat16
+    return {
+        "y": torch.zeros(6, 64, dtype=bf16),
+        "rows": torch.zeros(3, 2, dtype=I32),
+        "weights": torch.zeros(3, 2),
+        "out": torch.zeros(3, 64, dtype=bf16),
+    }
 
 
 def _cache() -> dict[str, Any]:
@@ -105,6 +130,8 @@ def _paged() -> dict[str, Any]:
 OPS: dict[str, Callable[[], dict[str, Any]]] = {
     "quantize_fp8": _quantize,
     "silu_mul_quantize": _silu_mul,
+    "moe_permute": _permute,
+    "moe_combine": _combine,
     "indexer_quantize_and_cache": _cache,
     "indexer_topk": _topk,
     "_indexer_topk_chunk": _topk,

@@ -23,6 +23,8 @@ from moe_fp8.problems import (
     GemmProblem,
     IndexerCacheProblem,
     IndexerTopkProblem,
+    MoeCombineProblem,
+    MoePermuteProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
     PagedMqaMetadataProblem,
@@ -65,6 +67,8 @@ def most_rows(planned: Plan, layout: str, shape: GemmShape | None = None) -> int
         return max(tokens, model.max_positions) if shape and shape.what == "kv_b" else tokens
     if layout == "masked":
         return options.max_batch * options.next_n * parallelism.dp
+    if layout == "permute":
+        return tokens * parallelism.dp
     experts = model.num_experts // options.ep
     return tokens * parallelism.dp * model.experts_per_token + experts * 127
 
@@ -172,8 +176,16 @@ def any_calls(planned: Plan, draw: st.DrawFn) -> Iterator[Problem]:
         down.k,
         experts,
         draw(st.booleans()),
+        draw(st.booleans()),
         sms,
     )
+
+    tokens = draw(st.integers(1, most_rows(planned, "permute")))
+    routed = [shape for shape in gemms(planned) if shape.what == "experts.down"]
+    in_dtype = draw(st.sampled_from((None, model.dtype)))
+    kind = (in_dtype, draw(st.booleans()), draw(st.booleans()), sms)
+    yield MoePermuteProblem(tokens, model.experts_per_token, routed[0].n, *kind)
+    yield MoeCombineProblem(tokens, model.experts_per_token, routed[0].n, sms)
 
     if model.indexer is None:
         return

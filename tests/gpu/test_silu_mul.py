@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from moe_fp8 import silu_mul_quantize
+from moe_fp8 import quantize_fp8, silu_mul_quantize
 from tests import cases, silu_cases
 
 COUNTS: dict[str, tuple[int, ...]] = {
@@ -50,6 +50,18 @@ def test_rows(m: int, intermediate: int, limit: float | None, power_of_two: bool
 def test_masked(counts: Sequence[int], intermediate: int, power_of_two: bool) -> None:
     x = _on_gpu(silu_cases.expert_rows(counts, 40, intermediate))
     silu_cases.check_masked(x, counts, power_of_two=power_of_two)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_rounded_steps(power_of_two: bool) -> None:
+    x = silu_cases.rows(300, 768)
+    q, scale = (each.cpu() for each in silu_mul_quantize(x.cuda(), rounded=True, power_of_two=power_of_two))
+    gate, up = x.float().chunk(2, -1)
+    silu = (gate / (1 + torch.exp(-gate))).bfloat16()
+    expected = quantize_fp8((silu * up.bfloat16()).contiguous(), power_of_two=power_of_two)
+    # The hardware's functions move few values across a boundary of bf16.
+    differing = (q.view(torch.uint8) != expected[0].view(torch.uint8)).float().mean()
+    assert differing < 2e-4 and ((scale - expected[1]).abs() <= expected[1] * 2**-7).float().mean() > 0.999
 
 
 def test_masked_with_a_limit_and_odd_rows() -> None:

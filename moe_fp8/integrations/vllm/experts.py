@@ -128,6 +128,7 @@ class MoeFp8Experts(DeepGemmExperts):
             masked_m=index[num_experts:],
             power_of_two=self.power_of_two,
             limit=self.gemm1_clamp_limit,
+            rounded=True,
             out=(_resize_cache(fp8, (1, rows, n // 2)), second_scales),
         )
         second = grouped_gemm_fp8_contiguous(

@@ -76,7 +76,13 @@ def _outputs(op: str, q: Tensor, scale: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def silu_mul_quantize(
-    x: Tensor, masked_m: Tensor | None, q: Tensor, scale: Tensor, power_of_two: bool, limit: float | None
+    x: Tensor,
+    masked_m: Tensor | None,
+    q: Tensor,
+    scale: Tensor,
+    power_of_two: bool,
+    limit: float | None,
+    rounded: bool = False,
 ) -> None:
     """x bf16 [M,2I], or [E,M,2I] with masked_m int32 [E]; q fp8 [..,I]; scale fp32 [..,I/128]."""
     op = "silu_mul_quantize"

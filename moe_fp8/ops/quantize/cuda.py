@@ -35,19 +35,26 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Prepare
 
 
 def silu_mul_quantize(
-    x: Tensor, masked_m: Tensor | None, q: Tensor, scale: Tensor, power_of_two: bool, limit: float | None
+    x: Tensor,
+    masked_m: Tensor | None,
+    q: Tensor,
+    scale: Tensor,
+    power_of_two: bool,
+    limit: float | None,
+    rounded: bool = False,
 ) -> Prepared | None:
     """x [M,2I] or [E,M,2I] -> q fp8 [...,I] and scale [...,I/128]; `scale` is handled as in `quantize`."""
     pitch = scales.pitch(scale)
     if pitch == 0:
         # to_mn_major copies the scales, so that rows that are not written keep their values.
         padded = scales.to_mn_major(scale)
-        registry.OPS["silu_mul_quantize"].run(x, masked_m, q, padded, power_of_two, limit)
+        registry.OPS["silu_mul_quantize"].run(x, masked_m, q, padded, power_of_two, limit, rounded)
         scale.copy_(padded)
         return None
     num_experts = None if masked_m is None else x.shape[0]
     m, k = q.shape[-2:]
-    problem = SiluMulQuantizeProblem(m, k, num_experts, power_of_two, launch.num_sms(x.get_device()))
+    num_sms = launch.num_sms(x.get_device())
+    problem = SiluMulQuantizeProblem(m, k, num_experts, power_of_two, rounded, num_sms)
     chosen = select_silu_mul_quantize(problem)
     block = launch.new_block(SILU_MUL_QUANTIZE)
     SILU_MUL_QUANTIZE.pack_into(

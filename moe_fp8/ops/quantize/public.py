@@ -57,9 +57,9 @@ def quantize_fp8(
 
 silu_mul_quantize_op = register(
     "silu_mul_quantize(Tensor x, Tensor? masked_m, Tensor(a!) q, Tensor(b!) scale, bool power_of_two, "
-    "float? limit) -> ()",
+    "float? limit, bool rounded=False) -> ()",
     check=checks.silu_mul_quantize,
-    empty=lambda x, masked_m, q, scale, power_of_two, limit: q.numel() == 0,
+    empty=lambda x, masked_m, q, *_: q.numel() == 0,
     reference=reference.silu_mul_quantize,
     cuda="moe_fp8.ops.quantize.cuda:silu_mul_quantize",
 )
@@ -71,6 +71,7 @@ def silu_mul_quantize(
     masked_m: Tensor | None = None,
     power_of_two: bool = False,
     limit: float | None = None,
+    rounded: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """SiLU(gate) * up, quantized as by `quantize_fp8`: from an MLP's first GEMM to the input of its second.
@@ -84,6 +85,8 @@ def silu_mul_quantize(
     power_of_two: round scales up to powers of two, as in `quantize_fp8`.
     limit: None, or the positive limit of DeepSeek-V4's clamp before SiLU: gate = min(gate, limit) and
     up = clamp(up, -limit, limit).
+    rounded: round SiLU(gate) and the product to bf16, as a layer does whose steps all end in bf16 (vLLM,
+    transformers). Without it, both stay in fp32 up to the quantization.
     out: tensors `(q, scale)` to write to, as returned, or None; the scales' stride as in `quantize_fp8`.
 
     Returns `(q, scale)`: q float8_e4m3fn `[M, I]` or `[E, Mmax, I]`, contiguous; scale fp32 `[..., I/128]`,
@@ -109,7 +112,7 @@ def silu_mul_quantize(
         q = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
         out = q, empty_mn_major((*shape[:-1], shape[-1] // 128), x)
     q, scale = out
-    silu_mul_quantize_op(x, masked_m, q, scale, power_of_two, limit)
+    silu_mul_quantize_op(x, masked_m, q, scale, power_of_two, limit, rounded)
     return out
 
 

@@ -42,24 +42,34 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
     scale.copy_(group_scale)
 
 
-def silu_mul(x: Tensor, limit: float | None) -> Tensor:
-    """x [..., 2K], gate then up -> SiLU(gate) * up in fp32, [..., K]; gate and up are clamped by `limit`."""
+def silu_mul(x: Tensor, limit: float | None, rounded: bool = False) -> Tensor:
+    """x [..., 2K], gate then up -> SiLU(gate) * up in fp32, [..., K]; gate and up are clamped by `limit`.
+
+    `rounded`: SiLU(gate) and the product are rounded to bf16.
+    """
     gate, up = x.float().chunk(2, -1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate / (1 + torch.exp(-gate)) * up
+    silu = gate / (1 + torch.exp(-gate))
+    return (silu.bfloat16().float() * up).bfloat16().float() if rounded else silu * up
 
 
 def silu_mul_quantize(
-    x: Tensor, masked_m: Tensor | None, q: Tensor, scale: Tensor, power_of_two: bool, limit: float | None
+    x: Tensor,
+    masked_m: Tensor | None,
+    q: Tensor,
+    scale: Tensor,
+    power_of_two: bool,
+    limit: float | None,
+    rounded: bool = False,
 ) -> None:
     """`quantize` of `silu_mul`, for all rows or, with `masked_m`, for the first rows of each expert."""
     if masked_m is None:
-        quantize(silu_mul(x, limit), q, scale, power_of_two)
+        quantize(silu_mul(x, limit, rounded), q, scale, power_of_two)
         return
     for e, count in enumerate(masked_m.tolist()):
         rows = slice(0, max(count, 0))  # a slice stops at the end of the buffer
-        quantize(silu_mul(x[e, rows], limit), q[e, rows], scale[e, rows], power_of_two)
+        quantize(silu_mul(x[e, rows], limit, rounded), q[e, rows], scale[e, rows], power_of_two)
 
 
 def quantize_blocks(w: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
