@@ -7,7 +7,6 @@ them). It is 2 for bad arguments.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import torch
 
 from . import gemm, host, logits, repeated, repetition, selection, silu_mul, startup, topk
 from .compare import Session
+from .device import environment
 from .peer import DeepGemm, load
 from .results import (
     LISTED,
@@ -25,10 +25,8 @@ from .results import (
     SETS,
     UNSEEN,
     ResultsFile,
-    device_slug,
     full_commit,
     git_commit,
-    today,
 )
 
 RUNNERS: dict[str, Callable[[Session, DeepGemm | None, int], None]] = {
@@ -87,28 +85,6 @@ def _parser() -> argparse.ArgumentParser:
         help="of class repetition, cases with one of these comma-separated parts of a name",
     )
     return parser
-
-
-def environment(commit: str) -> dict[str, str]:
-    """The facts that the numbers depend on; they are the head of the results file."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {
-        "device": device_slug(properties.name),
-        "device_name": properties.name,
-        "driver": _driver_version(),
-        "cuda": str(torch.version.cuda),
-        "torch": torch.__version__,
-        "commit": commit,
-        "date": today(),
-    }
-
-
-def _driver_version() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def main() -> int:

@@ -141,6 +141,7 @@ def _work(options: argparse.Namespace) -> None:
 
     from benchmarks import __main__ as measured
     from benchmarks import compare as comparing
+    from benchmarks.device import environment
     from benchmarks.results import ResultsFile
     from benchmarks.timing import Replay
 
@@ -161,7 +162,7 @@ def _work(options: argparse.Namespace) -> None:
                 _answer(answers, us=replay.time_us())
 
     torch.manual_seed(20_261)  # both processes draw the same inputs
-    facts = measured.environment(options.folders[0].name)
+    facts = environment(options.folders[0].name)
     for name in options.classes.split(","):
         session = Session(ResultsFile(Path("unwritten.json"), facts), 1, [], tuple(options.sets.split(",")))
         measured.RUNNERS[name](session, None, options.every)

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .compare import Session
-from .peer import DeepGemm
-from .results import ROOT, Row, four_digits
+from .device import environment
+from .results import RESULTS, ROOT, ResultsFile, Row, four_digits, git_commit
 from .vllm_server import MODELS
 
 EXPERTS = ("deep_gemm", "triton")
@@ -77,46 +77,45 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
 
 
 def run_engine(
-    session: Session, peer: DeepGemm | None, step: int, models: str = ",".join(MODELS), rounds: int = 2,
+    session: Session,
+    models: Sequence[str] = tuple(MODELS),
+    experts: Sequence[str] = EXPERTS,
+    rounds: int = 2,
     batches: str = "1,8,32,64,256",
-) -> None:  # fmt: skip
+) -> None:
     """Every contestant once a round; the least of the rounds counts for each figure."""
-    for model in models.split(","):
-        told: dict[tuple[str, bool], list[dict[str, Any]]] = {}
-        with tempfile.TemporaryDirectory() as folder:
-            for number in range(rounds):
-                for experts in EXPERTS:
-                    for ours in (True, False):
-                        try:
-                            made = run(model, experts, ours, Path(folder), number, batches)
-                        except RuntimeError as error:
-                            session.fail(f"engine {model} {experts} ours={ours}", error)
-                            continue
-                        told.setdefault((experts, ours), []).append(made)
-        _store(session, model, told)
+    for model in models:
+        for kind in experts:
+            told: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    for number in range(rounds):
+                        for ours in (True, False):
+                            told[ours].append(run(model, kind, ours, Path(folder), number, batches))
+                except RuntimeError as error:
+                    session.fail(f"engine {model}, {kind}", error)
+                    continue
+            _store(session, model, kind, told[True], told[False])
 
 
-def _store(session: Session, model: str, told: dict[tuple[str, bool], list[dict[str, Any]]]) -> None:
-    for experts in EXPERTS:
-        ours, theirs = told.get((experts, True)), told.get((experts, False))
-        if not ours or not theirs:
-            continue
-        name = f"vllm {experts}"
-        for batch in ours[0]["batches"]:
-            for figure in ("gpu_us", "wall_us"):
-                shape = {"model": model, "experts": experts, "batch": int(batch), "time": figure[:-3]}
-                row = Row("engine", shape, _least(ours, batch, figure))
-                row.peers[name] = _least(theirs, batch, figure)
-                if figure == "gpu_us":
-                    row.notes = _notes(ours, theirs, batch)
-                session.store(row)
-        for figure in ("all to first token", "engine"):
-            for number, what in ((0, "cold"), (len(ours) - 1, "warm")):
-                shape = {"model": model, "experts": experts, "start": what, "time": figure}
-                row = Row("engine", shape, ours[number]["seconds"][figure] * 1e6)
-                row.peers[name] = theirs[min(number, len(theirs) - 1)]["seconds"][figure] * 1e6
-                row.notes = {"counters": ours[number].get("counters"), "vllm": ours[number]["vllm"]}
-                session.store(row)
+def _store(
+    session: Session, model: str, experts: str, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
+) -> None:
+    name = f"vllm {experts}"
+    for batch in ours[0]["batches"]:
+        for figure in ("gpu_us", "wall_us"):
+            shape = {"model": model, "experts": experts, "batch": int(batch), "time": figure[:-3]}
+            row = Row("engine", shape, _least(ours, batch, figure))
+            row.peers[name] = _least(theirs, batch, figure)
+            if figure == "gpu_us":
+                row.notes = _notes(ours, theirs, batch)
+            session.store(row)
+    for number, start in enumerate(("cold", "warm")[: len(ours)]):
+        shape = {"model": model, "experts": experts, "start": start, "time": "to first token"}
+        row = Row("engine", shape, ours[number]["seconds"]["all to first token"] * 1e6)
+        row.peers[name] = theirs[number]["seconds"]["all to first token"] * 1e6
+        row.notes = {"counters": ours[number].get("counters"), "vllm": ours[number]["vllm"]}
+        session.store(row)
 
 
 def _least(runs: list[dict[str, Any]], batch: str, figure: str) -> float:
@@ -138,24 +137,24 @@ def _notes(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], batch: str)
 
 
 def main() -> None:
-    """Run single engines and print what they tell, for work on the plug-in."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=MODELS, required=True)
-    parser.add_argument("--contestants", default="deep_gemm+ours,deep_gemm,triton+ours,triton")
+    """Measure, and store the rows of these models in the results file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--experts", default=",".join(EXPERTS))
     parser.add_argument("--batches", default="1,8,32,64,256")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "engine"))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="results file (default: benchmarks/results/DEVICE.json)")
+    parser.add_argument("--commit", help="what is measured, where this is not a git clone")
     options = parser.parse_args()
-    options.folder.mkdir(exist_ok=True)
-    base: dict[str, Any] = {}
-    for contestant in options.contestants.split(","):
-        experts, _, plug_in = contestant.partition("+")
-        made = run(options.model, experts, bool(plug_in), options.folder, 0, options.batches)
-        print(contestant, made["seconds"], made.get("counters"))
-        for batch, one in made["batches"].items():
-            finite = all(math.isfinite(log) for logs in one["logprobs"] for log in logs)
-            compared = distance(base[batch], one) if batch in base else ""
-            print(f"  {batch}: gpu {one['gpu_us']:.0f} wall {one['wall_us']:.0f} {finite} {compared}")
-            base.setdefault(batch, one)
+    facts = environment(options.commit or git_commit())
+    file = ResultsFile(options.out or RESULTS / f"{facts['device']}.json", facts)
+    session = Session(file, replays=1, failures=[])
+    run_engine(
+        session, options.models.split(","), options.experts.split(","), options.rounds, options.batches
+    )
+    sys.exit("\n".join(session.failures) or None)
 
 
 if __name__ == "__main__":

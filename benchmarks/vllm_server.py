@@ -186,7 +186,7 @@ def _steps(engine: Any, prompts: list[list[int]], length: int, label: str, logpr
 
 def _generate(engine: Any, prompts: list[list[int]], length: int) -> tuple[list[Any], list[Any]]:
     """Tokens and their log-probabilities."""
-    done = {}
+    done: dict[int, Any] = {}
     for _, outputs in _steps(engine, prompts, length, f"tokens{len(prompts)}", True):
         done |= {int(out.request_id.split("-")[1]): out.outputs[0] for out in outputs if out.finished}
     chosen = [done[i] for i in range(len(prompts))]
@@ -228,12 +228,12 @@ def _time(engine: Any, prompts: list[list[int]], length: int, profiled: int) -> 
 
 def _busy(profiler: Any, steps: int) -> tuple[float, dict[str, float]]:
     """Microseconds of a step in which at least one kernel runs, and the kernels' own times, which overlap."""
-    import torch
+    from torch._C._autograd import DeviceType
 
     spans = []
     kernels: dict[str, float] = {}
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == DeviceType.CUDA:
             spans.append((event.time_range.start, event.time_range.end))
             name = event.name[:80]
             kernels[name] = kernels.get(name, 0.0) + (event.time_range.end - event.time_range.start) / steps

@@ -63,16 +63,16 @@ class MoeFp8Experts(DeepGemmExperts):
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        return (weight_key, activation_key) == (kFp8Static128BlockSym, kFp8Dynamic128Sym)
+        return bool((weight_key, activation_key) == (kFp8Static128BlockSym, kFp8Dynamic128Sym))
 
     @staticmethod
     def _supports_activation(activation: Any) -> bool:
-        return activation == MoEActivation.SILU
+        return bool(activation == MoEActivation.SILU)
 
     @property
     def expects_unquantized_inputs(self) -> bool:
         # Ranks exchange FP8 tokens, which are half as large.
-        return not self.moe_config.moe_parallel_config.use_all2all_kernels
+        return not bool(self.moe_config.moe_parallel_config.use_all2all_kernels)
 
     def workspace_shapes(
         self, M: int, N: int, K: int, topk: int, *others: Any, **options: Any
