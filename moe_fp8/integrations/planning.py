@@ -20,7 +20,8 @@ class LoadedEngine:
 
     `engine` is "vllm" or "sglang". `dense` are (N, K) of linear layers, `experts` (local experts, N, K) of
     grouped products. `data_parallel`: groups of ranks whose tokens a rank's experts get. `next_n`: the most
-    tokens of a request in a decode step. `num_sms`: SMs that the ops use.
+    tokens of a request in a decode step. `num_sms`: SMs that the ops use. `masked_rows`: the most rows of an
+    expert's buffer in the masked layout; None: enough for `max_batch` and `next_n`.
     """
 
     engine: str
@@ -30,6 +31,7 @@ class LoadedEngine:
     max_positions: int
     num_sms: int
     next_n: int = 1
+    masked_rows: int | None = None
     data_parallel: int = 1
     experts_per_token: int = 1
     block_size: int = 64
@@ -60,6 +62,7 @@ def plan_loaded(loaded: LoadedEngine) -> Plan:
         max_tokens=loaded.max_tokens,
         max_batch=loaded.max_batch,
         next_n=loaded.next_n,
+        masked_rows=loaded.masked_rows,
         num_sms=loaded.num_sms,
         block_size=loaded.block_size,
         engine=loaded.engine,
