@@ -11,8 +11,6 @@ from moe_fp8.warmup import Plan, PlanOptions, load_plan, plan
 from moe_fp8.warmup.models import Indexer, ModelDescription
 from moe_fp8.warmup.shapes import GemmShape
 
-_logger = logging.getLogger(__name__)
-
 
 @dataclass
 class LoadedEngine:
@@ -89,7 +87,8 @@ def warm(loaded: LoadedEngine) -> Plan:
     made = plan_loaded(loaded)
     count = load_plan(made)
     jit.freeze("warn")
-    _logger.info(
+    # An engine shows the lines of loggers below its own name.
+    logging.getLogger(f"{loaded.engine}.moe_fp8").info(
         "moe_fp8 planned %d kernels for %s and loaded %d of them", len(made.specs), loaded.name, count
     )
     return made

@@ -185,6 +185,24 @@ def test_the_plan_has_what_sglang_calls(engine: StandIn, warmed: list[LoadedEngi
     }
 
 
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_the_engines_log_tells_how_many_kernels_are_loaded(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, f"{name}.moe_fp8")
+    frozen: list[str] = []
+    monkeypatch.setattr(planning, "load_plan", lambda plan: len(plan.specs))
+    monkeypatch.setattr(planning.jit, "freeze", frozen.append)
+    loaded = LoadedEngine(name, "Model", max_tokens=8, max_batch=8, max_positions=64, num_sms=132)
+    loaded.dense.add((64, 128))
+    made = planning.warm(loaded)
+    count = len(made.specs)
+    assert count and caplog.messages == [
+        f"moe_fp8 planned {count} kernels for Model and loaded {count} of them"
+    ]
+    assert frozen == ["warn"]
+
+
 def test_the_entry_point_is_registered() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["sglang.srt.plugins"] == {
