@@ -166,17 +166,19 @@ def _engine_checks(engine: Engine) -> tuple[tuple[str, Callable[[], Finding]], .
 
 
 def _version(engine: Engine) -> Finding:
-    name, tried = engine.distribution, " and ".join(engine.versions)
+    name, known = engine.distribution, " and ".join(engine.versions)
     try:
         found = metadata.version(name)
     except metadata.PackageNotFoundError:
-        remedy = f"run moe-fp8 in the environment of {engine.title}; tried with {tried}"
+        remedy = f"run moe-fp8 in the environment of {engine.title} {known}"
         return Finding(name, "warn", f"{engine.title} is not installed in this environment", remedy)
     # A build may append its CUDA version, as in 0.24.0+cu130.
     if found.partition("+")[0] not in engine.versions:
-        remedy = f"check the log line and the results first, or install {engine.title} {engine.versions[-1]}"
-        return Finding(name, "warn", f"{found} has not been tried; {tried} have", remedy)
-    return Finding(name, "ok", f"{found}, which has been tried")
+        remedy = (
+            f"compare outputs with and without the plug-in, or install {engine.title} {engine.versions[-1]}"
+        )
+        return Finding(name, "warn", f"{found}, but the plug-in was tried with {known}", remedy)
+    return Finding(name, "ok", f"{found}, with which the plug-in was tried")
 
 
 def _plug_in(engine: Engine) -> Finding:
@@ -205,7 +207,11 @@ def _layer(engine: Engine, kind: str) -> Finding:
     if kind not in asked:
         reason = "MOE_FP8_ENGINE does not name them" if asked else "MOE_FP8_ENGINE is not set"
         return Finding(kind, "ok", f"{engine.title}'s own kernels: {reason}")
-    problem = _unregistered(engine) or _kept_out(engine) or _no_hopper() or _switched_off(engine, kind)
+    problem = _unregistered(engine) or _kept_out(engine)
+    if not problem and (problem := _no_hopper()) and not engine.forgiving:
+        remedy = f"unset MOE_FP8_ENGINE where {engine.title} runs on another GPU"
+        return Finding(kind, "warn", f"none, {engine.title} does not start: {problem}", remedy)
+    problem = problem or _switched_off(engine, kind)
     if problem:
         return Finding(kind, "warn", f"{engine.title}'s own kernels: {problem}")
     return Finding(kind, "ok", f"moe_fp8: {engine.layers[kind]}")
@@ -229,7 +235,7 @@ def _no_hopper() -> str:
     try:
         info = driver.device_info()
     except MoeFp8Error:
-        return "there is no GPU"
+        return "no GPU can be used"
     return "" if info.cc == driver.HOPPER else f"{info.name} is no Hopper GPU"
 
 

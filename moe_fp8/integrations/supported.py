@@ -1,4 +1,4 @@
-"""What is known of each engine without importing it: versions tried, plug-in group, what turns calls off."""
+"""What is known of each engine without importing it: versions, the plug-in group, what turns calls off."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class Switch:
 class Engine:
     """An engine with a plug-in of ours.
 
-    `title` is its name in a sentence. `group` is the group of entry points that it calls. If the variable
-    `only` is set, the engine calls only the names in this list; with `lenient`, spaces in the list do not
-    count, and an empty list is no list. `layers`: kind -> the calls that we serve. `rest` are the calls that
-    its own kernels serve in any case.
+    `title` is its name in a sentence. The plug-in was written for `versions`. `group` is the group of entry
+    points that it calls. If the variable `only` is set, the engine calls only the names in this list; with
+    `lenient`, spaces in the list do not count, and an empty list is no list. `layers`: kind -> the calls that
+    we serve. `rest` are the calls that its own kernels serve in any case. `forgiving`: the engine goes on
+    without a plug-in that fails; other engines do not start.
     """
 
     distribution: str
@@ -35,6 +36,7 @@ class Engine:
     layers: dict[str, str]
     rest: str
     lenient: bool = False
+    forgiving: bool = False
     switches: tuple[Switch, ...] = ()
 
 
@@ -70,6 +72,7 @@ ENGINES = {
         },
         rest=f"{_REST}, quantization, and experts of other backends (Triton by default)",
         lenient=True,
+        forgiving=True,
         switches=(
             Switch("SGLANG_ENABLE_JIT_DEEPGEMM", ("0", "false", "no", "n"), ("dense", "experts", "indexer")),
             Switch("SGLANG_FP8_PAGED_MQA_LOGITS_TORCH", ("1", "true", "yes", "y"), ("indexer",)),

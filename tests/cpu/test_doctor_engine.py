@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moe_fp8 import cli, doctor
+from moe_fp8.errors import ToolchainError
 from moe_fp8.integrations.supported import ENGINES
 from moe_fp8.jit import driver
 from moe_fp8.jit.driver import DeviceInfo
@@ -80,7 +81,7 @@ def test_without_an_engine_nothing_is_said_of_engines() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_versions(engine: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.versions[engine] = "9.9.9"
-    assert (found := machine.findings(engine)[engine]).status == "warn" and "9.9.9 has not" in found.detail
+    assert (found := machine.findings(engine)[engine]).status == "warn" and "9.9.9, but" in found.detail
     for version in ENGINES[engine].versions:
         machine.versions[engine] = version
         assert machine.findings(engine)[engine].status == "ok"
@@ -123,9 +124,17 @@ def test_what_keeps_the_plug_in_out(engine: str, machine: Machine, monkeypatch: 
     assert "install moe-fp8" in found["plug-in"].remedy
 
 
-def test_no_hopper(machine: Machine) -> None:
+def test_no_hopper(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.gpu(H100._replace(name="NVIDIA A100", cc=(8, 0)))
-    assert "NVIDIA A100 is no Hopper" in machine.findings("sglang")["dense"].detail
+    assert machine.findings("sglang")["dense"].detail == "SGLang's own kernels: NVIDIA A100 is no Hopper GPU"
+    found = machine.findings("vllm")["dense"]
+    assert found.detail == "none, vLLM does not start: NVIDIA A100 is no Hopper GPU" and found.remedy
+
+    def missing() -> DeviceInfo:
+        raise ToolchainError("libcuda cannot be loaded; install a driver")
+
+    monkeypatch.setattr(driver, "device_info", missing)
+    assert machine.findings("sglang")["dense"].detail.endswith("no GPU can be used")
 
 
 def test_switches_of_the_engine(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -44,6 +45,17 @@ def test_the_step_is_a_mixture_of_experts() -> None:
             gate, up = (gate_up[expert] @ x[token].float()).chunk(2)
             expected[token] += weight * (down[expert] @ (silu(gate) * up))
     assert (layer(x) - expected).norm() / expected.norm() < 0.05
+
+
+def test_the_page_on_engines_puts_our_module_in_the_place_of_deep_gemm() -> None:
+    page = (STEP.parents[1] / "docs" / "engines.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    code += "import deep_gemm\nassert deep_gemm.fp8_gemm_nt.__module__.startswith('moe_fp8.')\n"
+    code += "moe_fp8.integrations.uninstall()\nassert moe_fp8.integrations.installed() == ()\n"
+    subprocess.run([sys.executable, "-c", code], cwd=STEP.parents[1], check=True)
+    assert page.count("| `grouped_gemm_fp8_contiguous`") == STEP.read_text().count(
+        "grouped_gemm_fp8_contiguous("
+    )
 
 
 @pytest.mark.parametrize(
