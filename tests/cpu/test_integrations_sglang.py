@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_fp8 import set_num_sms
 from moe_fp8 import settings as settings_module
 from moe_fp8.errors import ConfigError, UnsupportedError
 from moe_fp8.integrations import installed, planning, sglang
@@ -36,6 +37,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     monkeypatch.setattr(described, "get_num_sms", lambda: 132)
     yield StandIn(monkeypatch)
     sglang.deactivate()
+    set_num_sms(None)
 
 
 @pytest.fixture
@@ -81,6 +83,20 @@ def test_names_that_sglang_holds_are_replaced_and_given_back(engine: StandIn) ->
 def test_a_kind_that_is_not_served_stays_sglangs(engine: StandIn) -> None:
     sglang.activate(("experts",))
     assert engine.entrypoint.deep_gemm.fp8_gemm_nt() == "deep_gemm.fp8_gemm_nt"
+
+
+def test_sglangs_own_deep_gemm_follows_the_modes(engine: StandIn) -> None:
+    told: list[tuple[str, Any]] = []
+    for name in ("set_compile_mode", "set_num_sms", "set_pdl"):
+        setattr(engine.deep_gemm, name, lambda value, name=name: told.append((name, value)))
+    sglang.activate(("experts",))
+    replaced = engine.entrypoint.deep_gemm
+    replaced.set_compile_mode(1)
+    assert replaced.bf16_gemm_nt() and told == [("set_compile_mode", 1)], "told when it is first needed"
+    replaced.set_compile_mode(0)
+    replaced.set_num_sms(100)
+    replaced.set_pdl(False)
+    assert told[1:] == [("set_compile_mode", 0), ("set_num_sms", 100), ("set_pdl", False)]
 
 
 def test_nothing_is_changed_if_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
