@@ -15,6 +15,7 @@ from typing import Any
 from moe_fp8 import __version__
 from moe_fp8.doctor import diagnose
 from moe_fp8.errors import ConfigError, MoeFp8Error, ToolchainError, UnsupportedError
+from moe_fp8.integrations.supported import ENGINES
 from moe_fp8.jit.build import BuildReport
 from moe_fp8.jit.bundle import Bundle
 from moe_fp8.jit.progress import show_time
@@ -120,6 +121,10 @@ def _parser() -> argparse.ArgumentParser:
     doctor = command("doctor", _doctor, "check this machine: driver, GPU, NVRTC, torch, kernel cache")
     add_store_arguments(doctor)
     add_bundle_argument(doctor, "look at this bundle (default: $MOE_FP8_BUNDLE)")
+    doctor.add_argument(
+        "--engine", choices=sorted(ENGINES), default=None,
+        help="also check the plug-in for this engine, and tell which kernels will serve its layers",
+    )  # fmt: skip
 
     tune = command("tune", _tune, "time GEMM tiles on this GPU and correct its table; see docs/tuning.md")
     tune.add_argument(
@@ -340,7 +345,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    findings = diagnose(arguments.cache_dir, arguments.bundle)
+    findings = diagnose(arguments.cache_dir, arguments.bundle, arguments.engine)
     ok = all(finding.status != "fail" for finding in findings)
     if arguments.json:
         _print_json({"ok": ok, "findings": [finding.to_dict() for finding in findings]})

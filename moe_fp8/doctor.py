@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from moe_fp8.errors import MoeFp8Error, ToolchainError
+from moe_fp8.integrations.supported import ENGINES, ENTRY_POINT, Engine
 from moe_fp8.jit import driver
 from moe_fp8.jit.bundle import Bundle
 from moe_fp8.jit.files import distrust
@@ -36,8 +37,14 @@ class Finding:
         return asdict(self)
 
 
-def diagnose(cache_dir: Path | None = None, bundle: Path | None = None) -> tuple[Finding, ...]:
-    """Run all checks; a problem becomes a finding, not an exception. The folders override the settings."""
+def diagnose(
+    cache_dir: Path | None = None, bundle: Path | None = None, engine: str | None = None
+) -> tuple[Finding, ...]:
+    """Run all checks; a problem becomes a finding, not an exception. The folders override the settings.
+
+    engine: also check whether this engine's plug-in would serve it ("vllm" or "sglang"). The engine is not
+    imported.
+    """
 
     def cache() -> Finding:
         return _cache(cache_dir)
@@ -56,6 +63,7 @@ def diagnose(cache_dir: Path | None = None, bundle: Path | None = None) -> tuple
         ("kernel cache", cache),
         ("torch", _torch),
         ("GPU", _gpu),
+        *(() if engine is None else _engine_checks(ENGINES[engine])),
     )
     return tuple(_guarded(name, check) for name, check in checks)
 
@@ -142,3 +150,98 @@ def _gpu() -> Finding:
     if info.driver_version < (13, 0):
         return Finding("GPU", "warn", detail, "install driver 580 or newer: cubins of CUDA 13 need it")
     return Finding("GPU", "ok", detail)
+
+
+def _engine_checks(engine: Engine) -> tuple[tuple[str, Callable[[], Finding]], ...]:
+    def layer(kind: str) -> Callable[[], Finding]:
+        return lambda: _layer(engine, kind)
+
+    return (
+        (engine.distribution, lambda: _version(engine)),
+        ("plug-in", lambda: _plug_in(engine)),
+        ("MOE_FP8_ENGINE", lambda: _variable(engine)),
+        *((kind, layer(kind)) for kind in engine.layers),
+        ("other kernels", lambda: Finding("other kernels", "ok", f"{engine.title}'s own: {engine.rest}")),
+    )
+
+
+def _version(engine: Engine) -> Finding:
+    name, known = engine.distribution, " and ".join(engine.versions)
+    try:
+        found = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        remedy = f"run moe-fp8 in the environment of {engine.title} {known}"
+        return Finding(name, "warn", f"{engine.title} is not installed in this environment", remedy)
+    # A build may append its CUDA version, as in 0.24.0+cu130.
+    if found.partition("+")[0] not in engine.versions:
+        remedy = (
+            f"compare outputs with and without the plug-in, or install {engine.title} {engine.versions[-1]}"
+        )
+        return Finding(name, "warn", f"{found}, but the plug-in was tried with {known}", remedy)
+    return Finding(name, "ok", f"{found}, with which the plug-in was tried")
+
+
+def _plug_in(engine: Engine) -> Finding:
+    if problem := _unregistered(engine):
+        remedy = f"install moe-fp8 into the environment of {engine.title} (again)"
+        return Finding("plug-in", "warn", problem, remedy)
+    if problem := _kept_out(engine):
+        remedy = f"add {ENTRY_POINT} to {engine.only}, with a comma, or unset {engine.only}"
+        return Finding("plug-in", "warn", problem, remedy)
+    return Finding("plug-in", "ok", f"{ENTRY_POINT} is registered in {engine.group}")
+
+
+def _variable(engine: Engine) -> Finding:
+    kinds = settings().engine
+    if not kinds:
+        remedy = (
+            f"export MOE_FP8_ENGINE=1 where {engine.title} starts, or name some of {', '.join(engine.layers)}"
+        )
+        return Finding("MOE_FP8_ENGINE", "warn", "it is not set, or 0: the plug-in does nothing", remedy)
+    return Finding("MOE_FP8_ENGINE", "ok", f"the plug-in serves {', '.join(kinds)}")
+
+
+def _layer(engine: Engine, kind: str) -> Finding:
+    """Which kernels compute the layers of `kind`, and why."""
+    asked = settings().engine
+    if kind not in asked:
+        reason = "MOE_FP8_ENGINE does not name them" if asked else "MOE_FP8_ENGINE is not set"
+        return Finding(kind, "ok", f"{engine.title}'s own kernels: {reason}")
+    problem = _unregistered(engine) or _kept_out(engine)
+    if not problem and (problem := _no_hopper()) and not engine.forgiving:
+        remedy = f"unset MOE_FP8_ENGINE where {engine.title} runs on another GPU"
+        return Finding(kind, "warn", f"none, {engine.title} does not start: {problem}", remedy)
+    problem = problem or _switched_off(engine, kind)
+    if problem:
+        return Finding(kind, "warn", f"{engine.title}'s own kernels: {problem}")
+    return Finding(kind, "ok", f"moe_fp8: {engine.layers[kind]}")
+
+
+def _unregistered(engine: Engine) -> str:
+    if any(point.name == ENTRY_POINT for point in metadata.entry_points(group=engine.group)):
+        return ""
+    return f"no entry point {ENTRY_POINT} in the group {engine.group}"
+
+
+def _kept_out(engine: Engine) -> str:
+    only = os.environ.get(engine.only)
+    if only is None or (engine.lenient and not only):
+        return ""
+    names = [name.strip() if engine.lenient else name for name in only.split(",")]
+    return "" if ENTRY_POINT in names else f"{engine.only}={only} keeps the plug-in {ENTRY_POINT} out"
+
+
+def _no_hopper() -> str:
+    try:
+        info = driver.device_info()
+    except MoeFp8Error:
+        return "no GPU can be used"
+    return "" if info.cc == driver.HOPPER else f"{info.name} is no Hopper GPU"
+
+
+def _switched_off(engine: Engine, kind: str) -> str:
+    for switch in engine.switches:
+        value = os.environ.get(switch.variable, "")
+        if kind in switch.kinds and value.lower() in switch.off:
+            return f"{switch.variable}={value} turns these calls off"
+    return ""

@@ -11,8 +11,6 @@ from moe_fp8.warmup import Plan, PlanOptions, load_plan, plan
 from moe_fp8.warmup.models import Indexer, ModelDescription
 from moe_fp8.warmup.shapes import GemmShape
 
-_logger = logging.getLogger(__name__)
-
 
 @dataclass
 class LoadedEngine:
@@ -20,7 +18,8 @@ class LoadedEngine:
 
     `engine` is "vllm" or "sglang". `dense` are (N, K) of linear layers, `experts` (local experts, N, K) of
     grouped products. `data_parallel`: groups of ranks whose tokens a rank's experts get. `next_n`: the most
-    tokens of a request in a decode step. `num_sms`: SMs that the ops use.
+    tokens of a request in a decode step. `num_sms`: SMs that the ops use. `masked_rows`: the most rows of an
+    expert's buffer in the masked layout; None: enough for `max_batch` and `next_n`.
     """
 
     engine: str
@@ -30,6 +29,7 @@ class LoadedEngine:
     max_positions: int
     num_sms: int
     next_n: int = 1
+    masked_rows: int | None = None
     data_parallel: int = 1
     experts_per_token: int = 1
     block_size: int = 64
@@ -60,6 +60,7 @@ def plan_loaded(loaded: LoadedEngine) -> Plan:
         max_tokens=loaded.max_tokens,
         max_batch=loaded.max_batch,
         next_n=loaded.next_n,
+        masked_rows=loaded.masked_rows,
         num_sms=loaded.num_sms,
         block_size=loaded.block_size,
         engine=loaded.engine,
@@ -86,7 +87,8 @@ def warm(loaded: LoadedEngine) -> Plan:
     made = plan_loaded(loaded)
     count = load_plan(made)
     jit.freeze("warn")
-    _logger.info(
+    # An engine shows the lines of loggers below its own name.
+    logging.getLogger(f"{loaded.engine}.moe_fp8").info(
         "moe_fp8 planned %d kernels for %s and loaded %d of them", len(made.specs), loaded.name, count
     )
     return made

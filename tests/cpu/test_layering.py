@@ -33,10 +33,11 @@ ALLOWED = {
     # The planner asks which devices have a table of measured tiles.
     "warmup": {"errors", "settings", "limits", "problems", "heuristics", "specs", "jit"},
     "tune": {"errors", "settings", "limits", "problems", "heuristics", "specs", "jit", "ops", "warmup"},
-    # Plug-ins stand above everything that an engine needs, and are imported by engines alone.
+    # Plug-ins stand above everything that an engine needs, and only engines import them. The command line
+    # may import what is known of an engine without importing it: `integrations/supported.py`.
     "integrations": {"errors", "settings", "limits", "problems", "jit", "ops", "warmup"},
-    "doctor": {"errors", "settings", "jit"},
-    "cli": {"errors", "settings", "problems", "specs", "jit", "warmup", "doctor", "tune"},
+    "doctor": {"errors", "settings", "jit", "integrations"},
+    "cli": {"errors", "settings", "problems", "specs", "jit", "warmup", "doctor", "tune", "integrations"},
     # The names of `__init__` load on first use; their modules are imported only for type checkers.
     "__init__": {"errors", "jit", "ops"},
 }
@@ -94,6 +95,14 @@ def test_a_part_imports_only_what_is_below_it(path: Path) -> None:
     if part in ("graph", "cli", "integrations"):
         above.discard("__init__")  # public names, which any user may import
     assert not above, f"{part} may not import {sorted(above)}"
+
+
+@pytest.mark.parametrize("part", ["doctor", "cli"])
+def test_the_command_line_imports_no_plug_in(part: str) -> None:
+    named = {
+        module for module, _ in imports(PACKAGE / f"{part}.py") if module.startswith("moe_fp8.integrations")
+    }
+    assert named == {"moe_fp8.integrations.supported"}
 
 
 @pytest.mark.parametrize("path", PYTHON_FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

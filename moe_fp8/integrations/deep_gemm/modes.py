@@ -62,6 +62,7 @@ def set_compile_mode(mode: int) -> None:
     elif not mode and _Modes.compiling is not None:
         _Modes.compiling.close()
         _Modes.compiling = None
+    vendored.set_too("set_compile_mode", mode)
 
 
 def get_compile_mode() -> int:

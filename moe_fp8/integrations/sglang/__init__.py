@@ -1,0 +1,137 @@
+"""The plug-in for SGLang 0.5.23: the entry point `sglang.srt.plugins` calls `register` in each process.
+
+docs/sglang.md says what it replaces.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from moe_fp8.errors import UnsupportedError
+from moe_fp8.integrations import alias
+from moe_fp8.integrations.kinds import KINDS
+from moe_fp8.settings import settings
+
+_logger = logging.getLogger("sglang.moe_fp8")
+
+#: A process that has this module runs a model; SGLang's other processes do not.
+_SCHEDULER = "sglang.srt.managers.scheduler"
+
+_LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+
+#: How to undo each change, in order.
+_undo: list[Callable[[], None]] = []
+
+
+class _Process:
+    """What has been done once in this process: the hook is registered; the log line is written."""
+
+    hooked: bool = False
+    told: bool = False
+
+
+def register() -> None:
+    """What SGLang calls at the start of each process: `activate` with the kinds of MOE_FP8_ENGINE, if any.
+
+    It does nothing in processes that run no model. SGLang writes an error of a plug-in to its log and goes on
+    without the plug-in.
+    """
+    kinds = settings().engine
+    if kinds and not _undo and _SCHEDULER in sys.modules:
+        # SGLang applies the hook after all plug-ins have been called.
+        _start(kinds)
+
+
+def activate(kinds: Iterable[str]) -> None:
+    """Serve `kinds` of this process's SGLang from now on; for a script that builds a `ModelRunner` itself.
+
+    Modules of SGLang may have been imported before; models that are loaded already are served too, but their
+    kernels are not planned. Raises UnsupportedError if the GPU is no Hopper, or if SGLang does not use
+    DeepGEMM at all, and ConfigError for an unknown kind; nothing is changed then.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if not _undo:
+        _start(tuple(kinds))
+        HookRegistry.apply_hooks()
+
+
+def deactivate() -> None:
+    """Undo `activate`; SGLang calls its own `deep_gemm` again, if that can be imported."""
+    for undo in reversed(_undo):
+        undo()
+    _undo.clear()
+    _Process.told = False
+
+
+def active() -> bool:
+    """Whether `activate` is in force in this process."""
+    return bool(_undo)
+
+
+def _start(kinds: tuple[str, ...]) -> None:
+    from sglang.srt.utils import get_device_sm, is_cuda
+
+    from moe_fp8.integrations.sglang.names import Names
+
+    if not is_cuda() or get_device_sm() != 90:
+        raise UnsupportedError("MOE_FP8_ENGINE: the kernels need a Hopper GPU; unset it on other GPUs")
+    names = Names()
+    alias.install(kinds)
+    _undo.append(names.restore)
+    _undo.append(alias.uninstall)
+    try:
+        names.replace()
+        _demand_deep_gemm()
+        if not _Process.hooked:
+            _hook_loading()
+    except BaseException:
+        deactivate()
+        raise
+
+
+def _demand_deep_gemm() -> None:
+    """Raise UnsupportedError unless SGLang calls `deep_gemm`: it decides so when it imports its wrapper."""
+    from sglang.srt.layers.deep_gemm_wrapper import configurer
+
+    if not configurer.ENABLE_JIT_DEEPGEMM:
+        raise UnsupportedError(
+            "MOE_FP8_ENGINE: SGLang has turned its use of DeepGEMM off, and our kernels have the place of "
+            "DeepGEMM; unset SGLANG_ENABLE_JIT_DEEPGEMM, and install sgl-deep-gemm, which SGLang requires"
+        )
+
+
+def _hook_loading() -> None:
+    """Have `_after_loading` called after every model that SGLang loads. SGLang has no call to undo a hook."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_LOAD_MODEL, _after_loading, HookType.AFTER)
+    _Process.hooked = True
+
+
+def _after_loading(result: Any, model_runner: Any) -> None:
+    """Plan and load the kernels of the model that `model_runner` has loaded, and tell what is replaced."""
+    if not _undo:
+        return
+    from moe_fp8.integrations.planning import warm
+    from moe_fp8.integrations.sglang.model import describe_loaded
+    from moe_fp8.integrations.sglang.warmup import skip_warmup
+
+    loaded = describe_loaded(model_runner)
+    # SGLang sets its log up after it has called the plug-ins, so a line in `register` would not be seen.
+    if not _Process.told:
+        _Process.told = True
+        kinds = alias.installed()
+        others = [kind for kind in KINDS if kind not in kinds]
+        if "experts" in kinds and not loaded.experts:
+            others.append("the experts of this model, which do not call deep_gemm")
+        _logger.info(
+            "moe_fp8 serves %s in the place of deep_gemm; SGLang's own kernels serve %s",
+            ", ".join(kinds),
+            ", ".join([*others, "everything else"]),
+        )
+    warm(loaded)
+    _undo.append(skip_warmup(loaded))

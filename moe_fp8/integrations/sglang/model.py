@@ -1,0 +1,90 @@
+"""What a model that SGLang has loaded calls: shapes of weights, limits of the scheduler, the indexer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_fp8.integrations import kinds
+from moe_fp8.integrations.planning import LoadedEngine
+from moe_fp8.limits import SCALE_BLOCK, refuse_k, refuse_n
+from moe_fp8.ops import get_num_sms
+from moe_fp8.warmup.models import Indexer
+
+#: The most requests that SGLang decodes together if `--max-running-requests` does not say it.
+_MOST_REQUESTS = 4096
+
+#: SGLang makes an expert's buffer in the masked layout a multiple of this number of rows long.
+_MASKED_STEP = 256
+
+
+def describe_loaded(model_runner: Any) -> LoadedEngine:
+    """The layers of the runner's model that our kernels serve, within the limits of SGLang's arguments."""
+    from sglang.srt.runtime_context import get_parallel, get_schedule, get_spec
+
+    schedule, config = get_schedule(), model_runner.model_config
+    served = kinds.served()
+    # Without chunks, one pass takes a whole prompt; chunked_prefill_size is then -1.
+    longest = schedule.chunked_prefill_size or -1
+    if longest < 0:
+        longest = config.context_len
+    max_tokens = max(longest, schedule.max_prefill_tokens or 0)
+    data_parallel = get_parallel().attn_dp_size
+    # On Hopper, SGLang takes each drafted token of a request for a request of its own.
+    drafts = get_spec().speculative_num_draft_tokens or 1
+    loaded = LoadedEngine(
+        engine="sglang",
+        name=type(model_runner.model).__name__,
+        max_tokens=max_tokens,
+        max_batch=(schedule.max_running_requests or _MOST_REQUESTS) * drafts,
+        max_positions=config.context_len,
+        num_sms=get_num_sms(),
+        # The masked layout serves prefill too; an expert's buffer has room for all tokens of a pass.
+        masked_rows=(max_tokens * data_parallel // _MASKED_STEP + 1) * _MASKED_STEP,
+        data_parallel=data_parallel,
+    )
+    dense = "dense" in served and _dense_calls_deep_gemm()
+    for module in model_runner.model.modules():
+        weight = getattr(module, "weight", None)
+        if dense and isinstance(weight, torch.Tensor) and _is_served(module, weight):
+            loaded.dense.add((weight.shape[0], weight.shape[1]))
+        if "experts" in served and _experts_call_deep_gemm(module):
+            for name in ("w13_weight", "w2_weight"):
+                experts, n, k = getattr(module, name).shape
+                loaded.experts.add((experts, n, k))
+            top_k: int = module.top_k
+            loaded.experts_per_token = max(loaded.experts_per_token, top_k)
+    text = config.hf_text_config
+    if "indexer" in served and getattr(text, "index_topk", None):
+        loaded.indexer = Indexer(text.index_n_heads, text.index_head_dim, text.index_topk)
+    return loaded
+
+
+def _dense_calls_deep_gemm() -> bool:
+    """Whether linear layers call `deep_gemm`: by default they do, `--fp8-gemm-backend` may choose another."""
+    from sglang.srt.layers.quantization.fp8_utils import get_fp8_gemm_runner_backend
+
+    backend = get_fp8_gemm_runner_backend()
+    return bool(backend.is_auto() or backend.is_deep_gemm())
+
+
+def _is_served(module: torch.nn.Module, weight: torch.Tensor) -> bool:
+    """Whether the layer has FP8 weights in 128 x 128 blocks, of sizes that our kernels serve."""
+    if weight.dtype is not torch.float8_e4m3fn or weight.dim() != 2:
+        return False
+    n, k = weight.shape
+    blocks = (-(-n // SCALE_BLOCK), k // SCALE_BLOCK)
+    scales = (getattr(module, name, None) for name in ("weight_scale_inv", "weight_scale"))
+    scaled = any(isinstance(scale, torch.Tensor) and tuple(scale.shape) == blocks for scale in scales)
+    return scaled and not refuse_n(n) and not refuse_k(k)
+
+
+def _experts_call_deep_gemm(module: torch.nn.Module) -> bool:
+    """Whether the module has routed experts in FP8 whose products SGLang leaves to `deep_gemm`."""
+    weight = getattr(module, "w13_weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dtype is not torch.float8_e4m3fn:
+        return False
+    methods = (getattr(module, name, None) for name in ("quant_method", "scheme"))
+    runners = (getattr(method, "runner", None) for method in methods)
+    return any(runner is not None and runner.runner_backend.is_deep_gemm() for runner in runners)

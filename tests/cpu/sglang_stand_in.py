@@ -1,0 +1,199 @@
+"""Stand-ins for the modules of SGLang 0.5.23 that the plug-in touches, and for its `deep_gemm`.
+
+The modules have the same names, and hold `deep_gemm` in the same ways: as a module, as a function, as a
+function's kept result, and by an import inside a function. `tests/cpu/test_integrations_sglang.py` compares
+the names with SGLang's sources, if they are there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from enum import IntEnum
+from functools import lru_cache
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+FP8 = torch.float8_e4m3fn
+
+
+class HookRegistry:
+    """SGLang's registry as far as the plug-in uses it: hooks that run after a method."""
+
+    hooks: dict[str, tuple[Callable[..., Any], str]]
+
+    def __init__(self) -> None:
+        self.hooks = {}
+        self._patched: set[str] = set()
+
+    def register(self, target: str, hook: Callable[..., Any], kind: str) -> None:
+        assert target not in self.hooks, "a hook is registered once"
+        self.hooks[target] = hook, kind
+
+    def apply_hooks(self) -> None:
+        for target, (hook, kind) in self.hooks.items():
+            if target in self._patched:
+                continue
+            assert kind == "after"
+            self._patched.add(target)
+            module, cls, method = target.rsplit(".", 2)
+            owner = getattr(sys.modules[module], cls)
+            setattr(owner, method, _after(getattr(owner, method), hook))
+
+
+def _after(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        result = original(*arguments, **options)
+        changed = hook(result, *arguments, **options)
+        return result if changed is None else changed
+
+    return call
+
+
+class KernelType(IntEnum):
+    GROUPED_GEMM_NT_F8F8BF16_MASKED = 1
+    GROUPED_GEMM_NT_F8F8BF16_CONTIG = 2
+    GEMM_NT_F8F8BF16 = 5
+
+
+class Backend:
+    """An enum of SGLang's that says which kernels a layer calls."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def is_auto(self) -> bool:
+        return self.name == "auto"
+
+    def is_deep_gemm(self) -> bool:
+        return self.name == "deep_gemm"
+
+
+class ModelRunner:
+    """Has loaded `model` when `load_model` returns."""
+
+    def __init__(self, model: torch.nn.Module, **text: int) -> None:
+        self.model = model
+        self.model_config = SimpleNamespace(context_len=4096, hf_text_config=SimpleNamespace(**text))
+
+    def load_model(self) -> None:
+        pass
+
+
+class StandIn:
+    """The modules, put into `sys.modules`. `schedule`, `spec` and `parallel` are SGLang's arguments."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, sm: int = 90, enabled: bool = True) -> None:
+        for name in [name for name in sys.modules if name.split(".")[0] in ("sglang", "deep_gemm")]:
+            patch.delitem(sys.modules, name)
+        self._patch = patch
+        self.schedule = SimpleNamespace(
+            chunked_prefill_size=512, max_prefill_tokens=256, max_running_requests=16
+        )
+        self.spec = SimpleNamespace(speculative_num_draft_tokens=None)
+        self.parallel = SimpleNamespace(attn_dp_size=1)
+        self.backend = Backend("auto")
+        self.hooks = HookRegistry()
+        self._deep_gemm()
+        self._sglang(sm, enabled)
+
+    def _module(self, name: str, **contents: Any) -> ModuleType:
+        module = ModuleType(name)
+        vars(module).update(contents)
+        self._patch.setitem(sys.modules, name, module)
+        parent, _, last = name.rpartition(".")
+        if parent:
+            if parent not in sys.modules:
+                self._module(parent)
+            setattr(sys.modules[parent], last, module)
+        return module
+
+    def _deep_gemm(self) -> None:
+        names = ("fp8_gemm_nt", "fp8_mqa_logits", "bf16_gemm_nt", "get_num_sms")
+        self.deep_gemm = self._module("deep_gemm", **{name: _function(name) for name in names})
+        # The lookup of another part finds a module with a spec.
+        self.deep_gemm.__file__ = "deep_gemm/__init__.py"
+        for part in ("utils", "utils.math"):
+            self._module(f"deep_gemm.{part}")
+        self._module(
+            "deep_gemm.utils.layout",
+            get_mn_major_tma_aligned_tensor=_function("get_mn_major_tma_aligned_tensor"),
+        )
+
+    def _sglang(self, sm: int, enabled: bool) -> None:
+        self._module("sglang.srt.utils", is_cuda=lambda: True, get_device_sm=lambda: sm)
+        self._module(
+            "sglang.srt.plugins.hook_registry",
+            HookRegistry=self.hooks,
+            HookType=SimpleNamespace(AFTER="after"),
+        )
+        wrapper = "sglang.srt.layers.deep_gemm_wrapper"
+        self._module(f"{wrapper}.configurer", ENABLE_JIT_DEEPGEMM=enabled)
+        self.entrypoint = self._module(
+            f"{wrapper}.entrypoint",
+            deep_gemm=self.deep_gemm,
+            _get_mn_major_tma_aligned_tensor=sys.modules[
+                "deep_gemm.utils.layout"
+            ].get_mn_major_tma_aligned_tensor,
+        )
+        self.compile_utils = self._module(
+            f"{wrapper}.compile_utils",
+            deep_gemm=self.deep_gemm,
+            DeepGemmKernelType=KernelType,
+            _INITIALIZATION_DICT={},
+        )
+
+        @lru_cache(maxsize=1)
+        def resolve_fp8_mqa_logits_fn() -> Any:
+            import deep_gemm
+
+            return deep_gemm.fp8_mqa_logits
+
+        self.resolve = resolve_fp8_mqa_logits_fn
+        self._module("sglang.srt.layers.attention.dsa.utils", resolve_fp8_mqa_logits_fn=self.resolve)
+        self._module(
+            "sglang.srt.runtime_context",
+            get_schedule=lambda: self.schedule,
+            get_spec=lambda: self.spec,
+            get_parallel=lambda: self.parallel,
+        )
+        self._module(
+            "sglang.srt.layers.quantization.fp8_utils", get_fp8_gemm_runner_backend=lambda: self.backend
+        )
+        # A class of its own, because a hook changes it.
+        self.runner_class = type("ModelRunner", (ModelRunner,), {"load_model": ModelRunner.load_model})
+        self._module("sglang.srt.model_executor.model_runner", ModelRunner=self.runner_class)
+        self._module("sglang.srt.managers.scheduler")
+
+
+def _function(name: str) -> Callable[..., str]:
+    def call(*arguments: Any, **options: Any) -> str:
+        return f"deep_gemm.{name}"
+
+    call.__name__ = name
+    return call
+
+
+class Linear(torch.nn.Module):
+    """A linear layer with FP8 weights in 128 x 128 blocks, or with one scale for all."""
+
+    def __init__(self, n: int, k: int, blocks: bool = True) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(n, k).to(FP8), requires_grad=False)
+        shape = (-(-n // 128), k // 128) if blocks else (1,)
+        self.weight_scale_inv = torch.nn.Parameter(torch.ones(shape), requires_grad=False)
+
+
+class Experts(torch.nn.Module):
+    """Routed experts in FP8, whose products are computed by `backend`."""
+
+    def __init__(self, backend: str, experts: int = 4, hidden: int = 256, width: int = 128) -> None:
+        super().__init__()
+        self.w13_weight = torch.zeros(experts, 2 * width, hidden).to(FP8)
+        self.w2_weight = torch.zeros(experts, hidden, width).to(FP8)
+        self.top_k = 2
+        runner = SimpleNamespace(runner_backend=Backend(backend))
+        self.quant_method = SimpleNamespace(runner=runner)

@@ -1,0 +1,164 @@
+"""`moe-fp8 doctor --engine`: whether a plug-in would serve an engine, without importing the engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from moe_fp8 import cli, doctor
+from moe_fp8.errors import ToolchainError
+from moe_fp8.integrations.supported import ENGINES
+from moe_fp8.jit import driver
+from moe_fp8.jit.driver import DeviceInfo
+from moe_fp8.settings import ENGINE_KINDS, parse_settings
+from moe_fp8.warmup import engines as planned
+from tests.cpu.cli_runs import Json, run_json
+
+__all__ = ["run_json"]
+
+H100 = DeviceInfo("NVIDIA H100 80GB HBM3", (9, 0), 132, (13, 0))
+
+
+class Machine:
+    """A machine with both engines and the plug-ins, a Hopper GPU and MOE_FP8_ENGINE=1; tests change it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        self.versions = {"vllm": "0.33.0+cu130", "sglang": "0.5.23"}
+        self.groups = {engine.group for engine in ENGINES.values()}
+        installed = metadata.version
+
+        def version(name: str) -> str:
+            return self.versions[name] if name in self.versions else installed(name)
+
+        def entry_points(group: str) -> list[metadata.EntryPoint]:
+            ours = metadata.EntryPoint("moe_fp8", "moe_fp8:register", group)
+            other = metadata.EntryPoint("other", "other:register", group)
+            return [other, ours] if group in self.groups else [other]
+
+        patch.setattr(metadata, "version", version)
+        patch.setattr(metadata, "entry_points", entry_points)
+        self.gpu(H100)
+        self.ask("1")
+        for engine in ENGINES.values():
+            for variable in (engine.only, *(switch.variable for switch in engine.switches)):
+                patch.delenv(variable, raising=False)
+
+    def gpu(self, info: DeviceInfo) -> None:
+        self._patch.setattr(driver, "device_info", lambda: info)
+
+    def ask(self, value: str) -> None:
+        given = parse_settings({"MOE_FP8_ENGINE": value})
+        self._patch.setattr(doctor, "settings", lambda: given)
+
+    def findings(self, engine: str) -> dict[str, doctor.Finding]:
+        return {finding.name: finding for finding in doctor.diagnose(engine=engine)}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_all_kinds_are_served(engine: str, machine: Machine) -> None:
+    found = machine.findings(engine)
+    names = (engine, "plug-in", "MOE_FP8_ENGINE", *ENGINE_KINDS, "other kernels")
+    assert list(found)[-len(names) :] == list(names) and "GPU" in found
+    assert {found[name].status for name in names} == {"ok"}
+    assert all(found[kind].detail.startswith("moe_fp8: ") for kind in ENGINE_KINDS)
+    assert ENGINES[engine].title in found["other kernels"].detail
+
+
+def test_without_an_engine_nothing_is_said_of_engines() -> None:
+    assert not {"plug-in", "MOE_FP8_ENGINE", "dense"} & {finding.name for finding in doctor.diagnose()}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_versions(engine: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.versions[engine] = "9.9.9"
+    assert (found := machine.findings(engine)[engine]).status == "warn" and "9.9.9, but" in found.detail
+    for version in ENGINES[engine].versions:
+        machine.versions[engine] = version
+        assert machine.findings(engine)[engine].status == "ok"
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert (found := machine.findings(engine)[engine]).status == "warn" and "not installed" in found.detail
+    assert planned.ENGINES[engine].version in ENGINES[engine].versions
+
+
+def test_kinds_that_are_not_asked_for(machine: Machine) -> None:
+    machine.ask("dense,indexer")
+    found = machine.findings("vllm")
+    assert found["MOE_FP8_ENGINE"].detail.endswith("dense, indexer")
+    assert found["experts"].detail == "vLLM's own kernels: MOE_FP8_ENGINE does not name them"
+    machine.ask("0")
+    found = machine.findings("vllm")
+    assert (
+        found["MOE_FP8_ENGINE"].status == "warn"
+        and "export MOE_FP8_ENGINE=1" in found["MOE_FP8_ENGINE"].remedy
+    )
+    assert all("MOE_FP8_ENGINE is not set" in found[kind].detail for kind in ENGINE_KINDS)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_keeps_the_plug_in_out(engine: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    only = ENGINES[engine].only
+    for value, kept in (("other", True), ("other,moe_fp8", False), ("", engine == "vllm")):
+        monkeypatch.setenv(only, value)
+        found = machine.findings(engine)
+        for name in ("plug-in", "dense"):
+            assert found[name].status == ("warn" if kept else "ok"), value
+            assert (f"{only}={value}" in found[name].detail) is kept
+    monkeypatch.delenv(only)
+    machine.groups.clear()
+    found = machine.findings(engine)
+    assert found["plug-in"].status == found["experts"].status == "warn"
+    assert "install moe-fp8" in found["plug-in"].remedy
+
+
+def test_no_hopper(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.gpu(H100._replace(name="NVIDIA A100", cc=(8, 0)))
+    assert machine.findings("sglang")["dense"].detail == "SGLang's own kernels: NVIDIA A100 is no Hopper GPU"
+    found = machine.findings("vllm")["dense"]
+    assert found.detail == "none, vLLM does not start: NVIDIA A100 is no Hopper GPU" and found.remedy
+
+    def missing() -> DeviceInfo:
+        raise ToolchainError("libcuda cannot be loaded; install a driver")
+
+    monkeypatch.setattr(driver, "device_info", missing)
+    assert machine.findings("sglang")["dense"].detail.endswith("no GPU can be used")
+
+
+def test_switches_of_the_engine(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_FP8_PAGED_MQA_LOGITS_TORCH", "True")
+    found = machine.findings("sglang")
+    assert [found[kind].status for kind in ENGINE_KINDS] == ["ok", "ok", "warn"]
+    monkeypatch.setenv("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
+    found = machine.findings("sglang")
+    assert all("SGLANG_ENABLE_JIT_DEEPGEMM=0" in found[kind].detail for kind in ENGINE_KINDS)
+
+
+def test_the_command(machine: Machine, run_json: Json, capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = run_json(["doctor", "--engine", "sglang"])
+    named: dict[str, Any] = {finding["name"]: finding for finding in told["findings"]}
+    assert code == 0 and named["sglang"]["detail"].startswith("0.5.23")
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--engine", "other"])
+    assert "sglang" in capsys.readouterr().err
+
+
+def test_no_engine_is_imported() -> None:
+    program = (
+        "import sys\nfrom moe_fp8 import cli\ncli.main(['doctor', '--engine', 'vllm'])\n"
+        "print([name for name in ('torch', 'vllm', 'sglang') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,273 @@
+"""The plug-in for SGLang, on stand-ins for SGLang's modules; and their names in SGLang's sources."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_fp8 import set_num_sms
+from moe_fp8 import settings as settings_module
+from moe_fp8.errors import ConfigError, UnsupportedError
+from moe_fp8.integrations import installed, planning, sglang
+from moe_fp8.integrations.planning import LoadedEngine, plan_loaded
+from moe_fp8.integrations.sglang import model as described
+from tests.cpu.sglang_stand_in import Backend, Experts, KernelType, Linear, StandIn
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = "moe_fp8.integrations.deep_gemm"
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    monkeypatch.setattr(sglang._Process, "hooked", False)
+    monkeypatch.setattr(sglang._Process, "told", False)
+    monkeypatch.setattr(described, "get_num_sms", lambda: 132)
+    yield StandIn(monkeypatch)
+    sglang.deactivate()
+    set_num_sms(None)
+
+
+@pytest.fixture
+def warmed(monkeypatch: pytest.MonkeyPatch) -> list[LoadedEngine]:
+    """What the plug-in plans, in place of the planning."""
+    given: list[LoadedEngine] = []
+    monkeypatch.setattr(planning, "warm", given.append)
+    return given
+
+
+def _set(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
+    given = settings_module.parse_settings({"MOE_FP8_ENGINE": ",".join(kinds)} if kinds else {})
+    monkeypatch.setattr(sglang, "settings", lambda: given)
+
+
+def _load(engine: StandIn, *layers: torch.nn.Module, **text: int) -> Any:
+    runner = engine.runner_class(torch.nn.ModuleList(layers), **text)
+    runner.load_model()
+    return runner
+
+
+def test_names_that_sglang_holds_are_replaced_and_given_back(engine: StandIn) -> None:
+    theirs, theirs_layout = engine.deep_gemm, engine.entrypoint._get_mn_major_tma_aligned_tensor
+    assert engine.resolve()() == "deep_gemm.fp8_mqa_logits"
+    sglang.activate(("dense", "indexer"))
+    assert sglang.active() and installed() == ("dense", "indexer")
+    for module in (engine.entrypoint, engine.compile_utils):
+        assert module.deep_gemm.__name__ == OURS
+        assert module.deep_gemm.fp8_gemm_nt.__module__ == f"{OURS}.gemm"
+    assert engine.entrypoint._get_mn_major_tma_aligned_tensor.__module__ == f"{OURS}.layout"
+    assert engine.resolve().__module__ == f"{OURS}.indexer", "a kept result is looked up again"
+    assert engine.entrypoint.deep_gemm.bf16_gemm_nt() == "deep_gemm.bf16_gemm_nt", "no kernel of ours"
+    assert not hasattr(engine.entrypoint.deep_gemm, "fp8_mega_moe"), "what both lack is absent"
+
+    sglang.deactivate()
+    assert not sglang.active() and installed() == ()
+    assert engine.entrypoint.deep_gemm is engine.compile_utils.deep_gemm is theirs
+    assert engine.entrypoint._get_mn_major_tma_aligned_tensor is theirs_layout
+    assert engine.resolve()() == "deep_gemm.fp8_mqa_logits"
+    sglang.deactivate()
+
+
+def test_a_kind_that_is_not_served_stays_sglangs(engine: StandIn) -> None:
+    sglang.activate(("experts",))
+    assert engine.entrypoint.deep_gemm.fp8_gemm_nt() == "deep_gemm.fp8_gemm_nt"
+
+
+def test_sglangs_own_deep_gemm_follows_the_modes(engine: StandIn) -> None:
+    told: list[tuple[str, Any]] = []
+    for name in ("set_compile_mode", "set_num_sms", "set_pdl"):
+        setattr(engine.deep_gemm, name, lambda value, name=name: told.append((name, value)))
+    sglang.activate(("experts",))
+    replaced = engine.entrypoint.deep_gemm
+    replaced.set_compile_mode(1)
+    assert replaced.bf16_gemm_nt() and told == [("set_compile_mode", 1)], "told when it is first needed"
+    replaced.set_compile_mode(0)
+    replaced.set_num_sms(100)
+    replaced.set_pdl(False)
+    assert told[1:] == [("set_compile_mode", 0), ("set_num_sms", 100), ("set_pdl", False)]
+
+
+def test_nothing_is_changed_if_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, message in (({"sm": 100}, "Hopper"), ({"enabled": False}, "SGLANG_ENABLE_JIT_DEEPGEMM")):
+        engine = StandIn(monkeypatch, **options)
+        with pytest.raises(UnsupportedError, match=message):
+            sglang.activate(("dense",))
+        assert not sglang.active() and installed() == () and not engine.hooks.hooks
+        assert engine.entrypoint.deep_gemm is engine.deep_gemm is sys.modules["deep_gemm"]
+    StandIn(monkeypatch)
+    with pytest.raises(ConfigError, match="dance"):
+        sglang.activate(("dance",))
+    assert not sglang.active()
+
+
+def test_sglang_calls_register(engine: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    _set(monkeypatch)
+    sglang.register()
+    assert not sglang.active(), "MOE_FP8_ENGINE is not set"
+    _set(monkeypatch, "dense", "experts")
+    with monkeypatch.context() as process:
+        process.delitem(sys.modules, "sglang.srt.managers.scheduler")
+        sglang.register()
+        assert not sglang.active(), "the process runs no model"
+    sglang.register()
+    sglang.register()
+    assert installed() == ("dense", "experts")
+    assert list(engine.hooks.hooks) == ["sglang.srt.model_executor.model_runner.ModelRunner.load_model"]
+    assert not engine.hooks._patched, "SGLang applies hooks after all plug-ins"
+
+
+def test_a_loaded_model_is_planned_and_sglangs_warmup_skips_it(
+    engine: StandIn, warmed: list[LoadedEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "sglang.moe_fp8")
+    record = engine.compile_utils._INITIALIZATION_DICT
+    record[KernelType.GEMM_NT_F8F8BF16, 64, 128, 1] = True
+    sglang.activate(("dense", "experts"))
+    layers = (Linear(192, 256), Linear(96, 256), Linear(64, 128, blocks=False), torch.nn.Linear(128, 128))
+    _load(engine, *layers, Experts("deep_gemm"), Experts("triton", hidden=512))
+    (loaded,) = warmed
+    assert (loaded.engine, loaded.dense) == ("sglang", {(192, 256)})
+    assert loaded.experts == {(4, 256, 256), (4, 256, 128)} and loaded.experts_per_token == 2
+    assert set(record) == {
+        (KernelType.GEMM_NT_F8F8BF16, 64, 128, 1),
+        (KernelType.GEMM_NT_F8F8BF16, 192, 256, 1),
+        *((kind, 256, k, 4) for kind in list(KernelType)[:2] for k in (128, 256)),
+    }
+    (line,) = caplog.messages
+    assert line.startswith("moe_fp8 serves dense, experts in the place of deep_gemm")
+    assert line.endswith("serve indexer, everything else")
+
+    _load(engine, Linear(64, 128))
+    assert len(warmed) == 2 and len(caplog.messages) == 1
+    sglang.deactivate()
+    assert list(record) == [(KernelType.GEMM_NT_F8F8BF16, 64, 128, 1)]
+    _load(engine, Linear(64, 128))
+    assert len(warmed) == 2, "the hook stays and does nothing"
+    sglang.activate(("dense",))
+    _load(engine, Linear(64, 128), Experts("deep_gemm"))
+    assert len(warmed) == 3 and not warmed[2].experts
+
+
+def test_the_log_says_that_a_models_experts_do_not_call_deep_gemm(
+    engine: StandIn, warmed: list[LoadedEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "sglang.moe_fp8")
+    sglang.activate(("experts",))
+    _load(engine, Experts("triton"))
+    assert "the experts of this model, which do not call deep_gemm" in caplog.text
+
+
+def test_limits_come_from_sglangs_arguments(engine: StandIn, warmed: list[LoadedEngine]) -> None:
+    sglang.activate(("dense", "experts", "indexer"))
+    indexer = {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
+    _load(engine, **indexer)
+    engine.schedule.chunked_prefill_size = -1
+    engine.schedule.max_running_requests = None
+    engine.spec.speculative_num_draft_tokens = 4
+    engine.parallel.attn_dp_size = 8
+    engine.backend = Backend("triton")
+    _load(engine, Linear(64, 128))
+    first, second = warmed
+    assert (first.max_tokens, first.max_batch, first.next_n, first.masked_rows) == (512, 16, 1, 768)
+    assert first.indexer is not None and first.indexer.num_heads == 64 and first.num_sms == 132
+    assert (second.max_tokens, second.max_batch, second.next_n) == (4096, 4 * 4096, 1)
+    assert (second.data_parallel, second.masked_rows) == (8, 4096 * 8 + 256)
+    assert second.indexer is None and not second.dense, "--fp8-gemm-backend triton"
+
+
+def test_the_plan_has_what_sglang_calls(engine: StandIn, warmed: list[LoadedEngine]) -> None:
+    sglang.activate(("dense", "experts", "indexer"))
+    _load(engine, Linear(192, 256), Experts("deep_gemm"), index_topk=64, index_n_heads=32, index_head_dim=128)
+    rows = plan_loaded(warmed[0]).rows
+    assert {(row.op, row.layout) for row in rows} == {
+        ("gemm_fp8", "dense"),
+        ("grouped_gemm_fp8_contiguous", "m_indices"),
+        ("grouped_gemm_fp8_masked", "masked"),
+        ("mqa_logits_fp8", None),
+        ("paged_mqa_logits_fp8", None),
+        ("paged_mqa_logits_metadata", None),
+    }
+
+
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_the_engines_log_tells_how_many_kernels_are_loaded(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, f"{name}.moe_fp8")
+    frozen: list[str] = []
+    monkeypatch.setattr(planning, "load_plan", lambda plan: len(plan.specs))
+    monkeypatch.setattr(planning.jit, "freeze", frozen.append)
+    loaded = LoadedEngine(name, "Model", max_tokens=8, max_batch=8, max_positions=64, num_sms=132)
+    loaded.dense.add((64, 128))
+    made = planning.warm(loaded)
+    count = len(made.specs)
+    assert count and caplog.messages == [
+        f"moe_fp8 planned {count} kernels for Model and loaded {count} of them"
+    ]
+    assert frozen == ["warn"]
+
+
+def test_the_entry_point_is_registered() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["sglang.srt.plugins"] == {
+        "moe_fp8": "moe_fp8.integrations.sglang:register"
+    }
+
+
+#: Names of SGLang that the plug-in uses or replaces: module -> names that the module defines.
+USED = {
+    "sglang.srt.utils.common": ("get_device_sm", "is_cuda"),
+    "sglang.srt.plugins": ("GENERAL_PLUGINS_GROUP", "load_plugins"),
+    "sglang.srt.plugins.hook_registry": ("HookRegistry", "HookRegistry.register", "HookType.AFTER"),
+    "sglang.srt.managers.scheduler": ("run_scheduler_process",),
+    "sglang.srt.model_executor.model_runner": ("ModelRunner.load_model",),
+    "sglang.srt.runtime_context": ("get_parallel", "get_schedule", "get_spec"),
+    "sglang.srt.layers.deep_gemm_wrapper.configurer": ("ENABLE_JIT_DEEPGEMM",),
+    "sglang.srt.layers.deep_gemm_wrapper.compile_utils": (
+        "_INITIALIZATION_DICT",
+        *(f"DeepGemmKernelType.{kind.name}" for kind in KernelType),
+    ),
+    "sglang.srt.layers.quantization.fp8_utils": (
+        "get_fp8_gemm_runner_backend",
+        "Fp8GemmRunnerBackend.is_auto",
+        "Fp8GemmRunnerBackend.is_deep_gemm",
+    ),
+    "sglang.srt.layers.moe.utils": ("_MoeRunnerBackendPredicates.is_deep_gemm",),
+    "sglang.srt.layers.attention.dsa.utils": ("resolve_fp8_mqa_logits_fn",),
+    "sglang.srt.layers.attention.dsv4.v41_indexer": (),
+}
+
+
+def _defined(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+    """The names that statements define, those of classes and of branches included."""
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield prefix + node.name
+        if isinstance(node, ast.ClassDef):
+            yield from _defined(node.body, f"{prefix}{node.name}.")
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+
+@pytest.mark.parametrize("module", USED)
+def test_sglangs_sources_have_the_names(module: str) -> None:
+    found = importlib.util.find_spec("sglang")
+    if found is None or found.origin is None:
+        pytest.skip("SGLang's sources are not here; put the folder with `sglang` on PYTHONPATH")
+    base = Path(found.origin).parent.joinpath(*module.split(".")[1:])
+    path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+    defined = set(_defined(ast.parse(path.read_text()).body))
+    assert set(USED[module]) <= defined

@@ -1,0 +1,151 @@
+"""The modes of all ops: at most so many SMs, and calls that load kernels without a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import moe_fp8
+from moe_fp8.errors import ConfigError, UnsupportedError
+from moe_fp8.integrations.deep_gemm import modes as deep_gemm_modes
+from moe_fp8.ops.modes import Modes
+from moe_fp8.problems import QuantizeProblem
+from moe_fp8.specs import kernel_spec
+from tests.cpu.cuda_side import import_cuda_side
+
+SPEC = kernel_spec(QuantizeProblem(4, 128))
+
+
+@pytest.fixture(autouse=True)
+def usual_modes() -> Iterator[None]:
+    yield
+    deep_gemm_modes.set_compile_mode(0)
+    Modes.put(None, True)
+
+
+class Kernel:
+    """A kernel that counts its launches."""
+
+    def __init__(self) -> None:
+        self.prepared = 0
+        self.grids: list[int] = []
+
+    def prepare(self, device: int) -> None:
+        self.prepared += 1
+
+    def launch(self, grid: int, stream: int, block: Any, device: int) -> None:
+        self.grids.append(grid)
+
+
+class Cuda:
+    """The launcher on CPU tensors, of a GPU with 132 SMs."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.launch = import_cuda_side("moe_fp8.ops.launch", patch)
+        self.kernel = Kernel()
+        self.loaded: list[str] = []
+        info = SimpleNamespace(name="NVIDIA H100", cc=(9, 0), num_sms=132)
+        patch.setattr(self.launch, "device_info", lambda device: info)
+        patch.setattr(self.launch, "_raw_stream", lambda device: 0)
+        patch.setattr(self.launch, "_current_device", lambda: 0)
+        patch.setattr(self.launch, "get_kernel", self.load)
+        patch.setattr(self.launch, "_launches", {})
+        self.tensor = torch.zeros(3)
+        self.call = ("quantize", self.tensor.data_ptr()), (self.tensor,)
+
+    def load(self, spec: Any) -> Kernel:
+        self.loaded.append(spec.name)
+        return self.kernel
+
+    def once(self) -> None:
+        """Make the call: repeat its launch, or launch the kernel with a grid of all SMs that it may use."""
+        if not self.launch.repeat(self.call):
+            self.launch.launch(SPEC, self.launch.num_sms(0), object(), 0, self.call)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    side = Cuda(monkeypatch)
+    side.launch._all_sms.cache_clear()
+    yield side
+    side.launch._all_sms.cache_clear()
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "132"])
+def test_a_bad_number_of_sms_is_refused(value: Any) -> None:
+    moe_fp8.set_num_sms(100)
+    with pytest.raises(ConfigError, match="num_sms"):
+        moe_fp8.set_num_sms(value)
+    assert Modes.num_sms == 100, "the number before stays"
+
+
+def test_the_number_of_sms_is_at_most_that_of_the_gpu(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    for limit, expected in ((None, 132), (100, 100), (132, 132), (1000, 132), (None, 132)):
+        moe_fp8.set_num_sms(limit)
+        assert cuda.launch.num_sms(0) == moe_fp8.get_num_sms() == expected
+
+
+def test_without_a_gpu_there_are_no_sms_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    moe_fp8.set_num_sms(100)
+    with pytest.raises(UnsupportedError):
+        moe_fp8.get_num_sms()
+
+
+def test_launches_of_different_limits_are_kept_apart(cuda: Cuda) -> None:
+    for limit in (None, 100, 100, None, 64, 100):
+        moe_fp8.set_num_sms(limit)
+        cuda.once()
+    assert cuda.kernel.grids == [132, 100, 100, 132, 64, 100]
+    assert len(cuda.loaded) == 3, "three of six calls repeat a launch of the same limit"
+
+
+def test_compile_only_loads_and_launches_nothing(cuda: Cuda) -> None:
+    with moe_fp8.compile_only():
+        cuda.once()
+        cuda.once()
+        with moe_fp8.compile_only():
+            pass
+        cuda.once()
+    assert (len(cuda.loaded), cuda.kernel.prepared, cuda.kernel.grids) == (3, 3, [])
+    cuda.once()
+    cuda.once()
+    assert cuda.kernel.grids == [132, 132] and len(cuda.loaded) == 4, (
+        "the next call launches, and is repeated"
+    )
+    with moe_fp8.compile_only():
+        cuda.once()
+    assert cuda.kernel.grids == [132, 132], "a remembered launch is not made either"
+
+
+def test_compile_only_ends_with_an_error(cuda: Cuda) -> None:
+    moe_fp8.set_num_sms(100)
+    with pytest.raises(KeyError), moe_fp8.compile_only():
+        raise KeyError
+    cuda.once()
+    assert cuda.kernel.grids == [100]
+
+
+def test_a_call_on_the_cpu_computes_in_every_mode() -> None:
+    moe_fp8.set_num_sms(1)
+    with moe_fp8.compile_only():
+        q, scale = moe_fp8.quantize_fp8(torch.ones(2, 128))
+    assert (q.float() * scale == 1).all()
+
+
+def test_deep_gemms_names_for_the_modes(cuda: Cuda) -> None:
+    assert deep_gemm_modes.get_compile_mode() == 0
+    deep_gemm_modes.set_compile_mode(1)
+    deep_gemm_modes.set_compile_mode(1)
+    cuda.once()
+    assert deep_gemm_modes.get_compile_mode() == 1 and cuda.kernel.grids == []
+    deep_gemm_modes.set_compile_mode(0)
+    cuda.once()
+    assert deep_gemm_modes.get_compile_mode() == 0 and cuda.kernel.grids == [132]
