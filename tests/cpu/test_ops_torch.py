@@ -55,7 +55,21 @@ def _silu_mul() -> tuple[Any, ...]:
     q = torch.zeros(2, 5, 256, dtype=torch.float8_e4m3fn)
     scale = torch.empty_strided((2, 5, 2), (16, 1, 8)).zero_()
     masked_m = torch.tensor([2, 5], dtype=torch.int32)
-    return torch.randn(2, 5, 512).bfloat16(), masked_m, q, scale, False, 7.0
+    return torch.randn(2, 5, 512).bfloat16(), masked_m, q, scale, False, 7.0, True
+
+
+def _permute() -> tuple[Any, ...]:
+    a = torch.zeros(10, 256, dtype=torch.float8_e4m3fn)
+    a_scale = torch.empty_strided((10, 2), (1, 12)).zero_()
+    counts = torch.zeros(5, dtype=torch.int32), torch.zeros(5, 2, dtype=torch.int32)
+    ids = torch.randint(0, 8, (5, 2))
+    numbers = torch.tensor([-1, 0, 1, -1, 2, 3, -1, 0], dtype=torch.int32)
+    return torch.randn(5, 256).bfloat16(), None, ids, numbers, a, a_scale, *counts, True
+
+
+def _combine() -> tuple[Any, ...]:
+    rows = torch.tensor([[0, 3], [-1, 2], [1, -1]], dtype=torch.int32)
+    return torch.randn(4, 64).bfloat16(), rows, torch.rand(3, 2), torch.zeros(3, 64).bfloat16()
 
 
 def _cache() -> tuple[Any, ...]:
@@ -78,6 +92,8 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "paged_mqa_logits_metadata": _metadata,
     "quantize_fp8": _quantize,
     "silu_mul_quantize": _silu_mul,
+    "moe_permute": _permute,
+    "moe_combine": _combine,
     "indexer_quantize_and_cache": _cache,
     "indexer_topk": _topk,
     "_indexer_topk_chunk": lambda: (*_topk(), 3, torch.zeros(3, 2, dtype=torch.int32)),

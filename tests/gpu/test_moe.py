@@ -48,6 +48,15 @@ def test_replay_reads_new_ids() -> None:
         assert torch.equal(replayed, layer())
 
 
+def test_scales_of_another_layout_are_written_too() -> None:
+    case = moe_cases.Case(9, 2, 4, 256)
+    x, ids = case.hidden().cuda(), case.ids().cuda()
+    expected = moe_permute(x, ids, num_experts=4)
+    out = expected._replace(a_scale=torch.zeros(18, 2, device="cuda"))
+    moe_permute(x, ids, num_experts=4, out=out)
+    assert torch.equal(out.a_scale, expected.a_scale)
+
+
 def test_results_repeat() -> None:
     case = moe_cases.CASES["decode"]
     x, ids = case.hidden().cuda(), case.ids().cuda()

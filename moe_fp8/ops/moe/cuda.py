@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_fp8.ops import launch, scales
+from moe_fp8.ops import launch, registry, scales
 from moe_fp8.ops.launch import Prepared
 from moe_fp8.params import MOE_COMBINE, MOE_PERMUTE
 from moe_fp8.problems import MoeCombineProblem, MoePermuteProblem
@@ -22,8 +22,19 @@ def permute(
     offsets: Tensor,
     rows: Tensor,
     power_of_two: bool,
-) -> Prepared:
-    """x [T,K] -> a [R,K], a_scale [R,K/128], offsets [E+1], rows [T,k]."""
+) -> Prepared | None:
+    """x [T,K] -> a [R,K], a_scale [R,K/128], offsets [E+1], rows [T,k].
+
+    If `a_scale` is not MN-major, MN-major scales are made and copied to it; then the result is None.
+    """
+    pitch = scales.pitch(a_scale)
+    if pitch == 0:
+        # to_mn_major copies the scales, so that rows that are not written keep their values.
+        padded = scales.to_mn_major(a_scale)
+        run = registry.OPS["moe_permute"].run
+        run(x, x_scale, topk_ids, expert_map, a, padded, offsets, rows, power_of_two)
+        a_scale.copy_(padded)
+        return None
     (tokens, topk), k, num_experts = topk_ids.shape, x.shape[1], offsets.shape[0] - 1
     in_dtype = launch.IN_DTYPES.get(x.dtype)
     wide = topk_ids.dtype is torch.int64
@@ -46,7 +57,7 @@ def permute(
         0 if x_scale is None else x_scale.stride(0),
         0 if x_scale is None else x_scale.stride(1),
         topk_ids.stride(0),
-        scales.pitch(a_scale),
+        pitch,
         tokens,
         topk,
         k,

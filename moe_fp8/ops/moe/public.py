@@ -67,7 +67,8 @@ def moe_permute(
     the number of the expert on this rank, or -1 if another rank has it; None if ids are these numbers
     themselves. Ids and numbers that are too large count as no expert.
     power_of_two: round scales of bf16 x up to powers of two.
-    out: tensors to write to, as returned, or None. `a` may have more rows than T * k.
+    out: tensors to write to, as returned, or None. `a` may have more rows than T * k. Scales of another
+    stride take two more kernels.
 
     Returns a float8_e4m3fn `[T * k, K]`, contiguous; a_scale fp32 `[T * k, K/128]`, MN-major; offsets int32
     `[num_experts + 1]`: expert e has the rows offsets[e] to offsets[e + 1], in the order of tokens, then of

@@ -1,0 +1,68 @@
+"""Plans of a loaded engine: every call within its limits has its kernel."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_fp8.heuristics.gemm import table as gemm_table
+from moe_fp8.integrations.planning import LoadedEngine, plan_loaded
+from moe_fp8.problems import (
+    GemmProblem,
+    MoeCombineProblem,
+    MoePermuteProblem,
+    MqaLogitsProblem,
+    PagedMqaLogitsProblem,
+    Problem,
+    QuantizeProblem,
+    SiluMulQuantizeProblem,
+)
+from moe_fp8.specs import kernel_spec
+from moe_fp8.warmup.models import Indexer
+
+QWEN = {"dense": {(5120, 2048), (2048, 4096)}, "experts": {(128, 1536, 2048), (128, 2048, 768)}}
+
+
+def engine(**given: object) -> LoadedEngine:
+    values = {
+        "max_tokens": 2048,
+        "max_batch": 64,
+        "max_positions": 4096,
+        "num_sms": 132,
+        "experts_per_token": 8,
+    }
+    return LoadedEngine("vllm", "Qwen3", **{**values, **QWEN, **given})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", gemm_table.devices())
+def test_every_call_within_the_limits_is_planned(device: str) -> None:
+    specs = set(plan_loaded(engine()).specs)
+    problems: list[Problem] = []
+    for m in (1, 7, 64, 65, 1000, 2048):
+        problems += [GemmProblem("dense", m, n, k, device=device) for n, k in QWEN["dense"]]
+        for experts, n, k in QWEN["experts"]:
+            problems.append(GemmProblem("offsets", 8 * m, n, k, experts, device=device))
+            problems.append(GemmProblem("m_indices", 8 * m + 127 * experts, n, k, experts, device=device))
+        for power_of_two in (False, True):
+            problems.append(QuantizeProblem(m, 2048, power_of_two=power_of_two))
+            problems.append(SiluMulQuantizeProblem(8 * m, 768, 1, power_of_two, True))
+            for wide in (False, True):
+                problems.append(MoePermuteProblem(m, 8, 2048, "bfloat16", power_of_two, wide))
+                problems.append(MoePermuteProblem(m, 8, 2048, None, power_of_two, wide))
+        problems.append(MoeCombineProblem(m, 8, 2048))
+    missing = [problem for problem in problems if kernel_spec(problem) not in specs]
+    assert not missing
+
+
+def test_the_tokens_of_other_ranks_and_the_indexer_are_planned() -> None:
+    loaded = engine(data_parallel=8, next_n=2, indexer=Indexer(64, 128, 2048))
+    specs = set(plan_loaded(loaded).specs)
+    tokens = 8 * 2048
+    assert kernel_spec(GemmProblem("offsets", 8 * tokens, 2048, 768, 128)) in specs
+    for compressed in (False, True):
+        assert kernel_spec(MqaLogitsProblem(2048, 4096, 64, 128, compressed, False)) in specs
+    for next_n in (1, 2):
+        assert kernel_spec(PagedMqaLogitsProblem(64, next_n, 64, 128, 64)) in specs
+
+
+def test_an_engine_without_layers_of_ours_has_an_empty_plan() -> None:
+    assert plan_loaded(engine(dense=set(), experts=set())).specs == ()
