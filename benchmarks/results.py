@@ -136,9 +136,9 @@ class ResultsFile:
 
     The first new row of a class and set removes the rows that an earlier run left there, so the rows of a
     class and set always come from one run. In class engine it removes those of the same model and experts,
-    and in class repetition it removes only the row of the same case and seed. All other rows stay, with one exception: each commit has its own unseen shapes, so a commit's first
-    unseen row removes the unseen rows of all other commits. Raises ValueError if the file belongs to another
-    device.
+    and in class repetition it removes only the row of the same case and seed. All other rows stay, with one
+    exception: each commit has its own unseen shapes, so a commit's first unseen row removes the unseen rows
+    of all other commits. Raises ValueError if the file belongs to another device.
     """
 
     def __init__(self, path: Path, environment: dict[str, Any]) -> None:

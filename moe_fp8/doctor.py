@@ -177,8 +177,8 @@ def _version(engine: Engine) -> Finding:
         remedy = (
             f"compare outputs with and without the plug-in, or install {engine.title} {engine.versions[-1]}"
         )
-        return Finding(name, "warn", f"{found}, but the plug-in was tried with {known}", remedy)
-    return Finding(name, "ok", f"{found}, with which the plug-in was tried")
+        return Finding(name, "warn", f"{found}, but the plug-in was made for {known}", remedy)
+    return Finding(name, "ok", f"{found}, for which the plug-in was made")
 
 
 def _plug_in(engine: Engine) -> Finding:

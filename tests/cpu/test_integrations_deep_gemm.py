@@ -1,0 +1,291 @@
+"""The module in the place of `deep_gemm`: names, semantics, and what goes to the engine's own copy."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_fp8
+from moe_fp8 import integrations
+from moe_fp8.errors import ArgumentError, ConfigError, UnsupportedError
+from moe_fp8.integrations import vendored
+from tests import cases
+
+GEMMS = (
+    "fp8_gemm_nt",
+    "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_masked",
+    "fp8_m_grouped_gemm_nt_masked",
+)
+INDEXER = ("fp8_mqa_logits", "fp8_fp4_mqa_logits", "fp8_paged_mqa_logits", "fp8_fp4_paged_mqa_logits")
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    yield
+    integrations.uninstall()
+    moe_fp8.set_num_sms(None)
+
+
+@pytest.fixture
+def deep_gemm() -> ModuleType:
+    return integrations.install()
+
+
+@pytest.fixture
+def copy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The engine's own copy, which records calls of any name it has."""
+    module = ModuleType("vllm.third_party.deep_gemm")
+    module.calls = []  # type: ignore[attr-defined]
+    for name in ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_masked", "fp8_mqa_logits", "einsum", "set_num_sms"):
+        setattr(module, name, lambda *given, name=name, **named: module.calls.append((name, given, named)))
+    for parent in ("vllm", "vllm.third_party"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    monkeypatch.setitem(sys.modules, "vllm.third_party.deep_gemm", module)
+    vendored.forget()
+    return module
+
+
+def test_imports_find_the_module_and_uninstall_restores() -> None:
+    assert importlib.util.find_spec("deep_gemm") is None
+    module = integrations.install()
+    assert integrations.installed() == ("dense", "experts", "indexer")
+    assert importlib.import_module("deep_gemm") is module
+    assert importlib.util.find_spec("deep_gemm") is not None
+    layout = importlib.import_module("deep_gemm.utils.layout")
+    assert layout.get_mn_major_tma_aligned_tensor is module.get_mn_major_tma_aligned_tensor
+    assert importlib.import_module("deep_gemm.utils").ceil_div(5, 4) == 2
+    assert all(callable(getattr(module, name)) for name in (*GEMMS, *INDEXER))
+    integrations.uninstall()
+    assert integrations.installed() == () and importlib.util.find_spec("deep_gemm") is None
+
+
+def test_an_installed_package_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = ModuleType("deep_gemm")
+    theirs.einsum = "theirs"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deep_gemm", theirs)
+    module = integrations.install()
+    assert sys.modules["deep_gemm"] is module and module.einsum == "theirs"
+    integrations.uninstall()
+    assert sys.modules["deep_gemm"] is theirs
+
+
+def test_names_that_nobody_has_are_absent(deep_gemm: ModuleType) -> None:
+    for name in ("einsum", "fp8_mega_moe", "tf32_hc_prenorm_gemm", "__wrapped__"):
+        assert getattr(deep_gemm, name, None) is None
+    with pytest.raises(AttributeError, match="no attribute 'einsum'"):
+        _ = deep_gemm.einsum
+    assert getattr(deep_gemm.utils, "nothing", None) is None
+
+
+def test_unknown_names_reach_the_copy(copy: ModuleType, deep_gemm: ModuleType) -> None:
+    deep_gemm.einsum(1, out=2)
+    assert copy.calls == [("einsum", (1,), {"out": 2})]
+
+
+def test_kinds_that_are_not_served_reach_the_copy(copy: ModuleType) -> None:
+    module = integrations.install(["experts"])
+    assert module.fp8_gemm_nt is copy.fp8_gemm_nt and module.fp8_mqa_logits is copy.fp8_mqa_logits
+    assert module.m_grouped_fp8_gemm_nt_masked is not copy.m_grouped_fp8_gemm_nt_masked
+    assert getattr(module, "fp8_paged_mqa_logits", None) is None
+    with pytest.raises(ConfigError, match="dense, experts, indexer"):
+        integrations.install(["moe"])
+
+
+def test_dense(deep_gemm: ModuleType) -> None:
+    case = cases.dense_case(33, 192, 256)
+    for scale in (case.a_scale, case.a_scale.contiguous()):
+        out = case.poisoned()
+        assert (
+            deep_gemm.fp8_gemm_nt((case.a, scale), (case.b, case.b_scale), out, None, (1, 128, 128)) is None
+        )
+        cases.check_gemm(case, out)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_dense_accumulates(in_place: bool, deep_gemm: ModuleType) -> None:
+    case = cases.dense_case(9, 128, 256)
+    added = torch.randn(9, 128)
+    out = added.clone() if in_place else torch.empty(9, 128)
+    c = out if in_place else added
+    deep_gemm.fp8_gemm_nt((case.a, case.a_scale), (case.b, case.b_scale), out, c=c)
+    product = moe_fp8.gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, out_dtype=torch.float32)
+    assert torch.equal(out, product + added)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"recipe": (1, 1, 128)}, r"recipe \(1, 128, 128\)"),
+        ({"alpha": 2.0}, "alpha"),
+        ({"c": torch.zeros(9, 128, dtype=torch.bfloat16)}, "c is added in fp32"),
+    ],
+)
+def test_dense_calls_that_are_not_served(
+    changes: dict[str, Any], reason: str, copy: ModuleType, deep_gemm: ModuleType
+) -> None:
+    case = cases.dense_case(9, 128, 256)
+    given = (case.a, case.a_scale), (case.b, case.b_scale), torch.empty(9, 128)
+    deep_gemm.fp8_gemm_nt(*given, **changes)
+    assert [call[0] for call in copy.calls] == ["fp8_gemm_nt"]
+    del copy.fp8_gemm_nt
+    with pytest.raises(UnsupportedError, match=reason):
+        deep_gemm.fp8_gemm_nt(*given, **changes)
+
+
+def test_a_k_that_128_does_not_divide_is_not_served(deep_gemm: ModuleType) -> None:
+    a = torch.zeros(4, 576, dtype=torch.float8_e4m3fn), torch.ones(4, 5)
+    b = torch.zeros(64, 576, dtype=torch.float8_e4m3fn), torch.ones(1, 5)
+    with pytest.raises(UnsupportedError, match="K is a multiple of 128, got 576"):
+        deep_gemm.fp8_gemm_nt(a, b, torch.empty(4, 64, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("layout", ["m_indices", "psum"])
+def test_contiguous(layout: str, deep_gemm: ModuleType) -> None:
+    case = cases.contiguous_case(layout, (3, 0, 130, 1), 128, 256)
+    out = case.poisoned()
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+        (case.a, case.a_scale), (case.b, case.b_scale), out, case.index, use_psum_layout=layout == "psum",
+        expected_m_for_psum_layout=7, disable_ue8m0_cast=True,
+    )  # fmt: skip
+    cases.check_gemm(case, out)
+
+
+@pytest.mark.parametrize("layout", ["m_indices", "psum"])
+@pytest.mark.parametrize("alignment", [16, 64, 256])
+def test_contiguous_with_another_alignment(alignment: int, layout: str, deep_gemm: ModuleType) -> None:
+    counts, rows, index, ends = (3, 0, 70, 1), 0, [], []
+    for expert, count in enumerate(counts):
+        ends.append(rows + count)
+        padded = -(-count // alignment) * alignment
+        index += [expert] * count + [-1] * (padded - count)
+        rows += padded
+    gen = cases.generator(3, "cpu")
+    a, a_scale = cases.activations(rows, 256, gen)
+    b, b_scale = cases.weights(4, 128, 256, gen)
+    out = torch.full((rows, 128), float("nan"), dtype=torch.bfloat16)
+    given = torch.tensor(ends if layout == "psum" else index, dtype=torch.int32)
+    before = deep_gemm.get_mk_alignment_for_contiguous_layout()
+    deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
+    try:
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+            (a, a_scale), (b, b_scale), out, given, use_psum_layout=layout == "psum"
+        )
+    finally:
+        deep_gemm.set_mk_alignment_for_contiguous_layout(before)
+    for expert in range(4):
+        own = torch.tensor(index) == expert
+        expected = moe_fp8.gemm_fp8(a[own], a_scale[own], b[expert], b_scale[expert])
+        assert torch.equal(out[own], expected)
+    with pytest.raises(ArgumentError):
+        deep_gemm.set_mk_alignment_for_contiguous_layout(0)
+
+
+def test_masked(copy: ModuleType, deep_gemm: ModuleType) -> None:
+    case = cases.masked_case((3, 0, 9), 16, 128, 256)
+    for name in ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked"):
+        out = case.poisoned()
+        operands = (case.a, case.a_scale), (case.b, case.b_scale), out
+        getattr(deep_gemm, name)(*operands, masked_m=case.index, expected_m=4)
+        cases.check_gemm(case, out)
+    deep_gemm.m_grouped_fp8_gemm_nt_masked(*operands, case.index, 4, enable_overlap=True, signal=case.index)
+    assert [call[0] for call in copy.calls] == ["m_grouped_fp8_gemm_nt_masked"]
+
+
+def test_logits_in_every_spelling(deep_gemm: ModuleType) -> None:
+    case = cases.mqa_case(6, 40, 32)
+    q, k, k_scale, weights, ks, ke = case.arguments()
+    outside = (torch.arange(40) < ks[:, None]) | (torch.arange(40) >= ke[:, None])
+    full = moe_fp8.mqa_logits_fp8(q, k, k_scale, weights, ks, ke, fill=True)
+    assert torch.equal(deep_gemm.fp8_mqa_logits(q, (k, k_scale), weights, ks, ke), full)
+    cleaned = deep_gemm.fp8_fp4_mqa_logits((q, None), (k, k_scale), weights, ks, ke, clean_logits=True)
+    assert torch.equal(cleaned, full)
+    plain = deep_gemm.fp8_fp4_mqa_logits((q, None), (k, k_scale), weights, ks, ke, clean_logits=False)
+    assert torch.equal(plain[~outside], full[~outside])
+    # vLLM 0.33 passes a width in the sixth place.
+    width = int((ke - ks).max())
+    compressed = deep_gemm.fp8_fp4_mqa_logits((q, None), (k, k_scale), weights, ks, ke, width)
+    assert compressed.shape == (6, width) and compressed.dtype is torch.float32
+    for row in range(6):
+        own = full[row, ks[row] : ke[row]]
+        assert torch.equal(compressed[row, : len(own)], own)
+    with pytest.raises(UnsupportedError, match="queries with scales"):
+        deep_gemm.fp8_fp4_mqa_logits((q, weights), (k, k_scale), weights, ks, ke, width)
+
+
+def test_paged_logits(deep_gemm: ModuleType) -> None:
+    case = cases.paged_case([3, 0, 130], 2, 32, 64)
+    lens = case.context_lens
+    metadata = deep_gemm.get_paged_mqa_logits_metadata(lens, 64, 132)
+    assert metadata.shape == (133, 2)
+    columns = 192
+    given: tuple[Any, ...] = (case.kv_cache, case.weights, lens, case.block_table, metadata, columns)
+    expected = moe_fp8.paged_mqa_logits_fp8(
+        case.q, case.kv_cache, case.weights, lens, case.block_table, metadata, max_context_len=columns,
+        out=torch.full((6, columns), float("-inf")),
+    )  # fmt: skip
+    cleaned = deep_gemm.fp8_paged_mqa_logits(case.q, *given, clean_logits=True)
+    assert torch.equal(cleaned, expected)
+    plain = deep_gemm.fp8_fp4_paged_mqa_logits((case.q, None), *given)
+    written = expected > float("-inf")
+    assert torch.equal(plain[written], expected[written])
+    for call in (
+        lambda: deep_gemm.fp8_fp4_paged_mqa_logits((case.q, None), *given, indices=lens),
+        lambda: deep_gemm.get_paged_mqa_logits_metadata(lens, 64, 132, indices=lens),
+    ):
+        with pytest.raises(UnsupportedError, match="indices"):
+            call()
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (5, 3), (8, 2), (2, 5, 3), (3, 4, 1)])
+def test_scales_get_exact_strides(shape: tuple[int, ...], deep_gemm: ModuleType) -> None:
+    scale = torch.randn(shape)
+    made = deep_gemm.get_mn_major_tma_aligned_tensor(scale)
+    pitch = deep_gemm.get_tma_aligned_size(shape[-2], 4)
+    assert made.stride() == ((1, pitch) if len(shape) == 2 else (pitch * shape[-1], 1, pitch))
+    assert torch.equal(made, scale) and deep_gemm.get_mn_major_tma_aligned_tensor(made) is made
+    with pytest.raises(ArgumentError):
+        deep_gemm.get_mn_major_tma_aligned_tensor(scale.half())
+
+
+def test_required_layouts(deep_gemm: ModuleType) -> None:
+    def transform(sf: Tensor, *sizes: int, **named: Any) -> Tensor:
+        made: Tensor = deep_gemm.transform_sf_into_required_layout(sf, *sizes, **named)
+        return made
+
+    blocks = torch.randn(3, 2, 5)
+    weights = {"recipe": (1, 128, 128), "num_groups": 3, "is_sfa": False, "disable_ue8m0_cast": True}
+    assert transform(blocks, mn=200, k=640, **weights) is blocks
+    rows = torch.randn(7, 5)
+    assert transform(rows, 7, 640, (1, 128, 128), is_sfa=True).stride() == (1, 8)  # type: ignore[arg-type]
+    assert transform(rows, 7, 640, recipe_ab=(1, 128)).stride() == (1, 8)
+    with pytest.raises(ArgumentError, match=r"fp32 \[3, 2, 4\]"):
+        transform(blocks, 200, 512, **weights)
+    with pytest.raises(UnsupportedError, match="1 x 32"):
+        transform(rows, 7, 160, recipe_ab=(1, 32))
+
+
+def test_modes(copy: ModuleType, deep_gemm: ModuleType) -> None:
+    assert deep_gemm.get_pdl() is False and deep_gemm.get_compile_mode() == 0
+    deep_gemm.set_pdl(True)
+    deep_gemm.set_compile_mode(1)
+    deep_gemm.set_num_sms(100)
+    try:
+        assert deep_gemm.get_pdl() and deep_gemm.get_compile_mode() == 1
+        assert moe_fp8.ops.modes.Modes.num_sms == 100  # type: ignore[attr-defined]
+        # The copy hears of it when it is loaded.
+        deep_gemm.einsum()
+        assert ("set_num_sms", (100,), {}) in copy.calls
+    finally:
+        deep_gemm.set_compile_mode(0)
+        deep_gemm.set_pdl(False)
+    assert deep_gemm.get_theoretical_mk_alignment_for_contiguous_layout(8, 128) == 128
+    assert deep_gemm.get_theoretical_mk_alignment_for_contiguous_layout(expected_m=512, num_groups=4) == 128

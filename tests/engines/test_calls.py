@@ -1,0 +1,222 @@
+"""Every call that an engine's code makes of a served name of `deep_gemm` binds to our function."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_fp8.integrations import deep_gemm
+from tests.engines.sources import ENGINES, Engine, fetch, files, skipped, tree
+
+pytestmark = pytest.mark.skipif(skipped(), reason="ENGINE_SOURCES=skip")
+
+VLLM = [engine for engine in ENGINES if engine.package == "vllm"]
+(SGLANG,) = (engine for engine in ENGINES if engine.package == "sglang")
+
+SERVED: dict[str, Callable[..., Any]] = {
+    **{name: function for name, (_, function) in deep_gemm._SERVED.items()},
+    **{name: function for name, function in deep_gemm._SHARED.items() if callable(function)},
+}
+
+
+def bind(call: ast.Call, name: str, also: tuple[str, ...] = ()) -> None:
+    """Bind the call's arguments to our function; unpacked arguments count as none."""
+    positional = [None for argument in call.args if not isinstance(argument, ast.Starred)]
+    named: dict[str, None] = {word.arg: None for word in call.keywords if word.arg is not None}
+    signature = inspect.signature(SERVED[name])
+    unpacked = len(positional) < len(call.args) or any(word.arg is None for word in call.keywords)
+    binder = signature.bind_partial if unpacked else signature.bind
+    binder(*positional, **named, **dict.fromkeys(also))
+
+
+def called(root: ast.AST, name: str) -> Iterator[ast.Call]:
+    """The calls of a plain name."""
+    for node in ast.walk(root):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
+            yield node
+
+
+def served_by(value: ast.AST) -> str | None:
+    """The served name that an expression such as getattr(_dg, "a", None) or getattr(_dg, "b") looks up."""
+    for node in ast.walk(value):
+        if isinstance(node, ast.Constant) and node.value in SERVED:
+            return str(node.value)
+    return None
+
+
+def wrappers(engine: Engine) -> dict[str, tuple[str, ast.FunctionDef]]:
+    """vLLM's functions in front of `deep_gemm`: name -> the served name that it calls, and the function."""
+    module = tree(fetch(engine) / "vllm/utils/deep_gemm.py")
+    symbols = {
+        target.id: name
+        for node in ast.walk(module)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and (name := served_by(node.value))
+    }
+    found = {}
+    for function in module.body:
+        if isinstance(function, ast.FunctionDef):
+            for symbol, name in symbols.items():
+                if next(called(function, symbol), None) is not None:
+                    found[function.name] = (name, function)
+    return found
+
+
+@pytest.mark.parametrize("engine", VLLM, ids=lambda engine: engine.name)
+def test_vllms_wrappers_bind(engine: Engine) -> None:
+    found = wrappers(engine)
+    assert {name for name, _ in found.values()} >= {
+        "fp8_gemm_nt",
+        "m_grouped_fp8_gemm_nt_contiguous",
+        "fp8_fp4_mqa_logits",
+        "fp8_fp4_paged_mqa_logits",
+        "get_paged_mqa_logits_metadata",
+        "transform_sf_into_required_layout",
+        "get_mn_major_tma_aligned_tensor",
+        "get_mk_alignment_for_contiguous_layout",
+        "get_theoretical_mk_alignment_for_contiguous_layout",
+    }
+    assert any("masked" in name for name, _ in found.values())
+    for name, function in found.values():
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_impl"):
+                bind(node, name)
+    module = tree(fetch(engine) / "vllm/utils/deep_gemm.py")
+    for name, node in attribute_calls(module, ("dg", "_dg", "mod")):
+        bind(node, name)
+
+
+@pytest.mark.parametrize("engine", VLLM, ids=lambda engine: engine.name)
+def test_vllms_callers_bind(engine: Engine) -> None:
+    known = wrappers(engine)
+    counts: Counter[str] = Counter()
+    for path in files(engine, "utils.deep_gemm import"):
+        for local, original in imported(tree(path), "vllm.utils.deep_gemm"):
+            if original not in known:
+                continue
+            name, wrapper = known[original]
+            passes_through = wrapper.args.vararg is not None
+            for call in called(tree(path), local):
+                words = [word for word in call.keywords if word.arg != "is_deep_gemm_e8m0_used"]
+                call = ast.Call(call.func, call.args, words)
+                if passes_through:
+                    bind(call, name, ("disable_ue8m0_cast",))
+                counts[original] += 1
+    for original in ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "fp8_m_grouped_gemm_nt_masked"):
+        assert counts[original] >= 1, (original, counts)
+    for original in ("fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits", "get_paged_mqa_logits_metadata"):
+        assert counts[original] >= 1, (original, counts)
+
+
+def imported(root: ast.AST, module: str) -> Iterator[tuple[str, str]]:
+    """(local name, name in the module) of every import from `module`."""
+    for node in ast.walk(root):
+        if isinstance(node, ast.ImportFrom) and node.module == module:
+            for alias in node.names:
+                yield alias.asname or alias.name, alias.name
+
+
+def attribute_calls(root: ast.AST, objects: tuple[str, ...]) -> Iterator[tuple[str, ast.Call]]:
+    """Calls of served names as attributes of one of these names."""
+    for node in ast.walk(root):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            if isinstance(owner, ast.Name) and owner.id in objects and node.func.attr in SERVED:
+                yield node.func.attr, node
+
+
+def test_sglangs_calls_bind() -> None:
+    counts: Counter[str] = Counter()
+    for path in files(SGLANG, "deep_gemm"):
+        for name, call in sglang_calls(path):
+            bind(call, name)
+            counts[name] += 1
+    wanted = {
+        "fp8_gemm_nt",
+        "m_grouped_fp8_gemm_nt_contiguous",
+        "fp8_m_grouped_gemm_nt_masked",
+        "fp8_mqa_logits",
+        "fp8_paged_mqa_logits",
+        "get_paged_mqa_logits_metadata",
+        "get_num_sms",
+        "set_num_sms",
+        "get_mk_alignment_for_contiguous_layout",
+        "get_compile_mode",
+        "set_compile_mode",
+        "transform_sf_into_required_layout",
+    }
+    assert wanted <= set(counts), wanted - set(counts)
+
+
+def sglang_calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    yield from attribute_calls(tree(path), ("deep_gemm",))
+    for module in ("deep_gemm", "deep_gemm.utils.layout", "deep_gemm.utils"):
+        for function in ast.walk(tree(path)):
+            if isinstance(function, ast.FunctionDef | ast.Module):
+                for local, name in imported(function, module):
+                    if name in SERVED and isinstance(function, ast.FunctionDef):
+                        yield from ((name, call) for call in called(function, local))
+
+
+@pytest.mark.parametrize("engine", VLLM, ids=lambda engine: engine.name)
+@pytest.mark.parametrize(
+    ("file", "names"),
+    [
+        ("vllm/model_executor/kernels/linear/__init__.py", ("_POSSIBLE_FP8_BLOCK_KERNELS",)),
+        (
+            "vllm/model_executor/kernels/linear/scaled_mm/deep_gemm.py",
+            ("DeepGemmFp8BlockScaledMMKernel", "use_deep_gemm_e8m0", "process_weights_after_loading"),
+        ),
+        (
+            "vllm/model_executor/kernels/linear/scaled_mm/BlockScaledMMLinearKernel.py",
+            ("apply_input_quant", "apply_block_scaled_mm", "_get_layer_params", "can_implement"),
+        ),
+        (
+            "vllm/model_executor/layers/fused_moe/oracle/fp8.py",
+            ("backend_to_kernel_cls", "Fp8MoeBackend", "DEEPGEMM", "TRITON"),
+        ),
+        (
+            "vllm/model_executor/layers/fused_moe/experts/deep_gemm_moe.py",
+            ("DeepGemmExperts", "gemm1_clamp_limit", "workspace_shapes", "apply_router_weight_on_input"),
+        ),
+        (
+            "vllm/model_executor/layers/fused_moe/modular_kernel.py",
+            ("expects_unquantized_inputs", "w2_scale"),
+        ),
+        ("vllm/model_executor/layers/fused_moe/utils.py", ("_resize_cache",)),
+        (
+            "vllm/model_executor/layers/fused_moe/config.py",
+            ("num_local_experts", "intermediate_size_per_partition", "hidden_dim", "experts_per_token"),
+        ),
+        ("vllm/model_executor/model_loader/base_loader.py", ("BaseModelLoader", "load_model", "vllm_config")),
+        ("vllm/utils/deep_gemm.py", ("_oracle_cache", "_import_deep_gemm", "FLOAT32_CEIL_UE8M0")),
+        ("vllm/config/scheduler.py", ("max_num_batched_tokens", "max_num_seqs")),
+        ("vllm/config/parallel.py", ("data_parallel_size", "enable_expert_parallel")),
+        ("vllm/plugins/__init__.py", ("vllm.general_plugins",)),
+    ],
+)  # fmt: skip
+def test_the_plug_in_finds_what_it_changes(engine: Engine, file: str, names: tuple[str, ...]) -> None:
+    text = (fetch(engine) / file).read_text(encoding="utf-8")
+    assert not [name for name in names if name not in text]
+
+
+@pytest.mark.parametrize("engine", VLLM, ids=lambda engine: engine.name)
+def test_our_experts_take_the_arguments_of_vllms(engine: Engine) -> None:
+    ours = tree(Path(deep_gemm.__file__).parents[1] / "vllm/experts.py")
+    theirs = tree(fetch(engine) / "vllm/model_executor/layers/fused_moe/experts/deep_gemm_moe.py")
+    assert parameters(theirs, "DeepGemmExperts", "apply") == parameters(ours, "MoeFp8Experts", "apply")
+    assert parameters(theirs, "DeepGemmExperts", "workspace_shapes")[:5] == ["self", "M", "N", "K", "topk"]
+
+
+def parameters(module: ast.Module, owner: str, method: str) -> list[str]:
+    """The names of a method's parameters."""
+    (cls,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == owner)
+    (found,) = (node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == method)
+    return [argument.arg for argument in found.args.args]

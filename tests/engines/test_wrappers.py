@@ -1,0 +1,205 @@
+"""The engines' own thin wrappers, executed from their sources, reach our ops and give their results."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import moe_fp8
+from moe_fp8 import integrations
+from tests import cases
+from tests.engines.sources import ENGINES, Engine, fetch, skipped
+
+pytestmark = pytest.mark.skipif(skipped(), reason="ENGINE_SOURCES=skip")
+
+VLLM = [engine for engine in ENGINES if engine.package == "vllm"]
+(SGLANG,) = (engine for engine in ENGINES if engine.package == "sglang")
+
+
+def module(monkeypatch: pytest.MonkeyPatch, name: str, **names: Any) -> ModuleType:
+    """A module with these names in `sys.modules`, and its parents."""
+    for at in range(1, name.count(".") + 1):
+        parent = ".".join(name.split(".")[:at])
+        if parent not in sys.modules:
+            package = ModuleType(parent)
+            package.__path__ = []
+            monkeypatch.setitem(sys.modules, parent, package)
+    made = ModuleType(name)
+    made.__dict__.update(names)
+    monkeypatch.setitem(sys.modules, name, made)
+    parent, _, last = name.rpartition(".")
+    if parent:
+        monkeypatch.setattr(sys.modules[parent], last, made, raising=False)
+    return made
+
+
+def execute(monkeypatch: pytest.MonkeyPatch, engine: Engine, name: str) -> Any:
+    """The engine's module `name`, from its source."""
+    path = fetch(engine) / f"{name.replace('.', '/')}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, made)
+    spec.loader.exec_module(made)
+    return made
+
+
+def nothing(*arguments: Any, **options: Any) -> None:
+    pass
+
+
+@pytest.fixture
+def installed() -> Iterator[ModuleType]:
+    yield integrations.install()
+    integrations.uninstall()
+
+
+@pytest.fixture(params=VLLM, ids=lambda engine: engine.name)
+def vllm(request: pytest.FixtureRequest, installed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's module in front of `deep_gemm`."""
+    hopper = SimpleNamespace(
+        support_deep_gemm=lambda: True, is_arch_support_pdl=lambda: True, is_cuda=lambda: True,
+        is_device_capability_family=lambda family: family == 90, simple_compile_backend="eager",
+        is_device_capability=lambda capability: capability == 90,
+        fp8_dtype=lambda: torch.float8_e4m3fn,
+    )  # fmt: skip
+    logger = SimpleNamespace(
+        info_once=nothing, debug_once=nothing, warning_once=nothing, info=nothing, debug=nothing
+    )
+    module(
+        monkeypatch, "vllm.envs", VLLM_USE_DEEP_GEMM=True, VLLM_USE_DEEP_GEMM_E8M0=True, VLLM_CACHE_ROOT=""
+    )
+    module(monkeypatch, "vllm.logger", logger=logger)
+    quant = "vllm.model_executor.layers.quantization.utils.quant_utils"
+    module(monkeypatch, quant, get_fp8_min_max=lambda: (-448.0, 448.0))
+    module(monkeypatch, "vllm.platforms", current_platform=hopper)
+    module(monkeypatch, "vllm.utils.import_utils", has_deep_gemm=lambda: True)
+    module(monkeypatch, "vllm.utils.math_utils", cdiv=lambda a, b: -(-a // b))
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", "unused")
+    made = execute(monkeypatch, request.param, "vllm.utils.deep_gemm")
+    made._lazy_init()
+    assert made._import_deep_gemm() is installed
+    return made
+
+
+def test_vllms_gemms(vllm: Any, installed: ModuleType) -> None:
+    assert vllm.is_deep_gemm_supported() and vllm.is_deep_gemm_e8m0_used() and installed.get_pdl()
+    dense = cases.dense_case(5, 192, 256)
+    out = dense.poisoned()
+    vllm.fp8_gemm_nt((dense.a, dense.a_scale), (dense.b, dense.b_scale), out, is_deep_gemm_e8m0_used=True)
+    cases.check_gemm(dense, out)
+    layouts = ("m_indices", "psum") if "0.33" in str(vllm.__file__) else ("m_indices",)
+    for layout in layouts:
+        case = cases.contiguous_case(layout, (3, 0, 70), 128, 256)
+        named = {"use_psum_layout": True} if layout == "psum" else {}
+        out = case.poisoned()
+        with vllm.mk_alignment_scope(vllm.get_mk_alignment_for_contiguous_layout()[0]):
+            vllm.m_grouped_fp8_gemm_nt_contiguous(
+                (case.a, case.a_scale.contiguous()), (case.b, case.b_scale), out, case.index, **named
+            )
+        cases.check_gemm(case, out)
+    masked = cases.masked_case((3, 0, 9), 16, 128, 256)
+    out = masked.poisoned()
+    operands = (masked.a, masked.a_scale), (masked.b, masked.b_scale)
+    vllm.fp8_m_grouped_gemm_nt_masked(*operands, out, masked.index, 16)
+    cases.check_gemm(masked, out)
+
+
+def test_vllms_layouts(vllm: Any) -> None:
+    assert vllm.get_mk_alignment_for_contiguous_layout() == [128, 128]
+    assert vllm.get_theoretical_mk_alignment_for_contiguous_layout(expected_m=512, num_groups=128) == 128
+    assert vllm.get_col_major_tma_aligned_tensor(torch.ones(5, 3)).stride() == (1, 8)
+    blocks = torch.ones(4, 2, 3)
+    made = vllm.transform_sf_into_required_layout(
+        sf=blocks, mn=256, k=384, recipe=(1, 128, 128), num_groups=4, is_sfa=False
+    )
+    assert made is blocks
+
+
+def test_vllms_indexer(vllm: Any) -> None:
+    case = cases.mqa_case(6, 40, 32)
+    q, k, k_scale, weights, ks, ke = case.arguments()
+    full = moe_fp8.mqa_logits_fp8(q, k, k_scale, weights, ks, ke, fill=True)
+    if "0.33" in str(vllm.__file__):
+        width = int((ke - ks).max())
+        logits = vllm.fp8_fp4_mqa_logits((q, None), (k, k_scale), weights, ks, ke, width)
+        starts = torch.zeros_like(ks)
+    else:
+        logits = vllm.fp8_fp4_mqa_logits((q, None), (k, k_scale), weights, ks, ke, clean_logits=False)
+        starts = ks
+    for row in range(6):
+        own = full[row, ks[row] : ke[row]]
+        assert torch.equal(logits[row, starts[row] :][: len(own)], own)
+    paged = cases.paged_case([[3], [0], [130]], 1, 32, 64)
+    metadata = vllm.get_paged_mqa_logits_metadata(paged.context_lens, 64, 132)
+    named = {} if "0.33" in str(vllm.__file__) else {"clean_logits": False}
+    logits = vllm.fp8_fp4_paged_mqa_logits(
+        (paged.q, None), paged.kv_cache, paged.weights, paged.context_lens, paged.block_table, metadata,
+        max_model_len=192, **named,
+    )  # fmt: skip
+    expected = cases.paged_expected(paged, 192)
+    written = expected != cases.SENTINEL
+    torch.testing.assert_close(logits[written].double(), expected[written], rtol=1e-4, atol=1e-4)
+
+
+class _Kernels(Enum):
+    GEMM_NT_F8F8BF16 = 0
+    GEMM_NT_F8F8BF16_BLOCK32 = 1
+    GROUPED_GEMM_NT_F8F8BF16_CONTIG = 2
+    GROUPED_GEMM_NT_F8F8BF16_MASKED = 3
+
+
+@pytest.fixture
+def sglang(installed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's module in front of `deep_gemm`."""
+    from contextlib import nullcontext
+
+    variables = SimpleNamespace(
+        SGLANG_DEEPGEMM_SANITY_CHECK=SimpleNamespace(get=lambda: False),
+        SGLANG_DEEPGEMM_PDL=SimpleNamespace(get=lambda: True),
+    )
+    module(monkeypatch, "sglang.srt.environ", envs=variables)
+    wrapper = "sglang.srt.layers.deep_gemm_wrapper"
+    hooks = SimpleNamespace(
+        DeepGemmKernelType=_Kernels, deep_gemm_execution_hook=lambda *arguments: nullcontext()
+    )
+    module(monkeypatch, wrapper, compile_utils=hooks)
+    module(
+        monkeypatch, f"{wrapper}.configurer", ENABLE_JIT_DEEPGEMM=True, DEEPGEMM_BLACKWELL=False,
+        DEEPGEMM_SCALE_UE8M0=False, DEEPGEMM_NEED_TMA_ALIGNED_SCALES=True,
+    )  # fmt: skip
+    made = execute(monkeypatch, SGLANG, f"{wrapper}.entrypoint")
+    monkeypatch.setattr(made, "_ensure_cuda", lambda pair: pair)
+    return made
+
+
+def test_sglangs_gemms(sglang: Any) -> None:
+    dense = cases.dense_case(5, 192, 256)
+    out = dense.poisoned()
+    sglang.gemm_nt_f8f8bf16((dense.a, dense.a_scale), (dense.b, dense.b_scale), out)
+    cases.check_gemm(dense, out)
+    case = cases.contiguous_case("m_indices", (3, 0, 70), 128, 256)
+    out = case.poisoned()
+    alignment = sglang.get_contiguous_layout_alignment(73, 3)
+    assert alignment == 128
+    with sglang.contiguous_layout_alignment_scope(alignment):
+        operands = (case.a, case.a_scale), (case.b, case.b_scale)
+        sglang.grouped_gemm_nt_f8f8bf16_contig(*operands, out, case.index)
+    cases.check_gemm(case, out)
+    masked = cases.masked_case((3, 0, 9), 16, 128, 256)
+    out = masked.poisoned()
+    operands = (masked.a, masked.a_scale), (masked.b, masked.b_scale)
+    sglang.grouped_gemm_nt_f8f8bf16_masked(*operands, out, masked.index, 4)
+    cases.check_gemm(masked, out)
+
+
+def test_sglangs_scales(sglang: Any) -> None:
+    scale = sglang.get_mn_major_tma_aligned_tensor(torch.ones(5, 3))
+    assert scale.stride() == (1, 8) and sglang.get_mn_major_tma_aligned_tensor(scale) is scale
