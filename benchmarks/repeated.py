@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from . import inputs, repeated_gemm, repeated_indexer
+from . import inputs, repeated_gemm, repeated_indexer, repeated_moe
 from .compare import Session
 from .peer import DeepGemm
 from .repetition import SECONDS, Case, Traffic, repeat
 from .results import RepetitionRow
 
-CASES = [*repeated_gemm.CASES, *repeated_indexer.CASES]
+CASES = [*repeated_gemm.CASES, *repeated_indexer.CASES, *repeated_moe.CASES]
 
 
 class OutputsDiffer(Exception):

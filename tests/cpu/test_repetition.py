@@ -19,6 +19,7 @@ from benchmarks.compare import Session
 from benchmarks.repeated import CASES
 from benchmarks.repeated_gemm import QuantizeShape
 from benchmarks.repeated_indexer import CacheShape
+from benchmarks.repeated_moe import MoeShape
 from benchmarks.repetition import Case, Repetition, Work, repeat
 from benchmarks.results import RepetitionRow, ResultsFile
 from benchmarks.shapes import DenseShape, GroupedShape, MqaShape, PagedShape, SiluMulShape, TopkShape
@@ -208,6 +209,7 @@ SMALL: dict[type, dict[str, int]] = {
     MqaShape: {"num_queries": 6, "context": 150},
     PagedShape: {"batch": 3, "context": 150},
     CacheShape: {"pages": 2},
+    MoeShape: {"tokens": 5, "topk": 2, "num_experts": 4, "hidden": 128, "intermediate": 128},
     TopkShape: {"rows": 3, "columns": 300, "k": 16},
 }
 
