@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from moe_fp8 import jit
+from moe_fp8.limits import MAX_NEXT_N
 from moe_fp8.warmup import Plan, PlanOptions, load_plan, plan
 from moe_fp8.warmup.models import Indexer, ModelDescription
 from moe_fp8.warmup.shapes import GemmShape
@@ -59,7 +60,8 @@ def plan_loaded(loaded: LoadedEngine) -> Plan:
         attention_tp=1,
         max_tokens=loaded.max_tokens,
         max_batch=loaded.max_batch,
-        next_n=loaded.next_n,
+        # Longer drafts are no calls of the indexer's kernels.
+        next_n=min(loaded.next_n, MAX_NEXT_N),
         masked_rows=loaded.masked_rows,
         num_sms=loaded.num_sms,
         block_size=loaded.block_size,

@@ -41,6 +41,20 @@ def activate(kinds: Iterable[str]) -> None:
     if not current_platform.is_cuda() or not current_platform.is_device_capability(90):
         raise UnsupportedError("MOE_FP8_ENGINE: the kernels need a Hopper GPU; unset it on other GPUs")
     kinds = tuple(kinds)
+    try:
+        _change(kinds)
+    except BaseException:
+        deactivate()  # half of the changes would be worse than none
+        raise
+    others = [kind for kind in ("dense", "experts", "indexer") if kind not in kinds]
+    _logger.info(
+        "moe_fp8 serves %s in the place of deep_gemm; vLLM's own kernels serve %s",
+        ", ".join(kinds),
+        ", ".join([*others, "experts of other backends", "everything else"]),
+    )
+
+
+def _change(kinds: tuple[str, ...]) -> None:
     alias.install(kinds)
     _undo.append(alias.uninstall)
     _forget_symbols()
@@ -52,12 +66,6 @@ def activate(kinds: Iterable[str]) -> None:
     if set(kinds) >= {"dense", "experts"}:
         _set_environment(_WARMUP, "skip")
     _plan_after_loading()
-    others = [kind for kind in ("dense", "experts", "indexer") if kind not in kinds]
-    _logger.info(
-        "moe_fp8 serves %s in the place of deep_gemm; vLLM's own kernels serve %s",
-        ", ".join(kinds),
-        ", ".join([*others, "experts of other backends", "everything else"]),
-    )
 
 
 def deactivate() -> None:

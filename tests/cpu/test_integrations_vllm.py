@@ -1,0 +1,220 @@
+"""The plug-in for vLLM: what it changes in vLLM's modules, and that it takes all of it back."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_fp8 import jit
+from moe_fp8.errors import SettingError, UnsupportedError
+from moe_fp8.integrations import installed, planning
+from moe_fp8.integrations import vllm as plug_in
+from moe_fp8.settings import parse_settings
+
+
+def module(patch: pytest.MonkeyPatch, name: str, **names: Any) -> ModuleType:
+    made = ModuleType(name)
+    made.__dict__.update(names)
+    patch.setitem(sys.modules, name, made)
+    parent, _, last = name.rpartition(".")
+    if parent:
+        if parent not in sys.modules:
+            module(patch, parent, __path__=[])
+        patch.setattr(sys.modules[parent], last, made, raising=False)
+    return made
+
+
+class _Base:
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        return True, None
+
+
+class _DeepGemm(_Base):
+    use_deep_gemm_e8m0 = True
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        pass
+
+    def _get_layer_params(self, layer: Any) -> Any:
+        return layer
+
+
+class _Experts:
+    @staticmethod
+    def is_supported_config(cls: Any, *arguments: Any) -> tuple[bool, str | None]:
+        return True, None
+
+
+class Fake(SimpleNamespace):
+    """vLLM's modules as far as the plug-in touches them."""
+
+    kernels: list[Any]
+    oracle: Any
+    loader: Any
+    wrapper: Any
+    platform: Any
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+    platform = SimpleNamespace(is_cuda=lambda: True, is_device_capability=lambda capability: capability == 90)
+    cuda = object()
+    module(monkeypatch, "vllm.platforms", current_platform=platform, PlatformEnum=SimpleNamespace(CUDA=cuda))
+    formats = SimpleNamespace(FLOAT32_CEIL_UE8M0=1, from_oracle=lambda: 1, _oracle_cache=3)
+    wrapper = module(
+        monkeypatch, "vllm.utils.deep_gemm", _fp8_gemm_nt_impl=print, DeepGemmQuantScaleFMT=formats
+    )
+    module(monkeypatch, "vllm.utils.import_utils")
+    kernels: list[Any] = [_DeepGemm]
+    linear = "vllm.model_executor.kernels.linear"
+    module(monkeypatch, linear, _POSSIBLE_FP8_BLOCK_KERNELS={cuda: kernels}, __path__=[])
+    block = f"{linear}.scaled_mm.BlockScaledMMLinearKernel"
+    module(monkeypatch, block, Fp8BlockScaledMMLinearKernel=_Base)
+    module(monkeypatch, f"{linear}.scaled_mm.deep_gemm", DeepGemmFp8BlockScaledMMKernel=_DeepGemm)
+    moe = "vllm.model_executor.layers.fused_moe"
+    backends = SimpleNamespace(DEEPGEMM="deepgemm", TRITON="triton", MARLIN="marlin")
+    oracle = module(
+        monkeypatch, f"{moe}.oracle.fp8", Fp8MoeBackend=backends,
+        backend_to_kernel_cls=lambda backend: [f"{backend} experts"],
+    )  # fmt: skip
+    module(monkeypatch, f"{moe}.activation", MoEActivation=SimpleNamespace(SILU="silu"))
+    module(monkeypatch, f"{moe}.experts.deep_gemm_moe", DeepGemmExperts=_Experts)
+    module(monkeypatch, f"{moe}.utils", _resize_cache=None)
+    quant = "vllm.model_executor.layers.quantization.utils.quant_utils"
+    module(monkeypatch, quant, kFp8Dynamic128Sym=1, kFp8Static128BlockSym=2)
+
+    class Loader:
+        def load_model(self, vllm_config: Any, model_config: Any) -> Any:
+            return torch.nn.Linear(2, 2)
+
+    module(monkeypatch, "vllm.model_executor.model_loader.base_loader", BaseModelLoader=Loader)
+    monkeypatch.setenv("VLLM_DEEP_GEMM_WARMUP", "relax")
+    yield Fake(kernels=kernels, oracle=oracle, loader=Loader, wrapper=wrapper, platform=platform)
+    plug_in.deactivate()
+    jit.unfreeze()
+    for name in ("linear", "experts"):
+        sys.modules.pop(f"moe_fp8.integrations.vllm.{name}", None)
+
+
+@pytest.mark.parametrize(
+    ("value", "kinds"),
+    [
+        (None, ()),
+        ("0", ()),
+        ("1", ("dense", "experts", "indexer")),
+        ("indexer,dense", ("dense", "indexer")),
+    ],
+)
+def test_the_variable(value: str | None, kinds: tuple[str, ...]) -> None:
+    given = {} if value is None else {"MOE_FP8_ENGINE": value}
+    assert parse_settings(given).engine == kinds
+
+
+@pytest.mark.parametrize("value", ["", "yes", "dense;experts", "moe"])
+def test_a_bad_variable_is_an_error(value: str) -> None:
+    with pytest.raises(SettingError, match="dense, experts, indexer"):
+        parse_settings({"MOE_FP8_ENGINE": value})
+
+
+def test_register_does_nothing_without_the_variable(vllm: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plug_in, "settings", lambda: parse_settings({}))
+    plug_in.register()
+    assert not plug_in.active() and vllm.kernels == [_DeepGemm] and installed() == ()
+
+
+def test_register_changes_vllm_and_deactivate_restores_it(
+    vllm: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = vllm.oracle.backend_to_kernel_cls, vllm.loader.load_model
+    monkeypatch.setattr(plug_in, "settings", lambda: parse_settings({"MOE_FP8_ENGINE": "1"}))
+    plug_in.register()
+    plug_in.register()  # vLLM may call it again
+    assert plug_in.active() and installed() == ("dense", "experts", "indexer")
+    assert [kernel.__name__ for kernel in vllm.kernels] == ["MoeFp8LinearKernel", "_DeepGemm"]
+    for backend in ("deepgemm", "triton"):
+        ours, theirs = vllm.oracle.backend_to_kernel_cls(backend)
+        assert ours.__name__ == "MoeFp8Experts" and theirs == f"{backend} experts"
+    assert vllm.oracle.backend_to_kernel_cls("marlin") == ["marlin experts"]
+    assert vllm.wrapper._fp8_gemm_nt_impl is None and os.environ["VLLM_DEEP_GEMM_WARMUP"] == "skip"
+    plug_in.deactivate()
+    assert not plug_in.active() and installed() == () and vllm.kernels == [_DeepGemm]
+    assert (vllm.oracle.backend_to_kernel_cls, vllm.loader.load_model) == before
+    assert os.environ["VLLM_DEEP_GEMM_WARMUP"] == "relax"
+
+
+def test_some_kinds_leave_the_others_alone(vllm: Fake) -> None:
+    plug_in.activate(["indexer"])
+    assert vllm.kernels == [_DeepGemm] and vllm.oracle.backend_to_kernel_cls("deepgemm") == [
+        "deepgemm experts"
+    ]
+    assert os.environ["VLLM_DEEP_GEMM_WARMUP"] == "relax"
+
+
+def test_another_gpu_is_refused_before_any_change(vllm: Fake) -> None:
+    vllm.platform.is_device_capability = lambda capability: False
+    with pytest.raises(UnsupportedError, match="Hopper"):
+        plug_in.activate(["dense"])
+    assert not plug_in.active() and vllm.kernels == [_DeepGemm]
+
+
+def test_a_failure_leaves_nothing_changed(vllm: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(vllm.oracle, "backend_to_kernel_cls")
+    with pytest.raises(AttributeError):
+        plug_in.activate(["dense", "experts"])
+    assert not plug_in.active() and vllm.kernels == [_DeepGemm] and installed() == ()
+
+
+def test_the_linear_kernel_says_what_it_serves(vllm: Fake) -> None:
+    plug_in.activate(["dense"])
+    kernel = vllm.kernels[0]
+    assert kernel.is_supported(90) == (True, None) and not kernel.is_supported(100)[0]
+
+    def config(n: int = 4096, k: int = 7168, out: torch.dtype = torch.bfloat16, group: int = 128) -> Any:
+        def scales(*shape: int) -> Any:
+            return SimpleNamespace(scale=SimpleNamespace(group_shape=shape))
+
+        return SimpleNamespace(
+            out_dtype=out, input_dtype=torch.bfloat16, weight_shape=(n, k),
+            activation_quant_key=scales(1, group), weight_quant_key=scales(128, 128),
+        )  # fmt: skip
+
+    assert kernel.can_implement(config()) == (True, None)
+    for wrong in (config(n=100), config(k=200), config(out=torch.float16), config(group=64)):
+        possible, reason = kernel.can_implement(wrong)
+        assert not possible and reason
+    layer = SimpleNamespace(weight=torch.empty(192, 256))
+    made = kernel()
+    made.process_weights_after_loading(layer)
+    assert (192, 256) in kernel.loaded
+
+
+def test_a_loaded_model_is_planned(vllm: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_fp8.integrations.vllm import model as models
+
+    warmed: list[planning.LoadedEngine] = []
+    monkeypatch.setattr(planning, "warm", warmed.append)
+    monkeypatch.setattr(models, "get_num_sms", lambda: 132)
+    plug_in.activate(["dense", "experts", "indexer"])
+    vllm.kernels[0].loaded.add((4096, 7168))
+    ours = vllm.oracle.backend_to_kernel_cls("triton")[0]
+    ours.loaded.add((32, 4096, 7168))
+    text = SimpleNamespace(index_topk=2048, index_n_heads=64, index_head_dim=128)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=64),
+        parallel_config=SimpleNamespace(data_parallel_size=4, enable_expert_parallel=True),
+        speculative_config=SimpleNamespace(num_speculative_tokens=1),
+    )
+    model = vllm.loader().load_model(config, SimpleNamespace(max_model_len=4096, hf_text_config=text))
+    assert isinstance(model, torch.nn.Linear)
+    (loaded,) = warmed
+    assert (loaded.max_tokens, loaded.max_batch, loaded.next_n, loaded.data_parallel) == (8192, 64, 2, 4)
+    assert loaded.dense == {(4096, 7168)} and loaded.experts == {(32, 4096, 7168)}
+    assert loaded.indexer is not None and loaded.indexer.num_heads == 64
+    assert planning.plan_loaded(loaded).specs
