@@ -100,6 +100,8 @@ class MoeFp8Experts(DeepGemmExperts):
     ) -> None:
         num_experts, n, k = w1.shape
         rows = topk_ids.numel()
+        # Without a map, every place has a row; with a map, about the share of this rank's experts.
+        expected_m = None if expert_map is None else -(-rows // max(global_num_experts, num_experts))
         fp8 = workspace13.view(torch.float8_e4m3fn)
         scales = empty_mn_major((rows, k // 128), output)
         index = torch.empty(num_experts + 1, dtype=torch.int32, device=output.device)
@@ -119,6 +121,7 @@ class MoeFp8Experts(DeepGemmExperts):
             w1,
             self.w1_scale,
             offsets=index,
+            expected_m=expected_m,
             out=_resize_cache(workspace2, (rows, n)),
         )
         # Only rows of experts on this rank count: the first index[num_experts] rows.
@@ -137,6 +140,8 @@ class MoeFp8Experts(DeepGemmExperts):
             w2,
             self.w2_scale,
             offsets=index,
+            expected_m=expected_m,
             out=_resize_cache(workspace2, (rows, k)),
         )
-        moe_combine(second, places, None if apply_router_weight_on_input else topk_weights, out=output)
+        weights = None if apply_router_weight_on_input else topk_weights.float()
+        moe_combine(second, places, weights, out=output)
