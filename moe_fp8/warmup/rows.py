@@ -73,14 +73,17 @@ class PlanRow:
 
     @property
     def config(self) -> str:
-        """A GEMM's tile as text (`GemmConfig`), else the macros of the kernel as `name=value` pairs."""
+        """A GEMM's tile as text (`GemmConfig`), else the macros of the kernel as `name=value` pairs.
+
+        A kernel without macros has the text "one form".
+        """
         values: dict[str, Any] = dict(self.spec.defines)
         if self.layout is None:
             if "IN_DTYPE" in values:
                 values["IN_DTYPE"] = next(
                     name for name, code in IN_DTYPES.items() if code == values["IN_DTYPE"]
                 )
-            return " ".join(f"{name.lower()}={value}" for name, value in values.items())
+            return " ".join(f"{name.lower()}={value}" for name, value in values.items()) or "one form"
         shares: Shares = "k" if values["SPLIT_K"] else "operands"
         block_m, block_n, stages = (values[name] for name in ("BLOCK_M", "BLOCK_N", "NUM_STAGES"))
         return str(GemmConfig(block_m, block_n, stages, self.spec.cluster_size, shares))

@@ -84,7 +84,8 @@ def test_what_is_imported_is_declared(folder: str, extra: str | None, loaded_by_
                     names = {name.lower().replace("_", "-") for name in distributions.get(root, [root])}
                     # A namespace package belongs to several distributions.
                     imported.add(next(iter(names & (base | own)), root))
-    assert imported - base - own == set(), "imported but not declared"
+    # Plug-ins run inside an engine.
+    assert imported - base - own - {"vllm", "sglang"} == set(), "imported but not declared"
     assert own - imported - loaded_by_others == set(), "declared but not imported"
 
 

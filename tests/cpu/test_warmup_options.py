@@ -187,7 +187,7 @@ def test_bad_options_name_the_field(field: str, given: dict[str, Any]) -> None:
 
 def test_engines_plan_only_what_they_call() -> None:
     everything = plan(MODELS["deepseek_v32"], PlanOptions(tp=8, ep=8, max_tokens=256))
-    for engine, layouts in (("vllm", {"m_indices", "psum"}), ("sglang", {"m_indices"})):
+    for engine, layouts in (("vllm", {"m_indices", "psum", "offsets"}), ("sglang", {"m_indices"})):
         planned = plan(MODELS["deepseek_v32"], PlanOptions(tp=8, ep=8, max_tokens=256, engine=engine))
         assert {row.layout for row in planned.rows if row.layout} == {"dense", "masked", *layouts}
         assert not {"silu_mul_quantize", "indexer_topk"} & {row.op for row in planned.rows}
