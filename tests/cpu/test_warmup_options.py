@@ -190,7 +190,7 @@ def test_engines_plan_only_what_they_call() -> None:
     for engine, layouts in (("vllm", {"m_indices", "psum", "offsets"}), ("sglang", {"m_indices"})):
         planned = plan(MODELS["deepseek_v32"], PlanOptions(tp=8, ep=8, max_tokens=256, engine=engine))
         assert {row.layout for row in planned.rows if row.layout} == {"dense", "masked", *layouts}
-        assert not {"silu_mul_quantize", "indexer_topk"} & {row.op for row in planned.rows}
+        assert not {"indexer_topk", "indexer_quantize_and_cache"} & {row.op for row in planned.rows}
         assert {row.op for row in planned.rows} >= {"mqa_logits_fp8", "paged_mqa_logits_fp8"}
     vllm = plan(MODELS["deepseek_v32"], PlanOptions(tp=8, ep=8, max_tokens=256, engine="vllm"))
     assert set(vllm.specs) <= set(everything.specs)
