@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from moe_fp8 import jit
+from moe_fp8 import gemm_fp8, jit, quantize_fp8, silu_mul_quantize, to_mn_major
 from moe_fp8.errors import SettingError, UnsupportedError
 from moe_fp8.integrations import installed, planning
 from moe_fp8.integrations import vllm as plug_in
 from moe_fp8.settings import parse_settings
+from tests import cases
 
 
 def module(patch: pytest.MonkeyPatch, name: str, **names: Any) -> ModuleType:
@@ -52,6 +54,10 @@ class _Experts:
         return True, None
 
 
+def _first_elements(workspace: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return workspace.flatten()[: math.prod(shape)].view(shape)
+
+
 class Fake(SimpleNamespace):
     """vLLM's modules as far as the plug-in touches them."""
 
@@ -86,7 +92,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     )  # fmt: skip
     module(monkeypatch, f"{moe}.activation", MoEActivation=SimpleNamespace(SILU="silu"))
     module(monkeypatch, f"{moe}.experts.deep_gemm_moe", DeepGemmExperts=_Experts)
-    module(monkeypatch, f"{moe}.utils", _resize_cache=None)
+    module(monkeypatch, f"{moe}.utils", _resize_cache=_first_elements)
     quant = "vllm.model_executor.layers.quantization.utils.quant_utils"
     module(monkeypatch, quant, kFp8Dynamic128Sym=1, kFp8Static128BlockSym=2)
 
@@ -218,3 +224,43 @@ def test_a_loaded_model_is_planned(vllm: Fake, monkeypatch: pytest.MonkeyPatch) 
     assert loaded.dense == {(4096, 7168)} and loaded.experts == {(32, 4096, 7168)}
     assert loaded.indexer is not None and loaded.indexer.num_heads == 64
     assert planning.plan_loaded(loaded).specs
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_experts_compute_the_layer(ranks: int, quantized: bool, vllm: Fake) -> None:
+    """Tokens through `apply`, against each expert alone; the workspaces begin as NaN."""
+    plug_in.activate(["experts"])
+    cls = vllm.oracle.backend_to_kernel_cls("triton")[0]
+    tokens, topk, experts, hidden, width = 9, 2, 4, 256, 128
+    gen = cases.generator(5, "cpu")
+    w13, w13_scale = cases.weights(experts, 2 * width, hidden, gen)
+    w2, w2_scale = cases.weights(experts, hidden, width, gen)
+    x = torch.randn(tokens, hidden, generator=gen).bfloat16()
+    ids = torch.rand(tokens, experts * ranks, generator=gen).topk(topk).indices
+    weights = torch.rand(tokens, topk, generator=gen)
+    numbers = None
+    if ranks == 2:
+        numbers = torch.full((2 * experts,), -1, dtype=torch.int32)
+        numbers[1::2] = torch.arange(experts, dtype=torch.int32)
+    layer = cls.__new__(cls)
+    layer.w1_scale, layer.w2_scale, layer.gemm1_clamp_limit = w13_scale, w2_scale, None
+    layer.power_of_two = True
+    values, scales = quantize_fp8(x, power_of_two=True)
+    shapes = layer.workspace_shapes(tokens, 2 * width, hidden, topk, experts * ranks, experts, None, "silu")
+    spaces = [torch.full(shape, float("nan"), dtype=torch.bfloat16) for shape in shapes]
+    layer.apply(
+        spaces[2], values if quantized else x, w13, w2, weights, ids, "silu", experts * ranks, numbers,
+        scales if quantized else None, None, spaces[0], spaces[1], None, False,
+    )  # fmt: skip
+    expected = torch.zeros(tokens, hidden)
+    for expert in range(experts):
+        number = expert if numbers is None else int((numbers == expert).nonzero())
+        for token, place in (ids == number).nonzero().tolist():
+            row = slice(token, token + 1)
+            first = gemm_fp8(values[row], to_mn_major(scales[row]), w13[expert], w13_scale[expert])
+            second = gemm_fp8(
+                *silu_mul_quantize(first, rounded=True, power_of_two=True), w2[expert], w2_scale[expert]
+            )
+            expected[token] += weights[token, place] * second[0].float()
+    torch.testing.assert_close(spaces[2].float(), expected, rtol=2**-7, atol=1e-3)
