@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from moe_fp8 import ArgumentError, moe_combine, moe_permute
+from moe_fp8 import (
+    ArgumentError,
+    grouped_gemm_fp8_contiguous,
+    moe_combine,
+    moe_permute,
+    quantize_fp8_blocks,
+    silu_mul_quantize,
+)
 from tests import moe_cases
 
 
@@ -84,3 +91,20 @@ def test_combine_names_the_wrong_argument(argument: str, given: dict[str, Any]) 
     with pytest.raises(ArgumentError) as caught:
         moe_combine(arguments["y"], arguments["rows"], arguments["weights"], out=arguments["out"])
     assert caught.value.argument == argument
+
+
+def test_a_compiled_layer_gives_the_same_bits() -> None:
+    w13, w13_scale = quantize_fp8_blocks(torch.randn(4, 256, 512).bfloat16())
+    w2, w2_scale = quantize_fp8_blocks(torch.randn(4, 512, 128).bfloat16())
+
+    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        a, a_scale, offsets, rows = moe_permute(x, ids, num_experts=4)
+        y = grouped_gemm_fp8_contiguous(a, a_scale, w13, w13_scale, offsets=offsets)
+        a, a_scale = silu_mul_quantize(y, rounded=True)
+        y = grouped_gemm_fp8_contiguous(a, a_scale, w2, w2_scale, offsets=offsets)
+        return moe_combine(y, rows, weights)
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (3, 64):
+        given = torch.randn(tokens, 512).bfloat16(), torch.randint(0, 4, (tokens, 2)), torch.rand(tokens, 2)
+        assert torch.equal(compiled(*given), layer(*given))
