@@ -110,8 +110,8 @@ def plan(
     """Plan one rank of `model`; `extra` are further GEMMs of the caller that the config does not define.
 
     Every linear layer of the model is in the plan, or in its `unplanned` with the reason. Needs no GPU, no
-    torch and no compiler. Raises ConfigError if the parallelism does not fit the model; with `strict`,
-    ModelError if a linear layer is not planned whose weights are FP8.
+    torch and no compiler. Raises ConfigError if the parallelism does not fit the model; ModelError if
+    no kernel serves any FP8 layer or, with `strict`, if any FP8 layer is not planned.
     """
     options = options or PlanOptions()
     shapes = gemm_shapes(model, options, pad_intermediate=options.pad_intermediate)
@@ -141,6 +141,9 @@ def plan(
     planned = Plan(model, options, tuple(rows), tuple(others))
     if strict:
         demand_all(planned)
+    if planned.lacking and not planned.specs:
+        listed = "; ".join(map(str, planned.lacking))
+        raise ModelError("model", "a layer that a kernel serves", listed, planned.remedy)
     return planned
 
 
