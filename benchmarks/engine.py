@@ -1,8 +1,9 @@
-"""Class engine: decode steps of a real vLLM with and without the plug-in, in alternating processes.
+"""Class engine: decode steps of a real vLLM with and without the plug-in, in processes that take turns.
 
 vLLM must be importable. The contestants are vLLM's two kinds of experts, each alone and with the plug-in
 (MOE_FP8_ENGINE=1): "deep_gemm" is DeepGEMM for experts and dense layers, "triton" is Triton experts with
-CUTLASS dense layers. (The indexer of DeepSeek-V3.2 needs DeepGEMM in both.)
+CUTLASS dense layers. (The indexer of DeepSeek-V3.2 needs DeepGEMM in both.) All engines of a model live at
+the same time, and one works at a time. There are two processes of each contestant, since processes differ.
 """
 
 from __future__ import annotations
@@ -15,15 +16,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .compare import Session
 from .device import environment
+from .engine_models import MODELS
 from .results import RESULTS, ROOT, ResultsFile, Row, four_digits, git_commit
-from .vllm_server import MODELS
 
 EXPERTS = ("deep_gemm", "triton")
+
+#: Tokens of each request that are compared, decode steps of a turn, and profiled steps.
+_TOKENS, _TURN, _PROFILED = 32, 24, 8
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -38,30 +44,95 @@ _ENVIRONMENT = {
 }
 
 
-def run(model: str, experts: str, ours: bool, folder: Path, number: int, batches: str) -> dict[str, Any]:
-    """One engine in a fresh process. Raises RuntimeError with the end of its output if it fails."""
-    dense = experts == "deep_gemm" or model == "deepseek_v32"
-    environment = {
-        **os.environ,
-        **_ENVIRONMENT,
-        "VLLM_USE_DEEP_GEMM": str(int(dense)),
-        "VLLM_MOE_USE_DEEP_GEMM": str(int(experts == "deep_gemm")),
-        "MOE_FP8_ENGINE": str(int(ours)),
-        "VLLM_CACHE_ROOT": str(folder / "vllm"),
-        "DG_JIT_CACHE_DIR": str(folder / "deep_gemm"),
-        "MOE_FP8_CACHE_DIR": str(folder / "moe_fp8"),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "STARTED": str(time.time()),
-    }
-    out = folder / f"{model}-{experts}-{int(ours)}-{number}.json"
-    command = [sys.executable, "-m", "benchmarks.vllm_server", "--model", model, "--batches", batches]
-    command += ["--folder", str(folder / model), "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode != 0 or not out.exists():
-        raise RuntimeError(f"exit code {done.returncode}: {done.stderr.strip()[-1500:]}")
-    told: dict[str, Any] = json.loads(out.read_text())
-    told["seconds"]["all to first token"] = sum(told["seconds"].values())
-    return told
+class Engine:
+    """A process with a vLLM engine, which works only when it is asked to."""
+
+    def __init__(self, model: str, experts: str, ours: bool, folder: Path, batches: Sequence[int]) -> None:
+        dense = experts == "deep_gemm" or model.startswith("deepseek_v32")
+        caches = folder / f"{experts}-{int(ours)}"
+        environment = {
+            **os.environ,
+            **_ENVIRONMENT,
+            "VLLM_USE_DEEP_GEMM": str(int(dense)),
+            "VLLM_MOE_USE_DEEP_GEMM": str(int(experts == "deep_gemm")),
+            "MOE_FP8_ENGINE": str(int(ours)),
+            "VLLM_CACHE_ROOT": str(caches / "vllm"),
+            "DG_JIT_CACHE_DIR": str(caches / "deep_gemm"),
+            "MOE_FP8_CACHE_DIR": str(caches / "moe_fp8"),
+            "TRITON_CACHE_DIR": str(caches / "triton"),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "STARTED": str(time.time()),
+        }
+        self.name = f"{model}, {experts}, {'ours' if ours else 'theirs'}"
+        self._log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - closed with the process
+        read, write = os.pipe()
+        command = [sys.executable, "-m", "benchmarks.vllm_server", "--model", model]
+        command += ["--batches", ",".join(map(str, batches)), "--answers", str(write)]
+        self._process = subprocess.Popen(
+            [*command, "--folder", str(folder / model)],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            pass_fds=(write,),
+            text=True,
+        )
+        os.close(write)
+        self._answers = os.fdopen(read)
+        self.seconds: dict[str, float] = {}
+
+    def wait_ready(self) -> None:
+        """Wait for the first token. Raises RuntimeError with the end of the output if the process ends."""
+        if not self.seconds:
+            self.seconds = self._answer()
+
+    def ask(self, request: str, **options: Any) -> Any:
+        """The answer to a request of `benchmarks.vllm_server.Server`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"request": request, **options}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        line = self._answers.readline()
+        if not line:
+            code = self._process.wait()
+            self._log.seek(0)
+            raise RuntimeError(f"{self.name}: exit code {code}: {self._log.read().strip()[-1500:]}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.kill()
+        self._process.wait()
+        self._answers.close()
+        self._log.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+@dataclass
+class Measured:
+    """What the processes of one contestant told: for each batch, an entry a process."""
+
+    tokens: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    wall_us: dict[int, list[float]] = field(default_factory=dict)
+    profiles: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    counters: Any = None
+
+    def least(self, time: str, batch: int) -> float:
+        """The least of all turns and processes, in microseconds."""
+        if time == "wall":
+            return min(self.wall_us[batch])
+        return min(float(profile["gpu_us"]) for profile in self.profiles[batch])
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
@@ -76,62 +147,115 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
     return equal / total, sum(differences) / max(1, len(differences))
 
 
+def run_model(
+    model: str, experts: Sequence[str], rounds: int, batches: Sequence[int], processes: int, starts: bool
+) -> dict[tuple[str, bool], Measured]:
+    """All contestants of a model: (experts, whether ours) -> what was measured."""
+    kinds = [(kind, ours) for kind in experts for ours in (True, False)]
+    measured = {kind: Measured() for kind in kinds}
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+
+        def start(kind: tuple[str, bool]) -> Engine:
+            return stack.enter_context(Engine(model, *kind, folder, batches))
+
+        engines: list[tuple[tuple[str, bool], Engine]] = []
+        for number in range(processes):
+            for kind in kinds:
+                engines.append((kind, start(kind)))
+                if starts and number == 0 and kind[0] == "deep_gemm":  # alone, as its start is timed
+                    engines[-1][1].wait_ready()
+                    measured[kind].seconds["cold"] = sum(engines[-1][1].seconds.values())
+        for _, engine in engines:
+            engine.wait_ready()
+        for batch in batches:
+            _measure(engines, measured, batch, rounds)
+        for kind, engine in engines:
+            measured[kind].counters = engine.ask("counters")
+            engine.close()
+        for kind in kinds if starts else []:
+            if kind[0] == "deep_gemm":
+                with Engine(model, *kind, folder, batches) as engine:
+                    engine.wait_ready()
+                    measured[kind].seconds["warm"] = sum(engine.seconds.values())
+    return measured
+
+
+def _measure(
+    engines: Sequence[tuple[tuple[str, bool], Engine]],
+    measured: dict[tuple[str, bool], Measured],
+    batch: int,
+    rounds: int,
+) -> None:
+    for kind, engine in engines:
+        told = engine.ask("tokens", batch=batch, steps=_TOKENS)
+        measured[kind].tokens.setdefault(batch, []).append(told)
+    for _, engine in engines:
+        # A step gives at least one token, and with a draft at most two.
+        engine.ask("begin", batch=batch, tokens=2 * (_TURN * (rounds + 1) + _PROFILED))
+    for number in range(rounds + 1):
+        for kind, engine in engines:
+            wall = engine.ask("decode", steps=_TURN)["wall_us"]
+            if number:  # the first turn warms up
+                measured[kind].wall_us.setdefault(batch, []).append(wall)
+    for kind, engine in engines:
+        measured[kind].profiles.setdefault(batch, []).append(engine.ask("profile", steps=_PROFILED))
+    for _, engine in engines:
+        engine.ask("end")
+
+
 def run_engine(
     session: Session,
     models: Sequence[str] = tuple(MODELS),
     experts: Sequence[str] = EXPERTS,
-    rounds: int = 2,
-    batches: str = "1,8,32,64,256",
+    rounds: int = 3,
+    batches: Sequence[int] = (1, 8, 32, 64, 256),
+    processes: int = 2,
+    starts: bool = True,
 ) -> None:
-    """Every contestant once a round; the least of the rounds counts for each figure."""
+    """The rows of these models; a model that fails counts as failed, and the others go on."""
     for model in models:
+        try:
+            measured = run_model(model, experts, rounds, batches, processes, starts)
+        except RuntimeError as error:
+            session.fail(f"engine {model}", error)
+            continue
         for kind in experts:
-            told: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-            with tempfile.TemporaryDirectory() as folder:
-                try:
-                    for number in range(rounds):
-                        for ours in (True, False):
-                            told[ours].append(run(model, kind, ours, Path(folder), number, batches))
-                except RuntimeError as error:
-                    session.fail(f"engine {model}, {kind}", error)
-                    continue
-            _store(session, model, kind, told[True], told[False])
+            _store(session, model, kind, measured[kind, True], measured[kind, False])
 
 
-def _store(
-    session: Session, model: str, experts: str, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
-) -> None:
+def _store(session: Session, model: str, experts: str, ours: Measured, theirs: Measured) -> None:
     name = f"vllm {experts}"
-    for batch in ours[0]["batches"]:
-        for figure in ("gpu_us", "wall_us"):
-            shape = {"model": model, "experts": experts, "batch": int(batch), "time": figure[:-3]}
-            row = Row("engine", shape, _least(ours, batch, figure))
-            row.peers[name] = _least(theirs, batch, figure)
-            if figure == "gpu_us":
-                row.notes = _notes(ours, theirs, batch)
+    for batch in ours.tokens:
+        for time_ in ("gpu", "wall"):
+            shape = {"model": model, "experts": experts, "batch": batch, "time": time_}
+            row = Row("engine", shape, ours.least(time_, batch))
+            row.peers[name] = theirs.least(time_, batch)
+            if time_ == "gpu":
+                row.notes = _notes(ours, theirs, batch) | {"counters": ours.counters}
+            else:
+                row.notes = {
+                    who: [four_digits(us) for us in one.wall_us[batch]]
+                    for who, one in (("ours", ours), ("theirs", theirs))
+                }
             session.store(row)
-    for number, start in enumerate(("cold", "warm")[: len(ours)]):
+    for start, seconds in ours.seconds.items():
         shape = {"model": model, "experts": experts, "start": start, "time": "to first token"}
-        row = Row("engine", shape, ours[number]["seconds"]["all to first token"] * 1e6)
-        row.peers[name] = theirs[number]["seconds"]["all to first token"] * 1e6
-        row.notes = {"counters": ours[number].get("counters"), "vllm": ours[number]["vllm"]}
+        row = Row("engine", shape, seconds * 1e6)
+        row.peers[name] = theirs.seconds[start] * 1e6
         session.store(row)
 
 
-def _least(runs: list[dict[str, Any]], batch: str, figure: str) -> float:
-    return min(float(one["batches"][batch][figure]) for one in runs)
-
-
-def _notes(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], batch: str) -> dict[str, Any]:
-    one, other = ours[0]["batches"][batch], theirs[0]["batches"][batch]
-    equal, mean = distance(one, other)
-    notes: dict[str, Any] = {"equal tokens": four_digits(equal), "mean |d log p|": four_digits(mean)}
-    if len(theirs) > 1:
-        equal, mean = distance(other, theirs[1]["batches"][batch])
-        notes["theirs again: equal tokens"] = four_digits(equal)
-        notes["theirs again: mean |d log p|"] = four_digits(mean)
-    for name, runs in (("ours", ours), ("theirs", theirs)):
-        top = runs[0]["batches"][batch]["kernels_us"]
+def _notes(ours: Measured, theirs: Measured, batch: int) -> dict[str, Any]:
+    one, other = ours.tokens[batch], theirs.tokens[batch]
+    notes: dict[str, Any] = {}
+    for text, pair in (("", (one[0], other[0])), ("theirs again: ", (other[0], other[-1]))):
+        equal, mean = distance(*pair)
+        notes |= {f"{text}equal tokens": four_digits(equal), f"{text}mean |d log p|": four_digits(mean)}
+    if len(other) == 1:
+        notes = dict(list(notes.items())[:2])
+    for name, measured in (("ours", ours), ("theirs", theirs)):
+        top = measured.profiles[batch][0]["kernels_us"]
         notes[f"kernels of {name}"] = {kernel: four_digits(us) for kernel, us in list(top.items())[:6]}
     return notes
 
@@ -144,7 +268,9 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--experts", default=",".join(EXPERTS))
     parser.add_argument("--batches", default="1,8,32,64,256")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=2, help="of each contestant")
+    parser.add_argument("--no-starts", action="store_true", help="do not time cold and warm starts")
     parser.add_argument("--out", type=Path, help="results file (default: benchmarks/results/DEVICE.json)")
     parser.add_argument("--commit", help="what is measured, where this is not a git clone")
     options = parser.parse_args()
@@ -152,7 +278,13 @@ def main() -> None:
     file = ResultsFile(options.out or RESULTS / f"{facts['device']}.json", facts)
     session = Session(file, replays=1, failures=[])
     run_engine(
-        session, options.models.split(","), options.experts.split(","), options.rounds, options.batches
+        session,
+        options.models.split(","),
+        options.experts.split(","),
+        options.rounds,
+        [int(batch) for batch in options.batches.split(",")],
+        options.processes,
+        not options.no_starts,
     )
     sys.exit("\n".join(session.failures) or None)
 

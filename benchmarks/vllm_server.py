@@ -1,7 +1,8 @@
-"""One vLLM engine on random weights in this process: what a decode step takes and which tokens come out.
+"""One vLLM engine on random weights in this process, which works only when `benchmarks.engine` asks it to.
 
-`benchmarks.engine` starts it, once for each contestant. vLLM 0.24 or newer must be importable. The weights
-are the same in every process. The models have the widths of real checkpoints and few layers.
+It reads requests from standard input and writes answers to a pipe, one JSON object a line. So several engines
+can live at the same time and take turns. vLLM 0.24 or newer must be importable. The weights are the same in
+every process.
 """
 
 from __future__ import annotations
@@ -17,125 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_VOCABULARY = 32768
-_BLOCKS = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-}
-_COMMON = {
-    "vocab_size": _VOCABULARY,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+from .engine_models import MODELS, VOCABULARY, ServedModel
 
-
-def _unconverted(layers: int, router: str) -> dict[str, Any]:
-    return {
-        **_BLOCKS,
-        "modules_to_not_convert": ["lm_head", *(f"model.layers.{i}.{router}" for i in range(layers))],
-    }
-
-
-#: Model -> its config, attention backend ("" for vLLM's choice) and the tokens of a prompt.
-MODELS: dict[str, tuple[dict[str, Any], str, int]] = {
-    "qwen3_30b": (
-        {
-            **_COMMON,
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "num_hidden_layers": 4,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "rope_theta": 1e6,
-            "attention_bias": False,
-            "quantization_config": _unconverted(4, "mlp.gate"),
-        },
-        "TRITON_ATTN",
-        192,
-    ),
-    "minimax_m2": (
-        {
-            **_COMMON,
-            "architectures": ["MiniMaxM2ForCausalLM"],
-            "model_type": "minimax_m2",
-            "num_hidden_layers": 4,
-            "attn_type_list": [1, 1, 1, 1],
-            "hidden_size": 3072,
-            "intermediate_size": 1536,
-            "num_local_experts": 256,
-            "num_experts_per_tok": 8,
-            "scoring_func": "sigmoid",
-            "use_routing_bias": True,
-            "num_attention_heads": 48,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rotary_dim": 64,
-            "use_qk_norm": True,
-            "qk_norm_type": "per_layer",
-            "rope_theta": 5e6,
-            "quantization_config": _unconverted(4, "block_sparse_moe.gate"),
-        },
-        "TRITON_ATTN",
-        192,
-    ),
-    "deepseek_v32": (
-        {
-            **_COMMON,
-            "architectures": ["DeepseekV32ForCausalLM"],
-            "model_type": "deepseek_v32",
-            "num_hidden_layers": 3,
-            "first_k_dense_replace": 1,
-            "hidden_size": 7168,
-            "intermediate_size": 18432,
-            "moe_intermediate_size": 2048,
-            "n_routed_experts": 32,
-            "num_experts_per_tok": 8,
-            "n_shared_experts": 1,
-            "n_group": 8,
-            "topk_group": 4,
-            "moe_layer_freq": 1,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 2.5,
-            "num_attention_heads": 128,
-            "num_key_value_heads": 128,
-            "q_lora_rank": 1536,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "index_n_heads": 64,
-            "index_head_dim": 128,
-            "index_topk": 2048,
-            "num_nextn_predict_layers": 0,
-            "max_position_embeddings": 163840,
-            "rope_theta": 10000,
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "ep_size": 1,
-            "quantization_config": {**_BLOCKS, "scale_fmt": "ue8m0"},
-        },
-        "",
-        2304,
-    ),
-}
+#: Bytes of the caches: enough for 256 requests of every model, and several engines fit on one GPU.
+_CACHE_BYTES = 8 << 30
 
 
 def _fill(model: Any) -> None:
@@ -166,64 +52,114 @@ def _fill(model: Any) -> None:
             data.copy_(values / width)
 
 
-def _steps(engine: Any, prompts: list[list[int]], length: int, label: str, logprobs: bool) -> Iterator[Any]:
-    """Run the prompts together; yields after each step (whether every prompt has been read, outputs)."""
-    from vllm import SamplingParams
+class Server:
+    """An engine, and the requests that it may be asked to run. Methods without underscore are requests."""
 
-    sampling = SamplingParams(
-        temperature=0, max_tokens=length, min_tokens=length, ignore_eos=True, detokenize=False,
-        logprobs=0 if logprobs else None,
-    )  # fmt: skip
-    for number, prompt in enumerate(prompts):
-        engine.add_request(f"{label}-{number}", {"prompt_token_ids": prompt}, sampling)
-    started: set[str] = set()
-    while engine.has_unfinished_requests():
-        decoding = len(started) == len(prompts)
-        outputs = engine.step()
-        started |= {output.request_id for output in outputs}
-        yield decoding, outputs
+    def __init__(self, served: ServedModel, folder: Path, batches: list[int]) -> None:
+        import torch
+        import vllm
+        from vllm.model_executor.model_loader import dummy_loader
 
+        dummy_loader.DummyModelLoader.load_weights = lambda self, model, model_config: _fill(model)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(served.config))
+        options: dict[str, Any] = {}
+        if served.attention:
+            options["attention_config"] = {"backend": served.attention}
+        if served.drafts:
+            options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": served.drafts}
+        compilation: dict[str, Any] = {
+            "mode": served.mode,
+            "cudagraph_capture_sizes": [batch * (1 + served.drafts) for batch in batches],
+        }
+        if not served.mode:
+            compilation["cudagraph_mode"] = "FULL_DECODE_ONLY"
+        self.engine = vllm.LLM(
+            model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
+            max_model_len=8192 if served.prompt > 1000 else 4096, max_num_seqs=max(batches),
+            max_num_batched_tokens=8192, gpu_memory_utilization=0.1, kv_cache_memory_bytes=_CACHE_BYTES,
+            enable_prefix_caching=False, disable_log_stats=True, async_scheduling=False,
+            compilation_config=compilation, **options,
+        ).llm_engine  # fmt: skip
+        draw = torch.Generator().manual_seed(11)
+        self._prompts = torch.randint(2, VOCABULARY, (max(batches), served.prompt), generator=draw).tolist()
+        self._running: Iterator[list[Any]] | None = None
+        self._number = 0
 
-def _generate(engine: Any, prompts: list[list[int]], length: int) -> tuple[list[Any], list[Any]]:
-    """Tokens and their log-probabilities."""
-    done: dict[int, Any] = {}
-    for _, outputs in _steps(engine, prompts, length, f"tokens{len(prompts)}", True):
-        done |= {int(out.request_id.split("-")[1]): out.outputs[0] for out in outputs if out.finished}
-    chosen = [done[i] for i in range(len(prompts))]
-    tokens = [list(one.token_ids) for one in chosen]
-    logprobs = [
-        [step[token].logprob for token, step in zip(one.token_ids, one.logprobs, strict=True)]
-        for one in chosen
-    ]
-    return tokens, logprobs
+    def tokens(self, batch: int, steps: int) -> dict[str, Any]:
+        """Tokens of the first `batch` prompts and their log-probabilities."""
+        done: dict[int, Any] = {}
+        for outputs in self._steps(batch, steps, True):
+            done |= {int(out.request_id.split("-")[1]): out.outputs[0] for out in outputs if out.finished}
+        chosen = [done[i] for i in range(batch)]
+        logprobs = [
+            [step[token].logprob for token, step in zip(one.token_ids, one.logprobs, strict=True)]
+            for one in chosen
+        ]
+        return {"tokens": [list(one.token_ids) for one in chosen], "logprobs": logprobs}
 
+    def begin(self, batch: int, tokens: int) -> None:
+        """Read the first `batch` prompts. Each may then decode `tokens` tokens in turns."""
+        self._running = self._steps(batch, tokens, False)
+        started: set[str] = set()
+        while len(started) < batch:
+            started |= {output.request_id for output in next(self._running)}
 
-def _time(engine: Any, prompts: list[list[int]], length: int, profiled: int) -> dict[str, Any]:
-    """Wall time of decode steps, and the time of a step in which the GPU runs any kernel."""
-    import torch
-
-    walls: list[float] = []
-    profiler: Any = None
-    last = time.perf_counter()
-    busy = 0.0
-    kernels: dict[str, float] = {}
-    for decoding, _ in _steps(engine, prompts, length, f"timed{len(prompts)}", False):
-        now = time.perf_counter()
-        if decoding and profiler is None:
-            walls.append(now - last)
-        if len(walls) == length // 2 and profiler is None:
-            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-            profiler.start()
-            left = profiled
-        elif profiler is not None and left:
-            left -= 1
-            if not left:
-                torch.cuda.synchronize()
-                profiler.stop()
-                busy, kernels = _busy(profiler, profiled)
+    def decode(self, steps: int) -> dict[str, float]:
+        """Microseconds of a decode step: the median of `steps`."""
+        walls = []
         last = time.perf_counter()
-    top = dict(sorted(kernels.items(), key=lambda item: -item[1])[:14])
-    return {"wall_us": statistics.median(walls[2:]) * 1e6, "gpu_us": busy, "kernels_us": top}
+        for _ in range(steps):
+            self._step()
+            now = time.perf_counter()
+            walls.append(now - last)
+            last = now
+        return {"wall_us": statistics.median(walls) * 1e6}
+
+    def profile(self, steps: int) -> dict[str, Any]:
+        """Microseconds of a decode step in which the GPU runs any kernel, and those of the kernels."""
+        import torch
+
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for _ in range(steps):
+                self._step()
+            torch.cuda.synchronize()
+        busy, kernels = _busy(profiler, steps)
+        return {"gpu_us": busy, "kernels_us": dict(sorted(kernels.items(), key=lambda item: -item[1])[:14])}
+
+    def end(self) -> None:
+        """Drop the requests of `begin`."""
+        self._running = None
+        self.engine.abort_request([f"{self._number}-{i}" for i in range(len(self._prompts))])
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+    def counters(self) -> dict[str, int] | None:
+        """What the package has compiled, loaded and missed, if it is in use."""
+        if "moe_fp8" not in sys.modules:
+            return None
+        counted = sys.modules["moe_fp8"].jit.counters()
+        names = ("compiles", "store_hits", "loads", "misses", "scale_conversions")
+        return {name: getattr(counted, name) for name in names}
+
+    def _step(self) -> list[Any]:
+        if self._running is None:
+            raise RuntimeError("no batch was begun")
+        return next(self._running)
+
+    def _steps(self, batch: int, tokens: int, logprobs: bool) -> Iterator[list[Any]]:
+        """Run the first prompts together; yields the outputs of each step."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False,
+            logprobs=0 if logprobs else None,
+        )  # fmt: skip
+        self._number += 1
+        for i, prompt in enumerate(self._prompts[:batch]):
+            self.engine.add_request(f"{self._number}-{i}", {"prompt_token_ids": prompt}, sampling)
+        while self.engine.has_unfinished_requests():
+            yield self.engine.step()
 
 
 def _busy(profiler: Any, steps: int) -> tuple[float, dict[str, float]]:
@@ -249,50 +185,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--folder", type=Path, required=True, help="where config.json is written")
-    parser.add_argument("--batches", default="1,8,32,64,256")
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--batches", required=True)
+    parser.add_argument("--answers", type=int, required=True, help="the pipe's descriptor")
     options = parser.parse_args()
-    config, attention, length = MODELS[options.model]
-    options.folder.mkdir(parents=True, exist_ok=True)
-    (options.folder / "config.json").write_text(json.dumps(config))
-
-    import torch
-    import vllm
-    from vllm.model_executor.model_loader import dummy_loader
-
-    dummy_loader.DummyModelLoader.load_weights = lambda self, model, model_config: _fill(model)
-    batches = [int(batch) for batch in options.batches.split(",")]
-    engine = vllm.LLM(
-        model=str(options.folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
-        max_model_len=8192 if length > 1000 else 4096, max_num_seqs=max(batches), max_num_batched_tokens=8192,
-        gpu_memory_utilization=0.6, enable_prefix_caching=False, disable_log_stats=True,
-        async_scheduling=False,
-        compilation_config={
-            "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": batches,
-        },
-        **({"attention_config": {"backend": attention}} if attention else {}),
-    ).llm_engine  # fmt: skip
+    answers = os.fdopen(options.answers, "w", buffering=1)
+    server = Server(
+        MODELS[options.model], options.folder, [int(batch) for batch in options.batches.split(",")]
+    )
     up = time.time()
-    draw = torch.Generator().manual_seed(11)
-    prompts = torch.randint(2, _VOCABULARY, (max(batches), length), generator=draw).tolist()
-    told: dict[str, Any] = {"vllm": vllm.__version__, "model": options.model, "batches": {}}
-    for _, _ in _steps(engine, prompts[:1], 1, "first", False):
-        pass
-    told["seconds"] = {"imports": started - float(os.environ.get("STARTED", started))}
-    told["seconds"] |= {"engine": up - started, "first token": time.time() - up}
-    for batch in batches:
-        tokens, logprobs = _generate(engine, prompts[:batch], options.steps)
-        timed = _time(engine, prompts[:batch], options.steps + 16, 8)
-        told["batches"][str(batch)] = {"tokens": tokens, "logprobs": logprobs, **timed}
-        print(options.model, batch, {name: timed[name] for name in ("wall_us", "gpu_us")}, file=sys.stderr)
-    if "moe_fp8" in sys.modules:
-        counters = sys.modules["moe_fp8"].jit.counters()
-        told["counters"] = {
-            name: getattr(counters, name)
-            for name in ("compiles", "store_hits", "loads", "misses", "scale_conversions")
-        }
-    options.out.write_text(json.dumps(told))
+    server.tokens(1, 1)
+    seconds = {"imports": started - float(os.environ.get("STARTED", started)), "engine": up - started}
+    answers.write(json.dumps(seconds | {"first token": time.time() - up}) + "\n")
+    for line in sys.stdin:
+        request = json.loads(line)
+        name = request.pop("request")
+        if name.startswith("_"):
+            raise ValueError(f"no request: {name}")
+        answers.write(json.dumps(getattr(server, name)(**request)) + "\n")
+    os._exit(0)  # vLLM's own end of a process takes seconds
 
 
 if __name__ == "__main__":

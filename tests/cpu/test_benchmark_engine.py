@@ -1,0 +1,77 @@
+"""Class engine with engines that answer from a table: which rows come out, and what counts as equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import engine
+from benchmarks.compare import Session
+from benchmarks.results import ResultsFile
+from tests.cpu.benchmark_rows import ENVIRONMENT, read_rows
+
+
+class Answers:
+    """An engine whose steps take 100 us a request with the plug-in and 150 us without it."""
+
+    alive: int = 0
+
+    def __init__(self, model: str, experts: str, ours: bool, *others: Any) -> None:
+        self.ours, self.seconds = ours, {"engine": 10.0 if ours else 20.0}
+        self.batch = 0
+        Answers.alive += 1
+
+    def wait_ready(self) -> None:
+        pass
+
+    def ask(self, request: str, **options: Any) -> Any:
+        if request in ("tokens", "begin"):
+            self.batch = options["batch"]
+        us = self.batch * (100.0 if self.ours else 150.0)
+        return {
+            "tokens": {"tokens": [[5, 6, 7 if self.ours else 8]] * self.batch, "logprobs": [[-1.0] * 3] * self.batch},
+            "decode": {"wall_us": 2 * us},
+            "profile": {"gpu_us": us, "kernels_us": {"gemm": us}},
+            "counters": {"misses": 0},
+        }.get(request)  # fmt: skip
+
+    def close(self) -> None:
+        Answers.alive -= 1
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+
+def test_each_contestant_gives_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "Engine", Answers)
+    path = tmp_path / "h200.json"
+    session = Session(ResultsFile(path, ENVIRONMENT), replays=1, failures=[])
+    engine.run_engine(session, ["qwen3_30b"], ("deep_gemm", "triton"), 2, (1, 8), 2)
+    rows = read_rows(path)
+    steps = [row for row in rows if "batch" in row["shape"]]
+    assert len(steps) == 2 * 2 * 2
+    assert {row["ratio"] for row in steps} == {1.5}
+    assert {row["us"] for row in steps if row["shape"]["time"] == "gpu"} == {100.0, 800.0}
+    gpu = [row for row in steps if row["shape"]["time"] == "gpu"]
+    assert {row["notes"]["equal tokens"] for row in gpu} == {0.6667}
+    assert {row["notes"]["theirs again: equal tokens"] for row in gpu} == {1.0}
+    starts = [row for row in rows if "start" in row["shape"]]
+    assert [row["shape"]["start"] for row in starts] == ["cold", "warm"]
+    assert {row["shape"]["experts"] for row in starts} == {"deep_gemm"}
+    assert Answers.alive == 2, "every engine that served batches is closed"
+
+
+def test_a_model_whose_engine_ends_counts_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Any) -> None:
+        raise RuntimeError("exit code 1")
+
+    monkeypatch.setattr(engine, "Engine", Answers)
+    monkeypatch.setattr(Answers, "wait_ready", fails)
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    engine.run_engine(session, ["qwen3_30b", "minimax_m2"])
+    assert len(session.failures) == 2 and "exit code 1" in session.failures[0]
