@@ -21,7 +21,7 @@ from typing import Any
 from .engine_models import MODELS, VOCABULARY, ServedModel
 
 #: Bytes of the caches: enough for 256 requests of every model, and several engines fit on one GPU.
-_CACHE_BYTES = 8 << 30
+_CACHE_BYTES = 4 << 30
 
 
 def _fill(model: Any) -> None:
