@@ -48,11 +48,13 @@ class Answers:
         pass
 
 
-def test_each_contestant_gives_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_each_contestant_gives_rows(processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Answers, "alive", 0)
     monkeypatch.setattr(engine, "Engine", Answers)
     path = tmp_path / "h200.json"
     session = Session(ResultsFile(path, ENVIRONMENT), replays=1, failures=[])
-    engine.run_engine(session, ["qwen3_30b"], ("deep_gemm", "triton"), 2, (1, 8), 2)
+    engine.run_engine(session, ["qwen3_30b"], ("deep_gemm", "triton"), 2, (1, 8), processes)
     rows = read_rows(path)
     steps = [row for row in rows if "batch" in row["shape"]]
     assert len(steps) == 2 * 2 * 2
