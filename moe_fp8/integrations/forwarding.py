@@ -19,8 +19,8 @@ class NotServed(Exception):
 def or_vendored(function: _Function) -> _Function:
     """Make `function` call the same name of the engine's own copy if it raises NotServed.
 
-    If the copy lacks this name, its other spelling (`fp8_fp4_x` for `fp8_x`) is called, which newer copies have
-    alone. If there is no copy, or it has neither name, the call raises UnsupportedError with the reason.
+    If the copy lacks this name, as newer copies may, its other spelling is called (`fp8_fp4_x` for `fp8_x`).
+    If there is no copy, or it has neither name, the call raises UnsupportedError with the reason.
     """
     name = function.__name__
 

@@ -2,17 +2,17 @@
 
     python -m tests.engines.published FOLDER --peer FOLDER
 
-FOLDER has the published scripts (`test_fp8_fp4.py`, `test_attention.py`, ...) and the modules that they import
-(`generators.py`, `utils.py`); they are no part of this repository. `--peer` names a folder with a `deep_gemm/`
-package or a `deep_gemm.zip`, the copy that serves what no kernel of ours serves.
+FOLDER has the published scripts (`test_fp8_fp4.py`, `test_attention.py`, ...) and the modules that they
+import (`generators.py`, `utils.py`); they are no part of this repository. `--peer` names a folder with a
+`deep_gemm/` package or a `deep_gemm.zip`, the copy that serves what no kernel of ours serves.
 
-The scripts loop over cases inside their functions and stop at the first failure. The runner gives a function
-one case at a time, by the functions that list cases (`enumerate_*`, `sample_*`): it calls the function again for
-each case, and reports each. A function without such a list is one case. Each line tells which calls our
-kernels served and which went on to the copy. The scripts' timings are off, by their own variable
-DG_USE_NVIDIA_TOOLS, unless `--time` is given.
+The scripts loop over cases inside their functions and stop at the first failure. The runner calls a function
+again for each case and reports each: the functions that list cases (`enumerate_*`, `sample_*`) give one case
+at a time. A function without such a list is one case. The report tells which calls our kernels served and
+which went on to the copy. The scripts' timings are off, by their own variable DG_USE_NVIDIA_TOOLS, unless
+`--time` is given.
 
-The copy compiles with nvcc for many seconds each kernel; `--shards` splits each function's cases between
+The copy compiles each kernel with nvcc, which takes seconds; `--shards` splits each function's cases between
 processes, of which `--jobs` run at once on the GPU.
 """
 
@@ -196,7 +196,9 @@ class Shard:
             try:
                 ended = subprocess.run(command, stdout=log, stderr=log, timeout=options.timeout, check=False)
             except subprocess.TimeoutExpired:
-                return f"{self.script}, shard {self.number}: stopped after {options.timeout} s; see {self.log}"
+                return (
+                    f"{self.script}, shard {self.number}: stopped after {options.timeout} s; see {self.log}"
+                )
         if not ended.returncode:
             return ""
         last = self.log.read_text(errors="replace").strip().splitlines()[-1:] or [""]
@@ -217,8 +219,8 @@ def report(results: list[dict[str, Any]], troubles: list[str]) -> str:
         alone = sum(bool(line["ours"]) and not line["copy"] for line in own)
         seconds = sum(line["seconds"] for line in own)
         lines.append(
-            f"{'.'.join(key)}: {len(own) - len(failed)} of {len(own)} cases passed, {alone} of {len(own)} by our "
-            f"kernels alone, {seconds:.0f} s"
+            f"{'.'.join(key)}: {len(own) - len(failed)} of {len(own)} cases passed, "
+            f"{alone} of {len(own)} by our kernels alone, {seconds:.0f} s"
         )
         for side, text in (("ours", "served by our kernels"), ("copy", "sent on to the copy")):
             total: Counter[str] = Counter()
@@ -234,7 +236,7 @@ def report(results: list[dict[str, Any]], troubles: list[str]) -> str:
 
 
 def unpacked(folder: str) -> str:
-    """The folder that has the package `deep_gemm/`: `folder`, or `folder`/unpacked with the zip's contents."""
+    """The folder that has the package `deep_gemm/`: `folder`, or its `unpacked` with the zip's contents."""
     peer = Path(folder)
     if (peer / "deep_gemm").is_dir():
         return str(peer)
@@ -248,8 +250,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", help="the published scripts")
     parser.add_argument("--peer", default=".peer", help="the copy of deep_gemm (default: .peer)")
     parser.add_argument("--scripts", nargs="+", default=list(SCRIPTS), help="names without .py")
-    parser.add_argument("--only", nargs="*", default=[], help="functions to run (default: all of the scripts)")
-    parser.add_argument("--serve", nargs="*", default=["dense", "experts", "indexer"], help="our kinds of calls")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="functions to run (default: all of the scripts)"
+    )
+    parser.add_argument(
+        "--serve", nargs="*", default=["dense", "experts", "indexer"], help="our kinds of calls"
+    )
     parser.add_argument("--every", type=int, default=1, help="run each N-th case only")
     parser.add_argument("--shards", type=int, default=1, help="processes for each script's cases")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
@@ -267,9 +273,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.peer = unpacked(options.peer)
     folder = Path(options.logs or tempfile.mkdtemp(prefix="published-"))
     folder.mkdir(parents=True, exist_ok=True)
-    shards = [
-        Shard(script, number, folder) for number in range(options.shards) for script in options.scripts
-    ]
+    shards = [Shard(script, number, folder) for number in range(options.shards) for script in options.scripts]
     with ThreadPoolExecutor(options.jobs) as pool:
         troubles = [text for text in pool.map(lambda shard: shard.run(options), shards) if text]
     results = [line for shard in shards for line in shard.lines()]

@@ -76,9 +76,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
 
     grouped_layout: int32 `[M]`, each row's expert, -1 for padding; with `use_psum_layout` int32 `[E]`, one
     past each expert's last row. Experts start at multiples of `get_mk_alignment_for_contiguous_layout()`.
-    Rows of d that belong to no expert are unspecified, but zero if the caller passes `ensure_zero_padding=True`.
-    This zeroes all of d before, which costs one more kernel and a write of d, so it is not the default here:
-    engines read no padding.
+    Rows of d that belong to no expert are unspecified, but zero with `ensure_zero_padding=True`. One more
+    kernel then zeroes d before, so this is not the default here: no engine reads padding.
     expected_m_for_psum_layout: the expected rows of an expert; any value is safe. Safe to capture.
     """
     _demand(a, b, recipe, recipe_a, recipe_b, None, epilogue)

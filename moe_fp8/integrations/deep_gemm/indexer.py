@@ -32,9 +32,9 @@ def fp8_mqa_logits(
 
     q: fp8 `[M, H, D]`, or (fp8, None). kv: (fp8 `[N, D]`, fp32 `[N]`). weights: fp32 `[M, H]`. The ranges:
     int32 `[M]`. max_seqlen_k > 0, or an int of this meaning in the place of `clean_logits`: compressed rows
-    of so many columns. clean_logits: write -inf outside of the ranges; by default, if rows are not compressed.
-    Returns fp32 or bf16 `[M, N]` or `[M, max_seqlen_k]`. `schedule_meta` has no meaning on Hopper. Safe
-    to capture.
+    of so many columns. clean_logits: write -inf outside of the ranges; the default is True unless rows are
+    compressed. Returns fp32 or bf16 `[M, N]` or `[M, max_seqlen_k]`. `schedule_meta` has no meaning on
+    Hopper. Safe to capture.
     """
     if clean_logits is not None and not isinstance(clean_logits, bool):
         clean_logits, max_seqlen_k = False, clean_logits

@@ -30,8 +30,9 @@ def get_mk_alignment_for_contiguous_layout() -> int:
 def set_mk_alignment_for_contiguous_layout(value: int) -> None:
     """Set the multiple of rows at which each expert's rows start, for all threads, until it is set again.
 
-    The engine's own copy gets it too. Multiples of 128 cost nothing. For others, a grouped call launches two or three more kernels, which turn
-    its layout into row ranges. Raises ArgumentError unless it is at least 1.
+    The engine's own copy gets it too. Multiples of 128 cost nothing. For others, a grouped call launches two
+    or three more kernels, which turn its layout into row ranges. Raises ArgumentError unless it is at least
+    1.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ArgumentError(
