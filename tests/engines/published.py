@@ -23,6 +23,7 @@ import importlib
 import inspect
 import itertools
 import json
+import logging
 import os
 import random
 import subprocess
@@ -146,6 +147,7 @@ class Cases:
 
 def work(options: argparse.Namespace) -> None:
     """Run one shard of a script's functions in this process; writes a line of JSON for each case."""
+    logging.basicConfig(level=logging.INFO)  # says why the copy cannot be loaded
     if not options.time:
         os.environ["DG_USE_NVIDIA_TOOLS"] = "1"
     sys.path[:0] = [str(Path(options.folder).resolve()), str(Path(options.peer).resolve())]
