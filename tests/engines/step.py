@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests import cases
+from tests.engines import ops
 
 
 class Step(ABC):
@@ -32,6 +33,10 @@ class Step(ABC):
         """What a user of the layer reads: floats may differ by rounding, integers may not."""
 
     @abstractmethod
+    def expected(self) -> dict[str, Tensor]:
+        """Results in plain maths; not every one of `results`."""
+
+    @abstractmethod
     def poison(self) -> None:
         """Fill outputs and buffers with values that a step must overwrite."""
 
@@ -44,7 +49,7 @@ class Moe:
     topk: int = 4
     experts: int = 8
     hidden: int = 2048
-    intermediate: int = 1536
+    intermediate: int = 768
     ranks: int = 1
 
     def routing(self, seed: int, device: str) -> tuple[Tensor, Tensor]:
@@ -52,7 +57,7 @@ class Moe:
         gen = cases.generator(seed, "cpu")
         scores = torch.rand(self.tokens, self.experts * self.ranks, generator=gen)
         # Experts differ in how often they are chosen; the last one is hardly ever.
-        scores *= torch.linspace(1, 0.5, self.experts * self.ranks)
+        scores *= torch.linspace(1, 0.5, scores.shape[1])
         best = scores.topk(self.topk, dim=-1)
         weights = best.values / best.values.sum(-1, keepdim=True)
         return best.indices.int().to(device), weights.to(device)
@@ -73,6 +78,23 @@ class Moe:
     def weights(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """w13 fp8 [E, 2 I, H] and its scales, w2 fp8 [E, H, I] and its scales."""
         return _weights(self.experts, self.hidden, self.intermediate, device)
+
+
+    def expected(self, tokens: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """fp32 [M, hidden] without any quantization of activations; `ids` are of this rank, or -1."""
+        w13, s13, w2, s2 = self.weights(str(tokens.device))
+        out = torch.zeros(tokens.shape, device=tokens.device)
+        for expert in range(self.experts):
+            row, place = (ids == expert).nonzero(as_tuple=True)
+            inner = ops.silu_mul(tokens[row].float() @ _dequantized(w13[expert], s13[expert]).T)
+            own = inner @ _dequantized(w2[expert], s2[expert]).T
+            out.index_add_(0, row, own * topk_weights[row, place][:, None])
+        return out
+
+
+def _dequantized(w: Tensor, scale: Tensor) -> Tensor:
+    blocks = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return w.float() * blocks[: w.shape[0], : w.shape[1]]
 
 
 @functools.lru_cache(maxsize=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,8 @@ class IndexerStep(Step):
     def __init__(self, layers: VllmLayers, case: Indexer, device: str) -> None:
         self.layers, self.case, self.device = layers, case, device
         layers.workspaces.device = device
-        self.longest = max(case.contexts)
+        self.width = -(-max(case.contexts) // 256) * 256
+        self.parts: dict[str, Any] = {}
         pages = cases.paged_case(case.contexts, 1, 1, _PAGE, dim=_DIM)
         self.kv_cache = pages.kv_cache.squeeze(2).to(device)
         self.block_table = pages.block_table.to(device)
@@ -68,7 +70,35 @@ class IndexerStep(Step):
         lengths = self._ints(self.case.contexts)
         slots = torch.full((self.case.tokens,), -1, dtype=torch.int64, device=self.device)
         counts = dict.fromkeys(("num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens"), 0)
-        return made(lengths, self.longest, slots, **(counts | parts))
+        return made(lengths, self.width, slots, **(counts | parts))
+
+    def prepare(self) -> None:
+        # A graph keeps the addresses of the first metadata, so they are made once.
+        self.parts = self.parts or self.made_once()
+        self.layers.context.attn_metadata = {_PREFIX: self.metadata(**self.parts)}
+
+    @abstractmethod
+    def made_once(self) -> dict[str, Any]:
+        """The metadata of a prefill or a decode, and how many requests and tokens it has."""
+
+    def expected(self) -> dict[str, Tensor]:
+        """The results in plain fp64 maths."""
+        pages = self.kv_cache.flatten(1)
+        keys = pages[:, : _PAGE * _DIM].view(torch.float8_e4m3fn).double().unflatten(1, (_PAGE, _DIM))
+        scales = pages[:, _PAGE * _DIM :].contiguous().view(torch.float32).double()
+        logits = torch.zeros(self.case.tokens, self.width, dtype=torch.float64, device=self.device)
+        number = torch.zeros(self.case.tokens, dtype=torch.int64, device=self.device)
+        row = 0
+        for request, queries in enumerate(self.case.queries):
+            for _ in range(queries):
+                count = int(self.ends[row] - self.starts[row])
+                own = self.block_table[request, : -(-count // _PAGE)].long()
+                products = keys[own].flatten(0, 1)[:count] @ self.q[row].double().T
+                sums = products.relu() @ self.weights[row].double()
+                logits[row, :count] = sums * scales[own].flatten()[:count]
+                number[row] = min(count, self.case.topk)
+                row += 1
+        return {"logits": logits, "number of chosen": number}
 
     def draw(self, seed: int) -> None:
         gen = cases.generator(seed, "cpu")
@@ -82,11 +112,11 @@ class IndexerStep(Step):
         ops.seen_logits.clear()
         self.layers.module(INDEXER).sparse_attn_indexer(
             self.hidden, _PREFIX, self.kv_cache, self.q, None, None, self.weights, 128, None, self.case.topk, _DIM,
-            self.longest, sum(self.case.contexts), self.chosen, True, False, False, "",
+            self.width, sum(self.case.contexts), self.chosen, True, False, False, "",
         )  # fmt: skip
 
     def results(self) -> dict[str, Tensor]:
-        logits = torch.cat([part[:, : self.longest] for part in ops.seen_logits])
+        logits = torch.cat([part[:, : self.width] for part in ops.seen_logits])
         columns = torch.arange(logits.shape[1], device=self.device)
         live = columns < (self.ends - self.starts)[:, None]
         logits = logits.masked_fill(~live, 0)
@@ -107,7 +137,7 @@ class PrefillStep(IndexerStep):
         super().__init__(layers, case, device)
         self.chunks = min(chunks, len(case.contexts))
 
-    def prepare(self) -> None:
+    def made_once(self) -> dict[str, Any]:
         module = self.layers.module(METADATA)
         requests = len(self.case.contexts)
         bounds = [requests * i // self.chunks for i in range(self.chunks + 1)]
@@ -122,15 +152,14 @@ class PrefillStep(IndexerStep):
                 module.DeepseekV32IndexerPrefillChunkMetadata(
                     block_table=self.block_table[low:high], cu_seqlen_ks=self.starts[rows] - first,
                     cu_seqlen_ke=self.ends[rows] - first, cu_seq_lens=starts, token_to_seq=owner.to(self.device),
-                    total_seq_lens=total, max_seqlen_k=self.longest, token_start=rows.start, token_end=rows.stop,
+                    total_seq_lens=total, max_seqlen_k=self.width, token_start=rows.start, token_end=rows.stop,
                     num_reqs=high - low, local_cu_seq_lens=starts, local_total_seq_lens=total,
                     max_local_total_seq_lens=total,
                 )  # fmt: skip
             )
             token = rows.stop
         prefill = module.DeepseekV32IndexerPrefillMetadata(chunks)
-        parts = {"num_prefills": requests, "num_prefill_tokens": self.case.tokens, "prefill": prefill}
-        self.layers.context.attn_metadata = {_PREFIX: self.metadata(**parts)}
+        return {"num_prefills": requests, "num_prefill_tokens": self.case.tokens, "prefill": prefill}
 
 
 class DecodeStep(IndexerStep):
@@ -143,18 +172,17 @@ class DecodeStep(IndexerStep):
         self.schedule: Tensor | None = None
 
     def prepare(self) -> None:
-        module = self.layers.module(METADATA)
         sms = 132
         if self.device == "cuda":
             sms = torch.cuda.get_device_properties(0).multi_processor_count
-        with self.layers.active():
-            schedule = module.get_paged_mqa_logits_metadata(self.lengths, _PAGE, sms)
-        if self.schedule is None:
-            self.schedule = torch.empty_like(schedule)
-        self.schedule.copy_(schedule)
-        decode = module.DeepSeekV32IndexerDecodeMetadata(
-            block_table=self.block_table, seq_lens=self.lengths,
-            decode_lens=self._ints(self.case.queries), requires_padding=False, schedule_metadata=self.schedule,
+        module = self.layers.module(METADATA)
+        schedule = module.get_paged_mqa_logits_metadata(self.lengths, _PAGE, sms)
+        self.schedule = schedule if self.schedule is None else self.schedule.copy_(schedule)
+        super().prepare()
+
+    def made_once(self) -> dict[str, Any]:
+        decode = self.layers.module(METADATA).DeepSeekV32IndexerDecodeMetadata(
+            block_table=self.block_table, seq_lens=self.lengths, decode_lens=self._ints(self.case.queries),
+            requires_padding=False, schedule_metadata=self.schedule,
         )  # fmt: skip
-        parts = {"num_decodes": len(self.case.contexts), "num_decode_tokens": self.case.tokens, "decode": decode}
-        self.layers.context.attn_metadata = {_PREFIX: self.metadata(**parts)}
+        return {"num_decodes": len(self.case.contexts), "num_decode_tokens": self.case.tokens, "decode": decode}

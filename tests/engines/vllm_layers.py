@@ -226,3 +226,18 @@ class ExpertsStep(Step):
         if self.batched:
             output = output.masked_fill(~ops.below(self.counts, self.case.tokens)[..., None], 0)
         return {"output": output}
+
+    def expected(self) -> dict[str, Tensor]:
+        if self.batched:
+            return {"output": self._each_row()}
+        ids = self.ids if self.expert_map is None else self.expert_map[self.ids.long()]
+        return {"output": self.case.expected(self.x, ids, self.topk_weights)}
+
+    def _each_row(self) -> Tensor:
+        """What each expert makes of the rows of its buffer; zero for rows without a token."""
+        rows = ops.below(self.counts, self.case.tokens)
+        expert, place = rows.nonzero(as_tuple=True)
+        out = torch.zeros(self.x.shape, device=self.device)
+        ones = torch.ones(len(expert), 1, device=self.device)
+        out[expert, place] = self.case.expected(self.x[expert, place], expert[:, None], ones)
+        return out
