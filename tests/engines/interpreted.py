@@ -24,7 +24,6 @@ from torch import Tensor
 
 from tests.engines import ops, sglang_layers, vllm_layers
 from tests.engines.providers import Ours
-from tests.engines.sources import ENGINES
 from tests.engines.step import Moe, Step, compare, eager
 from tests.engines.vllm_indexer import DecodeStep, Indexer, PrefillStep
 
@@ -38,7 +37,13 @@ def check(step: Step, overall: float) -> None:
 
 
 def silu_mul_quant(
-    *, input: Tensor, output: Tensor, use_ue8m0: bool, expert_ends: Tensor, expert_alignment: int, **options: Any
+    *,
+    input: Tensor,
+    output: Tensor,
+    use_ue8m0: bool,
+    expert_ends: Tensor,
+    expert_alignment: int,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """In the place of a kernel of vLLM's with products of bf16, which the interpreter takes as integers."""
     ends = torch.cat([expert_ends.new_zeros(1), expert_ends])
@@ -56,7 +61,7 @@ class _Number(int):
 
 
 class _Language:
-    """Triton's language with ranges of numbers that have `to`; the interpreter's ranges are of plain numbers."""
+    """Triton's language with ranges of numbers that have `to`, as on a GPU, where they are tensors."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(triton.language, name)
@@ -89,9 +94,9 @@ def run_sglang(layers: sglang_layers.SglangLayers) -> None:
 
 
 def main(name: str) -> None:
-    (engine,) = (engine for engine in ENGINES if engine.name == name)
-    vllm = engine.package == "vllm"
-    layers = vllm_layers.VllmLayers(engine) if vllm else sglang_layers.SglangLayers(engine)
+    vllm = name == vllm_layers.RELEASE.name
+    assert vllm or name == sglang_layers.RELEASE.name, name
+    layers = vllm_layers.VllmLayers() if vllm else sglang_layers.SglangLayers()
     with Ours().active(), layers.active():
         for module in layers.real:
             importlib.import_module(module)

@@ -59,8 +59,8 @@ class EngineLayers(MetaPathFinder, Loader):
     """The modules `real` of an engine, with `provided` (dotted name -> stand-in) for names of other modules.
 
     `absent` are modules whose import fails, as it does where an optional part of the engine is not built.
-    `roots` are further packages that are hollow. `active()` puts the modules into `sys.modules`; `files` holds
-    the sources that ran, and `used` the names of `provided` that the engine's code has asked for.
+    `active()` puts the modules into `sys.modules`. `files` holds the sources that ran, and `used` the names of
+    `provided` that the engine's code has asked for.
     """
 
     def __init__(
@@ -70,13 +70,11 @@ class EngineLayers(MetaPathFinder, Loader):
         provided: Mapping[str, Any],
         *,
         absent: Iterable[str] = (),
-        roots: Iterable[str] = (),
     ) -> None:
         self.engine = engine
         self.real = frozenset(real)
         self.provided = dict(provided)
         self.absent = frozenset(absent)
-        self.roots = (engine.package, *roots)
         self.files: set[Path] = set()
         self.used: set[str] = set()
         self._modules: dict[str, ModuleType] = {}
@@ -99,7 +97,7 @@ class EngineLayers(MetaPathFinder, Loader):
             sys.modules.update(outside)
 
     def _owns(self, name: str) -> bool:
-        return name.split(".", 1)[0] in self.roots
+        return name.split(".", 1)[0] == self.engine.package
 
     def _taken_out(self) -> dict[str, ModuleType]:
         return {name: sys.modules.pop(name) for name in list(sys.modules) if self._owns(name)}

@@ -54,14 +54,21 @@ def select(logits: Tensor, starts: Tensor, ends: Tensor, out: Tensor) -> None:
 
 
 def top_k_per_row_prefill(
-    logits: Tensor, starts: Tensor, ends: Tensor, out: Tensor, rows: int, stride0: int, stride1: int, topk: int
+    logits: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    out: Tensor,
+    rows: int,
+    stride0: int,
+    stride1: int,
+    topk: int,
 ) -> None:
     assert (rows, stride0, stride1) == (logits.shape[0], *logits.stride()) and topk == out.shape[1]
     select(logits, starts, ends, out)
 
 
 def gather_cache(kv_cache: Tensor, k: Tensor, scale: Tensor, block_table: Tensor, starts: Tensor) -> None:
-    """Keys and scales of pages [.., 64, 132], one request behind the other; request b's begin at starts[b]."""
+    """Keys and scales of pages [.., 64, 132], request behind request; those of request b begin at starts[b]."""
     pages, block, width = kv_cache.shape
     row = torch.arange(len(k), device=k.device)
     request = torch.searchsorted(starts, row, right=True, out_int32=True) - 1
@@ -93,7 +100,9 @@ def _decode_topk(
     select(logits, torch.zeros_like(lengths).view(-1), lengths.view(-1), out)
 
 
-_TOPK = "(Tensor logits, Tensor lengths, Tensor(a!) out, Tensor(b!) workspace, int topk, int max_length) -> ()"
+_TOPK = (
+    "(Tensor logits, Tensor lengths, Tensor(a!) out, Tensor(b!) workspace, int topk, int max_length) -> ()"
+)
 _VLLM: dict[str, tuple[str, Callable[..., None]]] = {
     "per_token_group_fp8_quant": (
         "(Tensor x, Tensor(a!) q, Tensor(b!) scale, int group, float eps, float low, float high, "

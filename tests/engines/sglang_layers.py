@@ -13,8 +13,10 @@ from torch import Tensor
 
 from tests.engines import ops
 from tests.engines.layers import EngineLayers
-from tests.engines.sources import Engine
+from tests.engines.sources import ENGINES
 from tests.engines.step import Moe, Step
+
+(RELEASE,) = (engine for engine in ENGINES if engine.name == "sglang-0.5.23")
 
 _RUNNERS = "sglang.srt.layers.moe.moe_runner"
 _WRAPPER = "sglang.srt.layers.deep_gemm_wrapper"
@@ -147,8 +149,8 @@ class _Quantizer:
         if q is None or scale is None:
             q = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=x.device)
             scale = self.new_scale(
-                x_shape=values.shape, device=x.device, group_size=128, column_major_scales=column_major_scales,
-                scale_tma_aligned=column_major_scales, scale_ue8m0=False,
+                x_shape=values.shape, device=x.device, group_size=128, scale_ue8m0=False,
+                column_major_scales=column_major_scales, scale_tma_aligned=column_major_scales,
             )  # fmt: skip
         live = None if masked_m is None else ops.below(masked_m, x.shape[1])
         ops.quantize(values, q, scale, False, live)
@@ -156,14 +158,16 @@ class _Quantizer:
 
 
 class SglangLayers(EngineLayers):
-    """The layers of a release of SGLang; `layout` is "compact", "masked" or "auto"."""
+    """The layers of this release of SGLang; `layout` is "compact", "masked" or "auto"."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine, REAL, stand_ins())
+    def __init__(self) -> None:
+        super().__init__(RELEASE, REAL, stand_ins())
         self.layout = "auto"
         settings = self.provided["sglang.srt.environ.envs"]
         settings.SGLANG_DEEPGEMM_STANDARD_LAYOUT.get = lambda: self.layout
-        quantize = self.provided["sglang.kernels.ops.quantization.per_token_group_quant.per_token_group_quant"]
+        quantize = self.provided[
+            "sglang.kernels.ops.quantization.per_token_group_quant.per_token_group_quant"
+        ]
         fp8 = "sglang.kernels.ops.quantization.fp8_kernel"
         quantize.new_scale = lambda **options: self.module(fp8).create_per_token_group_quant_fp8_output_scale(
             **options
@@ -206,11 +210,10 @@ class RunnerStep(Step):
         runner = self.layers.module(RUNNER)
         state: dict[str, Any] = {}
         given = Dispatched(self.x, None, (self.topk_weights, self.ids, None))
-        with self.layers.active():
-            packed = runner.pre_permute_standard_to_deep_gemm(given, self.weights, self.config, state)
-            assert packed.use_masked_gemm == (self.layout == "masked")
-            done = self.core.run(packed, self.weights, state)
-            combined = runner.post_permute_deep_gemm_to_standard(done, self.weights, self.config, state)
+        packed = runner.pre_permute_standard_to_deep_gemm(given, self.weights, self.config, state)
+        assert packed.use_masked_gemm == (self.layout == "masked")
+        done = self.core.run(packed, self.weights, state)
+        combined = runner.post_permute_deep_gemm_to_standard(done, self.weights, self.config, state)
         self.output.copy_(combined.hidden_states)
 
     def results(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""One step of an engine's layer: inputs in fixed places, a call that a CUDA graph can capture, its results."""
+"""One step of an engine's layer: inputs in fixed places, a call that can be captured, its results."""
 
 from __future__ import annotations
 
@@ -78,7 +78,6 @@ class Moe:
     def weights(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """w13 fp8 [E, 2 I, H] and its scales, w2 fp8 [E, H, I] and its scales."""
         return _weights(self.experts, self.hidden, self.intermediate, device)
-
 
     def expected(self, tokens: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
         """fp32 [M, hidden] without any quantization of activations; `ids` are of this rank, or -1."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class Indexer:
 
 
 class IndexerStep(Step):
-    """`sparse_attn_indexer` with keys in the cache. Results are the logits that it selects from and its choice."""
+    """`sparse_attn_indexer` with keys in the cache. Results: the logits that it selects from, its choice."""
 
     def __init__(self, layers: VllmLayers, case: Indexer, device: str) -> None:
         self.layers, self.case, self.device = layers, case, device
@@ -45,7 +46,8 @@ class IndexerStep(Step):
         self.parts: dict[str, Any] = {}
         pages = cases.paged_case(case.contexts, 1, 1, _PAGE, dim=_DIM)
         self.kv_cache = pages.kv_cache.squeeze(2).to(device)
-        self.block_table = pages.block_table.to(device)
+        unused = pages.block_table >= len(self.kv_cache)
+        self.block_table = pages.block_table.masked_fill(unused, 0).to(device)
         rows = max(case.tokens, 1)
         self.q = torch.empty(rows, case.heads, _DIM, dtype=torch.float8_e4m3fn, device=device)
         self.weights = torch.empty(rows, case.heads, device=device)
@@ -54,7 +56,7 @@ class IndexerStep(Step):
         self.starts, self.ends = self.ranges()
 
     def ranges(self) -> tuple[Tensor, Tensor]:
-        """int32 [tokens]: where each token's keys begin and end, with all requests' keys behind one another."""
+        """int32 [tokens]: where each token's keys begin and end among the keys of all requests."""
         starts, ends, first = [], [], 0
         for context, queries in zip(self.case.contexts, self.case.queries, strict=True):
             starts += [first] * queries
@@ -111,8 +113,8 @@ class IndexerStep(Step):
     def run(self) -> None:
         ops.seen_logits.clear()
         self.layers.module(INDEXER).sparse_attn_indexer(
-            self.hidden, _PREFIX, self.kv_cache, self.q, None, None, self.weights, 128, None, self.case.topk, _DIM,
-            self.width, sum(self.case.contexts), self.chosen, True, False, False, "",
+            self.hidden, _PREFIX, self.kv_cache, self.q, None, None, self.weights, 128, None, self.case.topk,
+            _DIM, self.width, sum(self.case.contexts), self.chosen, True, False, False, "",
         )  # fmt: skip
 
     def results(self) -> dict[str, Tensor]:
@@ -142,7 +144,7 @@ class PrefillStep(IndexerStep):
         requests = len(self.case.contexts)
         bounds = [requests * i // self.chunks for i in range(self.chunks + 1)]
         chunks, token = [], 0
-        for low, high in zip(bounds, bounds[1:], strict=False):
+        for low, high in pairwise(bounds):
             contexts, queries = self.case.contexts[low:high], self.case.queries[low:high]
             first, total = sum(self.case.contexts[:low]), sum(contexts)
             rows = slice(token, token + sum(queries))
@@ -150,12 +152,20 @@ class PrefillStep(IndexerStep):
             owner = torch.repeat_interleave(torch.arange(high - low), torch.tensor(contexts)).int()
             chunks.append(
                 module.DeepseekV32IndexerPrefillChunkMetadata(
-                    block_table=self.block_table[low:high], cu_seqlen_ks=self.starts[rows] - first,
-                    cu_seqlen_ke=self.ends[rows] - first, cu_seq_lens=starts, token_to_seq=owner.to(self.device),
-                    total_seq_lens=total, max_seqlen_k=self.width, token_start=rows.start, token_end=rows.stop,
-                    num_reqs=high - low, local_cu_seq_lens=starts, local_total_seq_lens=total,
+                    block_table=self.block_table[low:high],
+                    cu_seqlen_ks=self.starts[rows] - first,
+                    cu_seqlen_ke=self.ends[rows] - first,
+                    cu_seq_lens=starts,
+                    token_to_seq=owner.to(self.device),
+                    total_seq_lens=total,
+                    max_seqlen_k=self.width,
+                    token_start=rows.start,
+                    token_end=rows.stop,
+                    num_reqs=high - low,
+                    local_cu_seq_lens=starts,
+                    local_total_seq_lens=total,
                     max_local_total_seq_lens=total,
-                )  # fmt: skip
+                )
             )
             token = rows.stop
         prefill = module.DeepseekV32IndexerPrefillMetadata(chunks)
@@ -185,4 +195,8 @@ class DecodeStep(IndexerStep):
             block_table=self.block_table, seq_lens=self.lengths, decode_lens=self._ints(self.case.queries),
             requires_padding=False, schedule_metadata=self.schedule,
         )  # fmt: skip
-        return {"num_decodes": len(self.case.contexts), "num_decode_tokens": self.case.tokens, "decode": decode}
+        return {
+            "num_decodes": len(self.case.contexts),
+            "num_decode_tokens": self.case.tokens,
+            "decode": decode,
+        }

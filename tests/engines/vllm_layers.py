@@ -12,8 +12,10 @@ from torch import Tensor
 
 from tests.engines import ops
 from tests.engines.layers import EngineLayers
-from tests.engines.sources import Engine
+from tests.engines.sources import ENGINES
 from tests.engines.step import Moe, Step
+
+(RELEASE,) = (engine for engine in ENGINES if engine.name == "vllm-0.33.0")
 
 _QUANT = "vllm.model_executor.layers.quantization.utils"
 _MOE = "vllm.model_executor.layers.fused_moe"
@@ -133,12 +135,12 @@ def _register(known: dict[str, Any], *, op_name: str, op_func: Any, **options: A
 
 
 class VllmLayers(EngineLayers):
-    """The layers of a release of vLLM, and the forward context that they see."""
+    """The layers of this release of vLLM, and the forward context that they see."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self) -> None:
         self.context = SimpleNamespace(dp_metadata=None, attn_metadata=None, cudagraph_runtime_mode=None)
         self.workspaces = _Workspaces()
-        super().__init__(engine, REAL, stand_ins(self.context, self.workspaces), absent=ABSENT)
+        super().__init__(RELEASE, REAL, stand_ins(self.context, self.workspaces), absent=ABSENT)
         ops.register_vllms()
 
 
@@ -147,8 +149,8 @@ def experts_config(layers: VllmLayers, case: Moe, scales: tuple[Tensor, Tensor])
     config = layers.module(CONFIG)
     ranks = case.ranks
     parallel = config.FusedMoEParallelConfig(
-        tp_size=1, pcp_size=1, dp_size=1, ep_size=ranks, tp_rank=0, pcp_rank=0, dp_rank=0, ep_rank=0, sp_size=1,
-        use_ep=ranks > 1, all2all_backend="", enable_eplb=False,
+        tp_size=1, pcp_size=1, dp_size=1, ep_size=ranks, sp_size=1,
+        tp_rank=0, pcp_rank=0, dp_rank=0, ep_rank=0, use_ep=ranks > 1, all2all_backend="", enable_eplb=False,
     )  # fmt: skip
     moe = config.FusedMoEConfig(
         num_experts=case.experts * ranks, experts_per_token=case.topk, hidden_dim=case.hidden,
@@ -172,9 +174,7 @@ class ExpertsStep(Step):
         if batched:
             made = layers.module(BATCHED_EXPERTS).BatchedDeepGemmExperts
             self.experts = made(*configs, max_num_tokens=case.tokens, num_dispatchers=1)
-            self.x = torch.empty(
-                case.experts, case.tokens, case.hidden, dtype=torch.bfloat16, device=device
-            )
+            self.x = torch.empty(case.experts, case.tokens, case.hidden, dtype=torch.bfloat16, device=device)
         else:
             self.experts = layers.module(EXPERTS).DeepGemmExperts(*configs)
             self.x = torch.empty(case.tokens, case.hidden, dtype=torch.bfloat16, device=device)
@@ -183,8 +183,8 @@ class ExpertsStep(Step):
         self.counts = torch.empty(case.experts, dtype=torch.int32, device=device)
         self.expert_map = case.expert_map(device)
         shapes = self.experts.workspace_shapes(
-            case.tokens, 2 * case.intermediate, case.hidden, case.topk, case.experts * case.ranks, case.experts,
-            None, self.silu,
+            case.tokens, 2 * case.intermediate, case.hidden, case.topk, case.experts * case.ranks,
+            case.experts, None, self.silu,
         )  # fmt: skip
         self.workspaces = [torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
 
@@ -218,7 +218,8 @@ class ExpertsStep(Step):
         workspace13, workspace2, output = self.workspaces
         self.experts.apply(
             output, q, self.w13, self.w2, self.topk_weights, self.ids, self.silu,
-            self.case.experts * self.case.ranks, self.expert_map, scale, None, workspace13, workspace2, meta, False,
+            self.case.experts * self.case.ranks, self.expert_map, scale, None, workspace13, workspace2, meta,
+            False,
         )  # fmt: skip
 
     def results(self) -> dict[str, Tensor]:
