@@ -59,7 +59,7 @@ class EngineLayers(MetaPathFinder, Loader):
     """The modules `real` of an engine, with `provided` (dotted name -> stand-in) for names of other modules.
 
     `absent` are modules whose import fails, as it does where an optional part of the engine is not built.
-    `active()` puts the modules into `sys.modules`. `files` holds the sources that ran, and `used` the names of
+    `active()` makes the modules importable. `files` are the sources that ran, and `used` the names of
     `provided` that the engine's code has asked for.
     """
 

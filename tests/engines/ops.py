@@ -68,7 +68,7 @@ def top_k_per_row_prefill(
 
 
 def gather_cache(kv_cache: Tensor, k: Tensor, scale: Tensor, block_table: Tensor, starts: Tensor) -> None:
-    """Keys and scales of pages [.., 64, 132], request behind request; those of request b begin at starts[b]."""
+    """Keys and scales of pages [.., 64, 132], request behind request; request b begins at starts[b]."""
     pages, block, width = kv_cache.shape
     row = torch.arange(len(k), device=k.device)
     request = torch.searchsorted(starts, row, right=True, out_int32=True) - 1

@@ -27,12 +27,14 @@ class Ours:
     @contextmanager
     def active(self) -> Iterator[None]:
         outside = _taken_out()
-        integrations.install()
+        module = integrations.install()
+        early_weights = module.get_pdl()
         try:
             yield
             # With a copy of DeepGEMM behind it, a call that we do not serve would go unnoticed.
             assert vendored.find() is None
         finally:
+            module.set_pdl(early_weights)
             integrations.uninstall()
             sys.modules.update(outside)
 

@@ -44,8 +44,10 @@ def both(request: pytest.FixtureRequest) -> Iterator[Both]:
     def run(engine: Any, build: Build, overall: float, row: float) -> None:
         results = []
         for provider in providers:
-            layers = loaded.setdefault((engine, provider.name), engine())
-            with provider.active(), layers.active():
+            key = engine, provider.name
+            if key not in loaded:
+                loaded[key] = engine()
+            with provider.active(), loaded[key].active() as layers:
                 step = build(layers)
                 found = [eager(step, 0), eager(step, 1), replayed(step, (0, 1)), replayed(step, (1, 0))]
                 torch.cuda.synchronize()
