@@ -11,7 +11,7 @@ import pytest
 
 from tests.engines import sglang_layers, trim, vllm_layers
 from tests.engines.layers import EngineLayers
-from tests.engines.sources import skipped
+from tests.engines.sources import skipped, triton
 
 pytestmark = pytest.mark.skipif(skipped(), reason="ENGINE_SOURCES=skip")
 
@@ -28,7 +28,8 @@ def trimmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_layers_on_the_cpu(release: str, trimmed: Path) -> None:
-    environment = os.environ | {"XDG_CACHE_HOME": str(trimmed), "PIP_NO_INDEX": "1"}
+    changed = {"XDG_CACHE_HOME": str(trimmed), "PIP_NO_INDEX": "1", "PYTHONPATH": str(triton())}
+    environment = os.environ | changed
     command = [sys.executable, "-m", "tests.engines.interpreted", release]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
