@@ -48,7 +48,7 @@ def select(logits: Tensor, starts: Tensor, ends: Tensor, out: Tensor) -> None:
     columns = torch.arange(logits.shape[1], device=logits.device)
     inside = (columns >= starts[:, None]) & (columns < ends[:, None])
     width = min(out.shape[1], logits.shape[1])
-    best = logits.masked_fill(~inside, float("-inf")).topk(width, dim=-1)
+    best = logits.masked_fill(~inside, float("-inf")).topk(width, dim=-1, sorted=False)
     out.fill_(-1)
     out[:, :width] = torch.where(best.values > float("-inf"), best.indices - starts[:, None], -1)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -81,8 +80,6 @@ def triton() -> Path:
 
     def install(temporary: Path) -> None:
         _pip("install", "--target", str(temporary / "kept"), f"triton=={_TRITON}")
-        # The compilers of GPU code are half of its 1 GB.
-        shutil.rmtree(temporary / "kept/triton/backends/nvidia/bin")
 
     return _cached(f"triton-{_TRITON}-{sys.implementation.cache_tag}", install)
 
