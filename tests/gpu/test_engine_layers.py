@@ -6,6 +6,7 @@ The layers run from their sources, unchanged; tests/engines has the stand-ins fo
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def both(request: pytest.FixtureRequest) -> Iterator[Both]:
     if folder is None:
         pytest.skip("needs DeepGEMM's package: --peer FOLDER")
     patch = pytest.MonkeyPatch()
-    patch.setenv("DG_JIT_CACHE_DIR", str(Path.home() / ".deep_gemm"))
+    # vLLM puts a folder of its own here if there is none.
+    patch.setenv("DG_JIT_CACHE_DIR", os.environ.get("DG_JIT_CACHE_DIR", str(Path.home() / ".deep_gemm")))
     providers = (Ours(), Peer(folder))
     loaded: dict[tuple[Any, str], EngineLayers] = {}
 
@@ -49,8 +51,12 @@ def both(request: pytest.FixtureRequest) -> Iterator[Both]:
                 loaded[key] = engine()
             with provider.active(), loaded[key].active() as layers:
                 step = build(layers)
-                found = [eager(step, 0), eager(step, 1), replayed(step, (0, 1)), replayed(step, (1, 0))]
+                found = [eager(step, 0), eager(step, 1)]
+                # A graph that does not read the new inputs gives the results of the old ones.
+                found += [replayed(step, (0, 1)), replayed(step, (1, 0))]
                 torch.cuda.synchronize()
+                compare(found[2], found[1], overall, row)
+                compare(found[3], found[0], overall, row)
                 results.append(found)
                 del step
                 gc.collect()
