@@ -68,31 +68,19 @@ def combine(shape: MoeShape) -> Work:
 
 
 def layer(shape: MoeShape) -> Work:
-    """Five launches that share two workspaces, as the plug-in for vLLM makes them."""
+    """Five launches that share a workspace."""
     x, ids = _hidden(shape), _ids(shape)
-    w13, w13_scale = inputs.weights(2 * shape.intermediate, shape.hidden, shape.num_experts)
-    w2, w2_scale = inputs.weights(shape.hidden, shape.intermediate, shape.num_experts)
+    w13 = inputs.weights(2 * shape.intermediate, shape.hidden, shape.num_experts)
+    w2 = inputs.weights(shape.hidden, shape.intermediate, shape.num_experts)
     weights = torch.rand(ids.shape, device=inputs.DEVICE)
-    rows, wide = ids.numel(), max(2 * shape.intermediate, shape.hidden)
-    fp8 = torch.empty(rows * wide, device=inputs.DEVICE, dtype=torch.float8_e4m3fn)
-    bf16 = torch.empty(rows * wide, device=inputs.DEVICE, dtype=torch.bfloat16)
-    made = moe_fp8.moe_permute(x, ids, num_experts=shape.num_experts)
-    made = made._replace(a=fp8[: rows * shape.hidden].view(rows, shape.hidden))
-    first = bf16[: rows * 2 * shape.intermediate].view(rows, -1)
-    second = bf16[: rows * shape.hidden].view(rows, -1)
-    values = fp8[: rows * shape.intermediate].view(1, rows, -1)
-    _, scales = moe_fp8.silu_mul_quantize(first.zero_()[None], masked_m=made.offsets[-1:])
+    num_bytes = moe_fp8.moe_workspace_bytes(
+        num_tokens=shape.tokens, topk=shape.topk, num_experts=shape.num_experts,
+        hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+    )  # fmt: skip
+    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=inputs.DEVICE)
 
     def call(out: Tensor) -> None:
-        moe_fp8.moe_permute(x, ids, num_experts=shape.num_experts, out=made)
-        moe_fp8.grouped_gemm_fp8_contiguous(
-            made.a, made.a_scale, w13, w13_scale, offsets=made.offsets, out=first
-        )
-        moe_fp8.silu_mul_quantize(first[None], masked_m=made.offsets[-1:], rounded=True, out=(values, scales))
-        moe_fp8.grouped_gemm_fp8_contiguous(
-            values[0], scales[0], w2, w2_scale, offsets=made.offsets, out=second
-        )
-        moe_fp8.moe_combine(second, made.rows, weights, out=out)
+        moe_fp8.fused_moe(x, ids, weights, *w13, *w2, rounded=True, workspace=workspace, out=out)
 
     return Work(call, (shape.tokens, shape.hidden), torch.bfloat16, inputs.DEVICE)
 
@@ -110,8 +98,8 @@ CASES = [
     Case("moe_permute", MoeShape(1, **_DEEPSEEK), permute),
     Case("moe_combine", MoeShape(64, **_QWEN), combine),
     Case("moe_combine", MoeShape(2048, **_DEEPSEEK), combine),
-    Case("moe layer", MoeShape(1, **_QWEN), layer),
-    Case("moe layer", MoeShape(64, **_QWEN), layer),
-    Case("moe layer", MoeShape(16, **_DEEPSEEK), layer),
-    Case("moe layer", MoeShape(1024, **_QWEN), layer),
+    Case("fused_moe", MoeShape(1, **_QWEN), layer),
+    Case("fused_moe", MoeShape(64, **_QWEN), layer),
+    Case("fused_moe", MoeShape(16, **_DEEPSEEK), layer),
+    Case("fused_moe", MoeShape(1024, **_QWEN), layer),
 ]

@@ -244,6 +244,7 @@ def test_the_experts_compute_the_layer(ranks: int, quantized: bool, vllm: Fake) 
         numbers = torch.full((2 * experts,), -1, dtype=torch.int32)
         numbers[1::2] = torch.arange(experts, dtype=torch.int32)
     layer = cls.__new__(cls)
+    layer.moe_config = SimpleNamespace(num_local_experts=experts)
     layer.w1_scale, layer.w2_scale, layer.gemm1_clamp_limit = w13_scale, w2_scale, None
     layer.power_of_two = True
     values, scales = quantize_fp8(x, power_of_two=True)

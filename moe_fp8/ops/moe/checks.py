@@ -111,6 +111,23 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> Non
         refuse_device(op, y, **devices)
 
 
+def layer_weights(x: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> None:
+    """x [T,K]; w13 fp8 [E,2I,K], w2 fp8 [E,K,I], with fp32 scales of 128 x 128 blocks; K and I % 128 == 0.
+
+    The GEMMs check strides, dtypes and devices.
+    """
+    op, k = "fused_moe", x.shape[1]
+    if w13.dim() != 3 or w13.shape[2] != k or w13.shape[1] % 256 or not w13.numel():
+        refuse_shape(op, "w13", w13, f"[E, 2I, {k}] with I a positive multiple of 128")
+    num_experts, width = w13.shape[0], w13.shape[1] // 2
+    if w2.shape != (num_experts, k, width):
+        refuse_shape(op, "w2", w2, f"{[num_experts, k, width]}")
+    for name, weight, scale in (("w13_scale", w13, w13_scale), ("w2_scale", w2, w2_scale)):
+        expected = (num_experts, -(-weight.shape[1] // 128), -(-weight.shape[2] // 128))
+        if scale.shape != expected:
+            refuse_shape(op, name, scale, f"{list(expected)}")
+
+
 def _int32(op: str, name: str, index: Tensor) -> None:
     if index.dtype is not I32:
         refuse_dtype(op, name, index, "int32")
