@@ -67,6 +67,21 @@ def combine(shape: MoeShape) -> Work:
     return Work(call, (shape.tokens, shape.hidden), torch.bfloat16, inputs.DEVICE)
 
 
+def route(shape: MoeShape, in_groups: bool = False) -> Work:
+    """The output holds all weights, then all ids."""
+    logits = torch.randn(shape.tokens, shape.num_experts, device=inputs.DEVICE).bfloat16()
+    bias = torch.rand(shape.num_experts, device=inputs.DEVICE) if in_groups else None
+    groups = (8, 4) if in_groups else (1, 1)
+
+    def call(out: Tensor) -> None:
+        moe_fp8.route_topk(
+            logits, shape.topk, scoring="sigmoid" if in_groups else "softmax", correction_bias=bias,
+            num_expert_group=groups[0], topk_group=groups[1], out=(out[0], out[1].view(torch.int32)),
+        )  # fmt: skip
+
+    return Work(call, (2, shape.tokens, shape.topk), torch.float32, inputs.DEVICE)
+
+
 def layer(shape: MoeShape) -> Work:
     """Five launches that share two workspaces, as the plug-in for vLLM makes them."""
     x, ids = _hidden(shape), _ids(shape)
@@ -110,6 +125,9 @@ CASES = [
     Case("moe_permute", MoeShape(1, **_DEEPSEEK), permute),
     Case("moe_combine", MoeShape(64, **_QWEN), combine),
     Case("moe_combine", MoeShape(2048, **_DEEPSEEK), combine),
+    Case("route_topk", MoeShape(64, **_QWEN), route),
+    Case("route_topk", MoeShape(1, **_DEEPSEEK | {"num_experts": 256}), route, {"in_groups": True}),
+    Case("route_topk", MoeShape(4096, **_DEEPSEEK | {"num_experts": 256}), route, {"in_groups": True}),
     Case("moe layer", MoeShape(1, **_QWEN), layer),
     Case("moe layer", MoeShape(64, **_QWEN), layer),
     Case("moe layer", MoeShape(16, **_DEEPSEEK), layer),

@@ -99,9 +99,7 @@ def run_op(device: str) -> Route:
         ids = torch.full((len(logits), case.topk + 1), -7, dtype=case.ids_dtype, device=device)
         out = weights[:, 1 : case.topk + 1], ids[:, : case.topk]
         moved = None if bias is None else bias.to(device)
-        returned = route_topk(
-            logits.to(device), case.topk, correction_bias=moved, **case.options(), out=out
-        )
+        returned = route_topk(logits.to(device), case.topk, correction_bias=moved, **case.options(), out=out)
         assert returned is out
         assert weights[:, [0, -2, -1]].isnan().all() and (ids[:, -1] == -7).all()
         return out[0].cpu(), out[1].cpu()
@@ -176,7 +174,7 @@ ODD = [
 
 
 def check_odd(route: Route) -> None:
-    """Equal choices come in the order of ids, and whatever logits and bias hold, ids and weights are valid."""
+    """Equal choices come in the order of ids; ids and weights are valid whatever logits and bias hold."""
     logits = torch.tensor([row for row, _ in ODD])
     expected = torch.tensor([ids for _, ids in ODD])
     for scoring in ("softmax", "sigmoid"):
@@ -198,8 +196,8 @@ def check_equal_groups(route: Route) -> None:
     """Among equal groups the smaller number stays."""
     logits = torch.zeros(1, 12)
     logits[0, 8] = logits[0, 11] = 1.0  # the third and the fourth group
-    weights, ids = route(Case(1, 12, 4, "sigmoid", False, 4, 3), logits, None)
+    _, ids = route(Case(1, 12, 4, "sigmoid", False, 4, 3), logits, None)
     assert ids.tolist() == [[8, 11, 0, 1]]
     logits[0, 8] = 0.0
-    weights, ids = route(Case(1, 12, 4, "sigmoid", False, 4, 2), logits, None)
+    _, ids = route(Case(1, 12, 4, "sigmoid", False, 4, 2), logits, None)
     assert ids.tolist() == [[11, 0, 1, 2]]

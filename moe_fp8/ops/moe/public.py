@@ -167,7 +167,7 @@ def route_topk(
     out: tensors `(weights, ids)` to write to, as returned, or None. Their rows are contiguous, at any
     distance of a row or more.
 
-    Returns `(weights, ids)`: weights fp32 `[T, topk]`, the scores without bias of the experts `ids [T, topk]`.
+    Returns `(weights, ids)`, both `[T, topk]`: the chosen experts, and their scores without bias in fp32.
     A token's experts come in descending order of score plus bias, rounded to fp32. Without bias and with all
     groups they come in descending order of logits, so that the ids do not depend on rounding. Among equal
     experts, and groups, the smaller number comes first. The same logits give the same bits in any batch.
@@ -193,7 +193,5 @@ def route_topk(
     elif out[1].shape[1:] != (topk,):
         raise ArgumentError("route_topk", "ids", f"[T, {topk}]", list(out[1].shape))
     kept = num_expert_group if topk_group is None else topk_group
-    route_op(
-        logits, correction_bias, *out, scoring, num_expert_group, kept, renormalize, scaling_factor
-    )
+    route_op(logits, correction_bias, *out, scoring, num_expert_group, kept, renormalize, scaling_factor)
     return out
