@@ -83,11 +83,28 @@ DEVICE uint32_t key_of(float value) {
 
 DEVICE float value_of(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
 
+// Four maxima at once are faster than a chain of comparisons, of which each waits for the one before.
+DEVICE uint32_t greatest_of(const uint32_t (&key)[VALUES]) {
+    static_assert(VALUES % 4 == 0, "see specs.py");
+    uint32_t greatest[4] = {};
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) greatest[i % 4] = max(greatest[i % 4], key[i]);
+    return max(max(greatest[0], greatest[1]), max(greatest[2], greatest[3]));
+}
+
 // The order of the additions is fixed, so that all lanes get the same bits in every call.
 DEVICE float sum_of_warp(float value) {
 #pragma unroll
     for (int distance = kWarp / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
     return value;
+}
+
+// The machine's reciprocal is within one unit in the last place, also for infinity and for what is below the normal numbers. Other
+// divisions branch for such operands, one after the other.
+DEVICE float reciprocal(float x) {
+    float result;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
 }
 
 // The two greatest numbers that were added, -inf if there are none.
@@ -165,27 +182,26 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) route_topk(const __gri
         }
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) {
-            score[i] = clamp_finite(score[i]);
-            key[i] = i * kWarp + lane < p.num_experts ? key_of(score[i]) : 0;
+            // Lanes that have no such expert compute along without branches: the exp of their score is 0.
+            const bool inside = i * kWarp + lane < p.num_experts;
+            score[i] = inside ? clamp_finite(score[i]) : negative_infinity();
+            key[i] = inside ? key_of(score[i]) : 0;
         }
 
         if (p.softmax != 0) {
-            uint32_t greatest = key[0];
-#pragma unroll
-            for (int i = 1; i < VALUES; ++i) greatest = max(greatest, key[i]);
-            const float most = value_of(__reduce_max_sync(kAllLanes, greatest));
+            const float most = value_of(__reduce_max_sync(kAllLanes, greatest_of(key)));
             float sum = 0.0f;
 #pragma unroll
             for (int i = 0; i < VALUES; ++i) {
-                score[i] = key[i] != 0 ? expf(score[i] - most) : 0.0f;
+                score[i] = expf(score[i] - most);
                 sum += score[i];
             }
-            sum = sum_of_warp(sum);
+            const float inverse = __frcp_rn(sum_of_warp(sum));
 #pragma unroll
-            for (int i = 0; i < VALUES; ++i) score[i] = __fdiv_rn(score[i], sum);
+            for (int i = 0; i < VALUES; ++i) score[i] *= inverse;
         } else {
 #pragma unroll
-            for (int i = 0; i < VALUES; ++i) score[i] = __frcp_rn(1.0f + expf(-score[i]));
+            for (int i = 0; i < VALUES; ++i) score[i] = reciprocal(1.0f + expf(-score[i]));
         }
 
         float* row = values[warp];
@@ -214,11 +230,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) route_topk(const __gri
 
         int chosen = 0;
         for (int place = 0; place < p.topk; ++place) {
-            uint32_t greatest = key[0];
-            int id = lane;
+            const uint32_t greatest = greatest_of(key);
+            int id = 0;
 #pragma unroll
-            for (int i = 1; i < VALUES; ++i) {
-                if (key[i] > greatest) greatest = key[i], id = i * kWarp + lane;
+            for (int i = VALUES - 1; i >= 0; --i) {
+                if (key[i] == greatest) id = i * kWarp + lane;
             }
             const bool has_it = greatest == __reduce_max_sync(kAllLanes, greatest);
             id = __reduce_min_sync(kAllLanes, has_it ? id : kExperts);

@@ -35,19 +35,8 @@ from moe_fp8.problems import (
     selection_rows,
 )
 from moe_fp8.specs import KernelSpec, kernel_spec
-from moe_fp8.warmup import (
-    GemmShape,
-    Parallelism,
-    Plan,
-    PlanOptions,
-    PlanRow,
-    describe,
-    gemm_shapes,
-    load_model,
-    plan,
-)
+from moe_fp8.warmup import GemmShape, Parallelism, Plan, PlanOptions, PlanRow, gemm_shapes, load_model, plan
 from moe_fp8.warmup import rows as plan_rows
-from tests.model_configs import in_blocks
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -304,17 +293,6 @@ def test_equal_weights_are_one_problem() -> None:
     planned = plan(load_model(CONFIGS / "deepseek_v32.json"), PlanOptions(tp=8, ep=8), extra=(same,))
     rows = rows_of(planned, same, "dense")
     assert {row.what for row in rows} == {("o", "alias")}
-
-
-@pytest.mark.parametrize(("name", "choices"), [("glm_45", 160), ("longcat_flash", 768)])
-def test_routers_are_planned_for_all_that_they_choose_from(name: str, choices: int) -> None:
-    """LongCat's router also chooses from experts that compute nothing."""
-    planned = plan(describe(in_blocks(name)), PlanOptions(tp=4, ep=4))
-    routers = [row for row in planned.rows if row.op == "route_topk"]
-    assert {row.num_experts for row in routers} == {choices}
-    assert {kernel_spec(RouteTopkProblem(1, choices, 8, dtype)) for dtype in ("bfloat16", "float32")} == {
-        row.spec for row in routers
-    }
 
 
 def test_a_spec_outside_the_plan_is_not_in_it(planned: Plan) -> None:
