@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 from moe_fp8.integrations import kinds, vendored
 from moe_fp8.integrations.kinds import KINDS
@@ -18,12 +21,50 @@ _MODULES = ("", ".utils", ".utils.layout", ".utils.math")
 _before: dict[str, ModuleType | None] = {}
 
 
+class _Given(Loader):
+    """Gives an import a module that exists already."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = self._module
+
+
+class _Submodules(MetaPathFinder):
+    """Finds the modules under `deep_gemm` that are not ours, such as `deep_gemm.testing`, in the copy."""
+
+    def __init__(self) -> None:
+        self.given: list[str] = []
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package, _, name = fullname.partition(".")
+        module = vendored.submodule(name) if package == _NAME and name else None
+        if module is None:
+            return None
+        self.given.append(fullname)
+        return ModuleSpec(fullname, _Given(module))
+
+    def forget(self) -> None:
+        """Take back what was found: the names in `sys.modules`, and the attributes that imports have set."""
+        for fullname in self.given:
+            sys.modules.pop(fullname, None)
+            parent, _, name = fullname.rpartition(".")
+            if parent in _before:
+                vars(sys.modules[parent]).pop(name, None)
+        self.given.clear()
+
+
+_submodules = _Submodules()
+
+
 def install(serve: Iterable[str] = KINDS) -> ModuleType:
     """From now on, `import deep_gemm` gives `moe_fp8.integrations.deep_gemm`; returns this module.
 
     serve: the kinds of calls that our kernels serve ("dense", "experts", "indexer"). The other kinds, and
     names that no kernel of ours serves, go to the engine's own copy of `deep_gemm`, which is loaded when it
-    is first needed. Names that the copy lacks too are absent.
+    is first needed. Names that the copy lacks too are absent. This includes modules, such as
+    `deep_gemm.testing`.
 
     The call may be repeated with other kinds. It needs no GPU. It does not change modules that have already
     looked names up; the plug-ins reset those of vLLM. Raises ConfigError for an unknown kind.
@@ -35,11 +76,15 @@ def install(serve: Iterable[str] = KINDS) -> ModuleType:
             module = importlib.import_module(_HOME + part)
             _before[_NAME + part] = sys.modules.get(_NAME + part)
             sys.modules[_NAME + part] = module
+        sys.meta_path.insert(0, _submodules)
     return sys.modules[_NAME]
 
 
 def uninstall() -> None:
     """Undo `install`: `import deep_gemm` finds what it found before. Does nothing if nothing is installed."""
+    if _before:
+        sys.meta_path.remove(_submodules)
+        _submodules.forget()
     for name, module in _before.items():
         if module is None:
             sys.modules.pop(name, None)

@@ -19,17 +19,19 @@ class NotServed(Exception):
 def or_vendored(function: _Function) -> _Function:
     """Make `function` call the same name of the engine's own copy if it raises NotServed.
 
-    If there is no copy, or it lacks the name, the call raises UnsupportedError with the reason.
+    If the copy lacks this name, as newer copies may, its other spelling is called (`fp8_fp4_x` for `fp8_x`).
+    If there is no copy, or it has neither name, the call raises UnsupportedError with the reason.
     """
+    name = function.__name__
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         try:
             return function(*arguments, **options)
         except NotServed as reason:
-            other = vendored.lookup(function.__name__)
+            other = vendored.lookup(name) or vendored.lookup(name.replace("fp8_", "fp8_fp4_", 1))
             if other is None:
-                raise UnsupportedError(f"{function.__name__}: {reason}") from None
+                raise UnsupportedError(f"{name}: {reason}") from None
         return other(*arguments, **options)
 
     return call  # type: ignore[return-value]

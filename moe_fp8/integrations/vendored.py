@@ -9,6 +9,8 @@ import importlib
 import importlib.util
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -22,24 +24,25 @@ _NAME = "deep_gemm"
 class _Copy:
     """The copy, once somebody has looked for it.
 
-    `seen` are the modules of an installed package. `modes` are settings that the copy must get when it is
-    loaded.
+    `modules` are those of an installed package, by the names that they have there. `in_place` says that these
+    names lead to them now. `modes` are settings that the copy must get when it is loaded.
     """
 
     looked: bool = False
     module: ModuleType | None = None
-    seen: dict[str, ModuleType] = {}  # noqa: RUF012
+    modules: dict[str, ModuleType] = {}  # noqa: RUF012
+    in_place: bool = False
     modes: dict[str, Any] = {}  # noqa: RUF012
 
 
 def remember() -> None:
     """Keep the modules of an installed `deep_gemm` that has been imported already."""
-    _Copy.seen = {name: module for name, module in sys.modules.items() if _is_ours_to_hide(name)}
+    _Copy.modules = {name: module for name, module in sys.modules.items() if _is_ours_to_hide(name)}
 
 
 def forget() -> None:
     """Look for the copy again at the next call."""
-    _Copy.looked, _Copy.module, _Copy.seen, _Copy.modes = False, None, {}, {}
+    _Copy.looked, _Copy.module, _Copy.modules, _Copy.modes = False, None, {}, {}
 
 
 def lookup(name: str, submodule: str = "") -> Any:
@@ -52,6 +55,29 @@ def lookup(name: str, submodule: str = "") -> Any:
         if module is None:
             return None
     return getattr(module, name, None)
+
+
+def submodule(name: str) -> ModuleType | None:
+    """The copy's own module `name`, such as "testing.bench"; None if it has none."""
+    copy = None if _Copy.in_place else find()
+    if copy is None:
+        return None
+    if copy.__name__ != _NAME:
+        return _import(f"{copy.__name__}.{name}")
+    known = _Copy.modules.get(f"{_NAME}.{name}")
+    if known is not None:
+        return known
+    with _in_its_place():
+        return _import(f"{_NAME}.{name}")
+
+
+def _import(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        return None
 
 
 def find() -> ModuleType | None:
@@ -81,22 +107,33 @@ def _is_ours_to_hide(name: str) -> bool:
     return name == _NAME or name.startswith(f"{_NAME}.")
 
 
+@contextmanager
+def _in_its_place() -> Iterator[None]:
+    """Inside, `deep_gemm` and its submodules are the installed package's own."""
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_ours_to_hide(name)}
+    sys.modules.update(_Copy.modules)
+    _Copy.in_place = True
+    try:
+        yield
+    finally:
+        theirs = [name for name in sys.modules if _is_ours_to_hide(name)]
+        _Copy.modules = {name: sys.modules.pop(name) for name in theirs}
+        sys.modules.update(hidden)
+        _Copy.in_place = False
+
+
 def _installed() -> ModuleType | None:
     """A package `deep_gemm` on the path, behind the module that has its place in `sys.modules`."""
-    if _NAME in _Copy.seen:
-        return _Copy.seen[_NAME]
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_ours_to_hide(name)}
-    try:
-        if importlib.util.find_spec(_NAME) is None:
+    if _NAME in _Copy.modules:
+        return _Copy.modules[_NAME]
+    with _in_its_place():
+        try:
+            if importlib.util.find_spec(_NAME) is None:
+                return None
+            return importlib.import_module(_NAME)
+        except Exception as error:  # its import compiles and asks the GPU
+            _logger.info("the installed deep_gemm cannot be imported: %s", error)
             return None
-        return importlib.import_module(_NAME)
-    except Exception as error:  # its import compiles and asks the GPU
-        _logger.info("the installed deep_gemm cannot be imported: %s", error)
-        return None
-    finally:
-        for name in [name for name in sys.modules if _is_ours_to_hide(name)]:
-            del sys.modules[name]
-        sys.modules.update(hidden)
 
 
 def _shipped() -> ModuleType | None:

@@ -45,14 +45,16 @@ class Answers:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        pass
+        self.close()
 
 
-def test_each_contestant_gives_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_each_contestant_gives_rows(processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Answers, "alive", 0)
     monkeypatch.setattr(engine, "Engine", Answers)
     path = tmp_path / "h200.json"
     session = Session(ResultsFile(path, ENVIRONMENT), replays=1, failures=[])
-    engine.run_engine(session, ["qwen3_30b"], ("deep_gemm", "triton"), 2, (1, 8), 2)
+    engine.run_engine(session, ["qwen3_30b"], ("deep_gemm", "triton"), 2, (1, 8), processes)
     rows = read_rows(path)
     steps = [row for row in rows if "batch" in row["shape"]]
     assert len(steps) == 2 * 2 * 2
@@ -64,7 +66,7 @@ def test_each_contestant_gives_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     starts = [row for row in rows if "start" in row["shape"]]
     assert [row["shape"]["start"] for row in starts] == ["cold", "warm"]
     assert {row["shape"]["experts"] for row in starts} == {"deep_gemm"}
-    assert Answers.alive == 2, "every engine that served batches is closed"
+    assert Answers.alive == 0, "every engine is closed"
 
 
 def test_a_model_whose_engine_ends_counts_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -76,6 +77,62 @@ def test_an_installed_package_comes_back(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sys.modules["deep_gemm"] is module and module.einsum == "theirs"
     integrations.uninstall()
     assert sys.modules["deep_gemm"] is theirs
+
+
+@pytest.fixture
+def installed_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A package `deep_gemm` on the path, behind our module; its `late` imports itself by its own name."""
+    sources = {
+        "__init__": "from . import testing\n"
+        "given = []\n"
+        "set_mk_alignment_for_contiguous_layout = given.append",
+        "testing/__init__": "from . import bench\nfrom .bench import *",
+        "testing/bench": "def bench_kineto(): return 1",
+        "utils/__init__": "from . import math",
+        "utils/math": "theirs = 1",
+        "utils/dist": "def init_dist(): return 2",
+        "late": "import deep_gemm\n"
+        "from deep_gemm.testing.bench import bench_kineto\n"
+        "assert deep_gemm.given == []",
+    }
+    for name, source in sources.items():
+        file = tmp_path / "deep_gemm" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    return integrations.install()
+
+
+def test_modules_that_are_not_ours_come_from_the_copy(installed_copy: ModuleType) -> None:
+    before = set(sys.modules)
+    testing = importlib.import_module("deep_gemm.testing")
+    bench = importlib.import_module("deep_gemm.testing.bench")
+    assert testing.bench is bench and testing.bench_kineto() == 1
+    # A name of a module gives the same object as its import.
+    assert installed_copy.testing is testing is vendored.lookup("testing")
+    assert importlib.import_module("deep_gemm.late").bench_kineto is bench.bench_kineto
+    assert importlib.import_module("deep_gemm.utils.dist").init_dist() == 2
+    # Ours stay in their places.
+    assert sys.modules["deep_gemm"] is installed_copy
+    assert importlib.import_module("deep_gemm.utils.math").align(5, 4) == 8
+    assert importlib.import_module("deep_gemm.utils.math").theirs == 1
+    with pytest.raises(ModuleNotFoundError, match=r"deep_gemm\.nothing"):
+        importlib.import_module("deep_gemm.nothing")
+    finders = len(sys.meta_path)
+    integrations.uninstall()
+    assert len(sys.meta_path) == finders - 1
+    assert not [name for name in set(sys.modules) - before if name.startswith("deep_gemm")]
+    assert not {"testing", "late"} & set(vars(installed_copy)) and "dist" not in vars(installed_copy.utils)
+
+
+def test_the_copy_gets_the_alignment(installed_copy: ModuleType) -> None:
+    given = vendored.lookup("given")
+    try:
+        for value in (128, 64, 64):
+            installed_copy.set_mk_alignment_for_contiguous_layout(value)
+    finally:
+        installed_copy.set_mk_alignment_for_contiguous_layout(128)
+    assert given == [64, 128]
 
 
 def test_names_that_nobody_has_are_absent(deep_gemm: ModuleType) -> None:
@@ -160,6 +217,24 @@ def test_contiguous(layout: str, deep_gemm: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("layout", ["m_indices", "psum"])
+def test_zero_padding_on_request(layout: str, deep_gemm: ModuleType) -> None:
+    case = cases.contiguous_case(layout, (3, 0, 130, 1), 128, 256)
+    operands = (case.a, case.a_scale), (case.b, case.b_scale)
+    expected = case.poisoned()
+    for given in ({}, {"ensure_zero_padding": False}):
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+            *operands, expected, case.index, use_psum_layout=layout == "psum", **given
+        )
+    padding = expected.isnan()
+    assert padding.any() and not padding.all()
+    out = case.poisoned()
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+        *operands, out, case.index, use_psum_layout=layout == "psum", ensure_zero_padding=True
+    )
+    assert torch.equal(out, expected.masked_fill(padding, 0))
+
+
+@pytest.mark.parametrize("layout", ["m_indices", "psum"])
 @pytest.mark.parametrize("alignment", [16, 64, 256])
 def test_contiguous_with_another_alignment(alignment: int, layout: str, deep_gemm: ModuleType) -> None:
     counts, rows, index, ends = (3, 0, 70, 1), 0, [], []
@@ -217,8 +292,25 @@ def test_logits_in_every_spelling(deep_gemm: ModuleType) -> None:
     for row in range(6):
         own = full[row, ks[row] : ke[row]]
         assert torch.equal(compressed[row, : len(own)], own)
+    # By keyword too, compressed rows are not cleaned unless the caller asks for it.
+    named = {"max_seqlen_k": width}
+    marked = moe_fp8.mqa_logits_fp8(q, k, k_scale, weights, ks, ke, max_seqlen_k=width, fill=True)
+    cleaned = deep_gemm.fp8_fp4_mqa_logits((q, None), (k, k_scale), weights, ks, ke, True, **named)
+    assert torch.equal(cleaned, marked)
+    plain = deep_gemm.fp8_fp4_mqa_logits((q, None), (k, k_scale), weights, ks, ke, **named)
+    inside = torch.arange(width) < (ke - ks)[:, None]
+    assert torch.equal(plain[inside], marked[inside])
     with pytest.raises(UnsupportedError, match="queries with scales"):
         deep_gemm.fp8_fp4_mqa_logits((q, weights), (k, k_scale), weights, ks, ke, width)
+
+
+def test_the_copy_may_have_the_newer_spelling_alone(copy: ModuleType, deep_gemm: ModuleType) -> None:
+    case = cases.mqa_case(6, 40, 32)
+    q, k, k_scale, weights, ks, ke = case.arguments()
+    copy.fp8_fp4_mqa_logits = copy.fp8_mqa_logits  # type: ignore[attr-defined]
+    del copy.fp8_mqa_logits
+    deep_gemm.fp8_fp4_mqa_logits((q, weights), (k, k_scale), weights, ks, ke, 8)
+    assert len(copy.calls) == 1 and copy.calls[0][1][-1] == 8
 
 
 def test_paged_logits(deep_gemm: ModuleType) -> None:

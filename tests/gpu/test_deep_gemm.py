@@ -55,6 +55,20 @@ def test_contiguous(experts: int, rows: int, layout: str, deep_gemm: ModuleType)
 
 
 @pytest.mark.parametrize("layout", ["m_indices", "psum"])
+def test_zero_padding_on_request(layout: str, deep_gemm: ModuleType) -> None:
+    case = cases.contiguous_case(layout, (3, 0, 700, 129, 1), 4096, 2048, "cuda")
+    operands = (case.a, case.a_scale), (case.b, case.b_scale)
+    expected, out = case.poisoned(), case.poisoned()
+    psum = layout == "psum"
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(*operands, expected, case.index, use_psum_layout=psum)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+        *operands, out, case.index, use_psum_layout=psum, ensure_zero_padding=True
+    )
+    assert expected.isnan().any()
+    assert torch.equal(out, expected.nan_to_num(0))
+
+
+@pytest.mark.parametrize("layout", ["m_indices", "psum"])
 @pytest.mark.parametrize("alignment", [16, 64, 256])
 def test_contiguous_with_another_alignment(alignment: int, layout: str, deep_gemm: ModuleType) -> None:
     counts = [3, 0, 70, 1, 129]
@@ -111,6 +125,51 @@ def test_logits_repeat_in_every_spelling(heads: int, deep_gemm: ModuleType) -> N
     inside = columns < (ke - ks)[:, None]
     at = (ks[:, None] + columns).clamp(max=first.shape[1] - 1).long()
     torch.testing.assert_close(compressed[inside], first.gather(1, at)[inside], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("heads", [32, 64])
+def test_compressed_logits_by_keyword(
+    heads: int, dim: int, dtype: torch.dtype, deep_gemm: ModuleType
+) -> None:
+    case = cases.mqa_case(257, 4096, heads, dim=dim, device="cuda")
+    q, k, k_scale, weights, ks, ke = case.arguments()
+    named = {"max_seqlen_k": int((ke - ks).max()), "logits_dtype": dtype}
+    outside = torch.arange(named["max_seqlen_k"], device="cuda") >= (ke - ks)[:, None]
+    cleaned = deep_gemm.fp8_fp4_mqa_logits((q, None), (k, k_scale), weights, ks, ke, True, **named)
+    assert cleaned.dtype is dtype and torch.equal(cleaned == float("-inf"), outside)
+    made = [
+        deep_gemm.fp8_fp4_mqa_logits(
+            q=(q, None), kv=(k, k_scale), weights=weights, cu_seq_len_k_start=ks, cu_seq_len_k_end=ke, **named
+        )[~outside]
+        for _ in range(21)
+    ]
+    assert all(torch.equal(logits, made[0]) for logits in made)
+    torch.testing.assert_close(made[0], cleaned[~outside], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(4096, 1), (4097, 56), (8192, 57), (2, 4096, 1), (4, 4097, 57)])
+def test_scales_get_exact_strides(shape: tuple[int, ...], deep_gemm: ModuleType) -> None:
+    rows, groups = shape[-2:]
+    pitch = -(-rows // 4) * 4
+    expected = (1, pitch) if len(shape) == 2 else (pitch * groups, 1, pitch)
+    scale = torch.rand(shape, device="cuda")
+    for given in (scale, scale.mT.contiguous().mT):
+        made = deep_gemm.utils.get_mn_major_tma_aligned_tensor(given)
+        assert made.stride() == expected and torch.equal(made, scale)
+
+
+@pytest.mark.parametrize("next_n, slots", [(1, 132), (2, 132), (4, 66)])
+@pytest.mark.parametrize("batch", [32, 1024])
+def test_a_schedule_of_empty_requests(batch: int, next_n: int, slots: int, deep_gemm: ModuleType) -> None:
+    lens = torch.zeros(batch, next_n, dtype=torch.int32, device="cuda")
+    end = torch.tensor([batch, 0], dtype=torch.int32, device="cuda")
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(lens, 64, slots)
+    assert torch.equal(schedule, end.expand(slots + 1, 2))
+    lens[::2] = 512
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(lens, 64, slots)
+    assert (schedule[:, 0] <= batch).all() and torch.equal(schedule[-1], end)
 
 
 @pytest.mark.parametrize("next_n, slots", [(1, 132), (2, 132), (4, 66)])

@@ -68,7 +68,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
     use_psum_layout: bool = False,
-    ensure_zero_padding: bool = True,
+    ensure_zero_padding: bool | None = None,
     expected_m_for_psum_layout: int | None = None,
     epilogue: Any = None,
 ) -> None:
@@ -76,7 +76,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
 
     grouped_layout: int32 `[M]`, each row's expert, -1 for padding; with `use_psum_layout` int32 `[E]`, one
     past each expert's last row. Experts start at multiples of `get_mk_alignment_for_contiguous_layout()`.
-    Rows of d that belong to no expert are unspecified, whatever `ensure_zero_padding` says.
+    Rows of d that belong to no expert are unspecified, but zero with `ensure_zero_padding=True`. One more
+    kernel then zeroes d before, so this is not the default here: no engine reads padding.
     expected_m_for_psum_layout: the expected rows of an expert; any value is safe. Safe to capture.
     """
     _demand(a, b, recipe, recipe_a, recipe_b, None, epilogue)
@@ -86,6 +87,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
     if alignment % SEGMENT_ALIGNMENT or (use_psum_layout and alignment != SEGMENT_ALIGNMENT):
         ranges = _psum_ranges if use_psum_layout else _index_ranges
         layout = {"offsets": ranges(grouped_layout, a_values.shape[0], b_values.shape[0], alignment)}
+    if ensure_zero_padding:
+        d.zero_()
     grouped_gemm_fp8_contiguous(
         a_values,
         a_scale,

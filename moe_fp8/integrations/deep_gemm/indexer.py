@@ -23,7 +23,7 @@ def fp8_mqa_logits(
     weights: Tensor,
     cu_seq_len_k_start: Tensor,
     cu_seq_len_k_end: Tensor,
-    clean_logits: bool | int = True,
+    clean_logits: bool | int | None = None,
     max_seqlen_k: int = 0,
     logits_dtype: torch.dtype = torch.float32,
     schedule_meta: Tensor | None = None,
@@ -31,13 +31,15 @@ def fp8_mqa_logits(
     """Logits of each query over its range of keys; see `moe_fp8.mqa_logits_fp8`.
 
     q: fp8 `[M, H, D]`, or (fp8, None). kv: (fp8 `[N, D]`, fp32 `[N]`). weights: fp32 `[M, H]`. The ranges:
-    int32 `[M]`. clean_logits: write -inf outside of the ranges. max_seqlen_k > 0, or an int of this meaning
-    in the place of `clean_logits`: compressed rows of so many columns, not cleaned unless `clean_logits` is
-    True. Returns fp32 or bf16 `[M, N]` or `[M, max_seqlen_k]`. `schedule_meta` has no meaning on Hopper. Safe
-    to capture.
+    int32 `[M]`. max_seqlen_k > 0, or an int of this meaning in the place of `clean_logits`: compressed rows
+    of so many columns. clean_logits: write -inf outside of the ranges; the default is True unless rows are
+    compressed. Returns fp32 or bf16 `[M, N]` or `[M, max_seqlen_k]`. `schedule_meta` has no meaning on
+    Hopper. Safe to capture.
     """
-    if not isinstance(clean_logits, bool):
+    if clean_logits is not None and not isinstance(clean_logits, bool):
         clean_logits, max_seqlen_k = False, clean_logits
+    if clean_logits is None:
+        clean_logits = max_seqlen_k == 0
     return mqa_logits_fp8(
         _values(q), *kv, weights, cu_seq_len_k_start, cu_seq_len_k_end,
         max_seqlen_k=max_seqlen_k or None, fill=clean_logits, out_dtype=logits_dtype,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
+from moe_fp8.integrations import vendored
 from moe_fp8.integrations.forwarding import NotServed, or_vendored
 from moe_fp8.problems import SEGMENT_ALIGNMENT
 
@@ -29,14 +30,17 @@ def get_mk_alignment_for_contiguous_layout() -> int:
 def set_mk_alignment_for_contiguous_layout(value: int) -> None:
     """Set the multiple of rows at which each expert's rows start, for all threads, until it is set again.
 
-    Multiples of 128 cost nothing. For others, a grouped call launches two or three more kernels, which turn
-    its layout into row ranges. Raises ArgumentError unless it is at least 1.
+    The engine's own copy gets it too. Multiples of 128 cost nothing. For others, a grouped call launches two
+    or three more kernels, which turn its layout into row ranges. Raises ArgumentError unless it is at least
+    1.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ArgumentError(
             "set_mk_alignment_for_contiguous_layout", "value", "an integer of at least 1", value
         )
-    _Alignment.rows = value
+    if value != _Alignment.rows:
+        _Alignment.rows = value
+        vendored.set_too("set_mk_alignment_for_contiguous_layout", value)
 
 
 def get_theoretical_mk_alignment_for_contiguous_layout(
