@@ -1,6 +1,6 @@
 // Chooses the experts of each token from the router's logits. All numbers are fp32:
 //
-//   x = clamp(logits[t], -kLargest, kLargest), where NaN becomes -kLargest
+//   x = logits[t], clamped to finite numbers; NaN becomes the lowest of them
 //   score = softmax(x) over all experts, or 1 / (1 + exp(-x))
 //   choice = score + bias (clamped as x), or x itself without bias and with all groups
 //   groups: those with the greatest sums of their two greatest choices stay, the smaller group first among equal sums
