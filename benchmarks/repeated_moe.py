@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -67,6 +68,26 @@ def combine(shape: MoeShape) -> Work:
     return Work(call, (shape.tokens, shape.hidden), torch.bfloat16, inputs.DEVICE)
 
 
+def route(shape: MoeShape, groups: int = 1) -> Work:
+    """The output holds all weights, then all ids. Half of the groups stay, if there are some."""
+    logits = torch.randn(shape.tokens, shape.num_experts, device=inputs.DEVICE).bfloat16()
+    bias = torch.rand(shape.num_experts, device=inputs.DEVICE) if groups > 1 else None
+    scoring: Literal["softmax", "sigmoid"] = "sigmoid" if groups > 1 else "softmax"
+
+    def call(out: Tensor) -> None:
+        moe_fp8.route_topk(
+            logits,
+            shape.topk,
+            scoring=scoring,
+            correction_bias=bias,
+            num_expert_group=groups,
+            topk_group=-(-groups // 2),
+            out=(out[0], out[1].view(torch.int32)),
+        )
+
+    return Work(call, (2, shape.tokens, shape.topk), torch.float32, inputs.DEVICE)
+
+
 def layer(shape: MoeShape) -> Work:
     """Five launches that share a workspace."""
     x, ids = _hidden(shape), _ids(shape)
@@ -91,6 +112,8 @@ def _hidden(shape: MoeShape) -> Tensor:
 
 _QWEN = {"topk": 8, "num_experts": 128, "hidden": 2048, "intermediate": 768}
 _DEEPSEEK = {"topk": 8, "num_experts": 32, "hidden": 7168, "intermediate": 2048}
+#: All ranks' experts.
+_ROUTER = _DEEPSEEK | {"num_experts": 256}
 
 CASES = [
     Case("moe_permute", MoeShape(64, **_QWEN), permute),
@@ -98,6 +121,9 @@ CASES = [
     Case("moe_permute", MoeShape(1, **_DEEPSEEK), permute),
     Case("moe_combine", MoeShape(64, **_QWEN), combine),
     Case("moe_combine", MoeShape(2048, **_DEEPSEEK), combine),
+    Case("route_topk", MoeShape(64, **_QWEN), route),
+    Case("route_topk", MoeShape(1, **_ROUTER), route, {"groups": 8}),
+    Case("route_topk", MoeShape(4096, **_ROUTER), route, {"groups": 8}),
     Case("fused_moe", MoeShape(1, **_QWEN), layer),
     Case("fused_moe", MoeShape(64, **_QWEN), layer),
     Case("fused_moe", MoeShape(16, **_DEEPSEEK), layer),

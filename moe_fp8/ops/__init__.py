@@ -14,7 +14,14 @@ from moe_fp8.ops.indexer import (
     paged_mqa_logits_metadata,
 )
 from moe_fp8.ops.modes import compile_only, get_num_sms, set_num_sms
-from moe_fp8.ops.moe import Permuted, fused_moe, moe_combine, moe_permute, moe_workspace_bytes
+from moe_fp8.ops.moe import (
+    Permuted,
+    fused_moe,
+    moe_combine,
+    moe_permute,
+    moe_workspace_bytes,
+    route_topk,
+)
 from moe_fp8.ops.quantize import quantize_fp8, quantize_fp8_blocks, silu_mul_quantize
 from moe_fp8.ops.scales import to_mn_major
 
@@ -39,6 +46,7 @@ __all__ = [
     "paged_mqa_logits_metadata",
     "quantize_fp8",
     "quantize_fp8_blocks",
+    "route_topk",
     "set_num_sms",
     "silu_mul_quantize",
     "to_mn_major",

@@ -72,6 +72,11 @@ def _combine() -> tuple[Any, ...]:
     return torch.randn(4, 64).bfloat16(), rows, torch.rand(3, 2), torch.zeros(3, 64).bfloat16()
 
 
+def _route() -> tuple[Any, ...]:
+    outputs = torch.zeros(5, 4), torch.zeros(5, 4, dtype=torch.int32)
+    return torch.randn(5, 64), torch.randn(64), *outputs, "sigmoid", 8, 4, True, 2.5
+
+
 def _cache() -> tuple[Any, ...]:
     case = cache_cases.cache_case(5)
     return case.k, case.kv_cache, case.slot_mapping, False
@@ -94,6 +99,7 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "silu_mul_quantize": _silu_mul,
     "moe_permute": _permute,
     "moe_combine": _combine,
+    "route_topk": _route,
     "indexer_quantize_and_cache": _cache,
     "indexer_topk": _topk,
     "_indexer_topk_chunk": lambda: (*_topk(), 3, torch.zeros(3, 2, dtype=torch.int32)),
