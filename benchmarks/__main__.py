@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from . import gemm, host, logits, moe_layer, repeated, repetition, selection, silu_mul, startup, topk
+from . import gemm, host, logits, moe_layer, repeated, repetition, selection, serve, silu_mul, startup, topk
 from .compare import Session
 from .device import environment
 from .peer import DeepGemm, load
@@ -44,6 +44,7 @@ RUNNERS: dict[str, Callable[[Session, DeepGemm | None, int], None]] = {
     "compile": startup.run_compile,
     "plan": startup.run_plan,
     "warmup": startup.run_warmup,
+    "serve": serve.run_serve,
     "repetition": repeated.run_repetition,
 }
 

@@ -24,6 +24,7 @@ from benchmarks import (
     logits,
     moe_layer,
     random_shapes,
+    serve,
     silu_mul,
     startup,
     topk,
@@ -182,6 +183,18 @@ def test_a_layer_runs_beside_the_engines(
         assert 0 <= row["rel_error"] < moe_layer.TOLERANCE
         weight_bytes = 3 * 256 * 128
         assert row["notes"]["floor us"] <= row["shape"]["local_experts"] * weight_bytes / 4550e3
+
+
+def test_a_servers_step_runs_as_a_graph_and_eagerly(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(serve, "_BATCHES", (1, 3))
+    monkeypatch.setattr(serve, "_STEPS", 2)
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    serve.run_serve(session, None, 1)
+    rows = read_rows(tmp_path / "h200.json")
+    assert [row["shape"]["batch"] for row in rows] == [1, 3]
+    assert all(row["us"] > 0 and row["peers"]["eager"] > 0 for row in rows)
 
 
 def test_silu_mul_runs_beside_its_parts(
