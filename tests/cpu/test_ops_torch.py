@@ -177,6 +177,27 @@ def test_compiled_calls_equal_eager_ones(dynamic: bool) -> None:
             assert torch.equal(got.float(), expected.float())
 
 
+@pytest.mark.parametrize("own_workspace", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_block_of_experts_equals_the_eager_one(dynamic: bool, own_workspace: bool) -> None:
+    gen = cases.generator(0, "cpu")
+    router = torch.randn(6, 256, generator=gen)
+    w13, w2 = cases.weights(6, 512, 256, gen), cases.weights(6, 256, 256, gen)
+    size = moe_fp8.moe_workspace_bytes(
+        num_tokens=9, topk=2, num_experts=6, hidden_size=256, intermediate_size=256
+    )
+    workspace = torch.empty(size, dtype=torch.uint8) if own_workspace else None
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        weights, ids = moe_fp8.route_topk(x.float() @ router.t(), 2, scoring="sigmoid", num_expert_group=2)
+        return x + moe_fp8.fused_moe(x, ids, weights, *w13, *w2, limit=2.0, workspace=workspace)
+
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for tokens in (6, 9):
+        x = torch.randn(tokens, 256, generator=gen).bfloat16()
+        assert torch.equal(compiled(x), block(x))
+
+
 def test_compiled_logits_equal_eager_ones() -> None:
     case = cases.paged_case([64, 128, 0], 2, 8, 64)
     mqa = cases.mqa_case(4, 9, 8)
