@@ -62,6 +62,21 @@ class UnsupportedError(MoeFp8Error, NotImplementedError):
     """The request is well formed but not supported; the message names a supported request."""
 
 
+class CaptureError(MoeFp8Error, RuntimeError):
+    """A function cannot be captured in a CUDA graph, or its replay does something else than an eager call.
+
+    `function` names it. `what` names the part that is wrong: "capture", an output or an input.
+    """
+
+    def __init__(self, function: str, what: str, expected: str, got: Any, remedy: str) -> None:
+        self.function = function
+        self.what = what
+        self.expected = expected
+        self.got = got
+        self.remedy = remedy
+        super().__init__(f"{function}: {what}: expected {expected}, got {got}; {remedy}")
+
+
 class ConfigError(MoeFp8Error, ValueError):
     """An option is missing, malformed or contradictory. The subclasses name other kinds of configuration."""
 
