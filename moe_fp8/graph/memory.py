@@ -24,8 +24,8 @@ class GraphMemory:
 
     `buffers`: its static inputs. `pool`: everything that torch has reserved for its pool, scratch and
     outputs, those of other runners that share the pool included. `buckets`: how much the pool grew
-    when each bucket was captured; the largest bucket is captured first, and smaller ones reuse its scratch. On a CPU `pool` is
-    0 and `buckets` is empty.
+    when each bucket was captured; the largest bucket is captured first, and smaller ones reuse
+    its scratch. On a CPU `pool` is 0 and `buckets` is empty.
     """
 
     buffers: int

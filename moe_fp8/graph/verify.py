@@ -67,8 +67,8 @@ def verify_capture_safe(
     tensor that the graph does not write, or scratch that it reads before it writes; memory outside the
     graph's pool; calls that differ for the same inputs (random numbers, state that fn keeps); shapes
     that depend on contents. Raises ArgumentError for inputs that do not match or change no output,
-    UnsupportedError without a CUDA device. What fn itself raises is raised as it is. No other thread may use the device
-    meanwhile.
+    UnsupportedError without a CUDA device. What fn itself raises is raised as it is. No
+    other thread may use the device meanwhile.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     device = _device(name, inputs, other_inputs)

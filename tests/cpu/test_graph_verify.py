@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from moe_fp8 import CaptureError, UnsupportedError, quantize_fp8
 from moe_fp8.errors import ArgumentError
 from moe_fp8.graph import capture, verify, verify_capture_safe
+from tests import graph_cases
 
 
 class Tape(TorchDispatchMode):
@@ -88,6 +89,13 @@ def test_a_safe_function_passes() -> None:
     report = verify_capture_safe(step, inputs(), inputs(1))
     names = ("output both.double", "output both.total", "output last[0]")
     assert (report.outputs, report.unchanged, report.pool_bytes) == (names, (), 64)
+
+
+@pytest.mark.parametrize("name", graph_cases.CASES)
+def test_every_op_passes(name: str) -> None:
+    case = graph_cases.CASES[name]
+    report = verify_capture_safe(case.call, case.inputs(0, "cpu"), case.inputs(1, "cpu"))
+    assert report.outputs and not report.unchanged
 
 
 def test_an_op_that_writes_into_its_inputs_passes() -> None:
