@@ -122,7 +122,7 @@ def test_a_runner_names_the_line_that_cannot_be_captured() -> None:
         BatchBuckets([2]),
         "cuda",
     )
-    with pytest.raises(CaptureError, match="test_graph.py") as caught:
+    with pytest.raises(CaptureError, match=r"test_graph\.py") as caught:
         runner.capture()
     assert caught.value.function == "GraphRunner.capture"
     runner.step = lambda given: {"out": given["x"] * 2}
