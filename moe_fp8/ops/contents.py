@@ -38,11 +38,23 @@ def counts(op: str, name: str, given: Tensor, most: int, of: str) -> None:
         )
 
 
-def finite(op: str, name: str, scale: Tensor, counting: Tensor | None = None, unit: str = "row") -> None:
-    """No scale [rows, ...] of a row that counts is NaN or infinite; `counting`: bool [rows]; None: all."""
+def finite(
+    op: str,
+    name: str,
+    scale: Tensor,
+    counting: Tensor | None = None,
+    *,
+    unit: str = "row",
+    block: int = 1,
+) -> None:
+    """No scale [rows, ...] of a row that counts is NaN or infinite.
+
+    `counting`: bool [rows]; None: all. Each scale is that of `block` rows, and `unit` says what a row is.
+    """
     at = first(_wrong(scale, counting))
     if at is not None:
-        raise ContractError(op, name, _FINITE, _got(scale, at, f"{unit} {at[0]}"), _REMEDY, row=at[0])
+        row = at[0] * block
+        raise ContractError(op, name, _FINITE, _got(scale, at, f"{unit} {row}"), _REMEDY, row=row)
 
 
 def finite_rows(op: str, name: str, scale: Tensor, owner: Tensor) -> None:

@@ -151,15 +151,14 @@ def test_good_paged_contexts_pass() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_scales_of_dense_rows_and_blocks(bad: float) -> None:
     case = cases.dense_case(5, 192, 256)
-    for scale, argument, row in ((case.a_scale, "a_scale", 3), (case.b_scale, "b_scale", 1)):
-        before = scale[row, 1].clone()
-        scale[row, 1] = bad
-        with pytest.raises(
-            ContractError, match=rf"gemm_fp8: {argument}: .* got {bad} at \[{row}, 1\]"
-        ) as caught:
+    for scale, argument, at, row in ((case.a_scale, "a_scale", 3, 3), (case.b_scale, "b_scale", 1, 128)):
+        before = scale[at, 1].clone()
+        scale[at, 1] = bad
+        message = rf"gemm_fp8: {argument}: .* got {bad} at \[{at}, 1\], row {row};"
+        with pytest.raises(ContractError, match=message) as caught:
             moe_fp8.gemm_fp8(case.a, case.a_scale, case.b, case.b_scale)
         assert (caught.value.op, caught.value.expert, caught.value.row) == ("gemm_fp8", None, row)
-        scale[row, 1] = before
+        scale[at, 1] = before
     moe_fp8.gemm_fp8(case.a, case.a_scale, case.b, case.b_scale)
 
 

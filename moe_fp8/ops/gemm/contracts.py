@@ -23,7 +23,7 @@ _BLOCK = 128
 def dense(a_scale: Tensor, b_scale: Tensor) -> None:
     """All scales are finite; a_scale [M,G], b_scale [N/128,G]."""
     contents.finite("gemm_fp8", "a_scale", a_scale)
-    contents.finite("gemm_fp8", "b_scale", b_scale, unit="block of rows")
+    contents.finite("gemm_fp8", "b_scale", b_scale, block=_BLOCK)
 
 
 def contiguous(layout: str, index: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:

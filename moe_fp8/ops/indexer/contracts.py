@@ -74,7 +74,7 @@ def queries(op: str, k_scale: Tensor, weights: Tensor, ks: Tensor, ke: Tensor, c
     # +1 where a query's range begins and -1 where it ends: the sum up to a key counts the ranges around it.
     edges = torch.zeros(keys + 1, dtype=torch.int32, device=ks.device)
     edges.index_add_(0, ks, torch.ones_like(ks)).index_add_(0, ke, -torch.ones_like(ke))
-    contents.finite(op, "k_scale", k_scale, edges[:keys].cumsum(0) > 0, "key")
+    contents.finite(op, "k_scale", k_scale, edges[:keys].cumsum(0) > 0, unit="key")
 
 
 def schedule(context_lens: Tensor, next_n: int) -> None:

@@ -20,7 +20,7 @@ def permute(x_scale: Tensor | None, topk_ids: Tensor, expert_map: Tensor | None,
         last = expert_map.shape[0]
         experts = numbers[torch.where((experts >= 0) & (experts < last), experts, last)]
     local = ((experts >= 0) & (experts < num_experts)).any(1)
-    contents.finite("moe_permute", "x_scale", x_scale, local, "token")
+    contents.finite("moe_permute", "x_scale", x_scale, local, unit="token")
 
 
 def combine(y: Tensor, rows: Tensor) -> None:
