@@ -74,16 +74,10 @@ def poison(device: torch.device, pool: Pool, byte: int) -> None:
     torch.cuda.synchronize(device)
     free = [block for block in blocks(device) if not block.used]
     for block in (*blocks(device, pool), *free):
-        torch.as_tensor(_Raw(block), device=device).fill_(byte)
+        bytes_of(block, device).fill_(byte)
 
 
-class _Raw:
-    """Device memory that torch takes as a tensor of bytes, without owning it."""
-
-    def __init__(self, block: Block) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (block.size,),
-            "typestr": "|u1",
-            "data": (block.address, False),
-            "version": 3,
-        }
+def bytes_of(block: Block, device: torch.device) -> Tensor:
+    """The block as a tensor of bytes, which does not own it."""
+    storage = torch._C._construct_storage_from_data_pointer(block.address, device, block.size)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

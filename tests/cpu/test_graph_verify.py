@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from moe_fp8 import CaptureError, UnsupportedError, quantize_fp8
 from moe_fp8.errors import ArgumentError
-from moe_fp8.graph import capture, verify, verify_capture_safe
+from moe_fp8.graph import capture, memory, verify, verify_capture_safe
 from tests import graph_cases
 
 
@@ -204,6 +204,45 @@ def test_the_inputs_match(monkeypatch: pytest.MonkeyPatch, other: dict[str, Tens
     monkeypatch.undo()
     with pytest.raises(ArgumentError, match="other_inputs"):
         verify_capture_safe(lambda given: given["x"], inputs(), other)
+
+
+def test_memory_is_filled_by_its_address() -> None:
+    memory_of = torch.arange(4, dtype=torch.int32)
+    block = memory.Block(memory_of.data_ptr() + 4, 8, used=False)
+    memory.bytes_of(block, torch.device("cpu")).fill_(0xFF)
+    assert memory_of.tolist() == [0, -1, -1, 3]
+
+
+SNAPSHOT = [
+    {
+        "device": 0,
+        "segment_pool_id": pool,
+        "address": address,
+        "total_size": 30,
+        "blocks": [{"size": 10, "state": "active_allocated"}, {"size": 20, "state": "inactive"}],
+    }
+    for pool, address in (((0, 0), 100), ((0, 3), 500), ((0, 3), 900))
+]
+
+
+def test_pools_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: SNAPSHOT)
+    device = torch.device("cuda", 0)
+    assert list(memory.blocks(device)) == [(100, 10, True), (110, 20, False)]
+    found = list(memory.blocks(device, (0, 3)))
+    assert [(block.address, block.used) for block in found] == [
+        (500, True), (510, False), (900, True), (910, False),
+    ]  # fmt: skip
+    assert list(memory.blocks(torch.device("cuda", 1))) == []
+    assert memory.pool_bytes((0, 3)) == 60
+    filled: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(
+        memory, "bytes_of", lambda block, device: filled.append((block.address, block.size)) or torch.empty(0)
+    )
+    memory.poison(device, (0, 3), 0)
+    # The memory that a tensor outside the pool has is left alone.
+    assert filled == [(500, 10), (510, 20), (900, 10), (910, 20), (110, 20)]
 
 
 def test_what_a_capture_forbids_is_named_with_its_line() -> None:
