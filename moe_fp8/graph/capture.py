@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from moe_fp8.graph.memory import Pool
 
 _Result = TypeVar("_Result")
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 #: Parts of the messages of torch and of the driver for what a capture does not allow.
 _FORBIDDEN = ("captur", "synchronizing")
@@ -91,11 +92,8 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _line(error: Exception) -> str:
-    """The innermost line of the traceback that is not torch's own."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((_TORCH, __file__))
-    ]
-    frame = frames[-1]
+    """The innermost line of the traceback that is not torch's own, if there is one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((_TORCH, __file__))]
+    frame = (own or frames)[-1]
     return f"`{frame.line}` ({Path(frame.filename).name}:{frame.lineno})"

@@ -255,6 +255,18 @@ def test_what_a_capture_forbids_is_named_with_its_line() -> None:
     assert str(caught.value.got).endswith("when stream is capturing")
 
 
+def test_an_error_of_torch_itself_has_a_line_too() -> None:
+    namespace: dict[str, Any] = {}
+    code = "def begin():\n    raise RuntimeError('already capturing')"
+    exec(compile(code, f"{capture._TORCH}cuda/graphs.py", "exec"), namespace)
+    with pytest.raises(RuntimeError) as caught:
+        namespace["begin"]()
+    traceback = caught.value.__traceback__
+    assert traceback is not None
+    assert "test_graph_verify.py" in capture._line(caught.value)
+    assert capture._line(caught.value.with_traceback(traceback.tb_next)).endswith("(graphs.py:2)")
+
+
 def test_other_errors_stay_what_they_are() -> None:
     with pytest.raises(RuntimeError, match="no memory") as caught, capture._named("step"):
         raise RuntimeError("no memory")

@@ -7,6 +7,7 @@ import json
 import pickle
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -380,6 +381,18 @@ def test_contents_cost_nothing_unless_asked(name: str, monkeypatch: pytest.Monke
     with checked_calls.ChecksCounter() as counter:
         call(graph_cases.CASES[name].inputs(0, "cpu"))
     assert counter.count == 0
+
+
+def test_a_capture_is_not_checked_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_a_gpu = SimpleNamespace(is_cuda=True, device=-1)  # a device that torch leaves alone
+    capturing = [True, True, False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.pop(0))
+    registry._say_unchecked.cache_clear()
+    assert [registry.checked(on_a_gpu) for _ in range(3)] == [False, False, True]
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
+    assert "not checked while a stream is captured" in caplog.text
 
 
 def test_contents_are_not_read_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
