@@ -43,7 +43,7 @@ def _contiguous(layout: str) -> GraphCase:
     def call(given: Named) -> Tensor:
         index = given["index"]
         out = moe_fp8.grouped_gemm_fp8_contiguous(*_operands(given), **{layout: index})
-        at = torch.arange(total, device=index.device)
+        at = torch.arange(total, dtype=index.dtype, device=index.device)
         owned = torch.ones_like(at, dtype=torch.bool)
         if layout == "m_indices":
             owned = index >= 0

@@ -55,7 +55,7 @@ def verify_capture_safe(
     inputs, other_inputs: tensors of the same names, shapes, strides and dtypes, with other contents; at least
     one is on a CUDA device, and all CUDA tensors are on that device. Tensors on the CPU stand for host data.
     `fn` gets copies with the same strides. A tensor that fn writes in place (an `out`, a cache) belongs
-    in the inputs: it is compared too, and elements that fn leaves as they are need no value.
+    in the inputs: it is compared too, and fn may leave any of its elements as they are.
     warmup_runs: calls before the capture, at least 1; the last of them must not synchronise.
 
     The trial calls fn eagerly on both inputs, and once more on the first. It captures fn on static copies of
@@ -67,8 +67,8 @@ def verify_capture_safe(
     tensor that the graph does not write, or scratch that it reads before it writes; memory outside the
     graph's pool; calls that differ for the same inputs (random numbers, state that fn keeps); shapes
     that depend on contents. Raises ArgumentError for inputs that do not match or change no output,
-    UnsupportedError without a CUDA device. What fn itself raises is raised as it is. No
-    other thread may use the device meanwhile.
+    UnsupportedError without a CUDA device. What fn itself raises is raised as it is. No other thread may use
+    the device meanwhile.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     device = _device(name, inputs, other_inputs)
