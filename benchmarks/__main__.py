@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from . import gemm, host, logits, repeated, repetition, selection, silu_mul, startup, topk
+from . import gemm, host, logits, moe_layer, repeated, repetition, selection, serve, silu_mul, startup, topk
 from .compare import Session
 from .device import environment
 from .peer import DeepGemm, load
@@ -39,10 +39,12 @@ RUNNERS: dict[str, Callable[[Session, DeepGemm | None, int], None]] = {
     "paged_metadata": logits.run_paged_metadata,
     "topk": topk.run_topk,
     "indexer_select": selection.run_indexer_select,
+    "moe_layer": moe_layer.run_moe_layer,
     "host": host.run_host,
     "compile": startup.run_compile,
     "plan": startup.run_plan,
     "warmup": startup.run_warmup,
+    "serve": serve.run_serve,
     "repetition": repeated.run_repetition,
 }
 

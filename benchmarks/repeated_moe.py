@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -67,32 +68,40 @@ def combine(shape: MoeShape) -> Work:
     return Work(call, (shape.tokens, shape.hidden), torch.bfloat16, inputs.DEVICE)
 
 
-def layer(shape: MoeShape) -> Work:
-    """Five launches that share two workspaces, as the plug-in for vLLM makes them."""
-    x, ids = _hidden(shape), _ids(shape)
-    w13, w13_scale = inputs.weights(2 * shape.intermediate, shape.hidden, shape.num_experts)
-    w2, w2_scale = inputs.weights(shape.hidden, shape.intermediate, shape.num_experts)
-    weights = torch.rand(ids.shape, device=inputs.DEVICE)
-    rows, wide = ids.numel(), max(2 * shape.intermediate, shape.hidden)
-    fp8 = torch.empty(rows * wide, device=inputs.DEVICE, dtype=torch.float8_e4m3fn)
-    bf16 = torch.empty(rows * wide, device=inputs.DEVICE, dtype=torch.bfloat16)
-    made = moe_fp8.moe_permute(x, ids, num_experts=shape.num_experts)
-    made = made._replace(a=fp8[: rows * shape.hidden].view(rows, shape.hidden))
-    first = bf16[: rows * 2 * shape.intermediate].view(rows, -1)
-    second = bf16[: rows * shape.hidden].view(rows, -1)
-    values = fp8[: rows * shape.intermediate].view(1, rows, -1)
-    _, scales = moe_fp8.silu_mul_quantize(first.zero_()[None], masked_m=made.offsets[-1:])
+def route(shape: MoeShape, groups: int = 1) -> Work:
+    """The output holds all weights, then all ids. Half of the groups stay, if there are some."""
+    logits = torch.randn(shape.tokens, shape.num_experts, device=inputs.DEVICE).bfloat16()
+    bias = torch.rand(shape.num_experts, device=inputs.DEVICE) if groups > 1 else None
+    scoring: Literal["softmax", "sigmoid"] = "sigmoid" if groups > 1 else "softmax"
 
     def call(out: Tensor) -> None:
-        moe_fp8.moe_permute(x, ids, num_experts=shape.num_experts, out=made)
-        moe_fp8.grouped_gemm_fp8_contiguous(
-            made.a, made.a_scale, w13, w13_scale, offsets=made.offsets, out=first
+        moe_fp8.route_topk(
+            logits,
+            shape.topk,
+            scoring=scoring,
+            correction_bias=bias,
+            num_expert_group=groups,
+            topk_group=-(-groups // 2),
+            out=(out[0], out[1].view(torch.int32)),
         )
-        moe_fp8.silu_mul_quantize(first[None], masked_m=made.offsets[-1:], rounded=True, out=(values, scales))
-        moe_fp8.grouped_gemm_fp8_contiguous(
-            values[0], scales[0], w2, w2_scale, offsets=made.offsets, out=second
-        )
-        moe_fp8.moe_combine(second, made.rows, weights, out=out)
+
+    return Work(call, (2, shape.tokens, shape.topk), torch.float32, inputs.DEVICE)
+
+
+def layer(shape: MoeShape) -> Work:
+    """Five launches that share a workspace."""
+    x, ids = _hidden(shape), _ids(shape)
+    w13 = inputs.weights(2 * shape.intermediate, shape.hidden, shape.num_experts)
+    w2 = inputs.weights(shape.hidden, shape.intermediate, shape.num_experts)
+    weights = torch.rand(ids.shape, device=inputs.DEVICE)
+    num_bytes = moe_fp8.moe_workspace_bytes(
+        num_tokens=shape.tokens, topk=shape.topk, num_experts=shape.num_experts,
+        hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+    )  # fmt: skip
+    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=inputs.DEVICE)
+
+    def call(out: Tensor) -> None:
+        moe_fp8.fused_moe(x, ids, weights, *w13, *w2, rounded=True, workspace=workspace, out=out)
 
     return Work(call, (shape.tokens, shape.hidden), torch.bfloat16, inputs.DEVICE)
 
@@ -103,6 +112,8 @@ def _hidden(shape: MoeShape) -> Tensor:
 
 _QWEN = {"topk": 8, "num_experts": 128, "hidden": 2048, "intermediate": 768}
 _DEEPSEEK = {"topk": 8, "num_experts": 32, "hidden": 7168, "intermediate": 2048}
+#: All ranks' experts.
+_ROUTER = _DEEPSEEK | {"num_experts": 256}
 
 CASES = [
     Case("moe_permute", MoeShape(64, **_QWEN), permute),
@@ -110,8 +121,11 @@ CASES = [
     Case("moe_permute", MoeShape(1, **_DEEPSEEK), permute),
     Case("moe_combine", MoeShape(64, **_QWEN), combine),
     Case("moe_combine", MoeShape(2048, **_DEEPSEEK), combine),
-    Case("moe layer", MoeShape(1, **_QWEN), layer),
-    Case("moe layer", MoeShape(64, **_QWEN), layer),
-    Case("moe layer", MoeShape(16, **_DEEPSEEK), layer),
-    Case("moe layer", MoeShape(1024, **_QWEN), layer),
+    Case("route_topk", MoeShape(64, **_QWEN), route),
+    Case("route_topk", MoeShape(1, **_ROUTER), route, {"groups": 8}),
+    Case("route_topk", MoeShape(4096, **_ROUTER), route, {"groups": 8}),
+    Case("fused_moe", MoeShape(1, **_QWEN), layer),
+    Case("fused_moe", MoeShape(64, **_QWEN), layer),
+    Case("fused_moe", MoeShape(16, **_DEEPSEEK), layer),
+    Case("fused_moe", MoeShape(1024, **_QWEN), layer),
 ]

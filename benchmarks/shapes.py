@@ -84,6 +84,20 @@ class TopkShape:
 
 
 @dataclass(frozen=True)
+class MoeLayerShape:
+    """The routed experts of a model on one rank: the first `local_experts` of `num_experts`."""
+
+    model: str
+    tokens: int
+    routing: Literal["uniform", "zipf"]
+    hidden: int
+    intermediate: int
+    num_experts: int
+    local_experts: int
+    topk: int = 8
+
+
+@dataclass(frozen=True)
 class SiluMulShape:
     """`m` rows of gate and up projection, `[m, 2 * intermediate]`.
 
@@ -262,4 +276,24 @@ TOPK = [
     TopkShape(4096, 4096, 512),
     TopkShape(64, 32768, 4096),
     TopkShape(512, 131072, 1024, "causal"),
+]
+
+_MOE_TOKENS: tuple[tuple[Literal["uniform", "zipf"], tuple[int, ...]], ...] = (
+    ("uniform", (1, 8, 32, 64, 128, 256, 4096, 16384)),
+    ("zipf", (8, 64, 256)),
+)
+
+_MOE_MODELS = (
+    ("deepseek_v3", 7168, 2048, 256, 32),
+    ("kimi_k2", 7168, 2048, 384, 48),
+    ("qwen3_235b", 4096, 1536, 128, 16),
+    ("minimax_m2", 3072, 1536, 256, 256),
+    ("qwen3_30b", 2048, 768, 128, 128),
+)
+
+MOE_LAYER = [
+    MoeLayerShape(model, tokens, routing, *sizes)
+    for model, *sizes in _MOE_MODELS
+    for routing, all_tokens in _MOE_TOKENS
+    for tokens in all_tokens
 ]

@@ -28,6 +28,10 @@ MAX_TOPK = 4096
 MAX_EXPERTS = 1024
 MAX_EXPERTS_PER_TOKEN = 512
 
+#: The most experts that `route_topk` chooses for a token, and the most groups that it chooses from.
+MAX_ROUTED_EXPERTS = 32
+MAX_EXPERT_GROUPS = 32
+
 
 def refuse_n(n: int) -> str:
     """N of a GEMM: rows of its weights."""

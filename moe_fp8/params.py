@@ -13,7 +13,14 @@ from collections.abc import Iterable
 from typing import get_args
 
 from moe_fp8 import heuristics
-from moe_fp8.limits import INDEXER_HEADS, MAX_EXPERTS, PAGE_SIZES, SCALE_BLOCK
+from moe_fp8.limits import (
+    INDEXER_HEADS,
+    MAX_EXPERT_GROUPS,
+    MAX_EXPERTS,
+    MAX_ROUTED_EXPERTS,
+    PAGE_SIZES,
+    SCALE_BLOCK,
+)
 from moe_fp8.problems import SEGMENT_ALIGNMENT, GemmLayout
 from moe_fp8.specs import (
     GEMM_LAYOUTS,
@@ -221,6 +228,26 @@ MOE_COMBINE = ParamStruct(
     "int n",
 )
 
+ROUTE_TOPK = ParamStruct(
+    "RouteTopkParams",
+    "pointer logits",
+    "pointer bias",
+    "pointer weights",
+    "pointer ids",
+    "int64 logits_stride",
+    "int64 weights_stride",
+    "int64 ids_stride",
+    "int num_tokens",
+    "int num_experts",
+    "int topk",
+    "int num_groups",
+    "int kept_groups",
+    "int softmax",
+    "int renormalize",
+    "int wide_ids",
+    "float scaling",
+)
+
 #: Layout of a GEMM -> enumerator of `sched::Layout`.
 _ENUMERATORS = {
     "dense": "kDense",
@@ -322,6 +349,14 @@ _KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
         },
     ),
     "moe_combine": (MOE_COMBINE, {"moe_fp8::kQuantizeValues": QUANTIZE_VALUES}),
+    "route_topk": (
+        ROUTE_TOPK,
+        {
+            "moe_fp8::kMostChosen": MAX_ROUTED_EXPERTS,
+            "moe_fp8::kMostGroups": MAX_EXPERT_GROUPS,
+            **_IN_DTYPES,
+        },
+    ),
     "indexer_topk": (INDEXER_TOPK, {"moe_fp8::topk::kBins": heuristics.TOPK_BINS, **_IN_DTYPES}),
 }
 

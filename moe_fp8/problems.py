@@ -263,6 +263,21 @@ class MoeCombineProblem:
         return replace(self, num_tokens=selection_extent(self.num_tokens))
 
 
+@dataclass(frozen=True)
+class RouteTopkProblem:
+    """The choice of `topk` of `num_experts` experts for each of `num_tokens` tokens."""
+
+    num_tokens: int
+    num_experts: int
+    topk: int
+    in_dtype: InDtype = "bfloat16"
+    num_sms: int = DEFAULT_NUM_SMS
+
+    def for_selection(self) -> RouteTopkProblem:
+        """The problem that the choice of a kernel uses: `num_tokens` is rounded by `selection_extent`."""
+        return replace(self, num_tokens=selection_extent(self.num_tokens))
+
+
 Problem: TypeAlias = (
     GemmProblem
     | MqaLogitsProblem
@@ -274,4 +289,5 @@ Problem: TypeAlias = (
     | IndexerTopkProblem
     | MoePermuteProblem
     | MoeCombineProblem
+    | RouteTopkProblem
 )

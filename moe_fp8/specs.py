@@ -25,6 +25,7 @@ from moe_fp8.problems import (
     PagedMqaMetadataProblem,
     Problem,
     QuantizeProblem,
+    RouteTopkProblem,
     SiluMulQuantizeProblem,
 )
 
@@ -282,6 +283,24 @@ def select_moe_combine(problem: MoeCombineProblem) -> Selection[None]:
     return Selection(_MOE_COMBINE, min(blocks, problem.num_sms * 16), None)
 
 
+#: Lanes of the warp that chooses a token's experts; each of them has a multiple of so many experts, so that
+#: there are few kernels. Blocks of `route_topk` that share an SM.
+_ROUTE_LANES, _ROUTE_STEP, _ROUTE_BLOCKS_PER_SM = 32, 4, 8
+
+
+@cache
+def _route_topk_spec(values: int, in_dtype: str) -> KernelSpec:
+    return _spec("route_topk", 128, 0, VALUES=values, IN_DTYPE=IN_DTYPES[in_dtype])
+
+
+def select_route_topk(problem: RouteTopkProblem) -> Selection[None]:
+    """The grid's blocks take turns with a token for each warp."""
+    steps = -(-problem.num_experts // (_ROUTE_LANES * _ROUTE_STEP))
+    spec = _route_topk_spec(steps * _ROUTE_STEP, problem.in_dtype)
+    blocks = -(-problem.num_tokens * _ROUTE_LANES // spec.num_threads)
+    return Selection(spec, min(blocks, problem.num_sms * _ROUTE_BLOCKS_PER_SM), None)
+
+
 _SELECTORS: dict[type[Problem], Callable[[Any], Selection[object]]] = {
     GemmProblem: select_gemm,
     MqaLogitsProblem: select_mqa_logits,
@@ -293,6 +312,7 @@ _SELECTORS: dict[type[Problem], Callable[[Any], Selection[object]]] = {
     IndexerTopkProblem: select_indexer_topk,
     MoePermuteProblem: select_moe_permute,
     MoeCombineProblem: select_moe_combine,
+    RouteTopkProblem: select_route_topk,
 }
 
 

@@ -20,6 +20,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="fail, rather than skip, the tests in tests/gpu where there is no Hopper GPU",
     )
     parser.addoption(
+        "--peer",
+        type=Path,
+        metavar="FOLDER",
+        help="a folder with deep_gemm/ or deep_gemm.zip, DeepGEMM's package, which some tests compare with",
+    )
+    parser.addoption(
         "--repetition-seconds",
         type=float,
         help="how long tests/gpu/test_repetition.py calls each case (default: that of the benchmarks' class)",

@@ -7,8 +7,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_fp8 import Permuted, moe_combine, moe_permute, quantize_fp8
+from moe_fp8 import (
+    Permuted,
+    fused_moe,
+    grouped_gemm_fp8_contiguous,
+    moe_combine,
+    moe_permute,
+    moe_workspace_bytes,
+    quantize_fp8,
+    quantize_fp8_blocks,
+    silu_mul_quantize,
+)
+from moe_fp8.ops.gemm.reference import dequantize_blocks
 from tests import cases
+
+#: ||out - ref|| / ||ref|| of the layer against float64 on the same weights: three quantizations of
+#: activations to FP8.
+LAYER_TOLERANCE = 7e-2
 
 
 @dataclass(frozen=True)
@@ -129,3 +144,114 @@ def combined(y: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
         weight = torch.ones(len(used)) if weights is None else weights[:, j]
         total[used] += y[places[used, j].long()].double() * weight[used, None].double()
     return total
+
+
+@dataclass
+class Layer:
+    """Random weights of a case's experts, `width` wide, and its tokens' router weights."""
+
+    case: Case
+    width: int
+    device: str
+    limit: float | None = None
+    rounded: bool = False
+
+    def __post_init__(self) -> None:
+        gen, k, experts = cases.generator(7, self.device), self.case.k, self.case.experts
+        w13 = torch.randn(experts, 2 * self.width, k, generator=gen, device=self.device) / k**0.5
+        w2 = torch.randn(experts, k, self.width, generator=gen, device=self.device) / self.width**0.5
+        self.w13, self.w13_scale = quantize_fp8_blocks(w13)
+        self.w2, self.w2_scale = quantize_fp8_blocks(w2)
+        map_ = self.case.expert_map()
+        self.expert_map = None if map_ is None else map_.to(self.device)
+        self.options = {"power_of_two": self.case.power_of_two, "limit": self.limit, "rounded": self.rounded}
+
+    def inputs(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, ids and weights."""
+        gen = cases.generator(seed + 2, "cpu")
+        weights = torch.rand(self.case.tokens, self.case.topk, generator=gen)
+        x, ids = self.case.hidden(seed), self.case.ids(seed)
+        return x.to(self.device), ids.to(self.device), weights.to(self.device)
+
+    def workspace(self) -> Tensor:
+        """A workspace full of NaN."""
+        size = moe_workspace_bytes(
+            num_tokens=self.case.tokens, topk=self.case.topk, num_experts=self.case.experts,
+            hidden_size=self.case.k, intermediate_size=self.width,
+        )  # fmt: skip
+        return torch.full((size,), 0x7F, dtype=torch.uint8, device=self.device)
+
+    def fused(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        workspace: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        out = torch.full_like(x, float("nan")) if out is None else out
+        x, x_scale = self._given(x)
+        return fused_moe(
+            x, ids, weights, self.w13, self.w13_scale, self.w2, self.w2_scale, x_scale=x_scale,
+            expert_map=self.expert_map, workspace=workspace, out=out, **self.options,
+        )  # fmt: skip
+
+    def by_ops(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The five ops, each with memory of its own."""
+        x, x_scale = self._given(x)
+        permuted = moe_permute(
+            x, ids, num_experts=self.case.experts, x_scale=x_scale, expert_map=self.expert_map,
+            power_of_two=self.case.power_of_two,
+        )  # fmt: skip
+        offsets = permuted.offsets
+        share = None if self.expert_map is None else -(-ids.numel() // self.expert_map.numel())
+        hint = {"offsets": offsets, "expected_m": share}
+        first = grouped_gemm_fp8_contiguous(permuted.a, permuted.a_scale, self.w13, self.w13_scale, **hint)
+        values, scales = silu_mul_quantize(first[None], masked_m=offsets[-1:], **self.options)
+        second = grouped_gemm_fp8_contiguous(values[0], scales[0], self.w2, self.w2_scale, **hint)
+        return moe_combine(second, permuted.rows, weights)
+
+    def _given(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return quantize_fp8(x, power_of_two=self.case.power_of_two) if self.case.fp8 else (x, None)
+
+    def expected(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The layer in float64 on unquantized tokens."""
+        number = torch.arange(self.case.experts, device=self.device)
+        if self.expert_map is not None:
+            number = torch.stack([(self.expert_map == e).nonzero()[0, 0] for e in range(self.case.experts)])
+        total = torch.zeros(x.shape, dtype=torch.float64, device=self.device)
+        for expert in range(self.case.experts):
+            token, place = (ids == number[expert]).nonzero(as_tuple=True)
+            if not len(token):
+                continue
+            w13 = dequantize_blocks(self.w13[expert], self.w13_scale[expert], cases.F64)
+            w2 = dequantize_blocks(self.w2[expert], self.w2_scale[expert], cases.F64)
+            gate, up = (x[token].double() @ w13.t()).chunk(2, dim=1)
+            if self.limit is not None:
+                gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            y = (torch.nn.functional.silu(gate) * up) @ w2.t()
+            total.index_add_(0, token, y * weights[token, place, None].double())
+        return total
+
+
+LAYERS: dict[str, tuple[Case, dict[str, object]]] = {
+    "one token": (Case(1, 8, 32, 256), {}),
+    "decode": (Case(64, 8, 32, 512, power_of_two=True), {"rounded": True}),
+    "decode, FP8": (Case(33, 6, 20, 384, fp8=True, wide=True), {"limit": 0.5}),
+    "one rank of four": (Case(50, 8, 16, 256, ranks=4), {}),
+    "all to one expert": (Case(70, 4, 6, 256, one_expert=True), {}),
+    "missing ids": (Case(20, 4, 9, 256, missing=0.5), {}),
+    "prefill": (Case(700, 4, 8, 512), {}),
+}
+
+
+def check_layer(name: str, device: str, width: int = 256) -> None:
+    """`fused_moe` in a poisoned workspace: the bits of the five ops, near the float64 layer."""
+    case, options = LAYERS[name]
+    layer = Layer(case, width, device, **options)  # type: ignore[arg-type]
+    for seed in range(2):
+        given = layer.inputs(seed)
+        out = layer.fused(*given, workspace=layer.workspace())
+        assert torch.equal(out, layer.by_ops(*given))
+        assert torch.equal(out, layer.fused(*given))
+        assert cases.relative_error(out, layer.expected(*given)) < LAYER_TOLERANCE

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from moe_fp8.jit.build import BuildReport, build
 from moe_fp8.jit.store import KernelStore
+from moe_fp8.limits import MAX_EXPERTS
 from moe_fp8.problems import (
     GemmProblem,
     IndexerCacheProblem,
@@ -17,6 +18,7 @@ from moe_fp8.problems import (
     PagedMqaMetadataProblem,
     Problem,
     QuantizeProblem,
+    RouteTopkProblem,
     SiluMulQuantizeProblem,
 )
 from moe_fp8.specs import KernelSpec, kernel_spec
@@ -67,6 +69,13 @@ def quantize_problems() -> Iterator[Problem]:
                 yield SiluMulQuantizeProblem(m, 2048, experts, power_of_two, rounded)
 
 
+def route_problems() -> Iterator[Problem]:
+    for num_experts, dtype in itertools.product(
+        range(128, MAX_EXPERTS + 1, 128), ("bfloat16", "float16", "float32")
+    ):
+        yield RouteTopkProblem(64, num_experts, 8, dtype)
+
+
 def model_plans() -> list[Plan]:
     """A plan of every model that `tests/configs` has in the hub's spelling."""
     ranks = {"qwen3_30b": 1, "qwen3_235b": 4, "glm_45": 4, "ernie_45_21b": 4}
@@ -79,7 +88,9 @@ def model_plans() -> list[Plan]:
 
 
 def reachable() -> list[KernelSpec]:
-    problems = itertools.chain(gemm_problems(), indexer_problems(), topk_problems(), quantize_problems())
+    problems = itertools.chain(
+        gemm_problems(), indexer_problems(), topk_problems(), quantize_problems(), route_problems()
+    )
     planned = [spec for one in model_plans() for spec in one.specs]
     return list(dict.fromkeys([*planned, *map(kernel_spec, problems)]))
 

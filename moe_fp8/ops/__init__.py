@@ -14,13 +14,21 @@ from moe_fp8.ops.indexer import (
     paged_mqa_logits_metadata,
 )
 from moe_fp8.ops.modes import compile_only, get_num_sms, set_num_sms
-from moe_fp8.ops.moe import Permuted, moe_combine, moe_permute
+from moe_fp8.ops.moe import (
+    Permuted,
+    fused_moe,
+    moe_combine,
+    moe_permute,
+    moe_workspace_bytes,
+    route_topk,
+)
 from moe_fp8.ops.quantize import quantize_fp8, quantize_fp8_blocks, silu_mul_quantize
 from moe_fp8.ops.scales import to_mn_major
 
 __all__ = [
     "Permuted",
     "compile_only",
+    "fused_moe",
     "gemm_fp8",
     "get_num_sms",
     "grouped_gemm_fp8_contiguous",
@@ -31,12 +39,14 @@ __all__ = [
     "indexer_workspace_bytes",
     "moe_combine",
     "moe_permute",
+    "moe_workspace_bytes",
     "mqa_logits_fp8",
     "paged_indexer_select",
     "paged_mqa_logits_fp8",
     "paged_mqa_logits_metadata",
     "quantize_fp8",
     "quantize_fp8_blocks",
+    "route_topk",
     "set_num_sms",
     "silu_mul_quantize",
     "to_mn_major",

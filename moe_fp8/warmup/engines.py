@@ -47,6 +47,7 @@ ANY = EngineCalls(
         "silu_mul_quantize",
         "moe_permute",
         "moe_combine",
+        "route_topk",
         "indexer_quantize_and_cache",
         "indexer_topk",
     ),

@@ -19,6 +19,7 @@ from moe_fp8.warmup.rows import (
     indexer_rows,
     moe_rows,
     quantize_rows,
+    route_rows,
     silu_mul_rows,
 )
 from moe_fp8.warmup.shapes import GemmShape, Unplanned, gemm_shapes, uneven, unplanned, working_settings
@@ -136,6 +137,8 @@ def plan(
         rows += silu_mul_rows(shapes, bounds, options)
     if "moe_permute" in options.calls.further:
         rows += moe_rows(model, shapes, bounds, options)
+    if "route_topk" in options.calls.further:
+        rows += route_rows(model, options)
     if indexer is not None:
         rows += indexer_rows(model, indexer, options)
     planned = Plan(model, options, tuple(rows), tuple(others))

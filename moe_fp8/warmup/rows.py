@@ -16,6 +16,7 @@ from typing import Any
 from moe_fp8.heuristics import GemmConfig
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.heuristics.gemm.tiles import Shares
+from moe_fp8.limits import MAX_EXPERTS, MAX_ROUTED_EXPERTS
 from moe_fp8.problems import (
     SEGMENT_ALIGNMENT,
     GemmLayout,
@@ -30,6 +31,7 @@ from moe_fp8.problems import (
     PagedMqaMetadataProblem,
     Problem,
     QuantizeProblem,
+    RouteTopkProblem,
     SiluMulQuantizeProblem,
     selection_extent,
     selection_rows,
@@ -257,6 +259,22 @@ def moe_rows(
         for op, what, problems_at in uses:
             for spec, ranges, _ in _sweep(_runs(most, selection_extent), problems_at):
                 yield PlanRow(op, (what,), None, None, hidden, None, ranges, spec)
+
+
+def route_rows(model: ModelDescription, options: PlanOptions) -> Iterator[PlanRow]:
+    """The rows of `route_topk`, for logits of the model's dtype and in fp32."""
+    routers = (linear for linear in model.linears if linear.what == "router")
+    most = max(options.max_tokens, options.most_decoded) * options.dp
+    for num_experts in dict.fromkeys(router.n[0].units for router in routers):
+        if num_experts > MAX_EXPERTS or model.experts_per_token > MAX_ROUTED_EXPERTS:
+            continue
+
+        def route(tokens: int, num_experts: int = num_experts) -> Iterable[Problem]:
+            for dtype, sms in product(dict.fromkeys((model.dtype, "float32")), options.sm_budgets):
+                yield RouteTopkProblem(tokens, num_experts, model.experts_per_token, dtype, sms)
+
+        for spec, ranges, _ in _sweep(_runs(most, selection_extent), route):
+            yield PlanRow("route_topk", ("router",), None, None, None, num_experts, ranges, spec)
 
 
 def indexer_rows(model: ModelDescription, indexer: Indexer, options: PlanOptions) -> Iterator[PlanRow]:

@@ -35,8 +35,12 @@ class Quantizer:
 
     def linear(self, x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
         """x [M,K] @ weight^T -> fp32 [M,N] with bf16 values."""
-        quantized, scale = self(x)
-        return moe_fp8.gemm_fp8(quantized, scale, weight.weight, weight.scale, constant_weights=True).float()
+        return gemm(self(x), weight).float()
+
+
+def gemm(x: tuple[torch.Tensor, torch.Tensor], weight: Fp8Weight) -> torch.Tensor:
+    """Quantized x [M,K] @ weight^T -> bf16 [M,N]."""
+    return moe_fp8.gemm_fp8(*x, weight.weight, weight.scale, constant_weights=True)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -47,12 +51,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     return torch.nn.functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps)
-
-
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[..., 2I] (gate, then up) -> [..., I], fp32."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
 
 
 class Rope:

@@ -9,7 +9,7 @@ import torch
 import moe_fp8
 from server_example.model.batch import DecodeBatch, PrefillBatch
 from server_example.model.config import ModelConfig
-from server_example.model.layers import Fp8Weight, Quantizer, silu_mul
+from server_example.model.layers import Fp8Weight, Quantizer, gemm
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ class Mlp:
 
     def __call__(self, x: torch.Tensor, batch: PrefillBatch | DecodeBatch) -> torch.Tensor:
         """x [T, hidden] -> fp32 [T, hidden]. `batch` is unused, because the layer treats all rows alike."""
-        hidden = silu_mul(self.quantize.linear(x, self.weights.gate_up))
-        return self.quantize.linear(hidden, self.weights.down)
+        gate_up = gemm(self.quantize(x), self.weights.gate_up)
+        hidden = moe_fp8.silu_mul_quantize(gate_up, power_of_two=self.quantize.power_of_two)
+        return gemm(hidden, self.weights.down).float()
 
 
 @dataclass(frozen=True)
@@ -50,82 +51,32 @@ class Moe:
 
     def __call__(self, x: torch.Tensor, batch: PrefillBatch | DecodeBatch) -> torch.Tensor:
         """x [T, hidden] -> fp32 [T, hidden]."""
-        expert_ids, expert_weights = self.route(x)
+        weights, ids = self.route(x)
         if isinstance(batch, DecodeBatch):
-            routed = self._masked(x, expert_ids, batch.active)
-        else:
-            routed = self._contiguous(x, expert_ids)
-        combined = (routed * expert_weights[..., None]).sum(dim=1)
-        return combined + self.shared(x, batch)
+            ids = ids.masked_fill(~batch.active[:, None], -1)  # padded requests go to no expert
+        experts = self.weights.experts
+        routed = moe_fp8.fused_moe(
+            x.to(torch.bfloat16),
+            ids,
+            weights,
+            experts.gate_up.weight,
+            experts.gate_up.scale,
+            experts.down.weight,
+            experts.down.scale,
+            power_of_two=self.quantize.power_of_two,
+        )
+        return routed.float() + self.shared(x, batch)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expert ids int64 [T, k] and their weights fp32 [T, k]; the choice is group-limited, in fp32."""
+        """Weights fp32 [T, k] and expert ids int32 [T, k]; the choice is group-limited, in fp32."""
         config = self.config
-        scores = (x.float() @ self.weights.gate.T).sigmoid()
-        choice = scores + self.weights.correction_bias
-        if config.n_group > 1:
-            grouped = choice.view(x.shape[0], config.n_group, -1)
-            group_score = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(dim=2)
-            kept = group_score.topk(config.topk_group, dim=1).indices
-            keep = torch.zeros_like(group_score).scatter_(1, kept, 1.0)
-            choice = grouped.masked_fill(keep[..., None] == 0, -torch.inf).flatten(1)
-        expert_ids = choice.topk(config.num_experts_per_tok, dim=1).indices
-        weights = scores.gather(1, expert_ids)
-        if config.norm_topk_prob:
-            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
-        return expert_ids, weights * config.routed_scaling_factor
-
-    def _contiguous(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        """Prefill: rows are sorted by expert, ragged, without padding. Returns fp32 [T, k, hidden]."""
-        top = expert_ids.shape[1]
-        order = expert_ids.flatten().argsort(stable=True)
-        experts = torch.arange(self.config.n_routed_experts, device=x.device)
-        counts = (expert_ids.flatten()[:, None] == experts).sum(dim=0)
-        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-        rows = x[order // top]
-        for weight, activation in (
-            (self.weights.experts.gate_up, silu_mul),
-            (self.weights.experts.down, None),
-        ):
-            quantized, scale = self.quantize(rows)
-            rows = moe_fp8.grouped_gemm_fp8_contiguous(
-                quantized, scale, weight.weight, weight.scale, offsets=offsets
-            )
-            rows = activation(rows) if activation else rows.float()
-        unsorted = torch.empty_like(rows).index_copy_(0, order, rows)
-        return unsorted.view(x.shape[0], top, -1)
-
-    def _masked(self, x: torch.Tensor, expert_ids: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
-        """Decode: each expert has a buffer of B rows, so B fixes all shapes. Returns fp32 [B, k, hidden].
-
-        Rows of padded requests go to no expert and come back as zeros.
-        """
-        tokens, top = expert_ids.shape
-        num_experts = self.config.n_routed_experts
-        experts = torch.arange(num_experts, device=x.device)
-        assigned = ((expert_ids[..., None] == experts) & active[:, None, None]).flatten(0, 1)
-        masked_m = assigned.sum(dim=0).to(torch.int32)
-        rank = (assigned.cumsum(dim=0) - 1).gather(1, expert_ids.view(-1, 1))[:, 0]
-        present = assigned.any(dim=1)
-        # Rows that are not assigned go to one row past the buffers, so the number of written rows is fixed.
-        row = (expert_ids.flatten() * tokens + rank).masked_fill(~present, num_experts * tokens)
-        buffer = x.new_zeros(num_experts * tokens + 1, x.shape[1])
-        buffer.index_copy_(0, row, x[:, None].expand(-1, top, -1).flatten(0, 1))
-        rows = buffer[:-1]
-        for weight, activation in (
-            (self.weights.experts.gate_up, silu_mul),
-            (self.weights.experts.down, None),
-        ):
-            quantized, scale = self.quantize(rows)
-            rows = moe_fp8.grouped_gemm_fp8_masked(
-                quantized.view(num_experts, tokens, -1),
-                moe_fp8.to_mn_major(scale.view(num_experts, tokens, -1)),
-                weight.weight,
-                weight.scale,
-                masked_m,
-                expected_m=max(1, tokens * top // num_experts),
-            ).flatten(0, 1)
-            rows = activation(rows) if activation else rows.float()
-        picked = rows[row.clamp_max(num_experts * tokens - 1)]
-        # Rows beyond masked_m are unspecified and may be NaN: fill them, do not multiply them by zero.
-        return picked.masked_fill(~present[:, None], 0.0).view(tokens, top, -1)
+        return moe_fp8.route_topk(
+            x.float() @ self.weights.gate.T,
+            config.num_experts_per_tok,
+            scoring="sigmoid",
+            correction_bias=self.weights.correction_bias,
+            num_expert_group=config.n_group,
+            topk_group=config.topk_group,
+            renormalize=config.norm_topk_prob,
+            scaling_factor=config.routed_scaling_factor,
+        )

@@ -53,7 +53,7 @@ struct Exchange {
 namespace host {
 
 constexpr int kWarpsOfCta = NUM_THREADS / 32;
-constexpr int kStaticBytes = 4096;
+constexpr int kStaticBytes = 8192;
 struct Gates {
     Gate all;
     Gate warps[kWarpsOfCta];
@@ -202,6 +202,14 @@ inline void __syncwarp() { host::meet(host::warp_gate(), 32); }
 inline unsigned __shfl_sync(unsigned, unsigned value, int lane) {
     return host::exchange(value, [=](const unsigned* values) { return values[lane]; });
 }
+inline float __shfl_xor_sync(unsigned, float value, int mask) {
+    unsigned bits;
+    std::memcpy(&bits, &value, 4);
+    const int lane = threadIdx.x % 32;
+    bits = host::exchange(bits, [=](const unsigned* values) { return values[lane ^ mask]; });
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
 inline unsigned __shfl_up_sync(unsigned, unsigned value, int distance) {
     const int lane = threadIdx.x % 32;
     return host::exchange(value, [=](const unsigned* values) { return lane >= distance ? values[lane - distance] : value; });
@@ -234,6 +242,16 @@ inline int __reduce_max_sync(unsigned, int value) {
         return most;
     });
 }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+    return host::exchange(value, [](const unsigned* values) { return *std::max_element(values, values + 32); });
+}
+inline int __reduce_min_sync(unsigned, int value) {
+    return host::exchange(value, [](const unsigned* values) {
+        int least = static_cast<int>(values[0]);
+        for (int lane = 1; lane < 32; ++lane) least = min(least, static_cast<int>(values[lane]));
+        return least;
+    });
+}
 inline unsigned atomicAdd(unsigned* at, unsigned value) {
     const unsigned before = *at;
     *at += value;
@@ -257,6 +275,8 @@ inline unsigned __float_as_uint(float value) {
     std::memcpy(&bits, &value, 4);
     return bits;
 }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float x) { return 1.0f / x; }
 template <typename T>
 T __ldg(const T* at) {
     return *at;
@@ -266,6 +286,7 @@ namespace moe_fp8::ptx {
 
 inline void grid_dependency_wait() {}
 inline void launch_dependents() {}
+inline unsigned fresh_lane() { return threadIdx.x % 32; }
 inline unsigned cluster_rank() { return host::cta; }
 inline void cluster_sync() { host::meet(host::cluster_gate, NUM_THREADS * CLUSTER_SIZE); }
 template <typename T>

@@ -34,14 +34,21 @@ def copy_headers(folder: Path, *names: str) -> None:
     shutil.copy(HERE / "cta_host.h", folder / "host.h")
 
 
-def run(name: str, folder: Path, defines: Mapping[str, int]) -> None:
-    """Compile `name`.cpp of this folder with the headers in `folder`, and run it.
-
-    Its exit code reports a fault.
-    """
+def build(name: str, folder: Path, defines: Mapping[str, int]) -> Path:
+    """Compile `name`.cpp of this folder with the headers in `folder`, and return the program."""
     program = folder / name
     given = [f"-D{key}={value}" for key, value in defines.items()]
     command = ["g++", "-std=c++20", "-O1", "-w", f"-I{folder}", *given]
     subprocess.run([*command, str(HERE / f"{name}.cpp"), "-o", str(program)], check=True)
-    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=300)
+    return program
+
+
+def execute(program: Path, *arguments: Path) -> None:
+    """Run a program, whose exit code reports a fault."""
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run(name: str, folder: Path, defines: Mapping[str, int]) -> None:
+    """Build a program and execute it."""
+    execute(build(name, folder, defines))

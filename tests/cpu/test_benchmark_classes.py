@@ -15,10 +15,32 @@ import torch
 from torch import Tensor
 
 import moe_fp8
-from benchmarks import compare, cublas, gemm, host, inputs, logits, random_shapes, silu_mul, startup, topk
+from benchmarks import (
+    compare,
+    cublas,
+    gemm,
+    host,
+    inputs,
+    logits,
+    moe_layer,
+    random_shapes,
+    serve,
+    silu_mul,
+    startup,
+    topk,
+    vllm_layer,
+)
 from benchmarks.compare import Session
 from benchmarks.results import ROOT, ResultsFile
-from benchmarks.shapes import DenseShape, GroupedShape, MqaShape, PagedShape, SiluMulShape, TopkShape
+from benchmarks.shapes import (
+    DenseShape,
+    GroupedShape,
+    MoeLayerShape,
+    MqaShape,
+    PagedShape,
+    SiluMulShape,
+    TopkShape,
+)
 from tests.cpu.benchmark_rows import ENVIRONMENT, read_rows
 
 
@@ -132,6 +154,47 @@ def test_class_runs_against_a_peer(
             expected |= {"batch-invariant rel_error", "batch-invariant us"}
         assert row["notes"].keys() == expected, "the peer was left out"
         assert 0 <= row["rel_error"] < 3e-3
+
+
+def test_a_layer_runs_beside_the_engines(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def load(weights: tuple[Tensor, ...], topk: int, num_experts: int, expert_map: Tensor | None) -> Any:
+        assert (expert_map is None) == (num_experts == weights[0].shape[0])
+
+        def layer(x: Tensor, topk_weights: Tensor, ids: Tensor) -> Tensor:
+            return moe_fp8.fused_moe(x, ids, topk_weights, *weights, expert_map=expert_map)
+
+        return {"reference": layer, "wrong": lambda x, topk_weights, ids: x}
+
+    shapes = [
+        MoeLayerShape("small", tokens, routing, 256, 128, 8, local, 2)
+        for local, routing, tokens in ((8, "uniform", 5), (2, "zipf", 1), (2, "zipf", 40))
+    ]
+    monkeypatch.setattr(moe_layer, "MOE_LAYER", shapes)
+    monkeypatch.setattr(vllm_layer, "load", load)
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    moe_layer.run_moe_layer(session, None, 1)
+    assert session.failures == []
+    rows = read_rows(tmp_path / "h200.json")
+    assert len(rows) == len(shapes)
+    for row in rows:
+        assert row["peers"] == {"reference": 2.0} and "WrongResult" in row["notes"]["wrong left out"]
+        assert 0 <= row["rel_error"] < moe_layer.TOLERANCE
+        weight_bytes = 3 * 256 * 128
+        assert row["notes"]["floor us"] <= row["shape"]["local_experts"] * weight_bytes / 4550e3
+
+
+def test_a_servers_step_runs_as_a_graph_and_eagerly(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(serve, "_BATCHES", (1, 3))
+    monkeypatch.setattr(serve, "_STEPS", 2)
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    serve.run_serve(session, None, 1)
+    rows = read_rows(tmp_path / "h200.json")
+    assert [row["shape"]["batch"] for row in rows] == [1, 3]
+    assert all(row["us"] > 0 and row["peers"]["eager"] > 0 for row in rows)
 
 
 def test_silu_mul_runs_beside_its_parts(

@@ -63,6 +63,14 @@ def _combine() -> dict[str, Any]:
     }
 
 
+def _route() -> dict[str, Any]:
+    tensors = {"logits": torch.zeros(3, 64), "correction_bias": torch.zeros(64)}
+    outputs = {"weights": torch.zeros(3, 4), "ids": torch.zeros(3, 4, dtype=I32)}
+    groups = {"num_expert_group": 8, "topk_group": 4}
+    named = {"scoring": "sigmoid", "renormalize": True, "scaling_factor": 2.5}
+    return {**tensors, **outputs, **groups, **named}
+
+
 def _cache() -> dict[str, Any]:
     case = cache_cases.cache_case(5, slot_dtype=I32)
     arguments = {"k": case.k, "kv_cache": case.kv_cache, "slot_mapping": case.slot_mapping}
@@ -132,6 +140,7 @@ OPS: dict[str, Callable[[], dict[str, Any]]] = {
     "silu_mul_quantize": _silu_mul,
     "moe_permute": _permute,
     "moe_combine": _combine,
+    "route_topk": _route,
     "indexer_quantize_and_cache": _cache,
     "indexer_topk": _topk,
     "_indexer_topk_chunk": _topk,
@@ -354,6 +363,25 @@ def test_a_launch_of_silu_mul_packs_what_the_kernel_reads(cuda: _Cuda, limit: fl
     assert struct.unpack("<7q3if56x", masked_params) == (*addresses, 9 * 640, *rest, 2, clamp)
     addresses = [x[1].data_ptr(), 0, *(flat[name].data_ptr() for name in ("q", "scale"))]
     assert struct.unpack("<7q3if56x", params) == (*addresses, 0, *rest, 1, clamp)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("ids_dtype", [torch.int64, I32])
+def test_a_launch_of_the_router_packs_what_the_kernel_reads(
+    cuda: _Cuda, scoring: str, ids_dtype: torch.dtype
+) -> None:
+    softmax, wide = scoring == "softmax", ids_dtype is torch.int64
+    outputs = {"weights": torch.zeros(9, 6)[:, :4], "ids": torch.zeros(9, 5, dtype=ids_dtype)[:, :4]}
+    arguments = {**_route(), "logits": torch.zeros(9, 70)[:, :64], **outputs, "scoring": scoring}
+    if softmax:
+        arguments["correction_bias"] = None
+    cuda.run("route_topk", arguments)
+    ((grid, _, params),) = cuda.kernel.launches
+    assert grid == 3  # four warps, and a warp for each token
+    tensors = (arguments[name] for name in ("logits", "correction_bias", "weights", "ids"))
+    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    sizes = (9, 64, 4, 8, 4, softmax, True, wide)
+    assert struct.unpack("<7q8if36x", params) == (*addresses, 70, 6, 5, *sizes, 2.5)
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -14,6 +14,7 @@ from moe_fp8 import ArgumentError, ContractError, heuristics
 from moe_fp8.ops.arguments import MAX_EXTENT
 from moe_fp8.ops.gemm import checks as gemm_checks
 from moe_fp8.ops.indexer import checks as indexer_checks
+from moe_fp8.ops.moe import checks as moe_checks
 from moe_fp8.ops.quantize import checks as quantize_checks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +102,21 @@ def _topk(rows: int, columns: int) -> None:
     indexer_checks.indexer_topk(logits, 4, None, None, False, _meta(rows, 4, dtype=I32), None)
 
 
+def _route(tokens: int) -> None:
+    logits, weights = _meta(1, 8).expand(tokens, 8), _meta(tokens, 2)
+    moe_checks.route(
+        logits,
+        None,
+        weights,
+        _meta(tokens, 2, dtype=I32),
+        "softmax",
+        1,
+        1,
+        renormalize=True,
+        scaling_factor=1.0,
+    )
+
+
 MOST = MAX_EXTENT
 
 #: A call at its limit (which passes), and one beyond with the argument that is named.
@@ -126,6 +142,7 @@ LIMITS: list[tuple[Any, tuple[Any, ...], tuple[Any, ...], str]] = [
     (_schedule, (1, 1, MOST - 1), (1, 1, MOST), "out"),
     (_topk, (MOST, 8), (MOST + 1, 8), "logits"),
     (_topk, (8, 2**31 - 1), (8, 2**31), "logits"),
+    (_route, (MOST,), (MOST + 1,), "logits"),
 ]
 
 

@@ -9,6 +9,7 @@ import torch
 
 from moe_fp8 import (
     ArgumentError,
+    fused_moe,
     grouped_gemm_fp8_contiguous,
     moe_combine,
     moe_permute,
@@ -22,6 +23,43 @@ from tests import moe_cases
 def test_rows_and_sums(case: moe_cases.Case) -> None:
     if case.tokens < 5000:
         moe_cases.check(case, "cpu")
+
+
+@pytest.mark.parametrize("name", moe_cases.LAYERS)
+def test_layer(name: str) -> None:
+    moe_cases.check_layer(name, "cpu", 128)
+
+
+def test_layer_without_tokens_or_experts() -> None:
+    layer = moe_cases.Layer(moe_cases.Case(9, 2, 3, 256, missing=1.0), 128, "cpu")
+    x, ids, weights = layer.inputs()
+    assert not layer.fused(x, ids, weights).any()
+    assert layer.fused(x[:0], ids[:0], weights[:0]).shape == (0, 256)
+    assert not layer.fused(x, ids[:, :0], weights[:, :0]).any()
+
+
+@pytest.mark.parametrize(
+    ("argument", "given"),
+    [
+        ("w13", {"w13": torch.zeros(3, 128, 256, dtype=torch.float8_e4m3fn)}),
+        ("w13", {"w13": torch.zeros(3, 256, 384, dtype=torch.float8_e4m3fn)}),
+        ("w2", {"w2": torch.zeros(3, 256, 256, dtype=torch.float8_e4m3fn)}),
+        ("w13_scale", {"w13_scale": torch.ones(3, 1, 2)}),
+        ("w2_scale", {"w2_scale": torch.ones(2, 2, 1)}),
+        ("workspace", {"workspace": torch.zeros(100, dtype=torch.uint8)}),
+        ("workspace", {"workspace": torch.zeros(1 << 20)}),
+        ("topk_ids", {"topk_ids": torch.zeros(9, dtype=torch.int32)}),
+        ("x", {"x": torch.zeros(9, 256)}),
+    ],
+)
+def test_layer_names_the_wrong_argument(argument: str, given: dict[str, Any]) -> None:
+    layer = moe_cases.Layer(moe_cases.Case(9, 2, 3, 256), 128, "cpu")
+    x, ids, weights = layer.inputs()
+    arguments: dict[str, Any] = {"x": x, "topk_ids": ids, "topk_weights": weights}
+    arguments |= {name: getattr(layer, name) for name in ("w13", "w13_scale", "w2", "w2_scale")}
+    with pytest.raises(ArgumentError) as caught:
+        fused_moe(**(arguments | given))
+    assert caught.value.argument == argument
 
 
 def test_no_tokens() -> None:

@@ -72,6 +72,11 @@ def _combine() -> tuple[Any, ...]:
     return torch.randn(4, 64).bfloat16(), rows, torch.rand(3, 2), torch.zeros(3, 64).bfloat16()
 
 
+def _route() -> tuple[Any, ...]:
+    outputs = torch.zeros(5, 4), torch.zeros(5, 4, dtype=torch.int32)
+    return torch.randn(5, 64), torch.randn(64), *outputs, "sigmoid", 8, 4, True, 2.5
+
+
 def _cache() -> tuple[Any, ...]:
     case = cache_cases.cache_case(5)
     return case.k, case.kv_cache, case.slot_mapping, False
@@ -94,6 +99,7 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "silu_mul_quantize": _silu_mul,
     "moe_permute": _permute,
     "moe_combine": _combine,
+    "route_topk": _route,
     "indexer_quantize_and_cache": _cache,
     "indexer_topk": _topk,
     "_indexer_topk_chunk": lambda: (*_topk(), 3, torch.zeros(3, 2, dtype=torch.int32)),
@@ -169,6 +175,27 @@ def test_compiled_calls_equal_eager_ones(dynamic: bool) -> None:
         counts = torch.tensor([1, 0, m], dtype=torch.int32)
         for got, expected in zip(compiled(x, offsets, counts), layer(x, offsets, counts), strict=True):
             assert torch.equal(got.float(), expected.float())
+
+
+@pytest.mark.parametrize("own_workspace", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_block_of_experts_equals_the_eager_one(dynamic: bool, own_workspace: bool) -> None:
+    gen = cases.generator(0, "cpu")
+    router = torch.randn(6, 256, generator=gen)
+    w13, w2 = cases.weights(6, 512, 256, gen), cases.weights(6, 256, 256, gen)
+    size = moe_fp8.moe_workspace_bytes(
+        num_tokens=9, topk=2, num_experts=6, hidden_size=256, intermediate_size=256
+    )
+    workspace = torch.empty(size, dtype=torch.uint8) if own_workspace else None
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        weights, ids = moe_fp8.route_topk(x.float() @ router.t(), 2, scoring="sigmoid", num_expert_group=2)
+        return x + moe_fp8.fused_moe(x, ids, weights, *w13, *w2, limit=2.0, workspace=workspace)
+
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for tokens in (6, 9):
+        x = torch.randn(tokens, 256, generator=gen).bfloat16()
+        assert torch.equal(compiled(x), block(x))
 
 
 def test_compiled_logits_equal_eager_ones() -> None:

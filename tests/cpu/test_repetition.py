@@ -221,6 +221,8 @@ def small(case: Case) -> Case:
         sizes["k"] = 512 * heuristics.gemm_config(_problem(case)).parts
     if "topk" in options:
         options["topk"] = 16
+    if "groups" in options:
+        options["groups"] = 2
     if "max_bytes" in options:
         sizes["context"], options["max_bytes"] = 700, 16_000  # still several chunks
     return replace(case, shape=replace(case.shape, **sizes), options=options)

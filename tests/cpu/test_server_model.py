@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from safetensors.torch import load_file, save_file
 
 import moe_fp8
 from moe_fp8.errors import ConfigError
+from moe_fp8.ops.moe import layer
 from server_example.model.batch import DecodeBatch, PrefillBatch
 from server_example.model.config import ModelConfig
-from server_example.model.layers import Rope, rms_norm, silu_mul
+from server_example.model.layers import Rope, rms_norm
 from server_example.model.moe import Moe
 from server_example.model.transformer import Transformer
 from server_example.model.weights import load_weights
@@ -76,8 +78,8 @@ class DenseModel:
         return self.linear(out.transpose(0, 1).flatten(1), f"{name}.o_proj")
 
     def mlp(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        gate_up = torch.cat((self.linear(x, f"{name}.gate_proj"), self.linear(x, f"{name}.up_proj")), -1)
-        return self.linear(silu_mul(gate_up), f"{name}.down_proj")
+        gate, up = self.linear(x, f"{name}.gate_proj"), self.linear(x, f"{name}.up_proj")
+        return self.linear(torch.nn.functional.silu(gate) * up, f"{name}.down_proj")
 
     def moe(self, x: torch.Tensor, name: str) -> torch.Tensor:
         c = self.config
@@ -216,22 +218,21 @@ def test_decode_rows_do_not_depend_on_their_batch(demo_model: Transformer) -> No
 
 def test_padding_reaches_no_expert(demo_model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
-    original = moe_fp8.grouped_gemm_fp8_masked
+    original = layer.grouped_gemm_fp8_contiguous
 
-    def poisoned(*args: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        out, masked_m = original(*args, **kwargs), args[4]
-        counts.append(masked_m.tolist())
-        for expert, rows in enumerate(masked_m.tolist()):
-            out[expert, rows:] = torch.nan
+    def poisoned(*args: torch.Tensor, offsets: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        out = original(*args, offsets=offsets, **kwargs)
+        counts.append(int(offsets[-1]))
+        out[counts[-1] :] = torch.nan
         return out
 
-    monkeypatch.setattr(moe_fp8, "grouped_gemm_fp8_masked", poisoned)
-    moe = next(layer.feed_forward for layer in demo_model.layers if isinstance(layer.feed_forward, Moe))
+    monkeypatch.setattr(layer, "grouped_gemm_fp8_contiguous", poisoned)
+    moe = next(each.feed_forward for each in demo_model.layers if isinstance(each.feed_forward, Moe))
     x = torch.randn(4, demo_model.config.hidden_size, generator=torch.Generator().manual_seed(0))
     lens = torch.tensor([3, 0, 9, 0], dtype=torch.int32)
     batch = DecodeBatch(torch.zeros(4, dtype=torch.int64), lens, torch.zeros(4, 1, dtype=torch.int32))
     out = moe(x, batch)
-    assert [sum(count) for count in counts] == [4, 4]
+    assert counts == [4, 4]
     assert out.isfinite().all()
     monkeypatch.undo()
     active = x[[0, 2]]
@@ -249,19 +250,21 @@ def test_greedy_tokens_survive_another_devices_rounding(
     chosen, logits = model_run(demo_model, 128).greedy(tokens, GREEDY_TOKENS)
     generator = torch.Generator().manual_seed(1)
 
-    def noisy(name: str) -> None:
-        original = getattr(moe_fp8, name)
+    def noisy(module: ModuleType, name: str) -> None:
+        original = getattr(module, name)
 
         def op(*args: object, **kwargs: object) -> torch.Tensor:
             # The results before the rounding to bf16: Hopper's FP8 tensor core keeps about 14 bits.
+            given = kwargs.pop("out", None)
             out = original(*args, **kwargs, out_dtype=torch.float32)
             size = out.nan_to_num().square().mean(-1, keepdim=True).sqrt()
-            return (out + torch.randn(out.shape, generator=generator) * size * 2**-12).bfloat16()
+            out += torch.randn(out.shape, generator=generator) * size * 2**-12
+            return out.bfloat16() if given is None else given.copy_(out)
 
-        monkeypatch.setattr(moe_fp8, name, op)
+        monkeypatch.setattr(module, name, op)
 
-    for name in ("gemm_fp8", "grouped_gemm_fp8_contiguous", "grouped_gemm_fp8_masked"):
-        noisy(name)
+    noisy(moe_fp8, "gemm_fp8")
+    noisy(layer, "grouped_gemm_fp8_contiguous")
     other = model_run(demo_model, 128).follow(tokens, chosen)
     assert other.argmax(1).tolist() == chosen
     errors = (other - logits).norm(dim=1) / logits.norm(dim=1)

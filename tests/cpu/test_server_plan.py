@@ -10,15 +10,20 @@ import torch
 
 import moe_fp8
 from moe_fp8.ops.indexer import select
+from moe_fp8.ops.moe import layer
 from moe_fp8.problems import (
     GemmProblem,
     IndexerCacheProblem,
     IndexerTopkProblem,
+    MoeCombineProblem,
+    MoePermuteProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
     PagedMqaMetadataProblem,
     Problem,
     QuantizeProblem,
+    RouteTopkProblem,
+    SiluMulQuantizeProblem,
 )
 from moe_fp8.specs import kernel_spec
 from moe_fp8.warmup import load_model, plan
@@ -62,12 +67,23 @@ def record(monkeypatch: pytest.MonkeyPatch, problems: dict[Problem, None]) -> No
             return PagedMqaLogitsProblem(batch, next_n, heads, dim, args[1].shape[1], SMS)
         if name == "indexer_topk":
             return IndexerTopkProblem(*first.shape, "float32", SMS)
+        if name == "route_topk":
+            return RouteTopkProblem(*first.shape, args[1], "float32", SMS)
+        if name == "moe_permute":
+            tokens, topk = args[1].shape
+            return MoePermuteProblem(
+                tokens, topk, first.shape[1], "bfloat16", kwargs["power_of_two"], num_sms=SMS
+            )
+        if name == "moe_combine":
+            return MoeCombineProblem(*args[1].shape, first.shape[1], SMS)
         m, k = first.shape[-2:]
+        if name == "silu_mul_quantize":
+            experts = None if kwargs.get("masked_m") is None else first.shape[0]
+            return SiluMulQuantizeProblem(m, k // 2, experts, kwargs["power_of_two"], num_sms=SMS)
         n = args[2].shape[-2]
         if name == "gemm_fp8":
             return GemmProblem("dense", m, n, k, num_sms=SMS)
-        layout = "masked" if name == "grouped_gemm_fp8_masked" else "offsets"
-        return GemmProblem(layout, m, n, k, args[2].shape[0], kwargs.get("expected_m"), num_sms=SMS)
+        return GemmProblem("offsets", m, n, k, args[2].shape[0], kwargs.get("expected_m"), num_sms=SMS)
 
     def wrap(module: ModuleType, attribute: str, name: str) -> None:
         original = getattr(module, attribute)
@@ -82,10 +98,12 @@ def record(monkeypatch: pytest.MonkeyPatch, problems: dict[Problem, None]) -> No
         "quantize_fp8",
         "indexer_quantize_and_cache",
         "gemm_fp8",
-        "grouped_gemm_fp8_contiguous",
-        "grouped_gemm_fp8_masked",
+        "silu_mul_quantize",
+        "route_topk",
     ):
         wrap(moe_fp8, name, name)
+    for name in ("moe_permute", "grouped_gemm_fp8_contiguous", "silu_mul_quantize", "moe_combine"):
+        wrap(layer, name, name)
     for name, (module, attribute) in SELECTION.items():
         wrap(module, attribute, name)
 
@@ -107,8 +125,8 @@ def test_plan_covers_prefill_and_decode(
         demo_model.decode(inputs, caches)
     kinds = {type(problem) for problem in problems}
     layouts = {problem.layout for problem in problems if isinstance(problem, GemmProblem)}
-    assert len(kinds) == 7
-    assert layouts == {"dense", "offsets", "masked"}
+    assert len(kinds) == 11
+    assert layouts == {"dense", "offsets"}
     planned = plan(load_model(demo_folder), plan_options(PREFILL_CHUNK, MAX_BATCH, SMS, PAGE_TOKENS))
     missing = {problem: kernel_spec(problem) for problem in problems if kernel_spec(problem) not in planned}
     assert not missing

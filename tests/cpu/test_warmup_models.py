@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from moe_fp8.errors import ConfigError, ModelError
+from moe_fp8.problems import RouteTopkProblem
+from moe_fp8.specs import kernel_spec
 from moe_fp8.warmup import (
     ModelDescription,
     Parallelism,
@@ -22,6 +24,7 @@ from moe_fp8.warmup import (
 )
 from moe_fp8.warmup.models import Indexer
 from moe_fp8.warmup.shapes import local_experts
+from tests.model_configs import in_blocks
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -220,3 +223,14 @@ def test_a_plan_of_any_number_of_tokens_takes_no_longer() -> None:
     assert set(some.specs) == set(many.specs)
     for row in many.rows:
         assert sum(last - first + 1 for first, last in row.rows) >= len(row.rows) and len(row.rows) < 400
+
+
+@pytest.mark.parametrize(("name", "choices"), [("glm_45", 160), ("longcat_flash", 768)])
+def test_routers_are_planned_for_all_that_they_choose_from(name: str, choices: int) -> None:
+    """LongCat's router also chooses from experts that compute nothing."""
+    planned = plan(describe(in_blocks(name)), PlanOptions(tp=8, ep=8))
+    routers = [row for row in planned.rows if row.op == "route_topk"]
+    assert {row.num_experts for row in routers} == {choices}
+    assert {kernel_spec(RouteTopkProblem(1, choices, 8, dtype)) for dtype in ("bfloat16", "float32")} == {
+        row.spec for row in routers
+    }

@@ -30,6 +30,7 @@ from moe_fp8.problems import (
     PagedMqaMetadataProblem,
     Problem,
     QuantizeProblem,
+    RouteTopkProblem,
     SiluMulQuantizeProblem,
     selection_rows,
 )
@@ -186,6 +187,8 @@ def any_calls(planned: Plan, draw: st.DrawFn) -> Iterator[Problem]:
     kind = (in_dtype, draw(st.booleans()), draw(st.booleans()), sms)
     yield MoePermuteProblem(tokens, model.experts_per_token, routed[0].n, *kind)
     yield MoeCombineProblem(tokens, model.experts_per_token, routed[0].n, sms)
+    logits = draw(st.sampled_from((model.dtype, "float32")))
+    yield RouteTopkProblem(tokens, model.num_experts, model.experts_per_token, logits, sms)
 
     if model.indexer is None:
         return

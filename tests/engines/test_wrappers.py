@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
-from enum import Enum
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,44 +12,14 @@ import torch
 import moe_fp8
 from moe_fp8 import integrations
 from tests import cases
-from tests.engines.sources import ENGINES, Engine, fetch, skipped
+from tests.engines import sglang_layers, vllm_layers
+from tests.engines.layers import EngineLayers
+from tests.engines.sources import ENGINES, skipped
 
 pytestmark = pytest.mark.skipif(skipped(), reason="ENGINE_SOURCES=skip")
 
 VLLM = [engine for engine in ENGINES if engine.package == "vllm"]
 (SGLANG,) = (engine for engine in ENGINES if engine.package == "sglang")
-
-
-def module(monkeypatch: pytest.MonkeyPatch, name: str, **names: Any) -> ModuleType:
-    """A module with these names in `sys.modules`, and its parents."""
-    for at in range(1, name.count(".") + 1):
-        parent = ".".join(name.split(".")[:at])
-        if parent not in sys.modules:
-            package = ModuleType(parent)
-            package.__path__ = []
-            monkeypatch.setitem(sys.modules, parent, package)
-    made = ModuleType(name)
-    made.__dict__.update(names)
-    monkeypatch.setitem(sys.modules, name, made)
-    parent, _, last = name.rpartition(".")
-    if parent:
-        monkeypatch.setattr(sys.modules[parent], last, made, raising=False)
-    return made
-
-
-def execute(monkeypatch: pytest.MonkeyPatch, engine: Engine, name: str) -> Any:
-    """The engine's module `name`, from its source."""
-    path = fetch(engine) / f"{name.replace('.', '/')}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, made)
-    spec.loader.exec_module(made)
-    return made
-
-
-def nothing(*arguments: Any, **options: Any) -> None:
-    pass
 
 
 @pytest.fixture
@@ -62,31 +29,20 @@ def installed() -> Iterator[ModuleType]:
 
 
 @pytest.fixture(params=VLLM, ids=lambda engine: engine.name)
-def vllm(request: pytest.FixtureRequest, installed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+def vllm(
+    request: pytest.FixtureRequest, installed: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     """vLLM's module in front of `deep_gemm`."""
-    hopper = SimpleNamespace(
-        support_deep_gemm=lambda: True, is_arch_support_pdl=lambda: True, is_cuda=lambda: True,
-        is_device_capability_family=lambda family: family == 90, simple_compile_backend="eager",
-        is_device_capability=lambda capability: capability == 90,
-        fp8_dtype=lambda: torch.float8_e4m3fn,
-    )  # fmt: skip
-    logger = SimpleNamespace(
-        info_once=nothing, debug_once=nothing, warning_once=nothing, info=nothing, debug=nothing
-    )
-    module(
-        monkeypatch, "vllm.envs", VLLM_USE_DEEP_GEMM=True, VLLM_USE_DEEP_GEMM_E8M0=True, VLLM_CACHE_ROOT=""
-    )
-    module(monkeypatch, "vllm.logger", logger=logger)
-    quant = "vllm.model_executor.layers.quantization.utils.quant_utils"
-    module(monkeypatch, quant, get_fp8_min_max=lambda: (-448.0, 448.0))
-    module(monkeypatch, "vllm.platforms", current_platform=hopper)
-    module(monkeypatch, "vllm.utils.import_utils", has_deep_gemm=lambda: True)
-    module(monkeypatch, "vllm.utils.math_utils", cdiv=lambda a, b: -(-a // b))
     monkeypatch.setenv("DG_JIT_CACHE_DIR", "unused")
-    made = execute(monkeypatch, request.param, "vllm.utils.deep_gemm")
-    made._lazy_init()
-    assert made._import_deep_gemm() is installed
-    return made
+    quant = "vllm.model_executor.layers.quantization.utils.quant_utils"
+    provided = {f"{quant}.get_fp8_min_max": lambda: (-448.0, 448.0), **vllm_layers.wrapper_stand_ins()}
+    real = (vllm_layers.WRAPPERS, "vllm.utils.math_utils")
+    layers = EngineLayers(request.param, real, provided, absent=vllm_layers.ABSENT)
+    with layers.active():
+        made = layers.module(vllm_layers.WRAPPERS)
+        made._lazy_init()
+        assert made._import_deep_gemm() is installed
+        yield made
 
 
 def test_vllms_gemms(vllm: Any, installed: ModuleType) -> None:
@@ -149,35 +105,14 @@ def test_vllms_indexer(vllm: Any) -> None:
     torch.testing.assert_close(logits[written].double(), expected[written], rtol=1e-4, atol=1e-4)
 
 
-class _Kernels(Enum):
-    GEMM_NT_F8F8BF16 = 0
-    GEMM_NT_F8F8BF16_BLOCK32 = 1
-    GROUPED_GEMM_NT_F8F8BF16_CONTIG = 2
-    GROUPED_GEMM_NT_F8F8BF16_MASKED = 3
-
-
 @pytest.fixture
-def sglang(installed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+def sglang(installed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """SGLang's module in front of `deep_gemm`."""
-    from contextlib import nullcontext
-
-    variables = SimpleNamespace(
-        SGLANG_DEEPGEMM_SANITY_CHECK=SimpleNamespace(get=lambda: False),
-        SGLANG_DEEPGEMM_PDL=SimpleNamespace(get=lambda: True),
-    )
-    module(monkeypatch, "sglang.srt.environ", envs=variables)
-    wrapper = "sglang.srt.layers.deep_gemm_wrapper"
-    hooks = SimpleNamespace(
-        DeepGemmKernelType=_Kernels, deep_gemm_execution_hook=lambda *arguments: nullcontext()
-    )
-    module(monkeypatch, wrapper, compile_utils=hooks)
-    module(
-        monkeypatch, f"{wrapper}.configurer", ENABLE_JIT_DEEPGEMM=True, DEEPGEMM_BLACKWELL=False,
-        DEEPGEMM_SCALE_UE8M0=False, DEEPGEMM_NEED_TMA_ALIGNED_SCALES=True,
-    )  # fmt: skip
-    made = execute(monkeypatch, SGLANG, f"{wrapper}.entrypoint")
-    monkeypatch.setattr(made, "_ensure_cuda", lambda pair: pair)
-    return made
+    layers = EngineLayers(SGLANG, sglang_layers.WRAPPERS, sglang_layers.wrapper_stand_ins())
+    with layers.active():
+        made = layers.module(sglang_layers.ENTRYPOINT)
+        monkeypatch.setattr(made, "_ensure_cuda", lambda pair: pair)
+        yield made
 
 
 def test_sglangs_gemms(sglang: Any) -> None:

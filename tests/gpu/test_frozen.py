@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,18 @@ def run_silu_mul(planned: Plan, device: str, rng: random.Random) -> None:
             )
 
 
+def run_router(planned: Plan, device: str, rng: random.Random) -> None:
+    for row in planned.rows:
+        if row.op != "route_topk":
+            continue
+        assert row.num_experts is not None
+        most = row.rows[-1][1]
+        for tokens, dtype in product((1, rng.randint(1, most), most), (torch.bfloat16, torch.float32)):
+            logits = torch.randn(tokens, row.num_experts, device=device, dtype=dtype)
+            moe_fp8.route_topk(logits, 8, scoring="sigmoid", num_expert_group=8, topk_group=4)
+            moe_fp8.route_topk(logits, 8, ids_dtype=torch.int64)
+
+
 def run_prefill(planned: Plan, device: str, rng: random.Random) -> None:
     indexer, options = planned.model.indexer, planned.options
     assert indexer is not None
@@ -146,6 +159,10 @@ def test_masked(frozen: Plan) -> None:
 
 def test_silu_mul(frozen: Plan) -> None:
     run_silu_mul(frozen, "cuda", random.Random(6))
+
+
+def test_router(frozen: Plan) -> None:
+    run_router(frozen, "cuda", random.Random(7))
 
 
 def test_prefill_indexer(frozen: Plan) -> None:

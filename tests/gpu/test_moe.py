@@ -14,6 +14,46 @@ def test_rows_and_sums(case: moe_cases.Case) -> None:
     moe_cases.check(case, "cuda")
 
 
+@pytest.mark.parametrize("width", [128, 768])
+@pytest.mark.parametrize("name", moe_cases.LAYERS)
+def test_layer(name: str, width: int) -> None:
+    moe_cases.check_layer(name, "cuda", width)
+
+
+@pytest.mark.sanitizer
+def test_small_layer() -> None:
+    moe_cases.check_layer("missing ids", "cuda")
+
+
+def test_a_layer_takes_five_launches() -> None:
+    layer = moe_cases.Layer(moe_cases.Case(48, 8, 64, 512), 256, "cuda")
+    given, workspace = layer.inputs(), layer.workspace()
+    out = torch.empty_like(given[0])
+    layer.fused(*given, workspace=workspace, out=out)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        layer.fused(*given, workspace=workspace, out=out)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profiler.events() if event.device_type.name == "CUDA"]
+    expected = ["moe_permute", "gemm_fp8", "silu_mul_quantize", "gemm_fp8", "moe_combine"]
+    assert sorted(kernels) == sorted(expected)
+
+
+def test_layer_in_a_graph_reads_new_ids() -> None:
+    layer = moe_cases.Layer(*moe_cases.LAYERS["decode"][:1], 256, "cuda")
+    given, workspace = layer.inputs(), layer.workspace()
+    layer.fused(*given, workspace=workspace)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer.fused(*given, workspace=workspace)
+    for seed in range(3):
+        for old, new in zip(given, layer.inputs(seed), strict=True):
+            old.copy_(new)
+        workspace.fill_(0x7F)
+        graph.replay()
+        assert torch.equal(captured, layer.by_ops(*given))
+
+
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("fp8", [False, True])
 def test_small(fp8: bool) -> None:

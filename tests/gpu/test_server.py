@@ -128,8 +128,6 @@ def test_every_op_agrees_on_the_models_own_inputs(
             for got, want, old in zip(_results(name, arguments, returned), wanted, before, strict=False):
                 assert got.shape == want.shape
                 defined = torch.isfinite(want)
-                if name == "grouped_gemm_fp8_masked":
-                    defined &= (torch.arange(want.shape[1]) < on_cpu[4][:, None])[..., None]
                 if old is not None:
                     # Elements that the op does not write keep the buffer's content.
                     defined &= want != old
@@ -144,8 +142,10 @@ def test_every_op_agrees_on_the_models_own_inputs(
         "quantize_fp8": 0.0,
         "indexer_quantize_and_cache": 0.0,
         "gemm_fp8": 3e-3,
-        "grouped_gemm_fp8_contiguous": 3e-3,
-        "grouped_gemm_fp8_masked": 3e-3,
+        # The hardware's exp moves some values by a rounding step of FP8.
+        "silu_mul_quantize": 1e-2,
+        "fused_moe": 2e-2,
+        "route_topk": 1e-5,
         "mqa_logits_fp8": 1e-3,
         "paged_mqa_logits_metadata": 0.0,
         "paged_mqa_logits_fp8": 1e-3,

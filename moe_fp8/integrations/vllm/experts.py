@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe import DeepGemmExperts
-from vllm.model_executor.layers.fused_moe.utils import _resize_cache
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
@@ -17,8 +16,7 @@ from vllm.platforms import current_platform
 from vllm.utils.deep_gemm import DeepGemmQuantScaleFMT
 
 from moe_fp8.limits import MAX_EXPERTS
-from moe_fp8.ops import Permuted, grouped_gemm_fp8_contiguous, moe_combine, moe_permute, silu_mul_quantize
-from moe_fp8.ops.scales import empty_mn_major
+from moe_fp8.ops import fused_moe, moe_workspace_bytes
 
 
 class MoeFp8Experts(DeepGemmExperts):
@@ -52,6 +50,9 @@ class MoeFp8Experts(DeepGemmExperts):
         )
         if not supported:
             return supported, reason
+        alpha, beta = (getattr(moe_config, name, None) for name in ("swiglu_alpha", "swiglu_beta"))
+        if alpha not in (None, 1) or beta not in (None, 0):
+            return False, f"the kernels compute SiLU(gate) * up, not SwiGLU with alpha {alpha}, beta {beta}"
         sizes = moe_config.hidden_dim, moe_config.intermediate_size_per_partition
         if any(size % 128 for size in sizes) or moe_config.num_local_experts > MAX_EXPERTS:
             return False, f"the kernels need sizes that 128 divides, got {sizes}"
@@ -77,8 +78,12 @@ class MoeFp8Experts(DeepGemmExperts):
     def workspace_shapes(
         self, M: int, N: int, K: int, topk: int, *others: Any, **options: Any
     ) -> tuple[tuple[int, ...], ...]:
-        rows = M * topk
-        return (rows, max(N // 2, K)), (rows, max(N, K)), (M, K)
+        num_bytes = moe_workspace_bytes(
+            num_tokens=M, topk=topk, num_experts=self.moe_config.num_local_experts, hidden_size=K,
+            intermediate_size=N // 2,
+        )  # fmt: skip
+        # vLLM's output may lie in the first workspace, so all of ours is the second, counted in bf16.
+        return (0,), (-(-num_bytes // 2),), (M, K)
 
     def apply(
         self,
@@ -98,50 +103,20 @@ class MoeFp8Experts(DeepGemmExperts):
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:
-        num_experts, n, k = w1.shape
-        rows = topk_ids.numel()
-        # Without a map, every place has a row; with a map, about the share of this rank's experts.
-        expected_m = None if expert_map is None else -(-rows // max(global_num_experts, num_experts))
-        fp8 = workspace13.view(torch.float8_e4m3fn)
-        scales = empty_mn_major((rows, k // 128), output)
-        index = torch.empty(num_experts + 1, dtype=torch.int32, device=output.device)
-        places = torch.empty(topk_ids.shape, dtype=torch.int32, device=output.device)
-        permuted = moe_permute(
+        weights = None if apply_router_weight_on_input else topk_weights.float()
+        fused_moe(
             hidden_states,
             topk_ids,
-            num_experts=num_experts,
-            x_scale=a1q_scale,
-            expert_map=expert_map,
-            power_of_two=self.power_of_two,
-            out=Permuted(_resize_cache(fp8, (rows, k)), scales, index, places),
-        )
-        first = grouped_gemm_fp8_contiguous(
-            permuted.a,
-            permuted.a_scale,
+            weights,
             w1,
             self.w1_scale,
-            offsets=index,
-            expected_m=expected_m,
-            out=_resize_cache(workspace2, (rows, n)),
-        )
-        # Only rows of experts on this rank count: the first index[num_experts] rows.
-        second_scales = empty_mn_major((1, rows, n // 256), output)
-        values, second_scales = silu_mul_quantize(
-            first.unsqueeze(0),
-            masked_m=index[num_experts:],
-            power_of_two=self.power_of_two,
-            limit=self.gemm1_clamp_limit,
-            rounded=True,
-            out=(_resize_cache(fp8, (1, rows, n // 2)), second_scales),
-        )
-        second = grouped_gemm_fp8_contiguous(
-            values[0],
-            second_scales[0],
             w2,
             self.w2_scale,
-            offsets=index,
-            expected_m=expected_m,
-            out=_resize_cache(workspace2, (rows, k)),
+            x_scale=a1q_scale,
+            expert_map=expert_map,
+            limit=self.gemm1_clamp_limit,
+            power_of_two=self.power_of_two,
+            rounded=True,
+            workspace=workspace2.view(torch.uint8),
+            out=output,
         )
-        weights = None if apply_router_weight_on_input else topk_weights.float()
-        moe_combine(second, places, weights, out=output)

@@ -361,14 +361,3 @@ def selection_out(op: str, rows: int, topk: int, like: Tensor, out: Tensor | Non
         got = f"{out.dtype} {list(out.shape)} of stride {out.stride()}"
         raise ArgumentError(op, "out", f"contiguous int32 [{rows}, {topk}]", got)
     return out
-
-
-def workspace(op: str, tensor: Tensor, like: Tensor) -> None:
-    """Check a workspace: uint8 [bytes], contiguous, 16-byte aligned, on the device of `like`."""
-    if tensor.dim() != 1 or tensor.dtype is not torch.uint8 or not tensor.is_contiguous():
-        got = f"{tensor.dtype} {list(tensor.shape)} of stride {tensor.stride()}"
-        raise ArgumentError(op, "workspace", "contiguous uint8 [bytes]", got)
-    if tensor.data_ptr() & 15:
-        raise ArgumentError(op, "workspace", "a 16-byte aligned address", hex(tensor.data_ptr()), "clone it")
-    if tensor.device != like.device:
-        refuse_device(op, like, workspace=tensor)

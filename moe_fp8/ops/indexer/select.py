@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
+from moe_fp8.ops import workspace as workspaces
 from moe_fp8.ops.arguments import extent, workers
 from moe_fp8.ops.examine import examine
 from moe_fp8.ops.indexer import checks, contracts
@@ -32,9 +33,6 @@ _ENOUGH_QUERIES = 512
 
 #: A chunk of keys is at least this many times topk, since every chunk reads the carried keys again.
 _LEAST_CHUNK = 4
-
-#: Every buffer in the workspace begins at a multiple of this.
-_ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
@@ -61,14 +59,11 @@ class SelectionPlan:
 
     @property
     def num_bytes(self) -> int:
-        return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in self.sizes)
+        return workspaces.total_bytes(self.sizes)
 
     def buffers(self, workspace: Tensor) -> Iterator[Tensor]:
-        """Flat int32 views of the workspace, one of each size."""
-        begin = 0
-        for size in self.sizes:
-            yield workspace[begin : begin + size].view(torch.int32)
-            begin += -(-size // _ALIGNMENT) * _ALIGNMENT
+        """Flat int32 views of the workspace, a view of each size."""
+        return (buffer.view(torch.int32) for buffer in workspaces.buffers(workspace, self.sizes))
 
 
 def selection_plan(
@@ -194,12 +189,8 @@ def _select(
 def _budget(workspace: Tensor | None, like: Tensor) -> int | None:
     if workspace is None:
         return None
-    checks.workspace("indexer_select", workspace, like)
+    workspaces.check("indexer_select", workspace, like)
     return workspace.numel()
-
-
-def _workspace(given: Tensor | None, like: Tensor, plan: SelectionPlan) -> Tensor:
-    return torch.empty(plan.num_bytes, dtype=torch.uint8, device=like.device) if given is None else given
 
 
 def indexer_select(
@@ -242,7 +233,7 @@ def indexer_select(
     if num_rows == 0:
         return out
     plan = selection_plan(num_rows, keys, topk, _budget(workspace, q))
-    workspace = _workspace(workspace, q, plan)
+    workspace = workspaces.given_or_new("indexer_select", workspace, q, plan.num_bytes)
 
     def score(rows: slice, begin: int, end: int, low: Tensor | None, high: Tensor, logits: Tensor) -> None:
         assert low is not None
@@ -296,7 +287,7 @@ def paged_indexer_select(
     if batch == 0:
         return out
     plan = selection_plan(batch * next_n, max_context_len, topk, _budget(workspace, q), next_n, num_sms)
-    workspace = _workspace(workspace, q, plan)
+    workspace = workspaces.given_or_new("indexer_select", workspace, q, plan.num_bytes)
     *_, schedule = plan.buffers(workspace)
     metadata = schedule.view(-1, 2)
     block_size = kv_cache.shape[1]

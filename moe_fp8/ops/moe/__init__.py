@@ -1,5 +1,6 @@
-"""The ops around the experts' GEMMs: a token's rows for its experts, and the sum of what they return."""
+"""The routed experts: the choice of experts, the whole layer, rows for experts, the sum of their results."""
 
-from moe_fp8.ops.moe.public import Permuted, moe_combine, moe_permute
+from moe_fp8.ops.moe.layer import fused_moe, moe_workspace_bytes
+from moe_fp8.ops.moe.public import Permuted, moe_combine, moe_permute, route_topk
 
-__all__ = ["Permuted", "moe_combine", "moe_permute"]
+__all__ = ["Permuted", "fused_moe", "moe_combine", "moe_permute", "moe_workspace_bytes", "route_topk"]

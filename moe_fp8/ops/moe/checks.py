@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.limits import MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN
+from moe_fp8.limits import (
+    MAX_EXPERT_GROUPS,
+    MAX_EXPERTS,
+    MAX_EXPERTS_PER_TOKEN,
+    MAX_ROUTED_EXPERTS,
+)
 from moe_fp8.ops.arguments import (
     BF16,
     F32,
@@ -109,6 +114,90 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> Non
     devices = {"rows": rows, "out": out} | ({} if weights is None else {"weights": weights})
     if any(tensor.get_device() != y.get_device() for tensor in devices.values()):
         refuse_device(op, y, **devices)
+
+
+def layer_weights(x: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> None:
+    """x [T,K]; w13 fp8 [E,2I,K], w2 fp8 [E,K,I], with fp32 scales of 128 x 128 blocks; K and I % 128 == 0.
+
+    The GEMMs check strides, dtypes and devices.
+    """
+    op, k = "fused_moe", x.shape[1]
+    if w13.dim() != 3 or w13.shape[2] != k or w13.shape[1] % 256 or not w13.numel():
+        refuse_shape(op, "w13", w13, f"[E, 2I, {k}] with I a positive multiple of 128")
+    num_experts, width = w13.shape[0], w13.shape[1] // 2
+    if w2.shape != (num_experts, k, width):
+        refuse_shape(op, "w2", w2, f"{[num_experts, k, width]}")
+    for name, weight, scale in (("w13_scale", w13, w13_scale), ("w2_scale", w2, w2_scale)):
+        expected = (num_experts, -(-weight.shape[1] // 128), -(-weight.shape[2] // 128))
+        if scale.shape != expected:
+            refuse_shape(op, name, scale, f"{list(expected)}")
+
+
+def route(
+    logits: Tensor,
+    correction_bias: Tensor | None,
+    weights: Tensor,
+    ids: Tensor,
+    scoring: str,
+    num_expert_group: int,
+    topk_group: int,
+    renormalize: bool,
+    scaling_factor: float,
+) -> None:
+    """logits [T,E]; correction_bias fp32 [E] or None; weights fp32 [T,k]; ids int32 or int64 [T,k]."""
+    op = "route_topk"
+    if logits.dim() != 2 or not 1 <= logits.shape[1] <= MAX_EXPERTS:
+        refuse_shape(op, "logits", logits, f"[T, E] with E from 1 to {MAX_EXPERTS}")
+    if logits.dtype not in _LOGITS:
+        refuse_dtype(op, "logits", logits, "bfloat16, float16 or float32")
+    tokens, num_experts = logits.shape
+    extent(op, "logits", tokens, "rows")
+    if correction_bias is not None:
+        if correction_bias.shape != (num_experts,):
+            refuse_shape(op, "correction_bias", correction_bias, f"[{num_experts}]")
+        if correction_bias.dtype is not F32:
+            refuse_dtype(op, "correction_bias", correction_bias, "float32", "call .float() on it, once")
+        if not correction_bias.is_contiguous():
+            refuse_layout(op, "correction_bias", correction_bias)
+    if scoring not in ("softmax", "sigmoid"):
+        raise ArgumentError(op, "scoring", '"softmax" or "sigmoid"', scoring)
+    if ids.dim() != 2 or ids.shape[0] != tokens or not 1 <= ids.shape[1] <= MAX_ROUTED_EXPERTS:
+        refuse_shape(op, "ids", ids, f"[{tokens}, k] with k from 1 to {MAX_ROUTED_EXPERTS}")
+    if weights.shape != ids.shape:
+        refuse_shape(op, "weights", weights, f"{list(ids.shape)}")
+    if ids.dtype is not I32 and ids.dtype is not torch.int64:
+        refuse_dtype(op, "ids", ids, "int32 or int64")
+    if weights.dtype is not F32:
+        refuse_dtype(op, "weights", weights, "float32")
+    for name, tensor, apart in (("logits", logits, 0), ("weights", weights, 1), ("ids", ids, 1)):
+        columns = tensor.shape[1]
+        if (columns > 1 and tensor.stride(1) != 1) or (tokens > 1 and tensor.stride(0) < columns * apart):
+            overlap = " that do not overlap" if apart else ""
+            got = f"stride {tensor.stride()}"
+            raise ArgumentError(op, name, f"contiguous rows{overlap}", got, "call .contiguous() on it")
+    _groups(op, num_experts, ids.shape[1], num_expert_group, topk_group)
+    devices = {"weights": weights, "ids": ids}
+    if correction_bias is not None:
+        devices["correction_bias"] = correction_bias
+    if any(tensor.get_device() != logits.get_device() for tensor in devices.values()):
+        refuse_device(op, logits, **devices)
+
+
+_LOGITS = (BF16, torch.float16, F32)
+
+
+def _groups(op: str, num_experts: int, topk: int, groups: int, kept: int) -> None:
+    """The groups divide the experts, and those that are kept have experts enough."""
+    if not 1 <= groups <= MAX_EXPERT_GROUPS or num_experts % groups:
+        expected = f"a divisor of {num_experts} experts, 1 to {MAX_EXPERT_GROUPS}"
+        raise ArgumentError(op, "num_expert_group", expected, groups)
+    if not 1 <= kept <= groups:
+        raise ArgumentError(op, "topk_group", f"1 to {groups} (num_expert_group)", kept)
+    size = num_experts // groups
+    if kept < groups and size < 2:
+        raise ArgumentError(op, "num_expert_group", "groups of two experts or more", groups)
+    if topk > kept * size:
+        raise ArgumentError(op, "topk", f"at most {kept * size} experts of {kept} groups", topk)
 
 
 def _int32(op: str, name: str, index: Tensor) -> None:

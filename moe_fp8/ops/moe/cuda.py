@@ -7,9 +7,9 @@ from torch import Tensor
 
 from moe_fp8.ops import launch, registry, scales
 from moe_fp8.ops.launch import Prepared
-from moe_fp8.params import MOE_COMBINE, MOE_PERMUTE
-from moe_fp8.problems import MoeCombineProblem, MoePermuteProblem
-from moe_fp8.specs import select_moe_combine, select_moe_permute
+from moe_fp8.params import MOE_COMBINE, MOE_PERMUTE, ROUTE_TOPK
+from moe_fp8.problems import MoeCombineProblem, MoePermuteProblem, RouteTopkProblem
+from moe_fp8.specs import select_moe_combine, select_moe_permute, select_route_topk
 
 
 def permute(
@@ -86,5 +86,46 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> Pre
         tokens,
         topk,
         n,
+    )
+    return chosen.spec, chosen.grid, block
+
+
+def route(
+    logits: Tensor,
+    correction_bias: Tensor | None,
+    weights: Tensor,
+    ids: Tensor,
+    scoring: str,
+    num_expert_group: int,
+    topk_group: int,
+    renormalize: bool,
+    scaling_factor: float,
+) -> Prepared:
+    """logits [T,E], correction_bias [E] or None -> weights [T,k], ids [T,k]."""
+    (tokens, num_experts), topk = logits.shape, ids.shape[1]
+    sms = launch.num_sms(logits.get_device())
+    chosen = select_route_topk(
+        RouteTopkProblem(tokens, num_experts, topk, launch.IN_DTYPES[logits.dtype], sms)
+    )
+    block = launch.new_block(ROUTE_TOPK)
+    ROUTE_TOPK.pack_into(
+        block.buffer,
+        0,
+        logits.data_ptr(),
+        0 if correction_bias is None else correction_bias.data_ptr(),
+        weights.data_ptr(),
+        ids.data_ptr(),
+        logits.stride(0),
+        weights.stride(0),
+        ids.stride(0),
+        tokens,
+        num_experts,
+        topk,
+        num_expert_group,
+        topk_group,
+        scoring == "softmax",
+        renormalize,
+        ids.dtype is torch.int64,
+        scaling_factor,
     )
     return chosen.spec, chosen.grid, block

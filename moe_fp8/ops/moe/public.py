@@ -1,4 +1,4 @@
-"""Rows of tokens sorted by expert, and the weighted sum of the experts' results.
+"""The choice of each token's experts, rows of tokens sorted by expert, and the weighted sum of the results.
 
 The layer is that of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): a token's output is the sum of its
 experts' outputs, each times the router's weight.
@@ -6,13 +6,13 @@ experts' outputs, each times the router's weight.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.limits import MAX_EXPERTS
+from moe_fp8.limits import MAX_EXPERTS, MAX_ROUTED_EXPERTS
 from moe_fp8.ops import arguments
 from moe_fp8.ops.moe import checks, contracts, reference
 from moe_fp8.ops.registry import register
@@ -131,4 +131,72 @@ def moe_combine(
             arguments.rank("moe_combine", "rows", rows, "[T, k]", 2)
         out = torch.empty((rows.shape[0], y.shape[1]), dtype=y.dtype, device=y.device)
     combine_op(y, rows, weights, out)
+    return out
+
+
+route_op = register(
+    "route_topk(Tensor logits, Tensor? correction_bias, Tensor(a!) weights, Tensor(b!) ids, str scoring, "
+    "int num_expert_group, int topk_group, bool renormalize, float scaling_factor) -> ()",
+    check=checks.route,
+    empty=lambda logits, *_: logits.shape[0] == 0,
+    reference=reference.route,
+    cuda="moe_fp8.ops.moe.cuda:route",
+)
+
+
+def route_topk(
+    logits: Tensor,
+    topk: int,
+    *,
+    scoring: Literal["softmax", "sigmoid"] = "softmax",
+    correction_bias: Tensor | None = None,
+    num_expert_group: int = 1,
+    topk_group: int | None = None,
+    renormalize: bool = True,
+    scaling_factor: float = 1.0,
+    ids_dtype: torch.dtype = torch.int32,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token, and their weights, from the router's logits.
+
+    logits: bf16, fp16 or fp32 `[T, E]`, 1 <= E <= 1024; rows are contiguous, any distance apart, 0 included.
+    topk: experts of a token, 1 to 32, at most those of the groups that are kept.
+    scoring: "softmax" over all experts (Qwen3-MoE), or "sigmoid" (DeepSeek-V3, GLM-4.5, MiniMax-M2), in fp32.
+    correction_bias: fp32 `[E]`, contiguous, on the device of logits, or None. It is added to the scores for
+    the choice, and not to the weights.
+    num_expert_group, topk_group: the experts form so many groups of neighbours, at most 32, of which each
+    token keeps `topk_group`; None keeps all. The sum of a group's two greatest scores, with bias, counts.
+    renormalize: divide each weight by the sum of the token's weights plus 1e-20.
+    scaling_factor: multiplies each weight at the end.
+    ids_dtype: int32 or int64, for ids that are allocated here.
+    out: tensors `(weights, ids)` to write to, as returned, or None. Their rows are contiguous, at any
+    distance of a row or more.
+
+    Returns `(weights, ids)`, both `[T, topk]`: the chosen experts, and their scores without bias in fp32.
+    A token's experts come in descending order of score plus bias, rounded to fp32. Without bias and with all
+    groups they come in descending order of logits, so that the ids do not depend on rounding. Among equal
+    experts, and groups, the smaller number comes first. The same logits give the same bits in any batch.
+    The CUDA kernel's sigmoid, softmax and sums may differ from the CPU's in their last bits, and therefore
+    ids may differ where scores with bias are as near.
+
+    An infinite logit counts as the largest finite number of its sign, and NaN as the lowest; the sum of a
+    score and the bias does too. So ids are always distinct and from 0 to E - 1, and weights are finite, if
+    scaling_factor is.
+
+    Launches one kernel; no host synchronisation; safe to capture. T = 0 returns at once. Raises
+    ArgumentError.
+    """
+    if out is None:
+        arguments.rank("route_topk", "logits", logits, "[T, E]", 2)
+        if not 1 <= topk <= MAX_ROUTED_EXPERTS:
+            raise ArgumentError("route_topk", "topk", f"1 to {MAX_ROUTED_EXPERTS}", topk)
+        if ids_dtype is not torch.int32 and ids_dtype is not torch.int64:
+            raise ArgumentError("route_topk", "ids_dtype", "torch.int32 or torch.int64", ids_dtype)
+        shape = logits.shape[0], topk
+        weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+        out = weights, torch.empty(shape, dtype=ids_dtype, device=logits.device)
+    elif out[1].shape[1:] != (topk,):
+        raise ArgumentError("route_topk", "ids", f"[T, {topk}]", list(out[1].shape))
+    kept = num_expert_group if topk_group is None else topk_group
+    route_op(logits, correction_bias, *out, scoring, num_expert_group, kept, renormalize, scaling_factor)
     return out

@@ -55,3 +55,47 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> Non
         picked = y[torch.where(given, rows[:, j], 0).long()].float()
         total += weight[:, None] * torch.where(given[:, None], picked, 0.0)
     out.copy_(total)
+
+
+def route(
+    logits: Tensor,
+    correction_bias: Tensor | None,
+    weights: Tensor,
+    ids: Tensor,
+    scoring: str,
+    num_expert_group: int,
+    topk_group: int,
+    renormalize: bool,
+    scaling_factor: float,
+) -> None:
+    """weights [T,k] and ids [T,k] of the experts with the greatest scores, in descending order."""
+    # Softmax over infinities is NaN; over the largest numbers it is not.
+    logits = _finite(logits.float())
+    scores = logits.softmax(dim=-1) if scoring == "softmax" else logits.sigmoid()
+    in_groups = topk_group < num_expert_group
+    choices = logits
+    if in_groups or correction_bias is not None:
+        choices = _finite(scores if correction_bias is None else scores + correction_bias)
+    if in_groups:
+        by_group = choices.view(logits.shape[0], num_expert_group, -1)
+        sums = by_group.topk(2, dim=-1).values.sum(dim=-1)
+        left_out = torch.ones_like(sums, dtype=torch.bool)
+        left_out.scatter_(1, _greatest(sums, topk_group), False)
+        choices = by_group.masked_fill(left_out[..., None], -torch.inf).view(logits.shape)
+    chosen = _greatest(choices, ids.shape[1])
+    picked = scores.gather(1, chosen)
+    if renormalize:
+        picked = picked / (picked.sum(dim=-1, keepdim=True) + 1e-20)
+    ids.copy_(chosen)
+    weights.copy_(picked * scaling_factor)
+
+
+def _finite(values: Tensor) -> Tensor:
+    """`values` with the nearest finite numbers in place of infinities, and the lowest in place of NaN."""
+    limits = torch.finfo(values.dtype)
+    return values.nan_to_num(nan=limits.min, posinf=limits.max, neginf=limits.min)
+
+
+def _greatest(values: Tensor, count: int) -> Tensor:
+    """The columns of the `count` greatest values of each row, the smaller column first among equal values."""
+    return values.argsort(dim=-1, descending=True, stable=True)[:, :count]

@@ -1,0 +1,149 @@
+"""The routed experts of a layer, from the tokens to the weighted sums of their experts' results.
+
+The layer is that of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2); each expert is a SwiGLU MLP (arXiv
+2002.05202).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_fp8.ops import arguments
+from moe_fp8.ops import workspace as workspaces
+from moe_fp8.ops.gemm import grouped_gemm_fp8_contiguous
+from moe_fp8.ops.moe import checks
+from moe_fp8.ops.moe.public import Permuted, moe_combine, moe_permute
+from moe_fp8.ops.quantize import silu_mul_quantize
+
+
+def _sizes(rows: int, num_experts: int, hidden_size: int, intermediate_size: int) -> tuple[int, ...]:
+    """Bytes of each buffer: FP8 rows, bf16 rows, scales of both inputs, the experts' offsets, places.
+
+    The rows of the second input take the place of those of the first, and so do the outputs: each kernel
+    begins to write only when the kernel before has read everything.
+    """
+    padded = -(-rows // 4) * 4
+    return (
+        rows * max(hidden_size, intermediate_size),
+        2 * rows * max(hidden_size, 2 * intermediate_size),
+        4 * padded * (hidden_size // 128),
+        4 * padded * (intermediate_size // 128),
+        4 * (num_experts + 1),
+        4 * rows,
+    )
+
+
+def moe_workspace_bytes(
+    *, num_tokens: int, topk: int, num_experts: int, hidden_size: int, intermediate_size: int
+) -> int:
+    """The bytes that `fused_moe` takes of its workspace.
+
+    num_tokens: T, or the largest T of several calls. topk: experts of a token. num_experts: experts of this
+    rank. hidden_size: K. intermediate_size: I, the width of an expert.
+    """
+    return workspaces.total_bytes(_sizes(num_tokens * topk, num_experts, hidden_size, intermediate_size))
+
+
+def fused_moe(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor | None,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    *,
+    x_scale: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    limit: float | None = None,
+    power_of_two: bool = False,
+    rounded: bool = False,
+    workspace: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The sum over each token's experts of weight * w2 @ (SiLU(w1 @ x) * (w3 @ x)), for prefill and decode.
+
+    x: bf16 `[T, K]`, which is quantized, or float8_e4m3fn with x_scale: as in `moe_permute`.
+    topk_ids: int32 or int64 `[T, k]`: the experts of each token, as in `moe_permute`; an id below 0 is none.
+    topk_weights: fp32 `[T, k]`, as in `moe_combine`, or None if every weight is 1.
+    w13: float8_e4m3fn `[E, 2I, K]`, contiguous: w1 (gate) stacked over w3 (up) of the E experts of this rank.
+    w13_scale: fp32 `[E, ceil(2I/128), K/128]`. w2: float8_e4m3fn `[E, K, I]`; w2_scale: fp32
+    `[E, K/128, I/128]`. K and I are multiples of 128.
+    x_scale, expert_map: as in `moe_permute`. limit, rounded: as in `silu_mul_quantize`.
+    power_of_two: round the scales of both GEMMs' inputs up to powers of two.
+    workspace: uint8 `[bytes]`, contiguous, 16-byte aligned, of at least `moe_workspace_bytes`; its contents
+    are lost. None: the op allocates it. It may not overlap any other argument.
+    out: bf16 `[T, K]` as in `moe_combine`, or None. It may be x itself, which is read first.
+
+    Returns out. A token without experts of this rank gets 0. The same call gives the same bits. A shared
+    expert of the same width is one more expert, whose number every token has among its ids, with weight 1.
+
+    Five launches: `moe_permute`, `grouped_gemm_fp8_contiguous` on rows without padding, `silu_mul_quantize`,
+    the second GEMM, `moe_combine`. No host synchronisation; safe to capture: a replay reads ids anew. Nothing
+    is allocated but the workspace and out. Raises ArgumentError.
+    """
+    if x.dim() != 2 or topk_ids.dim() != 2:
+        arguments.rank("fused_moe", "x", x, "[T, K]", 2)
+        arguments.rank("fused_moe", "topk_ids", topk_ids, "[T, k]", 2)
+    checks.layer_weights(x, w13, w13_scale, w2, w2_scale)
+    (tokens, k), num_experts, width = x.shape, w13.shape[0], w2.shape[2]
+    if out is None:
+        out = torch.empty((tokens, k), dtype=torch.bfloat16, device=x.device)
+    rows = topk_ids.numel()
+    if rows == 0:
+        return out.zero_()
+    sizes = _sizes(rows, num_experts, k, width)
+    memory = workspaces.given_or_new("fused_moe", workspace, x, workspaces.total_bytes(sizes))
+    fp8, bf16, x_scales, y_scales, offsets, places = workspaces.buffers(memory, sizes)
+    fp8, bf16 = fp8.view(torch.float8_e4m3fn), bf16.view(torch.bfloat16)
+
+    a, a_scale, offsets, places = moe_permute(
+        x,
+        topk_ids,
+        num_experts=num_experts,
+        x_scale=x_scale,
+        expert_map=expert_map,
+        power_of_two=power_of_two,
+        out=Permuted(
+            fp8[: rows * k].view(rows, k),
+            _mn_major(x_scales, rows),
+            offsets.view(torch.int32),
+            places.view(torch.int32).view(topk_ids.shape),
+        ),
+    )
+    # Without a map, every place has a row; with a map, about the share of this rank's experts.
+    expected_m = None if expert_map is None else -(-rows // max(expert_map.numel(), num_experts))
+    y = grouped_gemm_fp8_contiguous(
+        a,
+        a_scale,
+        w13,
+        w13_scale,
+        offsets=offsets,
+        expected_m=expected_m,
+        out=bf16[: rows * 2 * width].view(rows, 2 * width),
+    )
+    # Only the first offsets[num_experts] rows are rows of experts of this rank.
+    values, scales = silu_mul_quantize(
+        y.unsqueeze(0),
+        masked_m=offsets[num_experts:],
+        power_of_two=power_of_two,
+        limit=limit,
+        rounded=rounded,
+        out=(fp8[: rows * width].view(1, rows, width), _mn_major(y_scales, rows).unsqueeze(0)),
+    )
+    y = grouped_gemm_fp8_contiguous(
+        values[0],
+        scales[0],
+        w2,
+        w2_scale,
+        offsets=offsets,
+        expected_m=expected_m,
+        out=bf16[: rows * k].view(rows, k),
+    )
+    return moe_combine(y, places, topk_weights, out=out)
+
+
+def _mn_major(buffer: Tensor, rows: int) -> Tensor:
+    """The buffer as MN-major scales of so many rows."""
+    return buffer.view(torch.float32).view(-1, -(-rows // 4) * 4).t()[:rows]
