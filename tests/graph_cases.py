@@ -131,6 +131,18 @@ def _layer(seed: int, device: str) -> Named:
     return _on(device, x=_LAYER.hidden(seed), ids=ids, weights=weights, w1=w1, s1=s1, w2=w2, s2=s2)
 
 
+def _one_rank(seed: int, device: str) -> Named:
+    """The same for a rank that has two thirds of the experts."""
+    numbers = torch.tensor([0, 1, -1, 2, 3, -1, 4, 5, -1, 6, 7, -1], dtype=torch.int32)
+    ids = torch.rand(12, 12, generator=cases.generator(seed, "cpu")).argsort(1)[:, :4].contiguous()
+    return {**_layer(seed, device), **_on(device, ids=ids, expert_map=numbers)}
+
+
+def _fused_call(given: Named) -> Tensor:
+    operands = (given[name] for name in ("x", "ids", "weights", "w1", "s1", "w2", "s2"))
+    return moe_fp8.fused_moe(*operands, expert_map=given.get("expert_map"))
+
+
 def _layer_call(given: Named) -> Tensor:
     permuted = moe_fp8.moe_permute(given["x"], given["ids"], num_experts=8)
     grouped = moe_fp8.grouped_gemm_fp8_contiguous
@@ -196,5 +208,11 @@ CASES = {
         ),
         lambda given: moe_fp8.moe_combine(given["y"], given["rows"]),
     ),
+    "route_topk": GraphCase(
+        lambda seed, device: _on(device, logits=torch.randn(9, 32, generator=cases.generator(seed, "cpu"))),
+        lambda given: moe_fp8.route_topk(given["logits"], topk=4, scoring="sigmoid"),
+    ),
+    "fused_moe": GraphCase(_layer, _fused_call),
+    "fused_moe of a rank": GraphCase(_one_rank, _fused_call),
     "a layer of experts": GraphCase(_layer, _layer_call),
 }
