@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from moe_fp8.errors import ArgumentError
 from moe_fp8.ops import workspace as workspaces
 from moe_fp8.ops.arguments import extent, workers
+from moe_fp8.ops.examine import examine
 from moe_fp8.ops.indexer import checks, contracts
 from moe_fp8.ops.indexer.logits import metadata_op, mqa_logits_chunk_op, paged_logits_op
 from moe_fp8.ops.indexer.topk import topk_chunk_op
@@ -224,7 +226,9 @@ def indexer_select(
     checks.mqa_inputs("indexer_select", q, k, k_scale, weights, ks, ke)
     num_rows, keys = q.shape[0], k.shape[0]
     if checked(q):
-        contracts.query_ranges(ks, ke, keys, keys)
+        given = {"q": q, "k": k, "k_scale": k_scale, "weights": weights, "ks": ks, "ke": ke}
+        contract = partial(contracts.queries, "indexer_select", k_scale, weights, ks, ke, keys)
+        examine("indexer_select", {**given, "topk": topk}, contract)
     out = checks.selection_out("indexer_select", num_rows, topk, q, out)
     if num_rows == 0:
         return out
@@ -273,9 +277,12 @@ def paged_indexer_select(
         raise ArgumentError("paged_indexer_select", "max_context_len", "at least 0", max_context_len)
     extent("paged_indexer_select", "max_context_len", max_context_len, "columns")
     if checked(q):
-        contracts.paged_contexts(
-            context_lens, next_n, block_table, kv_cache.shape[1], kv_cache.shape[0], max_context_len
-        )
+        op = "paged_indexer_select"
+        given = {"q": q, "kv_cache": kv_cache, "weights": weights, "context_lens": context_lens}
+        given |= {"block_table": block_table}
+        operands = context_lens, next_n, block_table, kv_cache, weights, max_context_len
+        sizes = {"topk": topk, "max_context_len": max_context_len}
+        examine(op, {**given, **sizes}, partial(contracts.paged_contexts, op, *operands))
     out = checks.selection_out("paged_indexer_select", batch * next_n, topk, q, out)
     if batch == 0:
         return out
