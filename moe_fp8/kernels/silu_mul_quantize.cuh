@@ -21,6 +21,7 @@
 #pragma once
 
 #include "common/quantize.cuh"
+#include "common/silu.cuh"
 #include "common/types.cuh"
 #include "ptx/sync.cuh"
 #include "sched/segments.cuh"
@@ -45,48 +46,6 @@ constexpr int kSiluValues = 2 * kQuantizeValues;
 constexpr int kThreadsPerGroup = kBlockK / kSiluValues;
 constexpr int kRows = NUM_THREADS / kThreadsPerGroup;
 static_assert(NUM_THREADS % kWarp == 0 && CLUSTER_SIZE == 1 && SMEM_BYTES == 0, "see specs.py");
-
-// This minimum keeps NaN, so that a NaN shows in its group's scale.
-DEVICE float min_nan(float a, float b) {
-    float result;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-    return result;
-}
-
-DEVICE float exp2_approx(float x) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-}
-
-DEVICE float reciprocal_approx(float x) {
-    float result;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-}
-
-DEVICE float divide_approx(float a, float b) {
-    float result;
-    asm("div.full.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-    return result;
-}
-
-DEVICE float round_to_bf16(float x) {
-    uint32_t packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(packed) : "f"(x));
-    return __uint_as_float(packed << 16);
-}
-
-DEVICE float silu_mul(float gate, float up, float limit) {
-    constexpr float kLog2E = 1.44269504f;
-    gate = min_nan(gate, limit);
-    up = max_nan(min_nan(up, limit), -limit);
-    if constexpr (ROUNDED != 0) {
-        const float silu = round_to_bf16(divide_approx(gate, 1.0f + exp2_approx(-kLog2E * gate)));
-        return round_to_bf16(silu * up);
-    }
-    return gate * reciprocal_approx(1.0f + exp2_approx(-kLog2E * gate)) * up;
-}
 
 // The rows and the group that a tile covers.
 struct Rows {
@@ -150,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 #pragma unroll
             for (int i = 0; i < kSiluValues; ++i) {
                 const int half = i / kQuantizeValues, at = i % kQuantizeValues;
-                v[i] = silu_mul(gates[half][at], ups[half][at], p.limit);
+                v[i] = silu_mul<ROUNDED != 0>(gates[half][at], ups[half][at], p.limit);
             }
         }
         uint32_t packed[kSiluValues / 4];

@@ -13,6 +13,7 @@ namespace moe_fp8 {
 // One thread loads so many values at once, in one or two loads of 16 bytes.
 constexpr int kQuantizeValues = 8;
 constexpr float kFp8Max = 448.0f;
+constexpr float kLeastMaximum = 1e-10f;
 
 // Loads the values from element `offset` of x on. Their address is a multiple of 16 bytes.
 template <InDtype kInDtype>
@@ -67,19 +68,9 @@ DEVICE void unpack_fp8(float (&v)[4], uint32_t packed) {
         : "r"(packed));
 }
 
-// Returns the scale of the group that kThreads neighbouring lanes hold, rounded up to a power of two if kPowerOfTwo. `q` gets the
-// FP8 bytes of this thread's kValues values. Every thread of the warp calls it.
-template <int kThreads, bool kPowerOfTwo, int kValues>
-DEVICE float quantize_group(const float (&v)[kValues], uint32_t (&q)[kValues / 4]) {
-    static_assert(kValues % 4 == 0, "words of four bytes");
-    static_assert(kThreads <= kWarp && (kThreads & (kThreads - 1)) == 0, "a group's threads exchange by xor within a warp");
-    float amax = 1e-10f;
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) amax = max_nan(amax, fabsf(v[i]));
-#pragma unroll
-    for (int distance = 1; distance < kThreads; distance *= 2) {
-        amax = max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, distance));
-    }
+// Returns the scale of a group whose largest value is `amax`, rounded up to a power of two if kPowerOfTwo.
+template <bool kPowerOfTwo>
+DEVICE float group_scale(float amax) {
     float scale = __fdiv_rn(amax, kFp8Max);
     if constexpr (kPowerOfTwo) {
         // The sum rounds up, since any mantissa bit carries into the exponent. Scales are normal numbers (amax >= 1e-10).
@@ -87,6 +78,23 @@ DEVICE float quantize_group(const float (&v)[kValues], uint32_t (&q)[kValues / 4
             scale = __uint_as_float((__float_as_uint(scale) + 0x007fffffu) & 0x7f800000u);
         }
     }
+    return scale;
+}
+
+// Returns the scale of the group that kThreads neighbouring lanes hold, rounded up to a power of two if kPowerOfTwo. `q` gets the
+// FP8 bytes of this thread's kValues values. Every thread of the warp calls it.
+template <int kThreads, bool kPowerOfTwo, int kValues>
+DEVICE float quantize_group(const float (&v)[kValues], uint32_t (&q)[kValues / 4]) {
+    static_assert(kValues % 4 == 0, "words of four bytes");
+    static_assert(kThreads <= kWarp && (kThreads & (kThreads - 1)) == 0, "a group's threads exchange by xor within a warp");
+    float amax = kLeastMaximum;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) amax = max_nan(amax, fabsf(v[i]));
+#pragma unroll
+    for (int distance = 1; distance < kThreads; distance *= 2) {
+        amax = max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, distance));
+    }
+    const float scale = group_scale<kPowerOfTwo>(amax);
     const float inverse = __fdiv_rn(1.0f, scale);
 #pragma unroll
     for (int i = 0; i < kValues; i += 4) {

@@ -219,7 +219,7 @@ class Accumulator {
 
     template <int kWave>
     DEVICE void multiply(Sum& partial, const Ring& ring) {
-        const uint8_t* weights = shared_.weights[ring.slot] + kWave * Fragments::kColumns * kBlockK;
+        const uint8_t* weights = shared_.weights[ring.slot] + kWave * Fragments::kWaveRows * kBlockK;
         const uint8_t* tokens = shared_.tokens[ring.slot];
         const uint64_t a = ptx::wgmma_descriptor<kBlockK>(Fragments::m_operand(weights, tokens, owned_));
         const uint64_t b = ptx::wgmma_descriptor<kBlockK>(Fragments::n_operand(weights, tokens, owned_));

@@ -166,7 +166,10 @@ DEVICE void produce_scales(const GemmParams& p, Shared& shared, Meeting&& meetin
         float next[kWeightScales];
 #pragma unroll
         for (int i = 0; i < kWeightScales; ++i) {
-            const int row = tile.expert * scale_rows + min((tile.n + i * kScaleRows) / kBlockK, scale_rows - 1);
+            // (Interleaved: 128 gates, then 128 ups in the lower half of the scales.)
+            const int in_expert = kSiluMul ? tile.n / kBlockN + i * (scale_rows / 2)
+                                           : min((tile.n + i * kScaleRows) / kBlockK, scale_rows - 1);
+            const int row = tile.expert * scale_rows + in_expert;
             rows[i] = p.b_scale + static_cast<int64_t>(row) * num_k_blocks;
         }
         auto load = [&](int block) {

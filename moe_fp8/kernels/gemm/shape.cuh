@@ -12,6 +12,12 @@
 
 namespace moe_fp8 {
 
+#ifndef SILU_MUL
+#define SILU_MUL 0
+#endif
+// Gate and up rows of the weights are interleaved, and SiLU(gate) * up is stored, quantized.
+constexpr bool kSiluMul = SILU_MUL != 0;
+
 constexpr sched::Layout kLayout = static_cast<sched::Layout>(LAYOUT);
 constexpr int kBlockM = BLOCK_M;
 constexpr int kBlockN = BLOCK_N;
@@ -25,9 +31,9 @@ static_assert(!kPaired || kCluster == 2, "a pair");
 constexpr uint16_t kEveryone = (1 << kCluster) - 1;
 
 #if BLOCK_M >= 64
-using Fragments = mma::TokensOnM<kBlockM, kBlockN>;
+using Fragments = mma::TokensOnM<kBlockM, kBlockN, kSiluMul>;
 #else
-using Fragments = mma::WeightsOnM<kBlockM, kBlockN>;
+using Fragments = mma::WeightsOnM<kBlockM, kBlockN, kSiluMul>;
 #endif
 #if OUT_FP32
 using Out = float;
@@ -57,13 +63,13 @@ static_assert(kMathWarpgroups <= 2 || (kMathWarpgroups == 3 && kWaves == 1), "re
 
 // This says whether there are registers for a partial sum of each fragment. If there are not, a tile begins before the tile before
 // it is stored.
-constexpr bool kBothPartials = kBlockN <= 192;
+constexpr bool kBothPartials = kBlockN <= 192 || kBlockM < 64;
 static_assert(kBothPartials || Fragments::kColumnsOf<kWaves - 1> == Fragments::kColumns, "a single fragment is taken for the last");
 
-// The widest tiles come in halves and quarters, too.
+// The widest tiles come in halves and quarters, too, unless a tile has the 128 outputs that share a scale.
 template <int kWeightRows>
 constexpr bool kPiecesOf = kWeightRows == 256;
-constexpr bool kPieces = kPiecesOf<kBlockN>;
+constexpr bool kPieces = kPiecesOf<kBlockN> && !kSiluMul;
 using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kPaired, kClusterK, kPieces>;
 constexpr int kTileReaders = 2 + kMathWarpgroups * 4;  // both producers and the math warps
 using Tiles = sched::TileRing<kTileReaders>;
@@ -80,16 +86,19 @@ constexpr int kWeightBoxOf = kPiecesOf<kWeightRows> ? kWeightRows / 2 : kWeightR
 constexpr int kTokenBox = kTokenBoxOf<kBlockM>, kWeightBox = kWeightBoxOf<kBlockN>;
 
 // Outputs of some tiles are staged for TMA, which stores kStoredTokens tokens at once.
-constexpr bool kStaged = Fragments::kHasStaging && !OUT_FP32;
+constexpr bool kStaged = Fragments::kHasStaging && !OUT_FP32 && !kSiluMul;
 constexpr int kStoredTokens = 16;
 // Two fragments are staged side by side if one is stored soon after the other.
 constexpr bool kStagedTogether = kBlockN == 192;
 // (This is a template, as `store_staged` is, since fragments without staging do not have the constants that it names.)
 template <typename Fragments>
 DEVICE constexpr int staging_bytes() {
-    if constexpr (!Fragments::kHasStaging) return 1;  // an array must have an element
+    if constexpr (kSiluMul) return kBlockM * kBlockK / kMathWarpgroups;  // FP8
+    else if constexpr (!Fragments::kHasStaging) return 1;  // an array must have an element
     else return (kStagedTogether ? kBlockN / Fragments::kBoxRows : Fragments::kBoxes) * Fragments::kStagedBoxBytes;
 }
+
+constexpr bool kAcrossWarps = kSiluMul && kBlockM < 64;
 
 struct Shared {
     uint8_t weights[kStages][kBlockN * kBlockK];
@@ -107,6 +116,8 @@ struct Shared {
     ptx::Barrier parts_free[kMathWarpgroups];
     ptx::Barrier full[kStages];
     ptx::Barrier empty[kStages];
+    // The greatest |SiLU(gate) * up| of each token among each warp's outputs, where a token's outputs are of several warps.
+    float maxima[kAcrossWarps ? kMathWarpgroups * 4 : 1][kAcrossWarps ? kBlockM : 1];
 
     // One thread of each of `num_warps` warps makes some of the barriers. (If one thread makes them one after another, a barrier
     // takes about 30 cycles. Lanes of one warp take turns, and take longer.)
@@ -147,6 +158,11 @@ struct GemmParams {
     int k;
     int num_experts;
     int constant_weights;        // dense: no kernel that may still run writes `b` or `b_scale`
+#if SILU_MUL
+    float limit;                 // of gate and up; infinite for none
+    float* out_scale;            // MN-major, for each 128 of N/2
+    int64_t out_scale_stride;    // elements between groups
+#endif
 };
 
 namespace moe_fp8 {

@@ -43,14 +43,18 @@ struct Stored {
     int begin, end, left, right;
 };
 
-template <int kBlockM, int kBlockN>
+// If gate and up rows are interleaved (kInterleaved: eight rows of the gate, then eight of up), a tile of 256 weight rows has 128
+// gates, whose weights have the first scale, and 128 ups, which have the second.
+template <int kBlockM, int kBlockN, bool kInterleaved = false>
 struct WeightsOnM {
     static constexpr int kColumns = kBlockM;
-    static constexpr int kWaves = 1;
+    static constexpr int kWaves = kBlockN == 256 ? 2 : 1;
+    static constexpr int kWaveRows = 64;  // weight rows from a fragment to the next
     template <int>
     static constexpr int kColumnsOf = kColumns;
     static constexpr bool kHasStaging = false;
-    static_assert(kBlockM <= 32 && (kBlockN == 128 || kBlockN == 64), "64 weight rows for each warpgroup, or for both");
+    static_assert(kBlockM <= 32 && (kBlockN == 128 || kBlockN == 64 || (kBlockN == 256 && kInterleaved)),
+                  "64 or 128 weight rows for each warpgroup, or 64 for both");
     using Sum = float[kColumns / 2];
 
     // The region of the column groups [first, end).
@@ -59,38 +63,46 @@ struct WeightsOnM {
             : Stored{max(begin, first_group * 8), min(end, end_group * 8), 0, 64} {}
     };
 
-    static DEVICE Owned whole(int warpgroup) { return {0, kBlockN == 128 ? warpgroup * 64 : 0, 1}; }
+    static DEVICE Owned whole(int warpgroup) { return {0, kBlockN == 64 ? 0 : warpgroup * (kBlockN / 2), kWaves}; }
     static DEVICE Owned owned(int warpgroup, int, int) { return whole(warpgroup); }
     static DEVICE const uint8_t* m_operand(const uint8_t* weights, const uint8_t*, Owned owned) {
         return weights + owned.weight * kBlockK;
     }
     static DEVICE const uint8_t* n_operand(const uint8_t*, const uint8_t* tokens, Owned) { return tokens; }
 
+    static constexpr int kUp = kInterleaved ? 1 : 0;  // the scale of up rows
+
     struct Scales {
         float2 tokens[kColumns / 8];
-        float weight;
+        float weights[kUp + 1];
 
         // Only lanes with `read_weights` load the weights' scales. `broadcast` gives the first lane's scales to all lanes.
         DEVICE void load(const float* token_scales, const float* weight_scales, Owned, bool read_weights) {
             const float2* source = reinterpret_cast<const float2*>(token_scales) + lane_index() % 4;
 #pragma unroll
             for (int j = 0; j < kColumns / 8; ++j) tokens[j] = ptx::load_here(&source[j * 4]);
-            if (read_weights) weight = ptx::load_here(weight_scales);
+#pragma unroll
+            for (int i = 0; i <= kUp; ++i) {
+                if (read_weights) weights[i] = ptx::load_here(&weight_scales[i]);
+            }
         }
-        DEVICE void broadcast() { weight = __shfl_sync(0xffffffffu, weight, 0); }
+        DEVICE void broadcast() {
+#pragma unroll
+            for (int i = 0; i <= kUp; ++i) weights[i] = __shfl_sync(0xffffffffu, weights[i], 0);
+        }
         template <typename Visit>
-        DEVICE void each(Visit& visit) const { visit(tokens), visit(weight); }
+        DEVICE void each(Visit& visit) const { visit(tokens), visit(weights); }
     };
 
     template <int>
     static DEVICE void promote(Sum& sum, const Sum& partial, const Scales& scales) {
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {
-            const float even = scales.tokens[j].x * scales.weight, odd = scales.tokens[j].y * scales.weight;
-            sum[4 * j + 0] += partial[4 * j + 0] * even;
-            sum[4 * j + 1] += partial[4 * j + 1] * odd;
-            sum[4 * j + 2] += partial[4 * j + 2] * even;
-            sum[4 * j + 3] += partial[4 * j + 3] * odd;
+            const float2 token = scales.tokens[j];
+            sum[4 * j + 0] += partial[4 * j + 0] * (token.x * scales.weights[0]);
+            sum[4 * j + 1] += partial[4 * j + 1] * (token.y * scales.weights[0]);
+            sum[4 * j + 2] += partial[4 * j + 2] * (token.x * scales.weights[kUp]);
+            sum[4 * j + 3] += partial[4 * j + 3] * (token.y * scales.weights[kUp]);
         }
     }
 
@@ -122,9 +134,10 @@ constexpr int kBoxRowsOf = kBlockN % 64 == 0 ? 64 : 32;
 // In tiles of 64 tokens each warpgroup has 64 weight rows. If one of the widest tiles has no more than 64 tokens, the warpgroups
 // take the same tokens, and each takes its own half of the weight rows. If such a tile also has only half of the weight rows, one
 // warpgroup rests.
-template <int kBlockM, int kBlockN>
+template <int kBlockM, int kBlockN, bool kInterleaved = false>
 struct TokensOnM {
     static constexpr int kColumns = kBlockM == 64 ? 64 : kBlockN < 128 ? kBlockN : 128;
+    static constexpr int kWaveRows = kColumns;
     static constexpr int kWaves = kBlockM == 64 ? 1 : ceil_div(kBlockN, kColumns);
     template <int kWave>
     static constexpr int kColumnsOf = kBlockN - kWave * kColumns < kColumns ? kBlockN - kWave * kColumns : kColumns;
@@ -149,6 +162,7 @@ struct TokensOnM {
         return kBlockM == 64 ? Owned{0, warpgroup * 64, 1} : Owned{warpgroup * 64, 0, kWaves};
     }
     static DEVICE Owned owned(int warpgroup, int tokens, int width) {
+        if (kInterleaved) return whole(warpgroup);
         if (kBlockN == 256 && width == kColumns) return {warpgroup * 64, 0, 1};
         return kBlockN == 256 && tokens <= 64 ? Owned{0, warpgroup * kColumns, 1} : whole(warpgroup);
     }
@@ -186,7 +200,7 @@ struct TokensOnM {
     static DEVICE void promote(Sum& sum, const Sum& partial, const Scales& scales) {
 #pragma unroll
         for (int j = 0; j < kColumnsOf<kWave> / 8; ++j) {
-            const float weight = scales.weights[(kWave * kColumns + j * 8) / kScaleColumns];
+            const float weight = scales.weights[kInterleaved ? j % 2 : (kWave * kColumns + j * 8) / kScaleColumns];
             const float upper = scales.upper * weight, lower = scales.lower * weight;
             sum[4 * j + 0] += partial[4 * j + 0] * upper;
             sum[4 * j + 1] += partial[4 * j + 1] * upper;

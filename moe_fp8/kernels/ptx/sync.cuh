@@ -43,6 +43,12 @@ DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// A barrier of kThreads threads of the CTA, in whole warps; __syncthreads is barrier 0.
+template <int kBarrier, int kThreads>
+DEVICE void named_barrier() {
+    asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
 // The lane is read anew at each call, so that values derived from it are not kept in registers from call to call.
 DEVICE uint32_t fresh_lane() {
     uint32_t lane;
