@@ -72,8 +72,7 @@ class ParamStruct:
             yield f"sizeof((({self.name}*)0)->{field})", self._sizes[field]
 
 
-GEMM = ParamStruct(
-    "GemmParams",
+_GEMM_FIELDS = (
     "TensorMap a",
     "TensorMap a_scale",
     "TensorMap b",
@@ -87,6 +86,10 @@ GEMM = ParamStruct(
     "int k",
     "int num_experts",
     "int constant_weights",
+)
+GEMM = ParamStruct("GemmParams", *_GEMM_FIELDS)
+GEMM_SILU_MUL = ParamStruct(
+    "GemmParams", *_GEMM_FIELDS, "float limit", "pointer out_scale", "int64 out_scale_stride"
 )
 
 MQA_LOGITS = ParamStruct(
@@ -310,6 +313,21 @@ _KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
                 for layout, enumerator in _ENUMERATORS.items()
             },
             **_gemm_boxes(),
+        },
+    ),
+    "gemm_silu_mul_fp8": (
+        GEMM_SILU_MUL,
+        {
+            "moe_fp8::kBlockK": SCALE_BLOCK,
+            "static_cast<int>(moe_fp8::sched::Layout::kOffsets)": GEMM_LAYOUTS["offsets"],
+            **{
+                f"moe_fp8::{name}Of<{tile}>": box
+                for config in heuristics.silu_mul_configs()
+                for name, tile, box in (
+                    ("kTokenBox", config.block_m, config.token_box),
+                    ("kWeightBox", config.block_n, config.weight_box),
+                )
+            },
         },
     ),
     "mqa_logits_fp8": (MQA_LOGITS, _MQA),

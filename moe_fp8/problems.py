@@ -230,6 +230,33 @@ class IndexerTopkProblem:
 
 
 @dataclass(frozen=True)
+class GemmSiluMulProblem:
+    """SiLU(gate) * up, quantized, of the product of `m` rows and their experts' interleaved `[n, k]` weights.
+
+    `expected_m`: the expected rows of an expert, or None for the mean.
+    """
+
+    m: int
+    n: int
+    k: int
+    num_experts: int
+    expected_m: int | None = None
+    power_of_two: bool = False
+    rounded: bool = False
+    num_sms: int = DEFAULT_NUM_SMS
+
+    @property
+    def rows(self) -> int:
+        """The rows of an expert that a tile should cover, rounded by `selection_rows`; 1 or more."""
+        rows = -(-self.m // self.num_experts) if self.expected_m is None else min(self.expected_m, self.m)
+        return selection_rows(max(1, rows))
+
+    def for_selection(self) -> GemmSiluMulProblem:
+        """The problem that the choice of a kernel uses: every expert has `rows` rows."""
+        return replace(self, m=self.rows * self.num_experts, expected_m=self.rows)
+
+
+@dataclass(frozen=True)
 class MoePermuteProblem:
     """Copies of `num_tokens` rows of `k` values to the experts that each of them goes to.
 
@@ -287,6 +314,7 @@ Problem: TypeAlias = (
     | SiluMulQuantizeProblem
     | IndexerCacheProblem
     | IndexerTopkProblem
+    | GemmSiluMulProblem
     | MoePermuteProblem
     | MoeCombineProblem
     | RouteTopkProblem

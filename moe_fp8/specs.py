@@ -16,6 +16,7 @@ from moe_fp8 import heuristics
 from moe_fp8.limits import MAX_EXPERTS_PER_TOKEN, MAX_TOPK, SCALE_BLOCK
 from moe_fp8.problems import (
     GemmProblem,
+    GemmSiluMulProblem,
     IndexerCacheProblem,
     IndexerTopkProblem,
     MoeCombineProblem,
@@ -191,6 +192,28 @@ def select_gemm(problem: GemmProblem) -> Selection[heuristics.GemmConfig]:
     return Selection(_gemm_spec(problem.layout, config, problem.out_dtype), grid, config)
 
 
+@cache
+def _gemm_silu_mul_spec(config: heuristics.GemmConfig, power_of_two: bool, rounded: bool) -> KernelSpec:
+    return _spec(
+        "gemm_silu_mul_fp8",
+        config.threads,
+        heuristics.silu_mul_smem_bytes(config),
+        LAYOUT=GEMM_LAYOUTS["offsets"],
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        NUM_STAGES=config.num_stages,
+        POWER_OF_TWO=int(power_of_two),
+        ROUNDED=int(rounded),
+    )
+
+
+def select_gemm_silu_mul(problem: GemmSiluMulProblem) -> Selection[heuristics.GemmConfig]:
+    """The kernel, grid and tile; each SM has one block."""
+    config = heuristics.silu_mul_config(problem.rows)
+    spec = _gemm_silu_mul_spec(config, problem.power_of_two, problem.rounded)
+    return Selection(spec, problem.num_sms, config)
+
+
 def select_mqa_logits(problem: MqaLogitsProblem) -> Selection[heuristics.MqaWork]:
     """The whole call determines the config; the chunk determines the division into work items."""
     config = heuristics.mqa_config(problem)
@@ -311,6 +334,7 @@ _SELECTORS: dict[type[Problem], Callable[[Any], Selection[object]]] = {
     IndexerCacheProblem: select_indexer_cache,
     IndexerTopkProblem: select_indexer_topk,
     MoePermuteProblem: select_moe_permute,
+    GemmSiluMulProblem: select_gemm_silu_mul,
     MoeCombineProblem: select_moe_combine,
     RouteTopkProblem: select_route_topk,
 }

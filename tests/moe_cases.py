@@ -11,6 +11,7 @@ from moe_fp8 import (
     Permuted,
     fused_moe,
     grouped_gemm_fp8_contiguous,
+    interleave_gate_up,
     moe_combine,
     moe_permute,
     moe_workspace_bytes,
@@ -155,6 +156,7 @@ class Layer:
     device: str
     limit: float | None = None
     rounded: bool = False
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         gen, k, experts = cases.generator(7, self.device), self.case.k, self.case.experts
@@ -177,7 +179,7 @@ class Layer:
         """A workspace full of NaN."""
         size = moe_workspace_bytes(
             num_tokens=self.case.tokens, topk=self.case.topk, num_experts=self.case.experts,
-            hidden_size=self.case.k, intermediate_size=self.width,
+            hidden_size=self.case.k, intermediate_size=self.width, interleaved=self.interleaved,
         )  # fmt: skip
         return torch.full((size,), 0x7F, dtype=torch.uint8, device=self.device)
 
@@ -191,9 +193,11 @@ class Layer:
     ) -> Tensor:
         out = torch.full_like(x, float("nan")) if out is None else out
         x, x_scale = self._given(x)
+        w13 = interleave_gate_up(self.w13) if self.interleaved else self.w13
         return fused_moe(
-            x, ids, weights, self.w13, self.w13_scale, self.w2, self.w2_scale, x_scale=x_scale,
-            expert_map=self.expert_map, workspace=workspace, out=out, **self.options,
+            x, ids, weights, w13, self.w13_scale, self.w2, self.w2_scale, x_scale=x_scale,
+            expert_map=self.expert_map, workspace=workspace, out=out,
+            interleaved=self.interleaved, **self.options,
         )  # fmt: skip
 
     def by_ops(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -245,10 +249,10 @@ LAYERS: dict[str, tuple[Case, dict[str, object]]] = {
 }
 
 
-def check_layer(name: str, device: str, width: int = 256) -> None:
+def check_layer(name: str, device: str, width: int = 256, interleaved: bool = False) -> None:
     """`fused_moe` in a poisoned workspace: the bits of the five ops, near the float64 layer."""
     case, options = LAYERS[name]
-    layer = Layer(case, width, device, **options)  # type: ignore[arg-type]
+    layer = Layer(case, width, device, interleaved=interleaved, **options)  # type: ignore[arg-type]
     for seed in range(2):
         given = layer.inputs(seed)
         out = layer.fused(*given, workspace=layer.workspace())

@@ -14,6 +14,9 @@ from moe_fp8.heuristics.gemm import (
     gemm_grid,
     gemm_smem_bytes,
     parse_gemm_config,
+    silu_mul_config,
+    silu_mul_configs,
+    silu_mul_smem_bytes,
 )
 from moe_fp8.heuristics.mqa import (
     MQA_BLOCK_KV,
@@ -69,6 +72,9 @@ __all__ = [
     "paged_mqa_config",
     "parse_gemm_config",
     "query_box_rows",
+    "silu_mul_config",
+    "silu_mul_configs",
+    "silu_mul_smem_bytes",
     "topk_config",
     "topk_smem_bytes",
 ]

@@ -26,9 +26,10 @@ def test_rows_and_sums(case: moe_cases.Case) -> None:
         moe_cases.check(case, "cpu")
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("name", moe_cases.LAYERS)
-def test_layer(name: str) -> None:
-    moe_cases.check_layer(name, "cpu", 128)
+def test_layer(name: str, interleaved: bool) -> None:
+    moe_cases.check_layer(name, "cpu", 128, interleaved)
 
 
 def test_a_shared_expert_is_one_more_expert() -> None:

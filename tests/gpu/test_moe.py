@@ -14,15 +14,17 @@ def test_rows_and_sums(case: moe_cases.Case) -> None:
     moe_cases.check(case, "cuda")
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("width", [128, 768])
 @pytest.mark.parametrize("name", moe_cases.LAYERS)
-def test_layer(name: str, width: int) -> None:
-    moe_cases.check_layer(name, "cuda", width)
+def test_layer(name: str, width: int, interleaved: bool) -> None:
+    moe_cases.check_layer(name, "cuda", width, interleaved)
 
 
 @pytest.mark.sanitizer
-def test_small_layer() -> None:
-    moe_cases.check_layer("missing ids", "cuda")
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_small_layer(interleaved: bool) -> None:
+    moe_cases.check_layer("missing ids", "cuda", interleaved=interleaved)
 
 
 def test_a_layer_takes_five_launches() -> None:

@@ -18,12 +18,14 @@ from moe_fp8.ops.arguments import (
     FP8,
     I32,
     extent,
+    int32_vector,
     refuse_address,
     refuse_device,
     refuse_dtype,
     refuse_layout,
     refuse_shape,
 )
+from moe_fp8.ops.scales import is_mn_major
 
 
 def permute(
@@ -84,6 +86,58 @@ def permute(
     given |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     if any(tensor.get_device() != x.get_device() for tensor in given.values()):
         refuse_device(op, x, **given)
+
+
+def gemm_silu_mul(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    expected_m: int | None,
+    limit: float | None,
+    power_of_two: bool,
+    rounded: bool,
+    q: Tensor,
+    scale: Tensor,
+) -> None:
+    """a fp8 [M,K], b fp8 [E,2I,K] interleaved; q fp8 [M,I], scale fp32 [M,I/128] MN-major."""
+    op = "grouped_gemm_silu_mul_fp8"
+    if a.dim() != 2 or a.shape[1] % 128 or not a.shape[1]:
+        refuse_shape(op, "a", a, "[M, K] with K a positive multiple of 128")
+    m, k = a.shape
+    if b.dim() != 3 or b.shape[2] != k or b.shape[1] % 256 or not b.numel():
+        refuse_shape(op, "b", b, f"[E, 2I, {k}] with I a positive multiple of 128")
+    num_experts, n, _ = b.shape
+    extent(op, "b", num_experts * n, "rows, those of all experts together")
+    expected = {
+        "a_scale": (a_scale, (m, k // 128), F32),
+        "b_scale": (b_scale, (num_experts, n // 128, k // 128), F32),
+        "q": (q, (m, n // 2), FP8),
+        "scale": (scale, (m, n // 256), F32),
+    }
+    for name, (tensor, shape, dtype) in expected.items():
+        if tensor.shape != shape:
+            refuse_shape(op, name, tensor, f"{list(shape)}")
+        if tensor.dtype is not dtype:
+            refuse_dtype(op, name, tensor, str(dtype).removeprefix("torch."))
+    for name, tensor in (("a", a), ("b", b)):
+        if tensor.dtype is not FP8:
+            refuse_dtype(op, name, tensor, "float8_e4m3fn")
+    for name, tensor in (("a", a), ("b", b), ("b_scale", b_scale), ("q", q)):
+        if not tensor.is_contiguous():
+            refuse_layout(op, name, tensor)
+        if tensor.data_ptr() & 15:
+            refuse_address(op, name, tensor)
+    for name, tensor in (("a_scale", a_scale), ("scale", scale)):
+        if not is_mn_major(tensor):
+            raise ArgumentError(op, name, "MN-major scales", f"stride {tensor.stride()}", "use to_mn_major")
+    if limit is not None and not limit > 0:
+        raise ArgumentError(op, "limit", "a positive number, or None", limit)
+    int32_vector(op, "offsets", offsets, num_experts + 1, "the start of each expert's rows, then the end")
+    given = {"a_scale": a_scale, "b": b, "b_scale": b_scale, "offsets": offsets, "q": q, "scale": scale}
+    if any(tensor.get_device() != a.get_device() for tensor in given.values()):
+        refuse_device(op, a, **given)
 
 
 def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> None:

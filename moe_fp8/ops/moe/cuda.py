@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_fp8.jit.tensor_map import encode_2d
 from moe_fp8.ops import launch, registry, scales
 from moe_fp8.ops.launch import Prepared
-from moe_fp8.params import MOE_COMBINE, MOE_PERMUTE, ROUTE_TOPK
-from moe_fp8.problems import MoeCombineProblem, MoePermuteProblem, RouteTopkProblem
-from moe_fp8.specs import select_moe_combine, select_moe_permute, select_route_topk
+from moe_fp8.params import GEMM_SILU_MUL, MOE_COMBINE, MOE_PERMUTE, ROUTE_TOPK
+from moe_fp8.problems import GemmSiluMulProblem, MoeCombineProblem, MoePermuteProblem, RouteTopkProblem
+from moe_fp8.specs import select_gemm_silu_mul, select_moe_combine, select_moe_permute, select_route_topk
 
 
 def permute(
@@ -64,6 +65,51 @@ def permute(
         num_experts,
         num_experts if expert_map is None else expert_map.shape[0],
         chosen.config,
+    )
+    return chosen.spec, chosen.grid, block
+
+
+def gemm_silu_mul(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    expected_m: int | None,
+    limit: float | None,
+    power_of_two: bool,
+    rounded: bool,
+    q: Tensor,
+    scale: Tensor,
+) -> Prepared:
+    """a [M,K], interleaved b [E,2I,K] -> q [M,I], scale [M,I/128]."""
+    (m, k), (num_experts, n, _) = a.shape, b.shape
+    num_sms = launch.num_sms(a.get_device())
+    problem = GemmSiluMulProblem(m, n, k, num_experts, expected_m, power_of_two, rounded, num_sms)
+    chosen = select_gemm_silu_mul(problem)
+    config = chosen.config
+    block = launch.new_block(GEMM_SILU_MUL)
+    GEMM_SILU_MUL.pack_into(
+        block.buffer,
+        0,
+        encode_2d(a.data_ptr(), "uint8", (k, m), k, (128, config.token_box), l2_promotion=128),
+        encode_2d(
+            a_scale.data_ptr(), "float32", (m, k // 128), scales.pitch(a_scale) * 4, (config.block_m, 1), 0
+        ),
+        encode_2d(b.data_ptr(), "uint8", (k, n * num_experts), k, (128, config.weight_box), l2_promotion=128),
+        b"",
+        q.data_ptr(),
+        b_scale.data_ptr(),
+        offsets.data_ptr(),
+        n // 2,
+        m,
+        n,
+        k,
+        num_experts,
+        False,
+        float("inf") if limit is None else limit,
+        scale.data_ptr(),
+        scales.pitch(scale),
     )
     return chosen.spec, chosen.grid, block
 

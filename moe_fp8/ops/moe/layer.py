@@ -13,20 +13,27 @@ from moe_fp8.ops import arguments
 from moe_fp8.ops import workspace as workspaces
 from moe_fp8.ops.gemm import grouped_gemm_fp8_contiguous
 from moe_fp8.ops.moe import checks
+from moe_fp8.ops.moe.gemm import grouped_gemm_silu_mul_fp8
 from moe_fp8.ops.moe.public import Permuted, moe_combine, moe_permute
 from moe_fp8.ops.quantize import silu_mul_quantize
 
 
-def _sizes(rows: int, num_experts: int, hidden_size: int, intermediate_size: int) -> tuple[int, ...]:
+def _sizes(
+    rows: int, num_experts: int, hidden_size: int, intermediate_size: int, interleaved: bool
+) -> tuple[int, ...]:
     """Bytes of each buffer: FP8 rows, bf16 rows, scales of both inputs, the experts' offsets, places.
 
     The rows of the second input take the place of those of the first, and so do the outputs: each kernel
-    begins to write only when the kernel before has read everything.
+    begins to write only when the kernel before has read everything. But a GEMM that ends in SiLU writes the
+    second input while it reads the first.
     """
     padded = -(-rows // 4) * 4
+    fp8, wide = max(hidden_size, intermediate_size), max(hidden_size, 2 * intermediate_size)
+    if interleaved:
+        fp8, wide = hidden_size + intermediate_size, hidden_size
     return (
-        rows * max(hidden_size, intermediate_size),
-        2 * rows * max(hidden_size, 2 * intermediate_size),
+        rows * fp8,
+        2 * rows * wide,
         4 * padded * (hidden_size // 128),
         4 * padded * (intermediate_size // 128),
         4 * (num_experts + 1),
@@ -35,14 +42,22 @@ def _sizes(rows: int, num_experts: int, hidden_size: int, intermediate_size: int
 
 
 def moe_workspace_bytes(
-    *, num_tokens: int, topk: int, num_experts: int, hidden_size: int, intermediate_size: int
+    *,
+    num_tokens: int,
+    topk: int,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    interleaved: bool = False,
 ) -> int:
     """The bytes that `fused_moe` takes of its workspace.
 
     num_tokens: T, or the largest T of several calls. topk: experts of a token. num_experts: experts of this
-    rank. hidden_size: K. intermediate_size: I, the width of an expert.
+    rank. hidden_size: K. intermediate_size: I, the width of an expert. interleaved: as in `fused_moe`.
     """
-    return workspaces.total_bytes(_sizes(num_tokens * topk, num_experts, hidden_size, intermediate_size))
+    return workspaces.total_bytes(
+        _sizes(num_tokens * topk, num_experts, hidden_size, intermediate_size, interleaved)
+    )
 
 
 def fused_moe(
@@ -59,6 +74,7 @@ def fused_moe(
     limit: float | None = None,
     power_of_two: bool = False,
     rounded: bool = False,
+    interleaved: bool = False,
     workspace: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -72,6 +88,8 @@ def fused_moe(
     `[E, K/128, I/128]`. K and I are multiples of 128.
     x_scale, expert_map: as in `moe_permute`. limit, rounded: as in `silu_mul_quantize`.
     power_of_two: round the scales of both GEMMs' inputs up to powers of two.
+    interleaved: w13 comes from `interleave_gate_up`. The results have the same bits, and there are four
+    launches, since the first GEMM ends in SiLU and the quantization.
     workspace: uint8 `[bytes]`, contiguous, 16-byte aligned, of at least `moe_workspace_bytes`; its contents
     are lost. None: the op allocates it. It may not overlap any other argument.
     out: bf16 `[T, K]` as in `moe_combine`, or None. It may be x itself, which is read first.
@@ -81,8 +99,8 @@ def fused_moe(
     the last column of buffers of k + 1 columns keeps both, and `route_topk` writes to the first k columns.
 
     Five launches: `moe_permute`, `grouped_gemm_fp8_contiguous` on rows without padding, `silu_mul_quantize`,
-    the second GEMM, `moe_combine`. No host synchronisation; safe to capture: a replay reads ids anew. Nothing
-    is allocated but the workspace and out. Raises ArgumentError.
+    the second GEMM, `moe_combine`; four if interleaved. No host synchronisation; safe to capture: a replay
+    reads ids anew. Nothing is allocated but the workspace and out. Raises ArgumentError.
     """
     if x.dim() != 2 or topk_ids.dim() != 2:
         arguments.rank("fused_moe", "x", x, "[T, K]", 2)
@@ -94,7 +112,7 @@ def fused_moe(
     rows = topk_ids.numel()
     if rows == 0:
         return out.zero_()
-    sizes = _sizes(rows, num_experts, k, width)
+    sizes = _sizes(rows, num_experts, k, width, interleaved)
     memory = workspaces.given_or_new("fused_moe", workspace, x, workspaces.total_bytes(sizes))
     fp8, bf16, x_scales, y_scales, offsets, places = workspaces.buffers(memory, sizes)
     fp8, bf16 = fp8.view(torch.float8_e4m3fn), bf16.view(torch.bfloat16)
@@ -115,27 +133,35 @@ def fused_moe(
     )
     # Without a map, every place has a row; with a map, about the share of this rank's experts.
     expected_m = None if expert_map is None else -(-rows // max(expert_map.numel(), num_experts))
+    if interleaved:
+        values, scales = grouped_gemm_silu_mul_fp8(
+            a,
+            a_scale,
+            w13,
+            w13_scale,
+            offsets=offsets,
+            expected_m=expected_m,
+            limit=limit,
+            power_of_two=power_of_two,
+            rounded=rounded,
+            out=(fp8[rows * k :].view(rows, width), _mn_major(y_scales, rows)),
+        )
+    else:
+        y = bf16[: rows * 2 * width].view(rows, 2 * width)
+        grouped_gemm_fp8_contiguous(a, a_scale, w13, w13_scale, offsets=offsets, expected_m=expected_m, out=y)
+        values, scales = fp8[: rows * width].view(rows, width), _mn_major(y_scales, rows)
+        # Only the first offsets[num_experts] rows are rows of experts of this rank.
+        silu_mul_quantize(
+            y[None],
+            masked_m=offsets[num_experts:],
+            power_of_two=power_of_two,
+            limit=limit,
+            rounded=rounded,
+            out=(values[None], scales[None]),
+        )
     y = grouped_gemm_fp8_contiguous(
-        a,
-        a_scale,
-        w13,
-        w13_scale,
-        offsets=offsets,
-        expected_m=expected_m,
-        out=bf16[: rows * 2 * width].view(rows, 2 * width),
-    )
-    # Only the first offsets[num_experts] rows are rows of experts of this rank.
-    values, scales = silu_mul_quantize(
-        y.unsqueeze(0),
-        masked_m=offsets[num_experts:],
-        power_of_two=power_of_two,
-        limit=limit,
-        rounded=rounded,
-        out=(fp8[: rows * width].view(1, rows, width), _mn_major(y_scales, rows).unsqueeze(0)),
-    )
-    y = grouped_gemm_fp8_contiguous(
-        values[0],
-        scales[0],
+        values,
+        scales,
         w2,
         w2_scale,
         offsets=offsets,

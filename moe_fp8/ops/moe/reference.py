@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_fp8.ops.gemm import reference as gemms
 from moe_fp8.ops.quantize import reference as quantizing
 
 
@@ -44,6 +45,29 @@ def permute(
     # torch on a CPU gathers no FP8.
     a[:count] = values.view(torch.uint8)[tokens].view(torch.float8_e4m3fn)
     a_scale[:count] = scales[tokens]
+
+
+def gemm_silu_mul(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    expected_m: int | None,
+    limit: float | None,
+    power_of_two: bool,
+    rounded: bool,
+    q: Tensor,
+    scale: Tensor,
+) -> None:
+    """`gemm_contiguous` with de-interleaved weights, rounded to bf16, then `silu_mul_quantize`."""
+    num_experts, n, k = b.shape
+    halves = b.view(torch.uint8).view(num_experts, n // 16, 2, 8, k).transpose(1, 2)
+    weights = halves.reshape(b.shape).view(b.dtype)
+    product = torch.zeros((a.shape[0], n), dtype=torch.bfloat16)
+    gemms.gemm_contiguous("offsets", a, a_scale, weights, b_scale, offsets, product)
+    rows = offsets[-1:].clamp(0, a.shape[0])
+    quantizing.silu_mul_quantize(product[None], rows, q[None], scale[None], power_of_two, limit, rounded)
 
 
 def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> None:
