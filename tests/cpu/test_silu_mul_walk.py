@@ -9,7 +9,6 @@ import pytest
 
 from moe_fp8.heuristics import silu_mul_configs
 from tests.cpu import host_program
-from tests.cpu.host_program import KERNELS
 
 #: What gemm/silu_mul.cuh takes from other files of the GEMM.
 _SHAPE = """#pragma once

@@ -76,7 +76,7 @@ DEVICE void store_few_tokens(const GemmParams& p, Shared& shared, const Tile& ti
         if (warp == 0 && lane < 4) store_scale(p, tile, token, scale);
         const uint32_t both = to_fp8(sum[0][at] * inverse, sum[1][at] * inverse);
         // The warpgroup has 64 outputs, each fragment 32, each warp eight.
-        const int output = warpgroup * 64 + warp % 4 * 8 + lane % 8;
+        const int output = warpgroup * 64 + warp % 4 * 8 + lane / 4;
         staging[staged_output(token, output)] = static_cast<uint8_t>(both);
         staging[staged_output(token, output + 32)] = static_cast<uint8_t>(both >> 8);
     }
