@@ -45,6 +45,7 @@ ANY = EngineCalls(
     (
         "quantize_fp8",
         "silu_mul_quantize",
+        "grouped_gemm_silu_mul_fp8",
         "moe_permute",
         "moe_combine",
         "route_topk",

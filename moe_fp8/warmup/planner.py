@@ -16,6 +16,7 @@ from moe_fp8.warmup.rows import (
     Bounds,
     PlanRow,
     gemm_rows,
+    gemm_silu_mul_rows,
     indexer_rows,
     moe_rows,
     quantize_rows,
@@ -135,6 +136,8 @@ def plan(
         rows += quantize_rows(model, shapes, indexer, bounds, options)
     if "silu_mul_quantize" in options.calls.further:
         rows += silu_mul_rows(shapes, bounds, options)
+    if "grouped_gemm_silu_mul_fp8" in options.calls.further:
+        rows += gemm_silu_mul_rows(shapes, bounds, options)
     if "moe_permute" in options.calls.further:
         rows += moe_rows(model, shapes, bounds, options)
     if "route_topk" in options.calls.further:

@@ -21,6 +21,7 @@ from moe_fp8.problems import (
     SEGMENT_ALIGNMENT,
     GemmLayout,
     GemmProblem,
+    GemmSiluMulProblem,
     IndexerCacheProblem,
     IndexerTopkProblem,
     MoeCombineProblem,
@@ -233,6 +234,27 @@ def silu_mul_rows(shapes: Iterable[GemmShape], bounds: Bounds, options: PlanOpti
         names = tuple(dict.fromkeys(what))
         for spec, ranges, _ in _sweep(_runs(most, selection_extent), silu_mul):
             yield PlanRow("silu_mul_quantize", names, None, None, k, num_experts, ranges, spec)
+
+
+def gemm_silu_mul_rows(
+    shapes: Iterable[GemmShape], bounds: Bounds, options: PlanOptions
+) -> Iterator[PlanRow]:
+    """The rows of `grouped_gemm_silu_mul_fp8`: the first product of routed experts that SiLU follows."""
+    for shape in shapes:
+        n, k, experts = shape.n, shape.k, shape.num_experts
+        if experts is None or not shape.what.endswith(".gate_up") or n % 256:
+            continue
+
+        def problems_at(rows: int, n: int = n, k: int = k, experts: int = experts) -> Iterable[Problem]:
+            for power_of_two, rounded, sms in product((False, True), (False, True), options.sm_budgets):
+                yield GemmSiluMulProblem(
+                    bounds.contiguous, n, k, experts, rows, power_of_two, rounded, sms
+                )  # fmt: skip
+
+        for spec, ranges, _ in _sweep(_runs(bounds.contiguous, selection_rows), problems_at):
+            yield PlanRow(
+                "grouped_gemm_silu_mul_fp8", (shape.what,), None, n, k, experts, ranges, spec
+            )  # fmt: skip
 
 
 def moe_rows(

@@ -179,7 +179,8 @@ def test_a_layer_runs_beside_the_engines(
     rows = read_rows(tmp_path / "h200.json")
     assert len(rows) == len(shapes)
     for row in rows:
-        assert row["peers"] == {"reference": 2.0} and "WrongResult" in row["notes"]["wrong left out"]
+        assert row["peers"] == {"reference": 3.0} and row["notes"]["interleaved us"] == 2.0
+        assert "WrongResult" in row["notes"]["wrong left out"]
         assert 0 <= row["rel_error"] < moe_layer.TOLERANCE
         weight_bytes = 3 * 256 * 128
         assert row["notes"]["floor us"] <= row["shape"]["local_experts"] * weight_bytes / 4550e3

@@ -110,6 +110,14 @@ def _contiguous() -> dict[str, Any]:
     return {**arguments, **hint, "out": case.poisoned(), "config": None}
 
 
+def _gemm_silu_mul() -> dict[str, Any]:
+    case = cases.contiguous_case("offsets", (3, 2), 256, 256)
+    arguments = {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale}
+    options = {"expected_m": None, "limit": None, "power_of_two": False, "rounded": False}
+    q, scale = torch.zeros(5, 128, dtype=torch.float8_e4m3fn), torch.empty_strided((5, 1), (1, 8)).zero_()
+    return {**arguments, "offsets": case.index, **options, "q": q, "scale": scale}
+
+
 def _mqa() -> dict[str, Any]:
     names = ("q", "k", "k_scale", "weights", "ks", "ke")
     arguments = dict(zip(names, cases.mqa_case(4, 9, 8).arguments(), strict=True))
@@ -147,6 +155,7 @@ OPS: dict[str, Callable[[], dict[str, Any]]] = {
     "gemm_fp8": _dense,
     "grouped_gemm_fp8_contiguous": _contiguous,
     "grouped_gemm_fp8_masked": _gemm,
+    "grouped_gemm_silu_mul_fp8": _gemm_silu_mul,
     "mqa_logits_fp8": _mqa,
     "_mqa_logits_fp8_chunk": _mqa,
     "paged_mqa_logits_metadata": _metadata,

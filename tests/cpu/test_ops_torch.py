@@ -58,6 +58,14 @@ def _silu_mul() -> tuple[Any, ...]:
     return torch.randn(2, 5, 512).bfloat16(), masked_m, q, scale, False, 7.0, True
 
 
+def _gemm_silu_mul() -> tuple[Any, ...]:
+    case = cases.contiguous_case("offsets", (3, 2), 256, 256)
+    q = torch.zeros(5, 128, dtype=torch.float8_e4m3fn)
+    scale = torch.empty_strided((5, 1), (1, 8)).zero_()
+    operands = case.a, case.a_scale, case.b, case.b_scale, case.index
+    return *operands, None, 0.5, True, True, q, scale
+
+
 def _permute() -> tuple[Any, ...]:
     a = torch.zeros(10, 256, dtype=torch.float8_e4m3fn)
     a_scale = torch.empty_strided((10, 2), (1, 12)).zero_()
@@ -97,6 +105,7 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "paged_mqa_logits_metadata": _metadata,
     "quantize_fp8": _quantize,
     "silu_mul_quantize": _silu_mul,
+    "grouped_gemm_silu_mul_fp8": _gemm_silu_mul,
     "moe_permute": _permute,
     "moe_combine": _combine,
     "route_topk": _route,
@@ -125,13 +134,16 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.moe_fp8, name).default, OPS[name]())
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if "gemm" in name])
+_WITH_CONFIG = [name for name in OPS if "gemm_fp8" in name]
+
+
+@pytest.mark.parametrize("name", _WITH_CONFIG)
 @pytest.mark.usefixtures("fp8_allclose")
 def test_opcheck_with_a_config(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.moe_fp8, name).default, (*OPS[name](), "64x128"))
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if "gemm" in name])
+@pytest.mark.parametrize("name", _WITH_CONFIG)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_bad_config_is_an_error_before_anything_runs(name: str, device: str) -> None:
     arguments = [x.to(device) if isinstance(x, torch.Tensor) else x for x in OPS[name]()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from moe_fp8.limits import (
     MAX_EXPERTS_PER_TOKEN,
     MAX_ROUTED_EXPERTS,
 )
+from moe_fp8.ops import scales
 from moe_fp8.ops.arguments import (
     BF16,
     F32,
@@ -25,7 +28,6 @@ from moe_fp8.ops.arguments import (
     refuse_layout,
     refuse_shape,
 )
-from moe_fp8.ops.scales import is_mn_major
 
 
 def permute(
@@ -100,8 +102,11 @@ def gemm_silu_mul(
     rounded: bool,
     q: Tensor,
     scale: Tensor,
-) -> None:
-    """a fp8 [M,K], b fp8 [E,2I,K] interleaved; q fp8 [M,I], scale fp32 [M,I/128] MN-major."""
+) -> tuple[Any, ...] | None:
+    """a fp8 [M,K], b fp8 [E,2I,K] interleaved; q fp8 [M,I], scale fp32 [M,I/128].
+
+    If `a_scale` is not MN-major, returns the arguments with converted scales.
+    """
     op = "grouped_gemm_silu_mul_fp8"
     if a.dim() != 2 or a.shape[1] % 128 or not a.shape[1]:
         refuse_shape(op, "a", a, "[M, K] with K a positive multiple of 128")
@@ -129,15 +134,16 @@ def gemm_silu_mul(
             refuse_layout(op, name, tensor)
         if tensor.data_ptr() & 15:
             refuse_address(op, name, tensor)
-    for name, tensor in (("a_scale", a_scale), ("scale", scale)):
-        if not is_mn_major(tensor):
-            raise ArgumentError(op, name, "MN-major scales", f"stride {tensor.stride()}", "use to_mn_major")
     if limit is not None and not limit > 0:
         raise ArgumentError(op, "limit", "a positive number, or None", limit)
     int32_vector(op, "offsets", offsets, num_experts + 1, "the start of each expert's rows, then the end")
     given = {"a_scale": a_scale, "b": b, "b_scale": b_scale, "offsets": offsets, "q": q, "scale": scale}
     if any(tensor.get_device() != a.get_device() for tensor in given.values()):
         refuse_device(op, a, **given)
+    if scales.is_mn_major(a_scale):
+        return None
+    mn_major = scales.converted(op, a_scale)
+    return a, mn_major, b, b_scale, offsets, expected_m, limit, power_of_two, rounded, q, scale
 
 
 def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> None:

@@ -81,8 +81,14 @@ def gemm_silu_mul(
     rounded: bool,
     q: Tensor,
     scale: Tensor,
-) -> Prepared:
-    """a [M,K], interleaved b [E,2I,K] -> q [M,I], scale [M,I/128]."""
+) -> Prepared | None:
+    """a [M,K], interleaved b [E,2I,K] -> q [M,I], scale [M,I/128]; other strides of scale as in `permute`."""
+    if not scales.is_mn_major(scale):
+        padded = scales.to_mn_major(scale)
+        run = registry.OPS["grouped_gemm_silu_mul_fp8"].run
+        run(a, a_scale, b, b_scale, offsets, expected_m, limit, power_of_two, rounded, q, padded)
+        scale.copy_(padded)
+        return None
     (m, k), (num_experts, n, _) = a.shape, b.shape
     num_sms = launch.num_sms(a.get_device())
     problem = GemmSiluMulProblem(m, n, k, num_experts, expected_m, power_of_two, rounded, num_sms)
