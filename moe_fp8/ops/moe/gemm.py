@@ -57,8 +57,8 @@ def grouped_gemm_silu_mul_fp8(
 ) -> tuple[Tensor, Tensor]:
     """`grouped_gemm_fp8_contiguous` into bf16 and `silu_mul_quantize` of its rows, in one kernel.
 
-    a: float8_e4m3fn `[M, K]`, contiguous; a_scale: fp32 `[M, K/128]`, MN-major, or of any strides for one more
-    kernel. offsets, expected_m: as in `grouped_gemm_fp8_contiguous`.
+    a: float8_e4m3fn `[M, K]`, contiguous; a_scale: fp32 `[M, K/128]`, MN-major, or of any strides for one
+    more kernel. offsets, expected_m: as in `grouped_gemm_fp8_contiguous`.
     w13: float8_e4m3fn `[E, 2I, K]`, contiguous, of `interleave_gate_up`; w13_scale: fp32
     `[E, 2I/128, K/128]`, contiguous, of the weights before. K and I are multiples of 128.
     limit, power_of_two, rounded: as in `silu_mul_quantize`.
