@@ -10,7 +10,8 @@ from server_example.cache import LayerCache
 from server_example.model.batch import DecodeBatch, PrefillBatch
 from server_example.model.config import ModelConfig
 from server_example.model.indexer import Indexer
-from server_example.model.layers import Fp8Weight, Quantizer, Rope, rms_norm
+from server_example.model.layers import Fp8Weight, Quantizer, rms_norm
+from server_example.model.rope import Rope
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Mla:
         self.quantize = quantize
         self.rope = rope
         self.scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+        if (yarn := config.rope.rope_scaling) is not None:
+            self.scale *= yarn.softmax_scale
 
     def __call__(self, x: torch.Tensor, batch: PrefillBatch | DecodeBatch, cache: LayerCache) -> torch.Tensor:
         """x [T, hidden], normalised -> fp32 [T, hidden]; writes the tokens into `cache`."""
