@@ -13,6 +13,9 @@ from server_example.model.indexer import Indexer
 from server_example.model.layers import Fp8Weight, Quantizer, rms_norm
 from server_example.model.rope import Rope
 
+#: The epsilon of the latents' norms: a constant in DeepSeek's and transformers' models, not the config's.
+LATENT_EPS = 1e-6
+
 
 @dataclass(frozen=True)
 class MlaWeights:
@@ -57,8 +60,8 @@ class Mla:
         q_latent, kv_latent, k_rope = self.quantize.linear(x, weights.qkv_a).split(
             (config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim), dim=1
         )
-        q_latent = rms_norm(q_latent, weights.q_norm, config.rms_norm_eps)
-        kv_latent = rms_norm(kv_latent, weights.kv_norm, config.rms_norm_eps)
+        q_latent = rms_norm(q_latent, weights.q_norm, LATENT_EPS)
+        kv_latent = rms_norm(kv_latent, weights.kv_norm, LATENT_EPS)
         k_rope = self.rope(k_rope[:, None], positions, interleaved=True)[:, 0]
         cache.write_latent(batch.slots, torch.cat((kv_latent, k_rope), dim=1))
 

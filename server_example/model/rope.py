@@ -76,7 +76,7 @@ class RopeConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_spelling(cls, raw: Any) -> Any:
-        """Takes `rope_theta` beside `rope_scaling` (the hub), or inside `rope_parameters` (transformers 5)."""
+        """Takes `rope_theta` beside `rope_scaling` (the hub) or inside `rope_parameters` (transformers)."""
         given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         if not isinstance(given, dict):
             return {"rope_scaling": given}
