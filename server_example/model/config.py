@@ -119,6 +119,13 @@ class ModelConfig(BaseModel):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
+    def softmax_scale(self) -> float:
+        """What the attention multiplies its scores by."""
+        scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        yarn = self.rope.rope_scaling
+        return scale if yarn is None else scale * yarn.softmax_scale
+
+    @property
     def power_of_two_scales(self) -> bool:
         return self.quantization_config.get("scale_fmt") == "ue8m0"
 

@@ -49,9 +49,6 @@ class Mla:
         self.indexer = indexer
         self.quantize = quantize
         self.rope = rope
-        self.scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
-        if (yarn := config.rope.rope_scaling) is not None:
-            self.scale *= yarn.softmax_scale
 
     def __call__(self, x: torch.Tensor, batch: PrefillBatch | DecodeBatch, cache: LayerCache) -> torch.Tensor:
         """x [T, hidden], normalised -> fp32 [T, hidden]; writes the tokens into `cache`."""
@@ -72,7 +69,7 @@ class Mla:
         q_rope = self.rope(q_rope, positions, interleaved=True)
         q_absorbed = torch.einsum("thn,hnl->thl", q_nope, weights.k_up)
         selected = cache.latent[selection.slots].float()
-        scores = torch.einsum("thd,tkd->thk", torch.cat((q_absorbed, q_rope), dim=2), selected) * self.scale
+        scores = torch.einsum("thd,tkd->thk", torch.cat((q_absorbed, q_rope), dim=2), selected) * config.softmax_scale
         # A finite value, because a padded row sees nothing and its softmax must not be NaN.
         scores = scores.masked_fill(~selection.valid[:, None], torch.finfo(torch.float32).min)
         attended = torch.einsum("thk,tkl->thl", scores.softmax(dim=-1), selected[..., : config.kv_lora_rank])

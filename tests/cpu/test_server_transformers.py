@@ -1,4 +1,4 @@
-"""The example model computes what transformers' DeepSeek-V3.2 computes on the same checkpoint.
+"""The example model, and the model that trains it, compute what transformers' DeepSeek-V3.2 computes.
 
 Each variant changes the demo checkpoint's config. transformers loads the dequantized weights in fp32. The
 comparison is tight without the rounding of activations: the ops are then replaced by their maths in fp32.
@@ -23,6 +23,7 @@ from server_example.model.batch import PrefillBatch
 from server_example.model.config import ModelConfig
 from server_example.model.layers import Fp8Weight, Quantizer
 from server_example.model.transformer import Transformer
+from server_example.train.model import TrainedModel
 from tests.demo_model import demo_folder, load_model, model_run
 from tests.model_configs import CONFIGS
 
@@ -236,6 +237,15 @@ def test_logits_agree(
 ) -> None:
     folder, theirs = make_variant(demo_folder, tmp_path, VARIANTS[variant])
     expected = their_logits(theirs)
+    config = ModelConfig.load(folder)
+    trained = TrainedModel(config, TOKENS, CPU).eval()
+    weights = dequantized(load_file(folder / "model.safetensors"))
+    if config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    trained.load_state_dict(weights)
+    with torch.inference_mode():
+        assert float(errors(trained(some_tokens()[None], "sparse")[0][0], expected).max()) < 5e-5
+
     ours = exact_logits(load_model(folder, CPU, num_workers=8), some_tokens().tolist(), monkeypatch)
     # Both compute in fp32, in other orders.
     assert float(errors(ours, expected).max()) < 5e-5
