@@ -69,7 +69,10 @@ class Mla:
         q_rope = self.rope(q_rope, positions, interleaved=True)
         q_absorbed = torch.einsum("thn,hnl->thl", q_nope, weights.k_up)
         selected = cache.latent[selection.slots].float()
-        scores = torch.einsum("thd,tkd->thk", torch.cat((q_absorbed, q_rope), dim=2), selected) * config.softmax_scale
+        scores = (
+            torch.einsum("thd,tkd->thk", torch.cat((q_absorbed, q_rope), dim=2), selected)
+            * config.softmax_scale
+        )
         # A finite value, because a padded row sees nothing and its softmax must not be NaN.
         scores = scores.masked_fill(~selection.valid[:, None], torch.finfo(torch.float32).min)
         attended = torch.einsum("thk,tkl->thl", scores.softmax(dim=-1), selected[..., : config.kv_lora_rank])

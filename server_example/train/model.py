@@ -25,6 +25,13 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=False)
 
 
+class Norm(nn.RMSNorm):
+    """In fp32 under autocast too, as the model is served."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
 class Indexer(nn.Module):
     def __init__(self, config: ModelConfig, rope: Rope) -> None:
         super().__init__()
@@ -57,10 +64,10 @@ class Attention(nn.Module):
         hidden, heads = config.hidden_size, config.num_attention_heads
         nope, rope_dim, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         self.q_a_proj = linear(hidden, config.q_lora_rank)
-        self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, eps=LATENT_EPS)
+        self.q_a_layernorm = Norm(config.q_lora_rank, eps=LATENT_EPS)
         self.q_b_proj = linear(config.q_lora_rank, heads * (nope + rope_dim))
         self.kv_a_proj_with_mqa = linear(hidden, config.latent_dim)
-        self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, eps=LATENT_EPS)
+        self.kv_a_layernorm = Norm(config.kv_lora_rank, eps=LATENT_EPS)
         self.kv_b_proj = linear(config.kv_lora_rank, heads * (nope + value))
         self.o_proj = linear(heads * value, hidden)
         self.indexer = Indexer(config, rope)
@@ -184,9 +191,9 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, rope: Rope, number: int, dropout: float) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.input_layernorm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.input_layernorm = Norm(hidden, eps=config.rms_norm_eps)
         self.self_attn = Attention(config, rope)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(hidden, eps=config.rms_norm_eps)
         dense = number < config.first_k_dense_replace
         self.mlp = Mlp(hidden, config.intermediate_size) if dense else Moe(config)
         self.dropout = nn.Dropout(dropout)
@@ -204,7 +211,7 @@ class Body(nn.Module):
         self.layers = nn.ModuleList(
             Layer(config, rope, number, dropout) for number in range(config.num_hidden_layers)
         )
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = Norm(config.hidden_size, eps=config.rms_norm_eps)
 
 
 class TrainedModel(nn.Module):
