@@ -58,6 +58,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "index_topk": TOKENS,
         "rope_scaling": {"type": "yarn", "factor": 8, "original_max_position_embeddings": 32},
     },
+    "yarn, given attention factor, no truncation": {
+        "index_topk": TOKENS,
+        "rope_scaling": YARN | {"attention_factor": 1.3, "truncate": False},
+    },
     "transformers' spelling": {
         "index_topk": TOKENS,
         "rope_theta": None,
