@@ -80,6 +80,8 @@ def compare(folder: Path, text: str, backend: Backend, *, max_tokens: int, windo
     """The perplexity of at most `max_tokens` tokens of `text`, in bf16 and in FP8."""
     config = ModelConfig.load(folder)
     window = min(window, config.max_position_embeddings)
+    # The loader of the server checks the checkpoint.
+    fp8 = fp8_scorer(folder, config, backend, window)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokens = torch.tensor(tokenizer.encode(text).ids[: max_tokens + 1])
     if tokens.shape[0] < 2:
@@ -90,7 +92,7 @@ def compare(folder: Path, text: str, backend: Backend, *, max_tokens: int, windo
     kernels = "Hopper kernels" if backend.name == "cuda" else "reference ops on the CPU"
     scorers = {
         f"{weights}, plain PyTorch": bf16_scorer(plain, backend.device),
-        f"FP8, {kernels}": fp8_scorer(folder, config, backend, window),
+        f"FP8, {kernels}": fp8,
     }
     return [measure(name, scorer, tokens, num_bytes, window) for name, scorer in scorers.items()]
 
@@ -112,8 +114,11 @@ def main() -> int:
     options = parser.parse_args()
     text: Path = options.text or options.folder / HELD_OUT_TEXT
     try:
-        if not text.is_file():
-            raise ConfigError("text", "a text file", str(text), "pass --text FILE")
+        for file in (text, options.folder / "tokenizer.json"):
+            if not file.is_file():
+                raise ConfigError(
+                    file.name, "a file", str(file), "pass the folder of a model, or --text FILE"
+                )
         rows = compare(
             options.folder,
             text.read_text(encoding="utf-8"),

@@ -47,13 +47,13 @@ def export(model: TrainedModel, config: dict[str, Any], tokenizer: Tokenizer, fo
 
 def load_plain(folder: Path, model: TrainedModel) -> str:
     """Loads `folder/bf16` into `model`, or FP8 weights times their scales if it is missing; says which."""
-    if (folder / BF16).is_dir():
-        model.load_state_dict(load_file(folder / BF16 / "model.safetensors"))
-        return "bf16 weights"
-    tensors = load_file(folder / "model.safetensors")
+    bf16 = (folder / BF16).is_dir()
+    tensors = load_file((folder / BF16 if bf16 else folder) / "model.safetensors")
     plain = {name: tensor for name, tensor in tensors.items() if not name.endswith("_scale_inv")}
     for name in plain:
         if (scale := tensors.get(f"{name}_scale_inv")) is not None:
             plain[name] = Fp8Weight(plain[name], scale).dequantized()
+    if model.config.tie_word_embeddings:
+        plain["lm_head.weight"] = plain["model.embed_tokens.weight"]
     model.load_state_dict(plain)
-    return "bf16 arithmetic on the FP8 weights"
+    return "bf16 weights" if bf16 else "bf16 arithmetic on the FP8 weights"

@@ -67,6 +67,10 @@ def test_a_short_run_learns_and_is_exported(tmp_path: Path) -> None:
     assert plain < 160
     assert fp8 == pytest.approx(plain, rel=0.05)
 
+    (folder / "heldout.txt").rename(folder / "text.txt")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("error: heldout.txt")
+
     # Both folders hold the same weights, but for the rounding to FP8.
     config = ModelConfig.load(folder)
     model, rounded = TrainedModel(config, 48, CPU), TrainedModel(config, 48, CPU)

@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 
 from server_example.backend import choose_backend
+from server_example.model.batch import PrefillBatch
 from server_example.model.config import ModelConfig
 from server_example.model.transformer import Transformer
 from server_example.model.weights import load_weights
 from tests.demo_model import model_run
 from tests.model_configs import CONFIGS
 
-TOKENS = 96
+TOKENS, DECODED = 96, 9
 
 
 def test_full_size_layers_run_on_random_weights() -> None:
@@ -33,8 +34,11 @@ def test_full_size_layers_run_on_random_weights() -> None:
     model = Transformer(config, weights, max_positions=256, num_workers=backend.num_sms)
     tokens = torch.randint(1, 1024, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
     whole, split = model_run(model, TOKENS), model_run(model, TOKENS)
-    expected = whole.prefill(tokens)
-    split.prefill(tokens[:-1])
-    logits = split.decode(tokens[-1])
+    batch = PrefillBatch.of(tokens, 0, whole.pages, backend.device)
+    expected = model.score(batch, whole.caches)[-DECODED:].cpu()
+    split.prefill(tokens[:-DECODED])
+    logits = torch.stack([split.decode(token) for token in tokens[-DECODED:]])
     assert expected.isfinite().all() and float(expected.std()) > 0.1
-    assert float((logits - expected).norm() / expected.norm()) < 0.1
+    # Rounding may change one of a token's experts, whose weights are random; the other tokens agree closely.
+    errors = (logits - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float(errors.median()) < 0.1, errors
