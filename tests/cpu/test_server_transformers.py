@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import moe_fp8
 from moe_fp8.warmup import read_config
-from server_example.cache import LayerCache
+from server_example.cache import PAGE_TOKENS, LayerCache
 from server_example.model.batch import PrefillBatch
 from server_example.model.config import ModelConfig
 from server_example.model.layers import Fp8Weight, Quantizer
@@ -34,7 +34,7 @@ from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
 __all__ = ["demo_folder"]
 
-TOKENS = 96
+TOKENS, DECODED = 96, 16
 CPU = torch.device("cpu")
 
 PUBLISHED_YARN = {
@@ -186,6 +186,31 @@ class Exact:
         best = scores.masked_fill(hidden, -torch.inf).topk(topk, dim=1)
         return best.indices.int().masked_fill(best.values == -torch.inf, -1)
 
+    @staticmethod
+    def paged_indexer_select(
+        queries: torch.Tensor,
+        cache: torch.Tensor,
+        head_weights: torch.Tensor,
+        context_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        *,
+        topk: int,
+        max_context_len: int,
+        num_sms: int,
+    ) -> torch.Tensor:
+        position = torch.arange(max_context_len)
+        rows = []
+        for row, table in enumerate(block_table.long()):
+            slots = table[position // PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS
+            ends = context_lens[row : row + 1]
+            query, weights = queries[row], head_weights[row : row + 1]
+            rows.append(
+                Exact.indexer_select(
+                    query, cache[slots], ends, weights, 0 * ends, ends, topk=topk, workspace=ends
+                )
+            )
+        return torch.cat(rows)
+
 
 class ExactCache(LayerCache):
     """The keys of the indexer are fp32 [slots, D] in `index`."""
@@ -196,19 +221,21 @@ class ExactCache(LayerCache):
 
 
 def exact_logits(model: Transformer, tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """fp32 [T, vocab]; the second half is a prefill chunk of its own, which reads the cache."""
+    """fp32 [T, vocab]: from two chunks of prefill, of which the second reads the cache, and decode steps."""
     monkeypatch.setattr(Quantizer, "dtype", torch.float32)
     for name in [name for name in vars(Exact) if not name.startswith("_")]:
         monkeypatch.setattr(moe_fp8, name, getattr(Exact, name))
     run = model_run(model, len(tokens))
-    caches = []
-    for cache in run.caches:
+    for number, cache in enumerate(run.caches):
         keys = torch.zeros(cache.latent.shape[0], model.config.index_head_dim)
-        caches.append(ExactCache(cache.latent.float(), keys, keys, keys))
-    half = len(tokens) // 2
-    first = PrefillBatch.of(tokens[:half], 0, run.pages, CPU)
-    second = PrefillBatch.of(tokens[half:], half, run.pages, CPU)
-    return torch.cat((model.score(first, caches), model.score(second, caches)))
+        run.caches[number] = ExactCache(cache.latent.float(), keys, keys, keys)
+    logits: list[torch.Tensor] = []
+    for end in (len(tokens) // 2, len(tokens) - DECODED):
+        batch = PrefillBatch.of(tokens[run.length : end], run.length, run.pages, CPU)
+        logits.extend(model.score(batch, run.caches))
+        run.length = end
+    logits.extend(run.decode(token) for token in tokens[run.length :])
+    return torch.stack(logits)
 
 
 def some_tokens() -> torch.Tensor:
@@ -260,7 +287,7 @@ def test_logits_agree_within_the_rounding_to_fp8(demo_folder: Path, tmp_path: Pa
     folder, theirs = make_variant(demo_folder, tmp_path, {"index_topk": TOKENS}, embedding=1.0)
     model, tokens = load_model(folder, CPU, num_workers=8), some_tokens().tolist()
     run = model_run(model, TOKENS)
-    prefilled = TOKENS - 16
+    prefilled = TOKENS - DECODED
     batch = PrefillBatch.of(tokens[:prefilled], 0, run.pages, CPU)
     logits = list(model.score(batch, run.caches))
     run.length = prefilled
