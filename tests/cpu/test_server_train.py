@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import sys
 import tarfile
@@ -12,6 +13,9 @@ import pytest
 import torch
 
 from moe_fp8.errors import ConfigError
+from moe_fp8.warmup import load_model, plan
+from server_example.backend import plan_options
+from server_example.cache import PAGE_TOKENS
 from server_example.demo_text import DEMO_TEXT
 from server_example.model.config import ModelConfig
 from server_example.train.__main__ import MODEL, Options, Trainer, cosine, train
@@ -133,11 +137,14 @@ def test_the_rate_rises_and_falls() -> None:
     assert sorted(shares[5:], reverse=True) == shares[5:]
 
 
-def test_the_model_has_the_size_that_it_names() -> None:
+def test_the_model_has_the_size_that_it_names_and_kernels_for_all_products(tmp_path: Path) -> None:
     config = ModelConfig.model_validate(MODEL)
     model = TrainedModel(config, 8, CPU)
     matrices = [value for name, value in model.named_parameters() if "layers" in name and value.dim() == 2]
     assert 9e6 < sum(matrix.numel() for matrix in matrices) < 12e6
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    planned = plan(load_model(tmp_path), plan_options(256, 8, 132, PAGE_TOKENS))
+    assert not [each for each in planned.unplanned if each.lacking]
 
 
 def test_wrong_data_and_options_are_refused(tmp_path: Path) -> None:
