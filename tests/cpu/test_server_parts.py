@@ -80,7 +80,7 @@ def test_pages_are_never_shared_or_lost(actions: list[tuple[str, int, int]]) -> 
             everyone = [*scheduler.waiting, *scheduler.running]
             if everyone:
                 everyone[first % len(everyone)].cancelled = True
-                assert len(scheduler.drop_cancelled()) == 1
+                assert len(scheduler.drop_ended()) == 1
         elif scheduler.running:
             done = scheduler.running[first % len(scheduler.running)]
             scheduler.release(done)
