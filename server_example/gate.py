@@ -34,7 +34,10 @@ class Gate:
             self._check_key(scope["path"], headers)
             body = await self._body(headers, receive)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            # The rest of a late body is not awaited; the rest of a large one is read, so that its sender sees
+            # the answer.
+            headers_sent = {"Connection": "close"} if error.status == 408 else None
+            await error.response(headers_sent)(scope, receive, send)
             return
         whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
