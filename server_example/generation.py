@@ -36,13 +36,15 @@ def prompt_tokens(engine: Engine, body: CompletionRequest | ChatRequest) -> list
         # A model's own template writes the special tokens.
         return _encode(engine, [text], "messages", special=not engine.chat_template.own)
     prompt = body.prompt
-    if isinstance(prompt, str):
-        return _encode(engine, [prompt], "prompt")
-    texts = [text for text in prompt if isinstance(text, str)]
+    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    prompts = cast("list[str] | list[list[int]]", prompt if several else [prompt])
+    if len(prompts) > engine.scheduler.max_waiting:
+        message = f"{len(prompts)} prompts exceed the queue of {engine.scheduler.max_waiting}; send fewer"
+        raise ApiError(400, message, param="prompt")
+    texts = [text for text in prompts if isinstance(text, str)]
     if texts:
         return _encode(engine, texts, "prompt")
-    lists = [prompt] if not prompt or isinstance(prompt[0], int) else prompt
-    return _checked(engine, cast(list[list[int]], lists), "prompt")
+    return _checked(engine, [tokens for tokens in prompts if isinstance(tokens, list)], "prompt")
 
 
 def _encode(engine: Engine, texts: list[str], param: str, special: bool = True) -> list[list[int]]:
