@@ -65,6 +65,10 @@ class Process:
         if self.service.engine is None:
             raise SystemExit(0)  # Nothing to drain: leave the loading.
 
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
     def wait(self) -> None:
         """Returns after a signal. Python handles signals between waits, so each wait has an end."""
         while not self._stop.wait(0.2) and self._thread.is_alive():
@@ -116,7 +120,11 @@ def main() -> int:
         print(f"serving {engine.name} on {url} (interface: {url}/docs); stop with Ctrl-C", flush=True)
         process.wait()
         return 0 if engine.failure is None else 1
-    except MoeFp8Error as error:
+    except Exception as error:
+        if process.stopping:
+            return 0  # A library that the signal interrupted may have made an error of the `SystemExit`.
+        if not isinstance(error, MoeFp8Error):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:

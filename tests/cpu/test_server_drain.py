@@ -6,12 +6,14 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 
-from server_example.demo import free_port
+from server_example.demo import free_port, start_server, stop_server
 from tests.demo_model import demo_folder
 from tests.live_server import server_process
 
@@ -26,7 +28,7 @@ def data(response: httpx.Response) -> list[str]:
 
 def test_running_requests_finish_and_new_ones_are_refused(demo_folder: Path) -> None:
     with server_process(demo_folder) as (process, url):
-        stream = {**BODY, "max_tokens": 300, "stream": True}
+        stream = {**BODY, "max_tokens": 150, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=stream, timeout=60) as response:
             process.send_signal(signal.SIGTERM)
             while httpx.get(f"{url}/ready").status_code == 200:
@@ -60,6 +62,22 @@ def test_after_the_grace_time_requests_get_an_error(demo_folder: Path) -> None:
         assert answer.status_code == 503
         assert "shutting down" in answer.json()["error"]["message"]
         assert process.wait(timeout=20) == 0
+
+
+def test_a_signal_while_the_model_loads(demo_folder: Path) -> None:
+    port = free_port()
+    process = start_server(demo_folder, port, "--device", "cpu")
+    try:
+        while True:
+            with suppress(httpx.TransportError):
+                httpx.get(f"http://127.0.0.1:{port}/health")
+                break
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    finally:
+        stop_server(process)
 
 
 def test_the_demo_takes_its_server_with_it(demo_folder: Path) -> None:
