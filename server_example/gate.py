@@ -7,7 +7,6 @@ import hmac
 from functools import partial
 from typing import Any
 
-import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -56,20 +55,22 @@ class Gate:
         # The HTTP parser has refused lengths that are not numbers.
         if int(headers.get(b"content-length", b"0")) > self.max_body_bytes:
             raise self._too_large()
-        body = bytearray()
         try:
-            with anyio.fail_after(self.receive_seconds):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ApiError(400, "the connection closed before the body was complete")
-                    body += message.get("body", b"")
-                    if len(body) > self.max_body_bytes:
-                        raise self._too_large()
-                    if not message.get("more_body", False):
-                        return bytes(body)
-        except TimeoutError:
+            return await asyncio.wait_for(self._read(receive), self.receive_seconds)
+        except asyncio.TimeoutError:
             raise ApiError(408, f"the body did not come within {self.receive_seconds:g} s") from None
+
+    async def _read(self, receive: Receive) -> bytes:
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ApiError(400, "the connection closed before the body was complete")
+            body += message.get("body", b"")
+            if len(body) > self.max_body_bytes:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return bytes(body)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body has more than {self.max_body_bytes} bytes", code="body_too_large")
