@@ -149,7 +149,10 @@ class TextPart(_Body):
 
 class Message(_Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text | list[TextPart], _described("a string or a list of text parts")]
+    content: Annotated[
+        Text | Annotated[list[TextPart], Field(max_length=64, fail_fast=True)],
+        _described("a string or a list of at most 64 text parts"),
+    ]
     name: Text | None = None
 
     def for_template(self) -> dict[str, str]:
@@ -159,7 +162,7 @@ class Message(_Body):
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=1024, fail_fast=True)]
     max_tokens: int | None = Field(default=None, ge=1, description="default: what the context has room for")
     max_completion_tokens: int | None = Field(default=None, ge=1, description="the new name of max_tokens")
     logprobs: bool = False

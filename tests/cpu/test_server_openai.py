@@ -118,6 +118,9 @@ def test_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "word " * 2000}])
     assert (long.value.param, long.value.code) == ("messages", "context_length_exceeded")
+    with pytest.raises(openai.BadRequestError) as many:
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a"}] * 1025)
+    assert many.value.param == "messages"
     with pytest.raises(openai.BadRequestError) as image:
         part = {"type": "image_url", "image_url": {"url": "http://example.org"}}
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": [part]}])  # type: ignore[list-item,misc]
