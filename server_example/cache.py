@@ -62,6 +62,10 @@ class PagePool:
     def free(self) -> int:
         return len(self._free)
 
+    def use(self) -> float:
+        """The share of the pages that requests hold, from 0 to 1."""
+        return 1 - len(self._free) / self.capacity
+
     def take(self, count: int) -> list[int] | None:
         """`count` pages; None, and no page is taken, if fewer pages are free."""
         if count > len(self._free):
