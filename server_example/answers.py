@@ -86,11 +86,11 @@ class ChatForm:
 
     def delta(self, index: int, event: TokenEvent, reason: FinishReason) -> protocol.ChatChunkChoice:
         """The first chunk of a choice has the role too."""
-        role = None if index in self._begun else protocol.ChatMessage(content="").role
+        begins = index not in self._begun
         self._begun.add(index)
         return protocol.ChatChunkChoice(
             index=index,
-            delta=protocol.ChatDelta(role=role, content=event.text),
+            delta=protocol.ChatDelta(role="assistant" if begins else None, content=event.text),
             logprobs=_chat_logprobs([event]),
             finish_reason=reason,
         )

@@ -109,7 +109,7 @@ def main() -> int:
         return 1
     try:
         make_demo_model(arguments.dir)
-        print(f"model written to {arguments.dir}; nobody trained it: its text has no meaning", flush=True)
+        print(f"model written to {arguments.dir}: untrained weights, so its text has no meaning", flush=True)
         build_kernels(arguments.dir)
     except MoeFp8Error as error:
         print(f"error: {error}", file=sys.stderr)
@@ -134,7 +134,6 @@ def main() -> int:
             if sys.stdout.isatty()
             else f"  {PROMPT}{answer['choices'][0]['text']}"
         )
-        print("  (the weights are untrained: only the speed and the interface are real)")
         print(f"  {tokens} tokens in {seconds:.2f} s: {tokens / seconds:.0f} tokens/s\n", flush=True)
         if not arguments.once:
             print(f"serving on {url}; stop with Ctrl-C. Try:")
