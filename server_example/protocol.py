@@ -206,6 +206,15 @@ class Usage(BaseModel):
     total_tokens: int
 
 
+class Answer(BaseModel):
+    """What every answer has, whole or a chunk of a stream."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage | None = None
+
+
 FinishReason = Literal["stop", "length"] | None
 
 
@@ -225,15 +234,11 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishReason
 
 
-class CompletionResponse(BaseModel):
+class CompletionResponse(Answer):
     """A whole answer, or one chunk of a stream (`finish_reason` is null until the last chunk)."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
 
 
 class TopLogprob(BaseModel):
@@ -266,13 +271,9 @@ class ChatChoice(BaseModel):
     finish_reason: FinishReason
 
 
-class ChatResponse(BaseModel):
-    id: str
+class ChatResponse(Answer):
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage | None = None
 
 
 class ChatDelta(BaseModel):
@@ -287,13 +288,9 @@ class ChatChunkChoice(BaseModel):
     finish_reason: FinishReason
 
 
-class ChatChunk(BaseModel):
-    id: str
+class ChatChunk(Answer):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
 
 
 class Model(BaseModel):
