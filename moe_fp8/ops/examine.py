@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_fp8 import __version__
 from moe_fp8.errors import ContractError
 from moe_fp8.settings import settings
 
@@ -84,7 +85,7 @@ def _content(
         "kernel": launched,
         "settings": dataclasses.asdict(settings()),
         "versions": {
-            "moe_fp8": _version("moe-fp8"),
+            "moe_fp8": __version__,
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "nvrtc": _version("nvidia-cuda-nvrtc"),

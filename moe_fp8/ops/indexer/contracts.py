@@ -110,6 +110,21 @@ def metadata(context_lens: Tensor, next_n: int, given: Tensor) -> None:
         )
 
 
+def paged_logits(
+    q: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule: Tensor,
+    out: Tensor,
+) -> None:
+    """What `paged_contexts` demands, and `schedule` is that of these lengths."""
+    op, next_n = "paged_mqa_logits_fp8", q.shape[1]
+    paged_contexts(op, context_lens, next_n, block_table, kv_cache, weights, out.shape[1])
+    metadata(context_lens, next_n, schedule)
+
+
 def paged_contexts(
     op: str,
     context_lens: Tensor,

@@ -183,25 +183,11 @@ def paged_mqa_logits_metadata(
     return out
 
 
-def _paged_contract(
-    q: Tensor,
-    kv_cache: Tensor,
-    weights: Tensor,
-    context_lens: Tensor,
-    block_table: Tensor,
-    metadata: Tensor,
-    out: Tensor,
-) -> None:
-    op, next_n = "paged_mqa_logits_fp8", q.shape[1]
-    contracts.paged_contexts(op, context_lens, next_n, block_table, kv_cache, weights, out.shape[1])
-    contracts.metadata(context_lens, next_n, metadata)
-
-
 paged_logits_op = register(
     "paged_mqa_logits_fp8(Tensor q, Tensor kv_cache, Tensor weights, Tensor context_lens, "
     "Tensor block_table, Tensor metadata, Tensor(a!) out) -> ()",
     check=checks.paged_mqa_logits,
-    contract=_paged_contract,
+    contract=contracts.paged_logits,
     empty=lambda q, kv_cache, weights, context_lens, block_table, metadata, out: (
         out.numel() == 0 or kv_cache.shape[0] == 0 or block_table.shape[1] == 0
     ),

@@ -233,7 +233,8 @@ def indexer_select(
     if num_rows == 0:
         return out
     plan = selection_plan(num_rows, keys, topk, _budget(workspace, q))
-    workspace = workspaces.given_or_new("indexer_select", workspace, q, plan.num_bytes)
+    if workspace is None:
+        workspace = workspaces.new(plan.num_bytes, q)
 
     def score(rows: slice, begin: int, end: int, low: Tensor | None, high: Tensor, logits: Tensor) -> None:
         assert low is not None
@@ -287,7 +288,8 @@ def paged_indexer_select(
     if batch == 0:
         return out
     plan = selection_plan(batch * next_n, max_context_len, topk, _budget(workspace, q), next_n, num_sms)
-    workspace = workspaces.given_or_new("indexer_select", workspace, q, plan.num_bytes)
+    if workspace is None:
+        workspace = workspaces.new(plan.num_bytes, q)
     *_, schedule = plan.buffers(workspace)
     metadata = schedule.view(-1, 2)
     block_size = kv_cache.shape[1]
