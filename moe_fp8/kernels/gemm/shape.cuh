@@ -146,7 +146,7 @@ struct GemmParams {
     int n;
     int k;
     int num_experts;
-    int constant_weights;        // dense: no kernel that may still run writes `b` or `b_scale`
+    int constant_weights;        // no kernel that may still run writes `b`, `b_scale` or `index`
 };
 
 namespace moe_fp8 {

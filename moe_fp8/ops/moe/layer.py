@@ -140,6 +140,9 @@ def fused_moe(
         offsets=offsets,
         expected_m=expected_m,
         out=bf16[: rows * k].view(rows, k),
+        # The offsets come from the third kernel before this kernel. Each kernel between them lets the next
+        # begin only after its own wait, so the offsets are written when this kernel begins.
+        constant_weights=True,
     )
     return moe_combine(y, places, topk_weights, out=out)
 
