@@ -181,8 +181,15 @@ class Layer:
         )  # fmt: skip
         return torch.full((size,), 0x7F, dtype=torch.uint8, device=self.device)
 
-    def fused(self, x: Tensor, ids: Tensor, weights: Tensor, workspace: Tensor | None = None) -> Tensor:
-        out = torch.full_like(x, float("nan"))
+    def fused(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        workspace: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        out = torch.full_like(x, float("nan")) if out is None else out
         x, x_scale = self._given(x)
         return fused_moe(
             x, ids, weights, self.w13, self.w13_scale, self.w2, self.w2_scale, x_scale=x_scale,

@@ -265,3 +265,24 @@ def test_the_experts_compute_the_layer(ranks: int, quantized: bool, vllm: Fake) 
             )
             expected[token] += weights[token, place] * second[0].float()
     torch.testing.assert_close(spaces[2].float(), expected, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"swiglu_alpha": 1.0, "swiglu_beta": 0.0}, None),
+        ({"swiglu_alpha": 1.702}, "alpha 1.702"),
+        ({"swiglu_beta": 1.0}, "beta 1.0"),
+        ({"hidden_dim": 2880}, "128 divides"),
+        ({"num_local_experts": 2000}, "128 divides"),
+    ],
+)
+def test_the_experts_refuse_layers_that_they_do_not_compute(
+    changed: dict[str, Any], reason: str | None, vllm: Fake
+) -> None:
+    plug_in.activate(["experts"])
+    cls = vllm.oracle.backend_to_kernel_cls("triton")[0]
+    sizes = {"hidden_dim": 2048, "intermediate_size_per_partition": 768, "num_local_experts": 8}
+    supported, why = cls.is_supported_config(cls, SimpleNamespace(**(sizes | changed)), None, None, None)
+    assert supported == (reason is None) and (reason is None or reason in str(why))

@@ -25,6 +25,20 @@ def test_small_layer() -> None:
     moe_cases.check_layer("missing ids", "cuda")
 
 
+def test_a_layer_takes_five_launches() -> None:
+    layer = moe_cases.Layer(moe_cases.Case(48, 8, 64, 512), 256, "cuda")
+    given, workspace = layer.inputs(), layer.workspace()
+    out = torch.empty_like(given[0])
+    layer.fused(*given, workspace=workspace, out=out)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        layer.fused(*given, workspace=workspace, out=out)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profiler.events() if event.device_type.name == "CUDA"]
+    expected = ["moe_permute", "gemm_fp8", "silu_mul_quantize", "gemm_fp8", "moe_combine"]
+    assert sorted(kernels) == sorted(expected)
+
+
 def test_layer_in_a_graph_reads_new_ids() -> None:
     layer = moe_cases.Layer(*moe_cases.LAYERS["decode"][:1], 256, "cuda")
     given, workspace = layer.inputs(), layer.workspace()

@@ -50,6 +50,9 @@ class MoeFp8Experts(DeepGemmExperts):
         )
         if not supported:
             return supported, reason
+        alpha, beta = (getattr(moe_config, name, None) for name in ("swiglu_alpha", "swiglu_beta"))
+        if alpha not in (None, 1) or beta not in (None, 0):
+            return False, f"the kernels compute SiLU(gate) * up, not SwiGLU with alpha {alpha}, beta {beta}"
         sizes = moe_config.hidden_dim, moe_config.intermediate_size_per_partition
         if any(size % 128 for size in sizes) or moe_config.num_local_experts > MAX_EXPERTS:
             return False, f"the kernels need sizes that 128 divides, got {sizes}"
