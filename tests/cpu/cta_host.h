@@ -38,6 +38,10 @@ struct alignas(16) uint4 {
 struct uint2 {
     unsigned x, y;
 };
+struct float4 {
+    float x, y, z, w;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 // A barrier: whoever comes last opens it.
@@ -53,7 +57,7 @@ struct Exchange {
 namespace host {
 
 constexpr int kWarpsOfCta = NUM_THREADS / 32;
-constexpr int kStaticBytes = 8192;
+constexpr int kStaticBytes = 16384;
 struct Gates {
     Gate all;
     Gate warps[kWarpsOfCta];
@@ -252,8 +256,9 @@ inline int __reduce_min_sync(unsigned, int value) {
         return least;
     });
 }
-inline unsigned atomicAdd(unsigned* at, unsigned value) {
-    const unsigned before = *at;
+template <typename T>
+T atomicAdd(T* at, T value) {
+    const T before = *at;
     *at += value;
     return before;
 }
@@ -270,6 +275,7 @@ inline float __uint_as_float(unsigned bits) {
     std::memcpy(&value, &bits, 4);
     return value;
 }
+inline float __int_as_float(int bits) { return __uint_as_float(static_cast<unsigned>(bits)); }
 inline unsigned __float_as_uint(float value) {
     unsigned bits;
     std::memcpy(&bits, &value, 4);

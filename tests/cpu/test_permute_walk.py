@@ -1,0 +1,50 @@
+"""permute_walk.cpp runs the kernel of moe_permute on the host, with small CTAs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cpu import host_program
+from tests.cpu.host_program import KERNELS
+
+
+def _sources(folder: Path) -> None:
+    """The kernel's files, with the host's integers, shared memory and PTX instead of the device's."""
+    host_program.copy_headers(folder, "common/scan.cuh", "common/quantize.cuh")
+    (folder / "ptx").mkdir()
+    (folder / "ptx" / "sync.cuh").write_text("#pragma once\n")
+    entry = (KERNELS / "moe_permute.cuh").read_text()
+    arrays = r"__shared__ (\w+) ((?:\w+\[\w+\](?:, )?)+);"
+
+    def on_host(match: re.Match[str]) -> str:
+        named = re.findall(r"(\w+)\[(\w+)\]", match[2])
+        return " ".join(
+            f"auto& {name} = *reinterpret_cast<{match[1]}(*)[{size}]>(fixed); fixed += sizeof({name});"
+            for name, size in named
+        )
+
+    entry, count = re.subn(arrays, on_host, entry)
+    assert count == 2
+    first = "using namespace moe_fp8;\n    auto&"
+    assert first in entry
+    entry = entry.replace(first, f"char* fixed = host::static_memory[host::cta];\n    {first}", 1)
+    (folder / "moe_permute.cuh").write_text(entry)
+
+
+@host_program.needs_compiler
+@pytest.mark.parametrize("wide", [0, 1])
+def test_the_kernel_sorts_rows_by_expert(tmp_path: Path, wide: int) -> None:
+    _sources(tmp_path)
+    defines = {
+        "IN_FP8": 1,
+        "POWER_OF_TWO": 0,
+        "WIDE_IDS": wide,
+        "NUM_THREADS": 64,
+        "CLUSTER_SIZE": 1,
+        "SMEM_BYTES": 0,
+        "CASES": 40,
+    }
+    host_program.run("permute_walk", tmp_path, defines | {"IdType": "int64_t" if wide else "int"})
