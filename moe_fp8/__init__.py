@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from moe_fp8.errors import (
         ArgumentError,
         BundleError,
+        CaptureError,
         CompileError,
         ConfigError,
         ContractError,
@@ -59,6 +60,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "BundleError",
+    "CaptureError",
     "CompileError",
     "ConfigError",
     "ContractError",

@@ -6,6 +6,7 @@ same facts, so that a caller can act on them without parsing text.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 
@@ -39,8 +40,11 @@ class ArgumentError(MoeFp8Error, ValueError):
 class ContractError(ArgumentError):
     """The *contents* of a tensor break an op's contract; only checked mode checks contents.
 
-    `expert` and `row` locate the first wrong entry; each is None if it does not apply.
+    `expert` and `row` locate the first wrong entry; each is None if it does not apply. `replay_file` is the
+    path of a description of the call, or None.
     """
+
+    replay_file: str | None = None
 
     def __init__(
         self,
@@ -57,9 +61,32 @@ class ContractError(ArgumentError):
         self.row = row
         super().__init__(op, argument, expected, got, remedy)
 
+    def add_replay_file(self, written: Path | OSError) -> None:
+        """Name the replay file, or the reason why there is none, in the message."""
+        if isinstance(written, OSError):
+            self.args = (f"{self} (no replay file: {written})",)
+        else:
+            self.replay_file = str(written)
+            self.args = (f"{self} (replay file: {written})",)
+
 
 class UnsupportedError(MoeFp8Error, NotImplementedError):
     """The request is well formed but not supported; the message names a supported request."""
+
+
+class CaptureError(MoeFp8Error, RuntimeError):
+    """A function cannot be captured in a CUDA graph, or its replay does something else than an eager call.
+
+    `function` names it. `what` names the part that is wrong: "capture", an output or an input.
+    """
+
+    def __init__(self, function: str, what: str, expected: str, got: Any, remedy: str) -> None:
+        self.function = function
+        self.what = what
+        self.expected = expected
+        self.got = got
+        self.remedy = remedy
+        super().__init__(f"{function}: {what}: expected {expected}, got {got}; {remedy}")
 
 
 class ConfigError(MoeFp8Error, ValueError):

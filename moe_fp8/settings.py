@@ -25,7 +25,9 @@ class Settings:
 
     `cache_dir` (MOE_FP8_CACHE_DIR): the folder of compiled kernels. It is None without a home directory, and
     kernels are then kept in memory only.
-    `checked` (MOE_FP8_CHECKED): ops also check the contents of index tensors.
+    `checked` (MOE_FP8_CHECKED): ops also check the contents of index tensors and scales.
+    `checked_dir` (MOE_FP8_CHECKED_DIR): the folder of the replay files of checked mode; None: `checked` in
+    `cache_dir`.
     `batch_invariant` (MOE_FP8_BATCH_INVARIANT): a row's bits in a GEMM or in prefill logits depend neither on
     the other rows nor on their number.
     `jobs` (MOE_FP8_JOBS): the number of compiler processes of a build.
@@ -45,6 +47,7 @@ class Settings:
     bundle: Path | None = None
     dispatch: bool = False
     engine: tuple[str, ...] = ()
+    checked_dir: Path | None = None
 
     @cached_property
     def past_dispatcher(self) -> bool:
@@ -136,6 +139,7 @@ _PARSERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "MOE_FP8_CACHE_DIR": ("cache_dir", _parse_path),
     "MOE_FP8_BUNDLE": ("bundle", _parse_path),
     "MOE_FP8_CHECKED": ("checked", _parse_bool),
+    "MOE_FP8_CHECKED_DIR": ("checked_dir", _parse_path),
     "MOE_FP8_DISPATCH": ("dispatch", _parse_bool),
     "MOE_FP8_BATCH_INVARIANT": ("batch_invariant", _parse_bool),
     "MOE_FP8_JOBS": ("jobs", _parse_jobs),

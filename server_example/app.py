@@ -1,252 +1,185 @@
-"""The HTTP interface: completions (plain and streamed), models, health, metrics."""
+"""The HTTP interface: completions, chat, models, health, readiness, metrics."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
+from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from sse_starlette.sse import EventSourceResponse
 from starlette.background import BackgroundTask
-from starlette.exceptions import HTTPException
 
 import moe_fp8
-from server_example import scheduler
-from server_example.engine import Engine, EngineStoppedError
+from server_example.answers import ChatForm, CompletionForm, Form
+from server_example.engine import Engine
+from server_example.errors import DOCUMENTED, ApiError, add_error_handlers
+from server_example.gate import Gate
+from server_example.generation import Generation, deadline_of, prompt_tokens
 from server_example.protocol import (
-    Choice,
+    ChatRequest,
+    ChatResponse,
     CompletionRequest,
     CompletionResponse,
-    Usage,
-    completion_id,
-    error_body,
+    ErrorResponse,
+    Model,
+    ModelList,
 )
-from server_example.sampling import SamplingParams
-
-_DISCONNECT_POLL_SECONDS = 0.1
+from server_example.settings import Settings
 
 
-class ApiError(Exception):
-    """An answer with an OpenAI-style error body."""
+class Service:
+    """What the process tells the routes: the engine once it is warm, and whether the server drains."""
 
-    def __init__(self, status: int, kind: str, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = error_body(kind, message, param=param)
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.engine: Engine | None = None
+        self.draining = False
+
+    def ready_engine(self) -> Engine:
+        """Raises `ApiError` 503 unless the engine takes requests."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down")
+        if self.engine is None:
+            raise ApiError(503, "the server is loading its model")
+        if not self.engine.alive:
+            raise ApiError(503, f"the engine has failed: {self.engine.failure}")
+        return self.engine
+
+    @property
+    def status(self) -> str:
+        if self.engine is None:
+            return "loading"
+        return "draining" if self.draining else "ok" if self.engine.alive else "failed"
 
 
-def create_app(engine: Engine) -> FastAPI:
-    """An app that starts the engine's thread, and stops the thread on shutdown."""
+def create_app(service: Service) -> FastAPI:
+    settings = service.settings
+    app = FastAPI(title="moe_fp8 example server", version=moe_fp8.__version__)
+    add_error_handlers(app)
+    key = settings.api_key
+    app.add_middleware(
+        Gate,
+        api_key=key.get_secret_value() if key is not None else None,
+        max_body_bytes=settings.max_body_bytes,
+        receive_seconds=settings.receive_seconds,
+    )
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    # `Gate` checks the key; the dependency only documents it.
+    secured = [Depends(HTTPBearer(auto_error=False))] if key is not None else []
+    errors: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorResponse, "description": text} for status, text in DOCUMENTED.items()
+    }
+    errors["default"] = {"model": ErrorResponse, "description": "Any other error has this form too"}
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        engine.start()
-        yield
-        await asyncio.to_thread(engine.stop)
+    def answers_with(model: Any) -> dict[int | str, dict[str, Any]]:
+        stream = {"text/event-stream": {"schema": {"type": "string"}}}
+        text = "The answer; with `stream`, chunks and then [DONE]"
+        return {200: {"model": model, "content": stream, "description": text}, **errors}
 
-    app = FastAPI(title="moe_fp8 example server", lifespan=lifespan)
-    _add_error_handlers(app)
-
-    @app.post("/v1/completions", response_model=None)
-    async def completions(body: CompletionRequest, http: Request) -> Response:
-        completion = Completion(engine, body)
-        completion.submit()
+    async def generate(body: CompletionRequest | ChatRequest, http: Request) -> Response:
+        engine = service.ready_engine()
+        _check_model(engine, body.model)
+        deadline = deadline_of(body, settings.request_seconds)
+        prompts = await asyncio.to_thread(prompt_tokens, engine, body)
+        generation = Generation(engine, body, prompts, deadline)
+        service.ready_engine()  # The server may have begun to drain during the tokenization.
+        generation.submit()
+        form: Form = ChatForm(engine.name) if isinstance(body, ChatRequest) else CompletionForm(engine.name)
         if body.stream:
-            # A stream cancels its request when it closes. If the client leaves before the stream begins, the
-            # stream never runs, so this task cancels the request.
-            left = BackgroundTask(engine.cancel, completion.request)
-            return EventSourceResponse(completion.stream(), sep="\n", background=left)
-        answer = await completion.collect(http)
-        return JSONResponse(answer.model_dump())
+            # A stream cancels its requests when it closes. If the client leaves before the stream begins,
+            # the stream never runs, so this task cancels the requests.
+            left = BackgroundTask(generation.cancel)
+            return EventSourceResponse(generation.stream(form), sep="\n", background=left)
+        return JSONResponse((await generation.collect(form, http)).model_dump())
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        entry = {
-            "id": engine.name,
-            "object": "model",
-            "owned_by": "server_example",
-            "max_model_len": engine.scheduler.max_context,
-        }
-        return {"object": "list", "data": [entry]}
+    @app.post(
+        "/v1/completions",
+        response_model=None,
+        responses=answers_with(CompletionResponse),
+        dependencies=secured,
+    )
+    async def completions(body: CompletionRequest, http: Request) -> Response:
+        return await generate(body, http)
 
-    @app.get("/health")
+    @app.post(
+        "/v1/chat/completions",
+        response_model=None,
+        responses=answers_with(ChatResponse),
+        dependencies=secured,
+    )
+    async def chat_completions(body: ChatRequest, http: Request) -> Response:
+        return await generate(body, http)
+
+    @app.get("/v1/models", dependencies=secured, responses={503: errors[503]})
+    async def models() -> ModelList:
+        return ModelList(data=[_model(service.ready_engine())])
+
+    @app.get("/v1/models/{model:path}", dependencies=secured, responses=errors)
+    async def model(model: str) -> Model:
+        engine = service.ready_engine()
+        _check_model(engine, model)
+        return _model(engine)
+
+    @app.get("/health", responses={503: {"description": "The engine has failed"}})
     async def health() -> JSONResponse:
-        counters = moe_fp8.jit.counters()
-        body = {
-            "status": "ok" if engine.alive else "failed",
-            "failure": engine.failure,
-            "model": engine.name,
-            "backend": engine.backend.name,
-            "backend_reason": engine.backend.reason,
-            "device": engine.backend.description,
-            "running": len(engine.scheduler.running),
-            "waiting": len(engine.scheduler.waiting),
-            "free_pages": engine.scheduler.pool.free,
-            "total_pages": engine.scheduler.pool.capacity,
-            "graphs": {"captured": engine.runner.captured, "replays": engine.runner.replays},
-            "jit": {
-                "frozen": moe_fp8.jit.is_frozen(),
-                "loads": counters.loads,
-                "compiles": counters.compiles,
-                "misses": counters.misses,
-            },
-        }
-        return JSONResponse(body, status_code=200 if engine.alive else 503)
+        """Liveness: 503 only after the engine has failed."""
+        details = {} if service.engine is None else _details(service.engine)
+        status = service.status
+        return JSONResponse({"status": status, **details}, status_code=503 if status == "failed" else 200)
 
-    @app.get("/metrics")
+    @app.get("/ready", responses={503: {"description": "The server is loading, draining or has failed"}})
+    async def ready() -> JSONResponse:
+        """Readiness: 200 once the model is warm and the server takes requests."""
+        status = service.status
+        return JSONResponse({"status": status}, status_code=200 if status == "ok" else 503)
+
+    @app.get(
+        "/metrics",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, 503: errors[503]},
+    )
     async def metrics() -> Response:
-        return Response(engine.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        if service.engine is None:
+            raise ApiError(503, "the server is loading its model")
+        return Response(service.engine.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     return app
 
 
-class Completion:
-    """One request, from its HTTP body to its answer."""
-
-    def __init__(self, engine: Engine, body: CompletionRequest) -> None:
-        self.engine = engine
-        self.body = body
-        self.id, self.created = completion_id()
-        if body.model not in (None, engine.name):
-            raise ApiError(
-                404,
-                "invalid_request_error",
-                f"model {body.model!r} is not served; {engine.name!r} is",
-                param="model",
-            )
-        if body.stream_options is not None and not body.stream:
-            raise ApiError(
-                400, "invalid_request_error", "stream_options needs stream: true", param="stream_options"
-            )
-        events: asyncio.Queue[scheduler.TokenEvent] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        self.events = events
-
-        def emit(event: scheduler.TokenEvent) -> None:
-            # A closed loop has no listener left; the engine must not fail because of it.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        self.request = scheduler.Request(
-            prompt=self._prompt_tokens(),
-            params=SamplingParams(
-                max_tokens=body.max_tokens,
-                temperature=body.temperature,
-                top_p=body.top_p,
-                seed=body.seed,
-                stop=body.stop_strings,
-                ignore_eos=body.ignore_eos,
-            ),
-            emit=emit,
-        )
-
-    def _prompt_tokens(self) -> list[int]:
-        prompt, vocab = self.body.prompt, self.engine.config.vocab_size
-        tokens = list(self.engine.tokenizer.encode(prompt).ids) if isinstance(prompt, str) else prompt
-        if not tokens:
-            raise ApiError(400, "invalid_request_error", "prompt is empty", param="prompt")
-        if max(tokens) >= vocab:
-            raise ApiError(
-                400,
-                "invalid_request_error",
-                f"token id {max(tokens)} is outside the vocabulary of {vocab}",
-                param="prompt",
-            )
-        return tokens
-
-    def submit(self) -> None:
-        try:
-            self.engine.submit(self.request)
-        except scheduler.RequestTooLongError as error:
-            raise ApiError(400, "invalid_request_error", str(error), param="max_tokens") from None
-        except scheduler.QueueFullError as error:
-            raise ApiError(429, "overloaded_error", str(error)) from None
-        except EngineStoppedError as error:
-            raise ApiError(503, "server_error", str(error)) from None
-
-    def _usage(self, completion_tokens: int) -> Usage:
-        prompt_tokens = len(self.request.prompt)
-        return Usage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-        )
-
-    def _response(self, choices: list[Choice], usage: Usage | None) -> CompletionResponse:
-        return CompletionResponse(
-            id=self.id, created=self.created, model=self.engine.name, choices=choices, usage=usage
-        )
-
-    async def collect(self, http: Request) -> CompletionResponse:
-        """Waits for the whole answer; if the client disconnects, the request is cancelled."""
-        watcher = asyncio.ensure_future(_disconnected(http))
-        pieces = []
-        try:
-            while True:
-                event = asyncio.ensure_future(self.events.get())
-                await asyncio.wait((event, watcher), return_when=asyncio.FIRST_COMPLETED)
-                if not event.done():
-                    event.cancel()
-                    raise ApiError(499, "invalid_request_error", "the client closed the connection")
-                got = event.result()
-                pieces.append(got.text)
-                if got.finish_reason == "error":
-                    raise ApiError(500, "server_error", got.error or "the engine failed")
-                if got.finish_reason in ("stop", "length"):
-                    choice = Choice(text="".join(pieces), finish_reason=got.finish_reason)
-                    return self._response([choice], self._usage(got.completion_tokens))
-        finally:
-            watcher.cancel()
-            self.engine.cancel(self.request)
-
-    async def stream(self) -> AsyncIterator[dict[str, str]]:
-        """Yields server-sent events; if the connection closes, the request is cancelled."""
-        try:
-            while True:
-                got = await self.events.get()
-                if got.finish_reason == "error":
-                    yield {"data": json.dumps(error_body("server_error", got.error or ""))}
-                    return
-                finish = got.finish_reason if got.finish_reason in ("stop", "length") else None
-                if got.text or finish:
-                    chunk = self._response([Choice(text=got.text, finish_reason=finish)], None)
-                    yield {"data": chunk.model_dump_json()}
-                if finish:
-                    break
-            if self.body.stream_options and self.body.stream_options.include_usage:
-                yield {"data": self._response([], self._usage(got.completion_tokens)).model_dump_json()}
-            yield {"data": "[DONE]"}
-        finally:
-            self.engine.cancel(self.request)
+def _check_model(engine: Engine, name: str | None) -> None:
+    if name not in (None, engine.name):
+        message = f"model {name!r} is not served; {engine.name!r} is"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
-async def _disconnected(http: Request) -> None:
-    with suppress(asyncio.CancelledError):
-        while not await http.is_disconnected():
-            await asyncio.sleep(_DISCONNECT_POLL_SECONDS)
+def _model(engine: Engine) -> Model:
+    return Model(id=engine.name, created=engine.created, max_model_len=engine.scheduler.max_context)
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> JSONResponse:
-        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-        return JSONResponse(error.body, status_code=error.status, headers=headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        place = [str(part) for part in first["loc"] if part != "body"]
-        param = place[0] if place and first["type"] != "json_invalid" else None
-        message = f"{param}: {first['msg']}" if param else str(first["msg"])
-        return JSONResponse(error_body("invalid_request_error", message, param=param), status_code=400)
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        body = error_body("invalid_request_error", f"{request.method} {request.url.path}: {error.detail}")
-        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+def _details(engine: Engine) -> dict[str, Any]:
+    counters = moe_fp8.jit.counters()
+    return {
+        "failure": engine.failure,
+        "model": engine.name,
+        "backend": engine.backend.name,
+        "backend_reason": engine.backend.reason,
+        "device": engine.backend.description,
+        "running": len(engine.scheduler.running),
+        "waiting": len(engine.scheduler.waiting),
+        "free_pages": engine.scheduler.pool.free,
+        "total_pages": engine.scheduler.pool.capacity,
+        "graphs": {"captured": engine.runner.captured, "replays": engine.runner.replays},
+        "jit": {
+            "frozen": moe_fp8.jit.is_frozen(),
+            "loads": counters.loads,
+            "compiles": counters.compiles,
+            "misses": counters.misses,
+        },
+    }

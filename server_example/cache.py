@@ -43,7 +43,7 @@ class LayerCache:
 
     def write_latent(self, slots: torch.Tensor, values: torch.Tensor) -> None:
         """Writes `values` [T, latent_dim] to `slots` int64 [T]."""
-        self.latent.index_copy_(0, slots, values.to(torch.bfloat16))
+        self.latent.index_copy_(0, slots, values.to(self.latent.dtype))
 
     def read_index(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys float8 [N, D] and scales fp32 [N] of int64 slots [N]; both are contiguous."""
@@ -61,6 +61,10 @@ class PagePool:
     @property
     def free(self) -> int:
         return len(self._free)
+
+    def use(self) -> float:
+        """The share of the pages that requests hold, from 0 to 1."""
+        return 1 - len(self._free) / self.capacity
 
     def take(self, count: int) -> list[int] | None:
         """`count` pages; None, and no page is taken, if fewer pages are free."""

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import httpx
+from server_example.extra import server_extra
 
-from moe_fp8.errors import MoeFp8Error
-from moe_fp8.warmup import PlanOptions, build_plan, load_model, plan
-from server_example.cache import PAGE_TOKENS
-from server_example.engine import EngineOptions
-from server_example.make_demo_model import make_demo_model
+with server_extra():
+    import httpx
+
+    from moe_fp8.errors import MoeFp8Error
+    from moe_fp8.warmup import PlanOptions, build_plan, load_model, plan
+    from server_example.backend import choose_backend
+    from server_example.cache import PAGE_TOKENS
+    from server_example.engine import EngineOptions
+    from server_example.make_demo_model import make_demo_model
 
 PROMPT = "The router looks at"
 START_SECONDS = 120.0
@@ -36,18 +42,17 @@ def start_server(model: Path, port: int, *arguments: str) -> subprocess.Popen[by
     return subprocess.Popen(command)
 
 
-def wait_until_healthy(
+def wait_until_ready(
     server: subprocess.Popen[bytes], url: str, seconds: float = START_SECONDS
 ) -> dict[str, object]:
-    """The body of /health once the server answers. Raises `RuntimeError` if it exits or takes too long."""
+    """The body of /health once the server is ready. Raises `RuntimeError` if it exits or takes too long."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if server.poll() is not None:
             raise RuntimeError(f"the server exited with {server.returncode} before it was ready")
         try:
-            response = httpx.get(f"{url}/health", timeout=5)
-            if response.status_code == 200:
-                return dict(response.json())
+            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
+                return dict(httpx.get(f"{url}/health", timeout=5).json())
         except httpx.TransportError:
             pass
         time.sleep(0.1)
@@ -55,9 +60,10 @@ def wait_until_healthy(
 
 
 def stop_server(server: subprocess.Popen[bytes]) -> None:
+    """Ends the server, and waits for its drain (`--drain-seconds`)."""
     server.terminate()
     try:
-        server.wait(timeout=20)
+        server.wait(timeout=45)
     except subprocess.TimeoutExpired:
         server.kill()
         server.wait()
@@ -65,6 +71,13 @@ def stop_server(server: subprocess.Popen[bytes]) -> None:
 
 def build_kernels(model: Path) -> None:
     """Compiles every kernel that the server would launch on Hopper; needs no GPU."""
+    backend = choose_backend()
+    if backend.name == "reference":
+        print(
+            f"The server will run plain torch on the CPU here: {backend.reason}. The kernels for Hopper\n"
+            "compile all the same, as in an image that is built without a GPU.",
+            flush=True,
+        )
     defaults = EngineOptions()
     options = PlanOptions(
         max_tokens=defaults.prefill_chunk, max_batch=defaults.max_batch, block_size=PAGE_TOKENS
@@ -84,27 +97,30 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=None, help="default: 8000, or any free one with --once")
     parser.add_argument("--max-tokens", type=int, default=64)
     arguments = parser.parse_args()
+    # The server is a process of its own: it must not outlive the demo.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     wanted = arguments.port or (0 if arguments.once else 8000)
     try:
         port = free_port(wanted)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         # Without this check, the demo would ask the other process on this port, which might even answer.
-        print(
-            f"error: port {wanted}: {error.strerror}; choose another with --port (make: PORT=)",
-            file=sys.stderr,
-        )
+        reason = getattr(error, "strerror", error)
+        print(f"error: port {wanted}: {reason}; choose another with --port (make: PORT=)", file=sys.stderr)
         return 1
     try:
         make_demo_model(arguments.dir)
-        print(f"model written to {arguments.dir}", flush=True)
+        print(f"model written to {arguments.dir}: untrained weights, so its text has no meaning", flush=True)
         build_kernels(arguments.dir)
     except MoeFp8Error as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     url = f"http://127.0.0.1:{port}"
+    # The demo asks its server without a key and on this machine, whatever the environment says.
+    for name in ("API_KEY", "HOST", "PORT", "MODEL"):
+        os.environ.pop(f"SERVER_EXAMPLE_{name}", None)
     server = start_server(arguments.dir, port)
     try:
-        health = wait_until_healthy(server, url)
+        health = wait_until_ready(server, url)
         body = {"prompt": PROMPT, "max_tokens": arguments.max_tokens, "temperature": 0}
         start = time.perf_counter()
         response = httpx.post(f"{url}/v1/completions", json=body, timeout=120)

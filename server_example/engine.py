@@ -15,19 +15,27 @@ from tokenizers import Tokenizer
 
 from moe_fp8.errors import ConfigError
 from moe_fp8.graph import BatchBuckets, BufferSpec, GraphRunner
-from server_example.backend import Backend
-from server_example.cache import DUMMY_PAGE, LayerCache, PagePool, pages_for
+from server_example.backend import Backend, freeze_kernels, load_kernels, plan_options
+from server_example.cache import DUMMY_PAGE, PAGE_TOKENS, LayerCache, PagePool, pages_for
+from server_example.chat import ChatTemplate
 from server_example.metrics import Metrics
 from server_example.model.batch import PrefillBatch
 from server_example.model.config import ModelConfig
 from server_example.model.transformer import Transformer
 from server_example.model.weights import load_weights
-from server_example.scheduler import FinishReason, Request, Scheduler, TokenEvent
-from server_example.text import TextStream
+from server_example.sampling import log_probabilities
+from server_example.scheduler import FinishReason, Request, Scheduler, TokenEvent, TokenLogprob
+from server_example.text import TextStream, TokenTexts
 
 logger = logging.getLogger(__name__)
 
 _Work = TypeVar("_Work")
+
+_ENDINGS: dict[FinishReason, str] = {
+    "cancelled": "the client closed the connection",
+    "timeout": "the request did not finish in its time",
+    "shutdown": "the server is shutting down",
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,10 @@ class Engine:
         self.backend = backend
         self.name = folder.resolve().name.lstrip(".") or "model"
         self.config = ModelConfig.load(folder)
+        self.created = int(time.time())
         self.tokenizer = _load_tokenizer(folder, self.config.vocab_size)
+        self.chat_template = ChatTemplate.load(folder)
+        self.token_texts = TokenTexts(self.tokenizer)
         max_context = min(options.max_context, self.config.max_position_embeddings)
         self.model = Transformer(
             self.config,
@@ -98,6 +109,7 @@ class Engine:
                 "server_requests_waiting": ("Requests in the queue", lambda: len(scheduler.waiting)),
                 "server_requests_running": ("Requests in the batch", lambda: len(scheduler.running)),
                 "server_pages_free": ("Cache pages that no request holds", lambda: scheduler.pool.free),
+                "server_cache_use": ("Share of the cache's pages that requests hold", scheduler.pool.use),
                 "server_graph_replays": ("Decode graphs replayed", lambda: self.runner.replays),
             }
         )
@@ -130,16 +142,21 @@ class Engine:
     def alive(self) -> bool:
         return self._thread.is_alive() and self.failure is None
 
-    def submit(self, request: Request) -> None:
-        """Queues a request; its events come through `request.emit`.
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def submit(self, *requests: Request) -> None:
+        """Queues all requests or none; their events come through `request.emit`.
 
         Raises `RequestTooLongError`, `QueueFullError` or `EngineStoppedError`.
         """
         with self._wake:
             if not self.alive or self._stopping:
                 raise EngineStoppedError(self.failure or "the engine is stopped")
-            self.scheduler.submit(request)
-            self._texts[request.number] = TextStream(self.tokenizer, request.params.stop)
+            self.scheduler.submit(*requests)
+            for request in requests:
+                self._texts[request.number] = TextStream(self.tokenizer, request.params.stop)
             self._wake.notify()
 
     def cancel(self, request: Request) -> None:
@@ -159,8 +176,8 @@ class Engine:
                     )
                     if self._stopping:
                         break
-                    for request in self.scheduler.drop_cancelled():
-                        self._forget(request, "cancelled")
+                    for request, reason in self.scheduler.drop_ended():
+                        self._finish(request, "", reason, _ENDINGS[reason])
                     self.scheduler.admit()
                     prefill, decoding = self.scheduler.next_prefill(), self.scheduler.decoding()
                 if prefill is not None:
@@ -171,9 +188,10 @@ class Engine:
             logger.exception("the engine failed")
             self.failure = f"{type(error).__name__}: {error}"
         finally:
+            last: FinishReason = "error" if self.failure else "shutdown"
             with self._wake:
                 for request in (*self.scheduler.running, *self.scheduler.waiting):
-                    self._finish(request, "", "error", self.failure or "the server is shutting down")
+                    self._finish(request, "", last, self.failure or _ENDINGS[last])
 
     def _timed(self, phase: str, work: Callable[[_Work], None], on: _Work) -> None:
         start = time.perf_counter()
@@ -191,6 +209,7 @@ class Engine:
             self._append(request, logits.cpu())
 
     def _decode(self, requests: list[Request]) -> None:
+        self.metrics.batch_size.observe(len(requests))
         outputs = self.runner.run(self._decode_inputs(requests))
         logits = outputs["logits"].cpu()
         for row, request in enumerate(requests):
@@ -211,33 +230,47 @@ class Engine:
         """Samples the next token, and ends the request if this token is its last."""
         token = request.sampler(logits)
         request.generated.append(token)
-        self.metrics.generated_tokens.inc()
+        self.metrics.token(request)
         text = self._texts[request.number]
         reason: FinishReason | None = None
-        piece = ""
+        piece, logprob = "", None
         if token == self.config.eos_token_id and not request.params.ignore_eos:
             reason = "stop"
         else:
-            piece = text.push(token)
+            piece, logprob = text.push(token), self._logprob(request, logits, token)
             if text.stopped:
                 reason = "stop"
             elif len(request.generated) >= request.params.max_tokens:
                 reason = "length"
         if reason is None:
-            request.emit(TokenEvent(piece, len(request.generated)))
+            request.emit(TokenEvent(piece, len(request.generated), logprob=logprob))
             return
         piece += text.finish()
         with self._wake:
-            self._finish(request, piece, reason)
+            self._finish(request, piece, reason, logprob=logprob)
 
-    def _finish(self, request: Request, text: str, reason: FinishReason, error: str | None = None) -> None:
+    def _logprob(self, request: Request, logits: torch.Tensor, token: int) -> TokenLogprob | None:
+        if request.params.logprobs is None:
+            return None
+        chosen, *top = log_probabilities(logits, token, request.params.logprobs)
+        return TokenLogprob(
+            self.token_texts[token],
+            chosen[1],
+            tuple((self.token_texts[other], value) for other, value in top),
+        )
+
+    def _finish(
+        self,
+        request: Request,
+        text: str,
+        reason: FinishReason,
+        error: str | None = None,
+        logprob: TokenLogprob | None = None,
+    ) -> None:
         self.scheduler.release(request)
-        self._forget(request, reason)
-        request.emit(TokenEvent(text, len(request.generated), reason, error))
-
-    def _forget(self, request: Request, reason: FinishReason) -> None:
         self._texts.pop(request.number, None)
         self.metrics.requests.labels(reason).inc()
+        request.emit(TokenEvent(text, len(request.generated), reason, error, logprob))
 
 
 def _load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
@@ -251,3 +284,18 @@ def _load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     if tokenizer.get_vocab_size() > vocab_size:
         raise ConfigError("tokenizer.json", f"at most {vocab_size} tokens", tokenizer.get_vocab_size())
     return tokenizer
+
+
+def prepare_engine(folder: Path, backend: Backend, options: EngineOptions) -> Engine:
+    """An engine that is ready to start; on CUDA kernels are loaded and frozen, and graphs are captured."""
+    start = time.perf_counter()
+    if backend.name == "cuda":
+        kernels = plan_options(options.prefill_chunk, options.max_batch, backend.num_sms, PAGE_TOKENS)
+        load_kernels(folder, kernels)
+        # Freeze before the capture: a kernel that the plan lacks should end the start, not a request.
+        freeze_kernels()
+    engine = Engine(folder, backend, options)
+    engine.warm_up()
+    captured = f", graphs for batches of {list(engine.runner.captured)}" if engine.runner.captured else ""
+    logger.info("ready after %.1f s%s", time.perf_counter() - start, captured)
+    return engine

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,8 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def make_tokenizer(vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer over `DEMO_TEXT`; id 0 is the end of text."""
+def make_tokenizer(vocab_size: int, texts: Sequence[str] = (DEMO_TEXT,)) -> Tokenizer:
+    """A byte-level BPE tokenizer over `texts`; id 0 is the end of text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -86,7 +87,7 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([DEMO_TEXT], trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 

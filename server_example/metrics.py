@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -9,10 +10,11 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from moe_fp8 import jit
+from server_example.scheduler import Request
 
 _EVENTS = ("compiles", "store_hits", "loads", "misses", "scale_conversions")
 
-_STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 20.0)
 
 
 class _Kernels(Collector):
@@ -39,7 +41,25 @@ class Metrics:
         self.prompt_tokens = Counter("server_prompt_tokens", "Tokens prefilled", registry=registry)
         self.generated_tokens = Counter("server_generated_tokens", "Tokens generated", registry=registry)
         self.step_seconds = Histogram(
-            "server_step_seconds", "Engine steps", ["phase"], buckets=_STEP_BUCKETS, registry=registry
+            "server_step_seconds", "Engine steps", ["phase"], buckets=_SECONDS, registry=registry
+        )
+        self.first_token_seconds = Histogram(
+            "server_time_to_first_token_seconds",
+            "From a request's arrival in the queue to its first token",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.inter_token_seconds = Histogram(
+            "server_inter_token_seconds",
+            "Between two tokens of a request",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.batch_size = Histogram(
+            "server_batch_size",
+            "Requests decoded together in a step",
+            buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+            registry=registry,
         )
         kernels: dict[str, tuple[str, Callable[[], float]]] = {
             "moe_fp8_jit_compiles": ("Kernels compiled", lambda: jit.counters().compiles),
@@ -49,6 +69,16 @@ class Metrics:
         for name, (text, value) in {**gauges, **kernels}.items():
             Gauge(name, text, registry=registry).set_function(value)
         registry.register(_Kernels())
+
+    def token(self, request: Request) -> None:
+        """Counts a generated token, and its time since the one before or since the request came."""
+        now = time.monotonic()
+        self.generated_tokens.inc()
+        if request.last_token is None:
+            self.first_token_seconds.observe(now - request.created)
+        else:
+            self.inter_token_seconds.observe(now - request.last_token)
+        request.last_token = now
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -9,7 +9,10 @@ import torch
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """`temperature` 0 is greedy. `seed` None is unpredictable. `max_tokens` counts generated tokens."""
+    """`temperature` 0 is greedy. `seed` None is unpredictable. `max_tokens` counts generated tokens.
+
+    `logprobs` is the number of alternatives whose log-probabilities each token carries; None asks for none.
+    """
 
     max_tokens: int = 16
     temperature: float = 0.0
@@ -17,6 +20,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
 
 class Sampler:
@@ -43,3 +47,17 @@ class Sampler:
             probabilities = torch.zeros_like(probabilities)
             probabilities[order] = ordered.masked_fill(before >= self.params.top_p, 0.0)
         return int(torch.multinomial(probabilities, 1, generator=self.generator))
+
+
+def log_probabilities(logits: torch.Tensor, token: int, count: int) -> list[tuple[int, float]]:
+    """Natural logarithms of the model's own probabilities, before temperature and top_p.
+
+    The first entry is `token`; the `count` most probable tokens follow, best first. `logits` is fp32 [vocab]
+    on the CPU. Values have a floor of -9999, since JSON has no infinity.
+    """
+    values = logits.double().log_softmax(dim=0).clamp(min=-9999.0)
+    best = values.topk(min(count, values.numel()))
+    return [
+        (token, float(values[token])),
+        *zip(best.indices.tolist(), best.values.tolist(), strict=True),
+    ]

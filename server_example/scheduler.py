@@ -6,6 +6,7 @@ This module has no device code.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,19 +15,32 @@ from typing import Literal
 from server_example.cache import PAGE_TOKENS, PagePool, pages_for
 from server_example.sampling import Sampler, SamplingParams
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "shutdown", "error"]
 
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """A token's text and log-probability, and those of the most probable tokens in its place."""
+
+    text: str
+    logprob: float
+    top: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
 class TokenEvent:
-    """Text that became certain with a token; the last event of a request carries `finish_reason`."""
+    """Text that became certain with a token; the last event of a request carries `finish_reason`.
+
+    `error` says why a request ended without its answer.
+    """
 
     text: str
     completion_tokens: int
     finish_reason: FinishReason | None = None
     error: str | None = None
+    logprob: TokenLogprob | None = None
 
 
 class QueueFullError(Exception):
@@ -34,21 +48,31 @@ class QueueFullError(Exception):
 
 
 class RequestTooLongError(Exception):
-    """The request could never run, even on an empty server."""
+    """The request could never run, even on an empty server. `part` is to blame."""
+
+    def __init__(self, part: Literal["prompt", "max_tokens", "n"], message: str) -> None:
+        super().__init__(message)
+        self.part = part
 
 
 @dataclass(eq=False)
 class Request:
-    """`emit` is called from the engine's thread. `context` counts the tokens that are in the cache."""
+    """`emit` is called from the engine's thread. `context` counts the tokens that are in the cache.
+
+    `deadline` is a time of `time.monotonic()`, as are `created` and `last_token`.
+    """
 
     prompt: list[int]
     params: SamplingParams
     emit: Callable[[TokenEvent], None]
+    deadline: float | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     pages: list[int] = field(default_factory=list)
     context: int = 0
     generated: list[int] = field(default_factory=list)
     cancelled: bool = False
+    created: float = field(default_factory=time.monotonic)
+    last_token: float | None = None
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.params)
@@ -79,18 +103,30 @@ class Scheduler:
 
     def check(self, prompt_tokens: int, max_tokens: int) -> None:
         """Raises `RequestTooLongError` if the request does not fit the context or the cache."""
+        if prompt_tokens >= self.max_context:
+            raise RequestTooLongError(
+                "prompt",
+                f"the prompt has {prompt_tokens} tokens; the context of {self.max_context} tokens must also "
+                "hold the completion; shorten the prompt",
+            )
         if prompt_tokens + max_tokens > self.max_context:
             raise RequestTooLongError(
+                "max_tokens",
                 f"prompt ({prompt_tokens} tokens) and max_tokens ({max_tokens}) exceed the context of "
-                f"{self.max_context} tokens; shorten the prompt or lower max_tokens"
+                f"{self.max_context} tokens; shorten the prompt or lower max_tokens",
             )
 
-    def submit(self, request: Request) -> None:
-        """Raises `RequestTooLongError` or `QueueFullError`."""
-        self.check(len(request.prompt), request.params.max_tokens)
-        if len(self.waiting) >= self.max_waiting:
-            raise QueueFullError(f"{self.max_waiting} requests are waiting; try again later")
-        self.waiting.append(request)
+    def submit(self, *requests: Request) -> None:
+        """Queues all requests or none. Raises `RequestTooLongError` or `QueueFullError`."""
+        for request in requests:
+            self.check(len(request.prompt), request.params.max_tokens)
+        if len(requests) > self.max_waiting:
+            raise RequestTooLongError(
+                "n", f"{len(requests)} choices exceed the queue of {self.max_waiting}; ask for fewer"
+            )
+        if len(self.waiting) + len(requests) > self.max_waiting:
+            raise QueueFullError(f"{len(self.waiting)} requests are waiting; try again later")
+        self.waiting.extend(requests)
 
     def admit(self) -> None:
         """Moves requests from the queue's head into the batch while slots and pages last."""
@@ -117,9 +153,15 @@ class Scheduler:
         pages, request.pages = request.pages, []
         self.pool.give_back(pages)
 
-    def drop_cancelled(self) -> list[Request]:
-        """Releases and returns the requests whose client has disconnected."""
-        gone = [request for request in (*self.waiting, *self.running) if request.cancelled]
-        for request in gone:
+    def drop_ended(self) -> list[tuple[Request, FinishReason]]:
+        """Releases the requests that are cancelled or past their deadline, and says which is which."""
+        now = time.monotonic()
+        ended: list[tuple[Request, FinishReason]] = []
+        for request in (*self.waiting, *self.running):
+            if request.cancelled:
+                ended.append((request, "cancelled"))
+            elif request.deadline is not None and now > request.deadline:
+                ended.append((request, "timeout"))
+        for request, _ in ended:
             self.release(request)
-        return gone
+        return ended

@@ -1,6 +1,8 @@
-"""Tokens to text as they come: whole characters only, and no text that may begin a stop string."""
+"""Text to tokens; tokens to text as they come, in whole characters and without the begin of a stop string."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
@@ -59,3 +61,20 @@ class TextStream:
             self._decoded_upto = len(self._tokens)
             self._accept(text)
         return self._take(0)
+
+
+class TokenTexts:
+    """The text of single tokens, and the largest number of bytes that one token stands for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.most_bytes = max(len(token.encode()) for token in tokenizer.get_vocab())
+
+    def __getitem__(self, token: int) -> str:
+        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+    """The tokens of each text. Call it on a worker thread: it takes long for long texts, without the GIL."""
+    encoded = tokenizer.encode_batch(list(texts), add_special_tokens=special)
+    return [list(encoding.ids) for encoding in encoded]

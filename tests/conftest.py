@@ -47,13 +47,15 @@ def _same_random_numbers() -> None:
 
 
 @pytest.fixture
-def checked_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ops also check the contents of index tensors, as with MOE_FP8_CHECKED=1."""
-    from moe_fp8.ops import registry
+def checked_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Ops also check contents, as with MOE_FP8_CHECKED=1; returns the folder of the replay files."""
+    from moe_fp8.ops import examine, registry
     from moe_fp8.settings import settings
 
-    on = dataclasses.replace(settings(), checked=True)
+    on = dataclasses.replace(settings(), checked=True, checked_dir=tmp_path / "replay")
     monkeypatch.setattr(registry, "settings", lambda: on)
+    monkeypatch.setattr(examine, "settings", lambda: on)
+    return tmp_path / "replay"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The batch sizes for which a graph is captured."""
+"""The batch sizes, in requests, for which a graph is captured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_fp8.errors import ArgumentError
 
 
 class BatchBuckets:
-    """Increasing batch sizes; a batch of n rows runs in the smallest bucket that holds n.
+    """Increasing batch sizes; a batch of n requests runs in the smallest bucket that holds n.
 
     `sizes` are positive ints in any order; duplicates are allowed. Raises `ArgumentError` if there is no
     size or if a size is not positive.
@@ -24,7 +24,7 @@ class BatchBuckets:
     def up_to(cls, largest: int) -> BatchBuckets:
         """Buckets of 1, 2, 4, then multiples of 8; `largest` itself is always a bucket.
 
-        The steps are small because padded rows cost time too. Raises `ArgumentError` if `largest` is not
+        The steps are small because padded requests cost time too. Raises `ArgumentError` if `largest` is not
         positive.
         """
         if largest < 1:
@@ -35,20 +35,20 @@ class BatchBuckets:
 
     @property
     def largest(self) -> int:
-        """The most rows that a batch may have."""
+        """The most requests that a batch may have."""
         return self.sizes[-1]
 
-    def bucket(self, rows: int) -> int:
-        """The smallest size >= rows. Raises `ArgumentError` for rows < 1 or above the largest bucket."""
-        if not 1 <= rows <= self.largest:
+    def bucket(self, requests: int) -> int:
+        """The smallest size >= requests. Raises `ArgumentError` below 1 or above the largest bucket."""
+        if not 1 <= requests <= self.largest:
             raise ArgumentError(
                 "BatchBuckets.bucket",
-                "rows",
+                "requests",
                 f"1 to {self.largest}",
-                rows,
+                requests,
                 "split the batch or add a larger bucket",
             )
-        return self.sizes[bisect_left(self.sizes, rows)]
+        return self.sizes[bisect_left(self.sizes, requests)]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.sizes)

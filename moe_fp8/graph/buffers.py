@@ -12,39 +12,52 @@ from moe_fp8.errors import ArgumentError
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """One input: the shape of a row (without the batch dimension), the dtype, and the value of padded rows.
+    """One input: the shape of a row, the dtype, the value of padded rows, and the rows of a request.
 
-    `pad` must make a padded row harmless to the step: for example context length 0, token 0, or page 0 if
-    page 0 belongs to no request.
+    `row_shape` has no batch dimension. `pad` must make a padded request harmless to the step: for example
+    context length 0, token 0, or page 0 if page 0 belongs to no request. `rows` are the rows of a request,
+    next to each other: next_n for the tokens of a step that takes several tokens of a request, else 1.
     """
 
     row_shape: tuple[int, ...]
     dtype: torch.dtype
     pad: int | float = 0
+    rows: int = 1
+
+    def shape(self, requests: int) -> tuple[int, ...]:
+        """The shape of the input for so many requests."""
+        return (requests * self.rows, *self.row_shape)
 
 
 class StaticBuffers:
-    """Tensors `[capacity, *row_shape]` whose addresses never change.
+    """Tensors `[capacity * rows, *row_shape]` whose addresses never change; `capacity` counts requests.
 
     A graph captured over `view(bucket)` reads the values that `load` last copied there. All rows start as
     padding. Not thread-safe.
     """
 
     def __init__(self, specs: Mapping[str, BufferSpec], capacity: int, device: torch.device | str) -> None:
-        if not specs or capacity < 1:
-            got = f"{len(specs)} buffers of {capacity} rows"
-            raise ArgumentError("StaticBuffers", "specs, capacity", "at least one buffer and one row", got)
+        if not specs or capacity < 1 or any(spec.rows < 1 for spec in specs.values()):
+            got = f"{len(specs)} buffers of {capacity} requests"
+            raise ArgumentError(
+                "StaticBuffers", "specs, capacity", "at least one buffer, request and row of a request", got
+            )
         self.specs = dict(specs)
         self.capacity = capacity
         self.device = torch.device(device)
         self._tensors = {
-            name: torch.full((capacity, *spec.row_shape), spec.pad, dtype=spec.dtype, device=self.device)
+            name: torch.full(spec.shape(capacity), spec.pad, dtype=spec.dtype, device=self.device)
             for name, spec in self.specs.items()
         }
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all buffers."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
     def view(self, bucket: int) -> dict[str, torch.Tensor]:
-        """The first `bucket` (at most `capacity`) rows of every buffer: contiguous, at a fixed address."""
-        return {name: tensor[:bucket] for name, tensor in self._tensors.items()}
+        """The rows of the first `bucket` (at most `capacity`) requests: contiguous, at a fixed address."""
+        return {name: tensor[: bucket * self.specs[name].rows] for name, tensor in self._tensors.items()}
 
     def clear(self) -> None:
         """Fill every row with padding again, ordered with the current stream."""
@@ -52,40 +65,42 @@ class StaticBuffers:
             tensor.fill_(self.specs[name].pad)
 
     def check(self, inputs: Mapping[str, torch.Tensor]) -> int:
-        """Check `inputs` as `load` does and return their number of rows. Raises `ArgumentError`."""
+        """Check `inputs` as `load` does and return their number of requests. Raises `ArgumentError`."""
         if inputs.keys() != self.specs.keys():
             raise ArgumentError(
                 "StaticBuffers.load", "inputs", f"the names {sorted(self.specs)}", sorted(inputs)
             )
-        first = next(iter(inputs.values()))
-        rows = first.shape[0] if first.dim() else 0
+        name, first = next(iter(inputs.items()))
+        requests = first.shape[0] // self.specs[name].rows if first.dim() else 0
         for name, value in inputs.items():
             spec = self.specs[name]
-            if value.dtype != spec.dtype or value.shape != (rows, *spec.row_shape):
-                shape = ", ".join(map(str, (rows, *spec.row_shape)))
+            if value.dtype != spec.dtype or value.shape != spec.shape(requests):
                 raise ArgumentError(
                     "StaticBuffers.load",
                     name,
-                    f"{spec.dtype} of shape [{shape}]",
+                    f"{spec.dtype} of shape {list(spec.shape(requests))}",
                     f"{value.dtype} of shape {list(value.shape)}",
                 )
-        return rows
+        return requests
 
     def load(self, inputs: Mapping[str, torch.Tensor], bucket: int) -> int:
-        """Copy the rows in, pad up to `bucket` rows, and return the number of copied rows.
+        """Copy the requests in, pad up to `bucket` requests, and return the number of copied requests.
 
-        `inputs` has exactly the names of the specs. Each tensor is `[rows, *row_shape]` in its spec's dtype,
-        on any device; `rows` is the same for all, and `rows` <= `bucket` <= `capacity`. A copy from the host
-        is ordered with the current stream, and the host tensor may be reused at once. Do not call `load`
-        inside a capture. Raises `ArgumentError` for a missing or unknown name, a wrong shape or dtype, and a
-        `bucket` out of range.
+        `inputs` has exactly the names of the specs. Each tensor is `[requests * rows, *row_shape]` with its
+        spec's rows, shape and dtype, on any device; `requests` is the same for all, and
+        `requests` <= `bucket` <= `capacity`. A copy from the host is ordered with the current stream, and the
+        host tensor may be reused at once. Do not call `load` inside a capture. Raises `ArgumentError` for a
+        missing or unknown name, a wrong shape or dtype, and a `bucket` out of range.
         """
-        rows = self.check(inputs)
-        if not rows <= bucket <= self.capacity:
-            raise ArgumentError("StaticBuffers.load", "bucket", f"{rows} to {self.capacity} rows", bucket)
+        requests = self.check(inputs)
+        if not requests <= bucket <= self.capacity:
+            raise ArgumentError(
+                "StaticBuffers.load", "bucket", f"{requests} to {self.capacity} requests", bucket
+            )
         for name, value in inputs.items():
-            buffer = self._tensors[name]
-            buffer[:rows].copy_(value)
-            if rows < bucket:
-                buffer[rows:bucket].fill_(self.specs[name].pad)
-        return rows
+            buffer, spec = self._tensors[name], self.specs[name]
+            copied = requests * spec.rows
+            buffer[:copied].copy_(value)
+            if requests < bucket:
+                buffer[copied : bucket * spec.rows].fill_(spec.pad)
+        return requests

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from moe_fp8.errors import ArgumentError
+from moe_fp8.graph import memory
 from moe_fp8.graph.buckets import BatchBuckets
 from moe_fp8.graph.buffers import BufferSpec, StaticBuffers
+from moe_fp8.graph.capture import capture, warm_up
+from moe_fp8.graph.memory import GraphMemory, Pool
 
 Tensors = Mapping[str, torch.Tensor]
 Step = Callable[[Tensors], Tensors]
@@ -19,15 +21,20 @@ Step = Callable[[Tensors], Tensors]
 class GraphRunner:
     """Runs `step` over static buffers: a graph replay on CUDA, a plain call on CPU.
 
-    `step(inputs) -> outputs` maps names to tensors; every input and output has the batch as its
-    first dimension. A capturable step must have shapes that depend only on the bucket, must not
-    read device data on the host (`.item()`, `.tolist()`, boolean indexing, `nonzero`), and must not
-    copy host tensors to the device. State that outlives a step (a paged cache) is written in place.
-    Its kernels must be loaded before capture: preload the warmup plan first.
+    `step(inputs) -> outputs` maps names to tensors. A bucket counts requests. The first dimension of an input
+    is the bucket times its spec's `rows`, and the first dimension of an output is the bucket times any number
+    of rows, the same number in every bucket. A capturable step must have shapes that depend only on the
+    bucket, must not read device data on the host (`.item()`, `.tolist()`, boolean indexing, `nonzero`), and
+    must not copy host tensors to the device; `verify_capture_safe` tells. State that outlives a step (a paged
+    cache) is written in place. Its kernels must be loaded before capture: preload the warmup plan first.
 
     `warmup_runs` eager calls precede each capture, so that libraries allocate workspaces and
     choose algorithms outside the capture. These calls see only padded rows. One thread may use a runner at
     a time.
+
+    `pool` is a handle of `torch.cuda.graph_pool_handle()`. Runners with the same handle share the memory of
+    scratch, so that they must run in one order, as on one stream. Outputs are not shared. None: each
+    `capture` makes a pool of its own.
     """
 
     def __init__(
@@ -38,14 +45,19 @@ class GraphRunner:
         device: torch.device | str,
         *,
         warmup_runs: int = 2,
+        pool: Pool = None,
     ) -> None:
         self.step = step
         self.buckets = buckets
         self.device = torch.device(device)
         self.warmup_runs = warmup_runs
+        self.pool = pool
         self.buffers = StaticBuffers(inputs, buckets.largest, self.device)
         self.replays = 0
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensors]] = {}
+        self._grown: dict[int, int] = {}
+        self._captured_pool: Pool = None
+        self._rows: dict[str, int] = {}  # of a request, in each output
 
     @property
     def uses_graphs(self) -> bool:
@@ -56,43 +68,47 @@ class GraphRunner:
         """Buckets that have a graph, in increasing order."""
         return tuple(sorted(self._graphs))
 
+    def memory(self) -> GraphMemory:
+        """The bytes of the buffers, of the pool, and of each bucket at its capture."""
+        pool = memory.pool_bytes(self._captured_pool) if self._graphs else 0
+        return GraphMemory(self.buffers.num_bytes, pool, dict(self._grown))
+
     def capture(self, progress: Callable[[int], None] | None = None) -> None:
         """Capture every bucket, the largest first, so that the smaller buckets fit in its memory pool.
 
         `progress(bucket)` is called after each bucket. On CPU nothing is captured, and the step is called
         once for each bucket. Call `capture` again after replacing a tensor that the step closes over; it
-        drops the old graphs. Raises `ArgumentError` if the first dimension of an output is not the bucket's
-        size.
+        drops the old graphs; with a pool of your own, drop their outputs first. Raises `ArgumentError` if the
+        first dimension of an output does not fit the bucket; `CaptureError`, which names the line, for a step
+        that cannot be captured.
         """
         self._graphs.clear()
+        self._grown.clear()
+        self._rows.clear()
         # Otherwise the step would see the last run's rows again and write them into its state again.
         self.buffers.clear()
         with self._on_device():
-            pool = torch.cuda.graph_pool_handle() if self.uses_graphs else None
+            if self.uses_graphs:
+                self._captured_pool = torch.cuda.graph_pool_handle() if self.pool is None else self.pool
             for bucket in reversed(self.buckets.sizes):
                 inputs = self.buffers.view(bucket)
-                if pool is None:
-                    _check_outputs(self.step(inputs), bucket)
+                if self.uses_graphs:
+                    self._capture(inputs, bucket)
                 else:
-                    self._graphs[bucket] = self._capture(inputs, bucket, pool)
+                    self._check_outputs(self.step(inputs), bucket)
                 if progress is not None:
                     progress(bucket)
 
-    def _capture(self, inputs: Tensors, bucket: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensors]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(self.warmup_runs):
-                self.step(inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            outputs = self.step(inputs)
-        _check_outputs(outputs, bucket)
-        return graph, outputs
+    def _capture(self, inputs: Tensors, bucket: int) -> None:
+        warm_up(lambda: self.step(inputs), self.warmup_runs)
+        before = memory.pool_bytes(self._captured_pool)
+        graph, outputs = capture("GraphRunner.capture", lambda: self.step(inputs), self._captured_pool)
+        self._check_outputs(outputs, bucket)
+        self._graphs[bucket] = graph, outputs
+        self._grown[bucket] = memory.pool_bytes(self._captured_pool) - before
 
     def run(self, inputs: Tensors) -> dict[str, torch.Tensor]:
-        """Load `inputs` (`[rows, ...]` each), pad them to a bucket, run the step, and return `rows` rows.
+        """Load `inputs`, pad them to a bucket, run the step, and return the outputs' rows of the requests.
 
         The outputs are views of memory that the next `run` overwrites. On CUDA they are ordered with the
         current stream, and `run` does not synchronise. Raises `ArgumentError` for inputs that do not match
@@ -102,14 +118,15 @@ class GraphRunner:
         if self.uses_graphs and bucket not in self._graphs:
             raise ArgumentError("GraphRunner.run", "bucket", "a captured bucket", bucket, "call capture()")
         with self._on_device():
-            rows = self.buffers.load(inputs, bucket)
+            requests = self.buffers.load(inputs, bucket)
             if self.uses_graphs:
                 graph, outputs = self._graphs[bucket]
                 graph.replay()
                 self.replays += 1
             else:
                 outputs = self.step(self.buffers.view(bucket))
-        return {name: tensor[:rows] for name, tensor in outputs.items()}
+                self._check_outputs(outputs, bucket)
+        return {name: tensor[: requests * self._rows[name]] for name, tensor in outputs.items()}
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -120,13 +137,16 @@ class GraphRunner:
         else:
             yield
 
-
-def _check_outputs(outputs: Tensors, bucket: int) -> None:
-    for name, tensor in outputs.items():
-        if tensor.dim() == 0 or tensor.shape[0] != bucket:
-            raise ArgumentError(
-                "GraphRunner.capture",
-                f"output {name}",
-                f"{bucket} rows, as the bucket has",
-                f"shape {list(tensor.shape)}",
-            )
+    def _check_outputs(self, outputs: Tensors, bucket: int) -> None:
+        """Every output has whole requests, with as many rows as in the buckets before."""
+        for name, tensor in outputs.items():
+            size = tensor.shape[0] if tensor.dim() else 0
+            rows = self._rows.get(name) or max(1, size // bucket)
+            if size != bucket * rows:
+                raise ArgumentError(
+                    "GraphRunner.capture",
+                    f"output {name}",
+                    f"{bucket * rows} rows: the bucket's {bucket} requests of {rows}",
+                    f"shape {list(tensor.shape)}",
+                )
+            self._rows[name] = rows

@@ -17,6 +17,7 @@ from moe_fp8.errors import UnsupportedError
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit.driver import LoadedKernel, ParamBlock, device_info, ensure_context
 from moe_fp8.jit.runtime import get_kernel
+from moe_fp8.jit.store import default_store
 from moe_fp8.ops.keys import Call, Key, attributes_like
 from moe_fp8.ops.modes import Modes
 from moe_fp8.params import ParamStruct
@@ -134,6 +135,19 @@ def launch(spec: KernelSpec, grid: int, block: ParamBlock, device: int, call: Ca
             while len(_launches) >= _MAX_LAUNCHES:
                 del _launches[next(iter(_launches))]
             _launches[key] = made
+
+
+def describe(
+    prepare: Callable[..., Prepared | None], arguments: tuple[Any, ...], device: int
+) -> dict[str, Any]:
+    """The kernel that `first` would launch: its spec, its grid and its key in the store."""
+    with torch.cuda.device(device):
+        ensure_context(device)
+        prepared = prepare(*arguments)
+    if prepared is None:
+        return {}
+    spec, grid, _ = prepared
+    return {"spec": str(spec), "grid": grid, "key": default_store().key(spec)}
 
 
 def new_block(params: ParamStruct) -> ParamBlock:

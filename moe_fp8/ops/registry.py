@@ -9,8 +9,9 @@ low-level `Library`, because `torch.library.custom_op` costs several microsecond
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter, itemgetter
 from types import ModuleType, NoneType
 from typing import Any, NamedTuple, TypeAlias
@@ -19,8 +20,11 @@ import torch
 import torch.autograd.profiler as _profiler
 from torch import Tensor
 
+from moe_fp8.ops.examine import examine
 from moe_fp8.ops.keys import Call
 from moe_fp8.settings import settings
+
+_log = logging.getLogger(__name__)
 
 # The type is Any, because torch leaves Library's methods untyped.
 _library: Any = torch.library.Library("moe_fp8", "DEF")
@@ -81,7 +85,19 @@ def checked(tensor: Tensor) -> bool:
     if not tensor.is_cuda:
         return True
     with torch.cuda.device(tensor.device):  # whose current stream runs the op
-        return not torch.cuda.is_current_stream_capturing()
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
+        _say_unchecked()
+    return not capturing
+
+
+@cache
+def _say_unchecked() -> None:
+    """Warn once in a process."""
+    _log.warning(
+        "MOE_FP8_CHECKED=1: contents are not checked while a stream is captured, nor when its graph is "
+        "replayed; run the same calls without a graph to check them"
+    )
 
 
 def _nothing(*_arguments: object) -> None:
@@ -115,7 +131,8 @@ def register(
 
     `check` raises an error for invalid arguments. It may return other arguments to run with, such as
     converted scales; the launch of this call is then not remembered.
-    `contract` is called in checked mode and raises an error for invalid contents of tensors.
+    `contract` is called in checked mode, before the launch, and raises ContractError for invalid contents of
+    tensors. It is plain torch, on either device. A failed one leaves a replay file (`examine`).
     `empty` returns whether there is nothing for a kernel to compute; it has then done any remaining work.
     `reference` is the CPU implementation.
     `cuda`, "module:function", prepares the launch: it returns (spec, grid, parameter block), or None if it
@@ -141,17 +158,26 @@ def register(
     def fresh(arguments: tuple[Any, ...], call: Call | None) -> None:
         """Check and run a call that has no remembered launch, or that must not use it (`call` is None)."""
         first = arguments[0]
-        others = check(*arguments)
+        given, others = arguments, check(*arguments)
         if others is not None:
             arguments, call = others, None
         if contract is not None and checked(first):
-            contract(*arguments)
+            examine(
+                name,
+                dict(zip(names, given, strict=True)),
+                partial(contract, *arguments),
+                partial(describe, arguments) if first.is_cuda else None,
+            )
         if empty(*arguments):
             return
         if first.is_cuda:
             _launcher().first(resolve(cuda), arguments, first.get_device(), call)
         else:
             reference(*arguments)
+
+    def describe(arguments: tuple[Any, ...]) -> dict[str, Any]:
+        described: dict[str, Any] = _launcher().describe(resolve(cuda), arguments, arguments[0].get_device())
+        return described
 
     def run(*arguments: Any) -> None:
         if len(arguments) < arity:  # torch omits trailing arguments that equal their defaults

@@ -40,10 +40,15 @@ def check(op: str, workspace: Tensor, like: Tensor) -> None:
         refuse_device(op, like, workspace=workspace)
 
 
+def new(num_bytes: int, like: Tensor) -> Tensor:
+    """A workspace on `like`'s device."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+
+
 def given_or_new(op: str, workspace: Tensor | None, like: Tensor, num_bytes: int) -> Tensor:
     """The caller's workspace, or a new one. Raises ArgumentError if the caller's is unfit or too small."""
     if workspace is None:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+        return new(num_bytes, like)
     check(op, workspace, like)
     if workspace.numel() < num_bytes:
         raise ArgumentError(op, "workspace", f"at least {num_bytes} bytes", workspace.numel())

@@ -132,6 +132,7 @@ def plan(
         )
     bounds = Bounds.of(model, options)
     rows = list(gemm_rows(shapes, bounds, options))
+    serves = bool(rows)
     if "quantize_fp8" in options.calls.further:
         rows += quantize_rows(model, shapes, indexer, bounds, options)
     if "silu_mul_quantize" in options.calls.further:
@@ -146,7 +147,7 @@ def plan(
     planned = Plan(model, options, tuple(rows), tuple(others))
     if strict:
         demand_all(planned)
-    if planned.lacking and not planned.specs:
+    if planned.lacking and not serves:
         listed = "; ".join(map(str, planned.lacking))
         raise ModelError("model", "a layer that a kernel serves", listed, planned.remedy)
     return planned

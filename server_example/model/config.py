@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from moe_fp8.errors import ModelError
 from moe_fp8.warmup import read_config
+from server_example.model.rope import RopeConfig
 
 FP8_BLOCK = 128
 
@@ -17,7 +18,8 @@ class ModelConfig(BaseModel):
     """Names are the names of the Hugging Face config; other fields of that config are ignored.
 
     A field is refused, and not ignored, if it would change the arithmetic and is not implemented (a rope
-    scaling, an activation other than SiLU, another scoring function).
+    scaling other than YaRN, an activation other than SiLU, another scoring function). Fields that some
+    configs leave out have the architecture's value.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -28,11 +30,16 @@ class ModelConfig(BaseModel):
     num_hidden_layers: int = Field(gt=0)
     max_position_embeddings: int = Field(gt=0)
     rms_norm_eps: float = Field(gt=0)
-    rope_theta: float = Field(gt=0)
-    rope_scaling: None = None
+    rope: RopeConfig
+    rope_interleave: Literal[True] = True
     hidden_act: Literal["silu"] = "silu"
+    attention_bias: Literal[False] = False
+    mlp_bias: Literal[False] = False
+    tie_word_embeddings: bool = False
     eos_token_id: int | None = None
     bos_token_id: int | None = None
+    #: Layers behind the model that predict further tokens (MTP). The model does not run them.
+    num_nextn_predict_layers: int = Field(0, ge=0)
 
     num_attention_heads: int = Field(gt=0)
     q_lora_rank: int = Field(gt=0)
@@ -55,9 +62,22 @@ class ModelConfig(BaseModel):
     topk_group: int = Field(gt=0)
     norm_topk_prob: bool
     routed_scaling_factor: float
-    scoring_func: Literal["sigmoid"]
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    moe_layer_freq: Literal[1] = 1
+    mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
 
     quantization_config: dict[str, Any]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """Gives `RopeConfig` the rope's fields, and takes an end token out of a list of one."""
+        rope = {name: raw[name] for name in ("rope_theta", "rope_scaling", "rope_parameters") if name in raw}
+        end = raw.get("eos_token_id")
+        if isinstance(end, list) and len(end) == 1:
+            end = end[0]
+        return {**raw, "rope": rope, "eos_token_id": end}
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
@@ -70,6 +90,10 @@ class ModelConfig(BaseModel):
             raise ValueError("n_group must divide n_routed_experts and topk_group lie in 1..n_group")
         if self.num_experts_per_tok > self.n_routed_experts // self.n_group * self.topk_group:
             raise ValueError("num_experts_per_tok exceeds the experts of topk_group groups")
+        types = self.mlp_layer_types
+        dense = min(self.first_k_dense_replace, self.num_hidden_layers)
+        if types and types != ["dense"] * dense + ["sparse"] * (self.num_hidden_layers - dense):
+            raise ValueError("mlp_layer_types must be first_k_dense_replace dense layers, then sparse ones")
         for name in (
             "hidden_size",
             "q_lora_rank",
@@ -95,13 +119,23 @@ class ModelConfig(BaseModel):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
+    def softmax_scale(self) -> float:
+        """What the attention multiplies its scores by."""
+        scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        yarn = self.rope.rope_scaling
+        return scale if yarn is None else scale * yarn.softmax_scale
+
+    @property
     def power_of_two_scales(self) -> bool:
         return self.quantization_config.get("scale_fmt") == "ue8m0"
 
     @classmethod
-    def load(cls, folder: Path) -> ModelConfig:
-        """Reads `folder/config.json`. Raises `ModelError` with the name of the wrong field."""
-        raw = read_config(folder)
+    def load(cls, folder: Path, **overrides: Any) -> ModelConfig:
+        """Reads `folder/config.json`, or a config file, with `overrides` in the place of its fields.
+
+        Raises `ModelError` with the name of the wrong field.
+        """
+        raw = {**read_config(folder), **overrides}
         try:
             return cls.model_validate(raw)
         except ValidationError as error:

@@ -10,7 +10,8 @@ import moe_fp8
 from server_example.cache import LayerCache
 from server_example.model.batch import DecodeBatch, PrefillBatch
 from server_example.model.config import ModelConfig
-from server_example.model.layers import Fp8Weight, Quantizer, Rope, layer_norm
+from server_example.model.layers import Fp8Weight, Quantizer, layer_norm
+from server_example.model.rope import Rope
 
 #: Most bytes for the logits of a prefill chunk, for a context of any length.
 PREFILL_BYTES = 256 << 20
@@ -73,7 +74,7 @@ class Indexer:
             self.quantize.linear(x, self.weights.wk), self.weights.k_norm, self.weights.k_norm_bias
         )
         moe_fp8.indexer_quantize_and_cache(
-            self._rotate(keys[:, None], positions)[:, 0].to(torch.bfloat16),
+            self._rotate(keys[:, None], positions)[:, 0].to(self.quantize.dtype),
             cache.index,
             batch.slots,
             power_of_two=self.quantize.power_of_two,

@@ -26,12 +26,15 @@ class Fp8Weight:
 class Quantizer:
     """Quantizes activations to FP8 in the scale format that the model was made for."""
 
+    #: Activations are rounded to it before they are quantized, as in a bf16 model.
+    dtype = torch.bfloat16
+
     def __init__(self, power_of_two: bool) -> None:
         self.power_of_two = power_of_two
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [M,K] of any float dtype; it is rounded to bf16 first, as in a bf16 model."""
-        return moe_fp8.quantize_fp8(x.to(torch.bfloat16).contiguous(), power_of_two=self.power_of_two)
+        """x [M,K] of any float dtype."""
+        return moe_fp8.quantize_fp8(x.to(self.dtype).contiguous(), power_of_two=self.power_of_two)
 
     def linear(self, x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
         """x [M,K] @ weight^T -> fp32 [M,N] with bf16 values."""
@@ -51,29 +54,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     return torch.nn.functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps)
-
-
-class Rope:
-    """Rotary embedding; its table is made in float64, so that every device holds the same bits."""
-
-    def __init__(self, dim: int, theta: float, positions: int, device: torch.device) -> None:
-        frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-        angle = torch.arange(positions, dtype=torch.float64)[:, None] * frequency
-        self.cos = angle.cos().float().to(device)
-        self.sin = angle.sin().float().to(device)
-
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
-        """x [T, heads, dim], positions int64 [T]. Pairs are (2i, 2i+1), or (i, i + dim/2) if not interleaved.
-
-        DeepSeek-V3.2 rotates the attention heads interleaved and the indexer heads in halves.
-        """
-        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
-        x = x.float()
-        if interleaved:
-            even, odd = x[..., 0::2], x[..., 1::2]
-            return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
-        low, high = x.chunk(2, dim=-1)
-        return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1)
 
 
 def hadamard(dim: int, device: torch.device) -> torch.Tensor:

@@ -10,7 +10,11 @@ from server_example.cache import LayerCache
 from server_example.model.batch import DecodeBatch, PrefillBatch
 from server_example.model.config import ModelConfig
 from server_example.model.indexer import Indexer
-from server_example.model.layers import Fp8Weight, Quantizer, Rope, rms_norm
+from server_example.model.layers import Fp8Weight, Quantizer, rms_norm
+from server_example.model.rope import Rope
+
+#: The epsilon of the latents' norms: a constant in DeepSeek's and transformers' models, not the config's.
+LATENT_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,6 @@ class Mla:
         self.indexer = indexer
         self.quantize = quantize
         self.rope = rope
-        self.scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
 
     def __call__(self, x: torch.Tensor, batch: PrefillBatch | DecodeBatch, cache: LayerCache) -> torch.Tensor:
         """x [T, hidden], normalised -> fp32 [T, hidden]; writes the tokens into `cache`."""
@@ -54,8 +57,8 @@ class Mla:
         q_latent, kv_latent, k_rope = self.quantize.linear(x, weights.qkv_a).split(
             (config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim), dim=1
         )
-        q_latent = rms_norm(q_latent, weights.q_norm, config.rms_norm_eps)
-        kv_latent = rms_norm(kv_latent, weights.kv_norm, config.rms_norm_eps)
+        q_latent = rms_norm(q_latent, weights.q_norm, LATENT_EPS)
+        kv_latent = rms_norm(kv_latent, weights.kv_norm, LATENT_EPS)
         k_rope = self.rope(k_rope[:, None], positions, interleaved=True)[:, 0]
         cache.write_latent(batch.slots, torch.cat((kv_latent, k_rope), dim=1))
 
@@ -66,7 +69,10 @@ class Mla:
         q_rope = self.rope(q_rope, positions, interleaved=True)
         q_absorbed = torch.einsum("thn,hnl->thl", q_nope, weights.k_up)
         selected = cache.latent[selection.slots].float()
-        scores = torch.einsum("thd,tkd->thk", torch.cat((q_absorbed, q_rope), dim=2), selected) * self.scale
+        scores = (
+            torch.einsum("thd,tkd->thk", torch.cat((q_absorbed, q_rope), dim=2), selected)
+            * config.softmax_scale
+        )
         # A finite value, because a padded row sees nothing and its softmax must not be NaN.
         scores = scores.masked_fill(~selection.valid[:, None], torch.finfo(torch.float32).min)
         attended = torch.einsum("thk,tkl->thl", scores.softmax(dim=-1), selected[..., : config.kv_lora_rank])

@@ -56,7 +56,7 @@ class Moe:
             ids = ids.masked_fill(~batch.active[:, None], -1)  # padded requests go to no expert
         experts = self.weights.experts
         routed = moe_fp8.fused_moe(
-            x.to(torch.bfloat16),
+            x.to(self.quantize.dtype),
             ids,
             weights,
             experts.gate_up.weight,

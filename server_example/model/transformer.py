@@ -11,9 +11,10 @@ from server_example.cache import LayerCache
 from server_example.model.batch import DecodeBatch, PrefillBatch
 from server_example.model.config import ModelConfig
 from server_example.model.indexer import Indexer, IndexerWeights
-from server_example.model.layers import Quantizer, Rope, hadamard, rms_norm
+from server_example.model.layers import Quantizer, hadamard, rms_norm
 from server_example.model.mla import Mla, MlaWeights
 from server_example.model.moe import Mlp, MlpWeights, Moe, MoeWeights
+from server_example.model.rope import Rope
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Transformer:
         self.weights = weights
         self.device = weights.embedding.device
         quantize = Quantizer(config.power_of_two_scales)
-        rope = Rope(config.qk_rope_head_dim, config.rope_theta, max_positions, self.device)
+        rope = Rope(config.qk_rope_head_dim, config.rope, max_positions, self.device)
         rotation = hadamard(config.index_head_dim, self.device)
         self.layers = []
         for layer in weights.layers:
@@ -89,6 +90,11 @@ class Transformer:
     def prefill(self, batch: PrefillBatch, caches: list[LayerCache]) -> torch.Tensor:
         """fp32 logits [vocab] after the last token of `batch`; its tokens are in the caches afterwards."""
         return self._logits(self._forward(batch, caches)[-1:])[0]
+
+    @torch.inference_mode()
+    def score(self, batch: PrefillBatch, caches: list[LayerCache]) -> torch.Tensor:
+        """As `prefill`, with the logits after every token of `batch`: fp32 [T, vocab]."""
+        return self._logits(self._forward(batch, caches))
 
     @torch.inference_mode()
     def decode(self, inputs: Mapping[str, torch.Tensor], caches: list[LayerCache]) -> dict[str, torch.Tensor]:

@@ -256,8 +256,8 @@ inline int __reduce_min_sync(unsigned, int value) {
         return least;
     });
 }
-template <typename T>
-T atomicAdd(T* at, T value) {
+template <typename T, typename Value>
+T atomicAdd(T* at, Value value) {
     const T before = *at;
     *at += value;
     return before;

@@ -12,6 +12,9 @@ import pytest
 import moe_fp8
 from moe_fp8 import cli, settings
 from moe_fp8.warmup import __main__ as startup
+from server_example.metrics import Metrics
+from server_example.protocol import ChatRequest, CompletionRequest
+from server_example.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -81,7 +84,7 @@ def test_the_dockerfile_names_what_is_there(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_example_of_graphs_runs() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "graphs.md").read_text(), re.S)
+    code, _on_a_gpu = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "graphs.md").read_text(), re.S)
     check = "\nassert torch.equal(hidden, table[[7, 8, 9]])\nassert 4 in runner.buckets"
     done = subprocess.run([sys.executable, "-c", code + check], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -112,3 +115,13 @@ def test_the_commands_of_the_docs_take_their_options(capsys: pytest.CaptureFixtu
     in_prose = re.findall(r"`(--[a-z-]+)`", (ROOT / "docs" / "warmup.md").read_text())
     # `known` is now the help of the last command, the start-up script.
     assert in_prose and [option for option in in_prose if option not in known] == []
+
+
+def test_the_servers_options_parameters_and_metrics_are_documented() -> None:
+    text = (ROOT / "docs" / "server.md").read_text()
+    options = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
+    assert set(re.findall(r"`(--[a-z-]+)`", text)) == options
+    for name in {*CompletionRequest.model_fields, *ChatRequest.model_fields}:
+        assert f"`{name}`" in text or f"`{name}." in text, name
+    for family in Metrics({}).registry.collect():
+        assert re.search(rf"`{family.name}(_total)?[`{{]", text), family.name

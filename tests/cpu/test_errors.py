@@ -9,6 +9,7 @@ import pytest
 from moe_fp8.errors import (
     ArgumentError,
     BundleError,
+    CaptureError,
     CompileError,
     ConfigError,
     ContractError,
@@ -23,6 +24,7 @@ from moe_fp8.specs import KernelSpec
 ERRORS = [
     ArgumentError("gemm_fp8", "a", "[M, K]", [3], "reshape it"),
     ContractError("op", "masked_m", "0 to 4", 7, "enlarge", expert=3, row=2),
+    CaptureError("step", "output", "the bits of an eager call", "others", "read no device data"),
     ConfigError("tp", "a divisor", 3, "use 2"),
     UnsupportedError("no kernel"),
     CompileError("gemm_fp8", "log"),
@@ -42,4 +44,4 @@ def test_an_error_comes_whole_out_of_another_process(error: MoeFp8Error) -> None
 
 def test_a_message_has_all_four_parts() -> None:
     assert str(ERRORS[0]) == "gemm_fp8: a: expected [M, K], got [3]; reshape it"
-    assert str(ERRORS[2]) == "tp: expected a divisor, got 3; use 2"
+    assert str(ERRORS[3]) == "tp: expected a divisor, got 3; use 2"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.graph import BatchBuckets, BufferSpec, GraphRunner, StaticBuffers
+from moe_fp8.graph import BatchBuckets, BufferSpec, GraphMemory, GraphRunner, StaticBuffers
 
 SPECS = {
     "tokens": BufferSpec((), torch.int64, pad=-1),
@@ -76,7 +76,7 @@ def test_load_refuses_what_does_not_fit(change: dict[str, torch.Tensor], name: s
 def test_load_refuses_a_bucket_that_does_not_hold_the_rows() -> None:
     buffers = StaticBuffers(SPECS, 8, "cpu")
     for bucket in (1, 9):
-        with pytest.raises(ArgumentError, match="2 to 8 rows"):
+        with pytest.raises(ArgumentError, match="2 to 8 requests"):
             buffers.load(inputs(2), bucket)
     with pytest.raises(ArgumentError, match="at least one buffer"):
         StaticBuffers({}, 8, "cpu")
@@ -107,6 +107,38 @@ def test_outputs_must_have_the_batch_first(output: torch.Tensor) -> None:
     runner = GraphRunner(lambda tensors: {"odd": output}, SPECS, BatchBuckets([2]), "cpu")
     with pytest.raises(ArgumentError, match="output odd"):
         runner.capture()
+
+
+def test_a_request_may_have_several_rows() -> None:
+    specs = {"tokens": BufferSpec((), torch.int64, pad=-1, rows=3), "lens": BufferSpec((), torch.int32)}
+
+    def step(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return {"next": tensors["tokens"] + 1, "seen": tensors["lens"] * 2}
+
+    runner = GraphRunner(step, specs, BatchBuckets([1, 4]), "cpu")
+    runner.capture()
+    given = {"tokens": torch.arange(6), "lens": torch.tensor([5, 7], dtype=torch.int32)}
+    out = runner.run(given)
+    assert (out["next"].tolist(), out["seen"].tolist()) == ([1, 2, 3, 4, 5, 6], [10, 14])
+    assert runner.buffers.view(4)["tokens"].tolist() == [0, 1, 2, 3, 4, 5, *[-1] * 6]
+    assert runner.buffers.view(4)["lens"].tolist() == [5, 7, 0, 0]
+    for bad in ({"tokens": torch.arange(5)}, {"tokens": torch.arange(9)}):
+        with pytest.raises(ArgumentError, match=r"tokens|lens"):
+            runner.run({**given, **bad})
+    with pytest.raises(ArgumentError, match="row of a request"):
+        StaticBuffers({"tokens": BufferSpec((), torch.int64, rows=0)}, 4, "cpu")
+
+
+def test_an_output_has_the_same_rows_in_every_bucket() -> None:
+    runner = GraphRunner(lambda tensors: {"odd": torch.zeros(4)}, SPECS, BatchBuckets([2, 4]), "cpu")
+    with pytest.raises(ArgumentError, match="2 rows: the bucket's 2 requests of 1"):
+        runner.capture()
+
+
+def test_memory_on_a_cpu_is_that_of_the_buffers() -> None:
+    runner = GraphRunner(lambda tensors: tensors, SPECS, BatchBuckets([2, 4]), "cpu")
+    runner.capture()
+    assert runner.memory() == GraphMemory(buffers=4 * (8 + 3 * 4), pool=0, buckets={})
 
 
 def test_runner_pads_to_the_bucket_and_returns_the_rows() -> None:

@@ -1,10 +1,19 @@
-"""Checked mode names the expert and row of the first broken contract; unchecked mode reads no contents."""
+"""Checked mode names the op, expert and row of the first broken contract, and leaves a replay file."""
 
 from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import moe_fp8
 from moe_fp8 import (
     ContractError,
     grouped_gemm_fp8_contiguous,
@@ -13,14 +22,14 @@ from moe_fp8 import (
     paged_mqa_logits_fp8,
     paged_mqa_logits_metadata,
 )
-from moe_fp8.ops import registry
+from moe_fp8.ops import examine, registry
 from moe_fp8.settings import parse_settings
-from tests import cases
+from tests import cases, checked_calls, graph_cases
 
 pytestmark = pytest.mark.usefixtures("checked_mode")
 
 
-def _index(values: list[int]) -> torch.Tensor:
+def _index(values: list[Any]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
@@ -138,6 +147,252 @@ def test_good_paged_contexts_pass() -> None:
         metadata,
         max_context_len=200,
     )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_scales_of_dense_rows_and_blocks(bad: float) -> None:
+    case = cases.dense_case(5, 192, 256)
+    for scale, argument, at, row in ((case.a_scale, "a_scale", 3, 3), (case.b_scale, "b_scale", 1, 128)):
+        before = scale[at, 1].clone()
+        scale[at, 1] = bad
+        message = rf"gemm_fp8: {argument}: .* got {bad} at \[{at}, 1\], row {row};"
+        with pytest.raises(ContractError, match=message) as caught:
+            moe_fp8.gemm_fp8(case.a, case.a_scale, case.b, case.b_scale)
+        assert (caught.value.op, caught.value.expert, caught.value.row) == ("gemm_fp8", None, row)
+        scale[at, 1] = before
+    moe_fp8.gemm_fp8(case.a, case.a_scale, case.b, case.b_scale)
+
+
+def _grouped(case: cases.GemmCase) -> torch.Tensor:
+    assert case.index is not None
+    operands = case.a, case.a_scale, case.b, case.b_scale
+    if case.layout == "masked":
+        return grouped_gemm_fp8_masked(*operands, case.index)
+    return grouped_gemm_fp8_contiguous(*operands, **{case.layout: case.index})
+
+
+LAYOUTS = ("m_indices", "psum", "offsets")
+
+GROUPED = {
+    **{layout: cases.contiguous_case(layout, (3, 0, 130), 192, 256, total=600) for layout in LAYOUTS},
+    "masked": cases.masked_case((3, 0, 8), 8, 192, 256),
+}
+
+
+@pytest.mark.parametrize("layout", GROUPED)
+def test_scales_count_in_the_rows_of_experts_only(layout: str) -> None:
+    """Rows of no expert hold NaN in these cases; the last row of each expert does not."""
+    case = GROUPED[layout]
+    _grouped(case)
+    for expert, _, end in case.runs:
+        a_scale = case.a_scale.clone()
+        at = (expert, end - 1, 1) if layout == "masked" else (end - 1, 1)
+        a_scale[at] = float("inf")
+        with pytest.raises(ContractError, match=f"row {end - 1} of expert {expert}") as caught:
+            _grouped(dataclasses.replace(case, a_scale=a_scale))
+        error = caught.value
+        assert (error.argument, error.expert, error.row) == ("a_scale", expert, end - 1)
+    b_scale = case.b_scale.clone()
+    b_scale[2, 1, 0] = float("nan")
+    with pytest.raises(ContractError) as caught:
+        _grouped(dataclasses.replace(case, b_scale=b_scale))
+    assert (caught.value.argument, caught.value.expert, caught.value.row) == ("b_scale", 2, 128)
+
+
+def test_scales_that_are_converted_are_checked_too(checked_mode: Path) -> None:
+    case = cases.dense_case(5, 64, 256)
+    a_scale = case.a_scale.contiguous()
+    a_scale[4, 0] = float("nan")
+    with pytest.raises(ContractError) as caught:
+        moe_fp8.gemm_fp8(case.a, a_scale, case.b, case.b_scale)
+    assert caught.value.row == 4
+    (file,) = checked_mode.iterdir()
+    assert json.loads(file.read_text())["arguments"]["a_scale"]["stride"] == [2, 1]
+
+
+def test_silu_counts_within_the_buffer() -> None:
+    with pytest.raises(ContractError, match="for expert 1") as caught:
+        moe_fp8.silu_mul_quantize(torch.zeros(2, 4, 256).bfloat16(), masked_m=_index([4, 5]))
+    assert (caught.value.op, caught.value.argument) == ("silu_mul_quantize", "masked_m")
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_scales_of_tokens_with_an_expert(mapped: bool) -> None:
+    x, scale = moe_fp8.quantize_fp8(torch.randn(4, 256))
+    scale[1, 0] = scale[2, 1] = float("nan")
+    numbers = _index([-1, 0, 1, -1, 5]) if mapped else None
+    # No token but the last has an expert of this rank.
+    ids = torch.tensor([[1, 2], [0, 9], [-1, 4], [2, 0]] if mapped else [[0, 1], [-1, 2], [7, -5], [1, 0]])
+    moe_fp8.moe_permute(x, ids, num_experts=2, x_scale=scale, expert_map=numbers)
+    ids[2, 0] = 1
+    with pytest.raises(ContractError, match="token 2") as caught:
+        moe_fp8.moe_permute(x, ids, num_experts=2, x_scale=scale, expert_map=numbers)
+    assert (caught.value.argument, caught.value.row) == ("x_scale", 2)
+
+
+def test_combined_rows_exist() -> None:
+    y = torch.zeros(4, 64).bfloat16()
+    moe_fp8.moe_combine(y, _index([[0, -7], [3, 1]]))
+    with pytest.raises(ContractError, match=r"4 at \[1, 0\]") as caught:
+        moe_fp8.moe_combine(y, _index([[0, -7], [4, 1]]))
+    assert caught.value.row == 1
+
+
+def test_scales_of_keys_that_a_query_sees() -> None:
+    case = cases.mqa_case(4, 30, 8, "random", seed=2)
+    seen = torch.zeros(30, dtype=torch.bool)
+    for start, end in zip(case.ks.tolist(), case.ke.tolist(), strict=True):
+        seen[start:end] = True
+    assert seen.any() and not seen.all()
+    mqa_logits_fp8(*case.arguments())  # other keys have NaN
+    key = int(seen.int().argmax())
+    k_scale = case.k_scale.clone()
+    k_scale[key] = float("inf")
+    bad = dataclasses.replace(case, k_scale=k_scale)
+    for op in (mqa_logits_fp8, partial(moe_fp8.indexer_select, topk=4)):
+        with pytest.raises(ContractError, match=f"key {key}") as caught:
+            op(*bad.arguments())
+        assert (caught.value.argument, caught.value.row) == ("k_scale", key)
+    assert caught.value.op == "indexer_select"
+    empty = int((case.ke == case.ks).int().argmax())
+    case.weights[empty] = float("nan")
+    mqa_logits_fp8(*case.arguments())
+    busy = int((case.ke > case.ks).int().argmax())
+    case.weights[busy, 3] = float("nan")
+    with pytest.raises(ContractError, match="weights") as caught:
+        mqa_logits_fp8(*case.arguments())
+    assert caught.value.row == busy
+
+
+def _paged(case: cases.PagedCase, **changes: torch.Tensor) -> torch.Tensor:
+    metadata = paged_mqa_logits_metadata(case.context_lens, block_size=64, num_sms=2, next_n=case.next_n)
+    operands = case.q, case.kv_cache, case.weights, case.context_lens, case.block_table
+    return paged_mqa_logits_fp8(*operands, changes.get("metadata", metadata), max_context_len=200)
+
+
+@pytest.mark.parametrize("padding", [0, 32])
+def test_scales_of_cached_keys(padding: int) -> None:
+    """Behind the end of a context, and in pages of no context, scales are NaN in these cases."""
+    case = cases.paged_case([3, 0, 200], 2, 8, 64, page_padding=padding)
+    _paged(case)
+    page = int(case.block_table[2, 3])
+    scales = case.kv_cache.as_strided((64 * 4,), (1,), page * case.kv_cache.stride(0) + 64 * 128)
+    scales.view(torch.float32)[7] = float("inf")  # position 199, the last one
+    operands = case.q, case.kv_cache, case.weights, case.context_lens, case.block_table
+    select = partial(moe_fp8.paged_indexer_select, topk=4, max_context_len=200, num_sms=2)
+    for op, name in ((lambda *_: _paged(case), "paged_mqa_logits_fp8"), (select, "paged_indexer_select")):
+        with pytest.raises(ContractError, match="position 199 of request 2") as caught:
+            op(*operands)
+        error = caught.value
+        assert (error.op, error.argument, error.row) == (name, "kv_cache", 2)
+        assert f"page {page}, token 7" in str(error)
+
+
+def test_weights_of_paged_tokens() -> None:
+    case = cases.paged_case([3, 1, 200], 2, 8, 64)
+    case.weights[2] = float("nan")  # the first token of request 1 sees nothing
+    _paged(case)
+    case.weights[3, 1] = float("nan")
+    with pytest.raises(ContractError, match="weights") as caught:
+        _paged(case)
+    assert caught.value.row == 3
+
+
+def test_a_schedule_of_other_lengths() -> None:
+    case = cases.paged_case([3, 0, 200], 1, 8, 64)
+    stale = paged_mqa_logits_metadata(_index([200, 0, 3]), block_size=64, num_sms=2)
+    with pytest.raises(ContractError, match="metadata") as caught:
+        _paged(case, metadata=stale)
+    assert caught.value.row == 1
+
+
+def test_a_replay_file_describes_the_call(checked_mode: Path) -> None:
+    with pytest.raises(ContractError) as caught:
+        _contiguous("offsets", [0, 3, 2, 256])
+    error = caught.value
+    (file,) = checked_mode.iterdir()
+    assert error.replay_file == str(file) and str(error).endswith(f"(replay file: {file})")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    content = json.loads(file.read_text())
+    assert content["op"] == "grouped_gemm_fp8_contiguous"
+    wrong = content["error"]
+    assert (wrong["argument"], wrong["expert"], wrong["row"], wrong["got"]) == (
+        "offsets", 1, 2, "3 to 2 for expert 1",
+    )  # fmt: skip
+    assert content["arguments"]["layout"] == "offsets"
+    assert content["arguments"]["index"]["values"] == [0, 3, 2, 256]
+    scale = content["arguments"]["a_scale"]
+    assert (scale["shape"], scale["dtype"], scale["device"]) == ([256, 1], "torch.float32", "cpu")
+    assert "values" not in scale
+    assert content["kernel"] is None  # there is none on a CPU
+    assert content["settings"]["checked"] is True and content["versions"]["torch"] == torch.__version__
+
+
+def test_each_failure_has_a_file(checked_mode: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ContractError):
+            _contiguous("offsets", [0, 3, 2, 256])
+    assert len(list(checked_mode.iterdir())) == 2
+
+
+def test_without_a_folder_the_error_is_the_same(checked_mode: Path) -> None:
+    checked_mode.write_text("this is a file")
+    with pytest.raises(ContractError, match=r"no replay file: .*replay") as caught:
+        _contiguous("offsets", [0, 3, 2, 256])
+    assert (caught.value.expert, caught.value.replay_file) == (1, None)
+
+
+def test_a_kernel_that_cannot_be_told_hides_nothing(checked_mode: Path) -> None:
+    def broken() -> None:
+        raise ContractError("op", "x", "this", "that")
+
+    def kernel() -> dict[str, str]:
+        # What prepares a launch may call the op again; this does not leave a second file.
+        examine.examine("op", {}, broken)
+        return {}
+
+    with pytest.raises(ContractError, match="replay file"):
+        examine.examine("op", {"x": None}, broken, kernel)
+    (file,) = checked_mode.iterdir()
+    assert json.loads(file.read_text())["kernel"] == {"unknown": "op: x: expected this, got that"}
+
+
+def test_the_folder_of_replay_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for given, folder in (
+        ({"MOE_FP8_CHECKED_DIR": str(tmp_path), "HOME": "/home/me"}, tmp_path),
+        ({"HOME": "/home/me"}, Path("/home/me/.cache/moe_fp8/checked")),
+    ):
+        monkeypatch.setattr(examine, "settings", lambda given=given: parse_settings(given))
+        assert examine._folder() == folder
+    monkeypatch.setattr(examine, "settings", lambda: parse_settings({}))
+    folder = examine._folder()
+    assert folder.is_dir() and folder.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
+
+
+@pytest.mark.parametrize("name", graph_cases.CASES)
+def test_contents_cost_nothing_unless_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = graph_cases.CASES[name].call
+    checked_calls.past_the_dispatcher(monkeypatch)
+    with checked_calls.ChecksCounter() as counter:
+        call(graph_cases.CASES[name].inputs(0, "cpu"))
+    assert (counter.count > 0) == (name not in checked_calls.WITHOUT_CONTENTS)
+    checked_calls.turn_off(monkeypatch)
+    with checked_calls.ChecksCounter() as counter:
+        call(graph_cases.CASES[name].inputs(0, "cpu"))
+    assert counter.count == 0
+
+
+def test_a_capture_is_not_checked_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_a_gpu = SimpleNamespace(is_cuda=True, device=-1)  # a device that torch leaves alone
+    capturing = [True, True, False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.pop(0))
+    registry._say_unchecked.cache_clear()
+    assert [registry.checked(on_a_gpu) for _ in range(3)] == [False, False, True]
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
+    assert "not checked while a stream is captured" in caplog.text
 
 
 def test_contents_are_not_read_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""moe_permute and moe_combine on the CPU: the reference, and what the ops refuse."""
+"""The ops around the experts, and the whole layer, on the CPU: the reference, and what the ops refuse."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from moe_fp8 import (
     moe_combine,
     moe_permute,
     quantize_fp8_blocks,
+    route_topk,
     silu_mul_quantize,
 )
-from tests import moe_cases
+from tests import cases, moe_cases
 
 
 @pytest.mark.parametrize("case", moe_cases.CASES.values(), ids=moe_cases.CASES)
@@ -28,6 +29,20 @@ def test_rows_and_sums(case: moe_cases.Case) -> None:
 @pytest.mark.parametrize("name", moe_cases.LAYERS)
 def test_layer(name: str) -> None:
     moe_cases.check_layer(name, "cpu", 128)
+
+
+def test_a_shared_expert_is_one_more_expert() -> None:
+    layer = moe_cases.Layer(moe_cases.Case(9, 3, 6, 256), 128, "cpu")
+    x, *_ = layer.inputs()
+    weights, ids = torch.full((9, 3), 1.0), torch.full((9, 3), 5, dtype=torch.int32)
+    logits = torch.randn(9, 5, generator=torch.Generator().manual_seed(1))
+    route_topk(logits, 2, scaling_factor=2.5, out=(weights[:, :2], ids[:, :2]))
+    assert (ids[:, 2] == 5).all() and (weights[:, 2] == 1).all()
+    both = layer.expected(x, ids, weights)
+    assert cases.relative_error(layer.fused(x, ids, weights), both) < moe_cases.LAYER_TOLERANCE
+    routed = layer.expected(x, ids[:, :2], weights[:, :2])
+    alone = layer.expected(x, ids[:, 2:], weights[:, 2:])
+    torch.testing.assert_close(both, routed + alone)
 
 
 def test_layer_without_tokens_or_experts() -> None:

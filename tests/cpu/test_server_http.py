@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from server_example.demo import free_port, start_server, stop_server, wait_until_healthy
 from tests.demo_model import demo_folder
+from tests.live_server import live_server
 
 __all__ = ["demo_folder"]
 
@@ -23,20 +22,9 @@ TOTAL_PAGES = 16
 
 @pytest.fixture(scope="module")
 def server(demo_folder: Path) -> Iterator[httpx.Client]:
-    port = free_port()
-    process = start_server(
-        demo_folder, port, "--device", "cpu", "--cache-pages", str(TOTAL_PAGES + 1), "--max-waiting", "3",
-        "--max-batch", "3", "--prefill-chunk", "32",
-    )  # fmt: skip
-    try:
-        wait_until_healthy(process, f"http://127.0.0.1:{port}")
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-            yield client
-        assert process.poll() is None, "the server died"
-    finally:
-        stop_server(process)
-    # The server shuts down in order, and then the signal that asked for the shutdown ends it.
-    assert process.returncode in (0, -signal.SIGTERM)
+    options = ("--cache-pages", str(TOTAL_PAGES + 1), "--max-waiting", "3", "--max-batch", "3")
+    with live_server(demo_folder, *options, "--prefill-chunk", "32") as client:
+        yield client
 
 
 def complete(server: httpx.Client, **body: Any) -> dict[str, Any]:
@@ -82,7 +70,10 @@ def test_health_names_the_reference_backend(server: httpx.Client) -> None:
 
 def test_models(server: httpx.Client) -> None:
     (model,) = server.get("/v1/models").json()["data"]
-    assert model["id"] == "demo-model"
+    assert (model["id"], model["object"]) == ("demo-model", "model")
+    assert 0 <= time.time() - model["created"] < 600
+    assert server.get("/v1/models/demo-model").json() == model
+    assert server.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
     assert model["max_model_len"] == TOTAL_PAGES * 64
 
 
@@ -114,6 +105,34 @@ def test_stream_gives_the_text_of_the_plain_answer(server: httpx.Client) -> None
 def test_token_ids_are_a_prompt(server: httpx.Client) -> None:
     body = complete(server, prompt=[5, 6, 7], max_tokens=3)
     assert body["usage"]["prompt_tokens"] == 3
+
+
+def test_several_prompts_and_choices(server: httpx.Client) -> None:
+    """Choice `i` of a prompt draws with seed + i; prompts come in order."""
+    prompts, options = ["The graph", "Then the tile"], {"max_tokens": 6, "temperature": 1.0}
+    alone = [
+        [complete(server, prompt=text, seed=seed, **options)["choices"][0]["text"] for text in prompts]
+        for seed in (7, 8)
+    ]
+    body = complete(server, prompt=prompts, seed=7, **options)
+    assert [choice["text"] for choice in body["choices"]] == alone[0]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    assert body["usage"]["completion_tokens"] == 12
+    both = {"prompt": "The graph", "n": 2, "seed": 7, **options}
+    expected = [alone[0][0], alone[1][0]]
+    assert [choice["text"] for choice in complete(server, **both)["choices"]] == expected
+    texts = ["", ""]
+    for chunk in events(server, **both):
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == expected
+    lists = complete(server, prompt=[[5, 6], [7]], max_tokens=2)
+    assert lists["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+
+
+def test_neutral_values_are_accepted(server: httpx.Client) -> None:
+    nothing = ("temperature", "logprobs", "seed", "stop", "n", "stream_options", "user", "suffix", "made_up")
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "echo": False, "best_of": 1, "logit_bias": {}}
+    complete(server, prompt="a", max_tokens=1, **neutral, **dict.fromkeys(nothing))
 
 
 def test_a_prompt_longer_than_a_chunk(server: httpx.Client) -> None:
@@ -151,21 +170,46 @@ def test_a_seed_repeats_and_the_batch_does_not_matter(server: httpx.Client) -> N
         ({"prompt": []}, 400, "prompt"),
         ({"prompt": [1, -1]}, 400, "prompt"),
         ({"prompt": [512]}, 400, "prompt"),
+        ({"prompt": [[1], "a"]}, 400, "prompt"),
+        ({"prompt": [1.0]}, 400, "prompt"),
+        ({"prompt": [True]}, 400, "prompt"),
+        ({"prompt": [-1] * 300_000}, 400, "prompt"),
+        ({"prompt": "\ud800"}, 400, "prompt"),
+        ({"prompt": ["a", "\udfff"]}, 400, "prompt"),
+        ({"prompt": [5] * TOTAL_PAGES * 64}, 400, "prompt"),
+        ({"prompt": ["a"] * 4}, 400, "prompt"),
+        ({"prompt": [[5]] * 4}, 400, "prompt"),
+        ({"prompt": [[]]}, 400, "prompt"),
+        ({"prompt": "a " * 5000}, 400, "prompt"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+        ({"prompt": "a", "max_tokens": "3"}, 400, "max_tokens"),
+        ({"prompt": "a", "max_tokens": True}, 400, "max_tokens"),
+        ({"prompt": "a", "temperature": "1"}, 400, "temperature"),
+        ({"prompt": "a", "temperature": float("nan")}, 400, "temperature"),
+        ({"prompt": "a", "stream": 1}, 400, "stream"),
+        ({"prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty"),
+        ({"prompt": "a", "echo": True}, 400, "echo"),
+        ({"prompt": "a", "best_of": 2}, 400, "best_of"),
+        ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias"),
+        ({"prompt": "a", "n": 4}, 400, "n"),
+        ({"prompt": "a", "stop": "\ud800"}, 400, "stop"),
+        ({"prompt": "a", "stream": True, "stream_options": {"other": 1}}, 400, "stream_options.other"),
+        ({"prompt": "a", "\ud800": 1}, 400, None),
+        ({"prompt": "a", "model": "\ud800"}, 400, "model"),
         ({"prompt": "a", "max_tokens": 5000}, 400, "max_tokens"),
         ({"prompt": "a", "temperature": -1}, 400, "temperature"),
         ({"prompt": "a", "top_p": 0}, 400, "top_p"),
-        ({"prompt": "a", "n": 2}, 400, "n"),
         ({"prompt": "a", "stop": [""]}, 400, "stop"),
-        ({"prompt": "a", "logprobs": 3}, 400, "logprobs"),
+        ({"prompt": "a", "logprobs": 6}, 400, "logprobs"),
         ({"prompt": "a", "stream_options": {}}, 400, "stream_options"),
         ({"prompt": "a", "model": "other"}, 404, "model"),
     ],
 )
 def test_bad_requests_are_refused_by_name(
-    server: httpx.Client, body: dict[str, Any], status: int, param: str
+    server: httpx.Client, body: dict[str, Any], status: int, param: str | None
 ) -> None:
-    response = server.post("/v1/completions", json=body)
+    headers = {"content-type": "application/json"}
+    response = server.post("/v1/completions", content=json.dumps(body), headers=headers)
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error"
@@ -183,6 +227,28 @@ def test_other_http_errors_have_the_same_form(server: httpx.Client) -> None:
     ):
         assert response.status_code == status
         assert response.json()["error"]["message"]
+
+
+def test_the_messages_help(server: httpx.Client) -> None:
+    def message(**body: Any) -> str:
+        return str(server.post("/v1/completions", json=body).json()["error"]["message"])
+
+    assert "a list of strings" in message(prompt=[1.0])
+    assert message(prompt="a", presence_penalty=1) == "presence_penalty: this server supports only 0"
+    assert "the prompt has 2000 tokens" in message(prompt=[1] * 2000)
+    assert "ask for fewer" in message(prompt="a", n=4)
+
+
+def test_the_documentation_names_what_the_server_sends(server: httpx.Client) -> None:
+    paths = server.get("/openapi.json").json()["paths"]
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        responses = paths[path]["post"]["responses"]
+        assert set(responses) == {
+            *("200", "400", "401", "404", "408", "413", "429", "500", "503", "504", "default")
+        }
+        assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
+    assert set(paths["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
+    assert "422" not in json.dumps(list(paths.values()))
 
 
 def test_closing_a_stream_frees_its_pages(server: httpx.Client) -> None:
@@ -235,7 +301,12 @@ def test_metrics_count(server: httpx.Client) -> None:
         ("server_prompt_tokens_total", 3),
         ("server_generated_tokens_total", 5),
         ('server_requests_total{reason="length"}', 1),
+        ("server_time_to_first_token_seconds_count", 1),
+        ("server_inter_token_seconds_count", 4),
+        ("server_batch_size_count", 4),
+        ("server_batch_size_sum", 4),
     ):
         assert after[name] - before[name] == added
     assert after["moe_fp8_jit_misses"] == 0
     assert after["server_pages_free"] == TOTAL_PAGES
+    assert after["server_cache_use"] == 0

@@ -16,8 +16,9 @@ from moe_fp8.errors import ConfigError
 from moe_fp8.ops.moe import layer
 from server_example.model.batch import DecodeBatch, PrefillBatch
 from server_example.model.config import ModelConfig
-from server_example.model.layers import Rope, rms_norm
+from server_example.model.layers import rms_norm
 from server_example.model.moe import Moe
+from server_example.model.rope import Rope
 from server_example.model.transformer import Transformer
 from server_example.model.weights import load_weights
 from tests.demo_model import STEADY_PROMPTS, demo_folder, demo_model, model_run, new_caches
@@ -60,7 +61,7 @@ class DenseModel:
         c = self.config
         length = x.shape[0]
         positions = torch.arange(length)
-        rope = Rope(c.qk_rope_head_dim, c.rope_theta, length, x.device)
+        rope = Rope(c.qk_rope_head_dim, c.rope, length, x.device)
         q = self.linear(
             self.norm(self.linear(x, f"{name}.q_a_proj"), f"{name}.q_a_layernorm"), f"{name}.q_b_proj"
         )
@@ -287,6 +288,11 @@ def edited(folder: Path, to: Path, **changes: object) -> Path:
         ("index_head_dim", 64),
         ("kv_lora_rank", 100),
         ("rope_scaling", {"type": "yarn", "factor": 40}),
+        ("rope_scaling", {"type": "linear", "factor": 4}),
+        ("rope_scaling", "yarn"),
+        ("eos_token_id", [1, 2]),
+        ("attention_bias", True),
+        ("mlp_layer_types", ["sparse", "sparse", "sparse"]),
         ("quantization_config", {"quant_method": "gptq"}),
         ("num_experts_per_tok", 7),
         ("qk_rope_head_dim", 32),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from tokenizers import Tokenizer
 
 from server_example.cache import DUMMY_PAGE, PAGE_TOKENS, PagePool, pages_for
 from server_example.make_demo_model import make_tokenizer
-from server_example.sampling import Sampler, SamplingParams
+from server_example.sampling import Sampler, SamplingParams, log_probabilities
 from server_example.scheduler import QueueFullError, Request, RequestTooLongError, Scheduler
 from server_example.text import TextStream
 
@@ -57,11 +59,37 @@ def test_admission_is_in_order_and_needs_every_page() -> None:
     assert scheduler.pool.free == 0
 
 
+def test_the_choices_of_a_request_are_queued_together() -> None:
+    scheduler = Scheduler(PagePool(5), max_batch=3, max_waiting=3, max_context=4 * PAGE_TOKENS)
+    scheduler.submit(request(1, 1), request(1, 1))
+    with pytest.raises(QueueFullError):
+        scheduler.submit(request(1, 1), request(1, 1))
+    assert len(scheduler.waiting) == 2
+    with pytest.raises(RequestTooLongError) as error:
+        scheduler.submit(*[request(1, 1)] * 4)
+    assert error.value.part == "n"
+
+
+def test_a_late_request_gives_its_pages_back() -> None:
+    scheduler = Scheduler(PagePool(5), max_batch=3, max_waiting=3, max_context=4 * PAGE_TOKENS)
+    late, early = request(1, 1), request(1, 1)
+    late.deadline, early.deadline = time.monotonic() - 1, time.monotonic() + 100
+    scheduler.submit(late, early)
+    scheduler.admit()
+    assert scheduler.drop_ended() == [(late, "timeout")]
+    assert scheduler.running == [early]
+    assert scheduler.pool.free == 3
+
+
 def test_what_can_never_fit_is_refused() -> None:
     scheduler = Scheduler(PagePool(3), max_batch=3, max_waiting=3, max_context=1000)
     scheduler.submit(request(100, 28))
-    with pytest.raises(RequestTooLongError, match="128 tokens"):
+    with pytest.raises(RequestTooLongError, match="128 tokens") as error:
         scheduler.submit(request(100, 29))
+    assert error.value.part == "max_tokens"
+    with pytest.raises(RequestTooLongError, match="128 tokens") as error:
+        scheduler.submit(request(128, 1))
+    assert error.value.part == "prompt"
 
 
 @settings(max_examples=60, deadline=None)
@@ -80,7 +108,7 @@ def test_pages_are_never_shared_or_lost(actions: list[tuple[str, int, int]]) -> 
             everyone = [*scheduler.waiting, *scheduler.running]
             if everyone:
                 everyone[first % len(everyone)].cancelled = True
-                assert len(scheduler.drop_cancelled()) == 1
+                assert len(scheduler.drop_ended()) == 1
         elif scheduler.running:
             done = scheduler.running[first % len(scheduler.running)]
             scheduler.release(done)
@@ -120,6 +148,15 @@ def test_sampling_follows_temperature_and_top_p() -> None:
     squared = probabilities.square() / probabilities.square().sum()
     assert frequencies(temperature=0.5) == pytest.approx(squared.tolist(), abs=0.03)
     assert frequencies(temperature=1.0, top_p=0.1) == [1, 0, 0, 0]
+
+
+def test_log_probabilities_are_those_of_the_model() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.2]).log() + 4
+    got = log_probabilities(logits, 2, 2)
+    assert [token for token, _ in got] == [2, 0, 1]
+    assert [math.exp(value) for _, value in got] == pytest.approx([0.2, 0.5, 0.3])
+    never = torch.tensor([0.0, -math.inf])
+    assert log_probabilities(never, 1, 0) == [(1, -9999.0)]
 
 
 def streamed(tokenizer: Tokenizer, tokens: list[int], *stop: str) -> tuple[list[str], bool]:

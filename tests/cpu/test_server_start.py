@@ -15,7 +15,9 @@ from server_example.backend import choose_backend
 from server_example.engine import Engine, EngineOptions, EngineStoppedError
 from server_example.sampling import SamplingParams
 from server_example.scheduler import Request, TokenEvent
+from server_example.serve import read_settings
 from tests.demo_model import demo_folder
+from tests.live_server import environment
 
 __all__ = ["demo_folder"]
 
@@ -26,6 +28,50 @@ def test_a_missing_model_ends_the_start_with_a_message(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "config.json" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def refused(*arguments: str, **variables: str) -> str:
+    """The message of a start that fails, before the model is even looked for."""
+    command = [sys.executable, "-m", "server_example", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(**variables))
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "config.json" not in done.stderr
+    return done.stderr
+
+
+def test_a_port_in_use_ends_the_start_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert "Address already in use" in refused("--model", str(tmp_path), "--port", str(port))
+
+
+def test_options_come_from_the_environment_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = refused("--port", "99999", SERVER_EXAMPLE_MODEL=str(tmp_path), SERVER_EXAMPLE_MAX_BATCH="0")
+    assert "error: --port (or SERVER_EXAMPLE_PORT): " in said
+    assert "error: --max-batch (or SERVER_EXAMPLE_MAX_BATCH): " in said
+    monkeypatch.setenv("SERVER_EXAMPLE_MODEL", str(tmp_path))
+    monkeypatch.setenv("SERVER_EXAMPLE_API_KEY", "hush")
+    monkeypatch.setenv("SERVER_EXAMPLE_MAX_WAITING", "7")
+    monkeypatch.setenv("SERVER_EXAMPLE_CORS_ORIGINS", '["https://a.example"]')
+    settings = read_settings(["--max-waiting", "9"])
+    assert (settings.model, settings.max_waiting, settings.host) == (tmp_path, 9, "127.0.0.1")
+    assert settings.cors_origins == ["https://a.example"]
+    assert settings.api_key is not None and settings.api_key.get_secret_value() == "hush"
+    assert "hush" not in repr(settings)
+    assert settings.engine_options() == EngineOptions(max_waiting=9)
+
+
+@pytest.mark.parametrize(
+    ("module", "lacking"), [("server_example", "uvicorn"), ("server_example.demo", "httpx")]
+)
+def test_a_missing_library_is_named(module: str, lacking: str) -> None:
+    code = (
+        f"import runpy, sys; sys.modules[{lacking!r}] = None; runpy.run_module({module!r}, None, '__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {lacking} is not installed; run: pip install -e '.[server]'\n"
 
 
 def test_the_demo_asks_no_other_server() -> None:

@@ -14,7 +14,7 @@ def test_defaults_follow_xdg_then_home() -> None:
     assert parse_settings({"XDG_CACHE_HOME": "relative", "HOME": "/h"}).cache_dir == Path("/h/.cache/moe_fp8")
     assert parse_settings({}).cache_dir is None
     plain = parse_settings({})
-    assert plain.bundle is None
+    assert plain.bundle is None and plain.checked_dir is None
     assert (plain.checked, plain.batch_invariant, plain.miss) == (False, False, "strict")
     assert plain.jobs >= 1
 
@@ -25,6 +25,7 @@ def test_values_are_parsed() -> None:
             "MOE_FP8_CACHE_DIR": "/srv/kernels",
             "MOE_FP8_BUNDLE": "/srv/bundle",
             "MOE_FP8_CHECKED": "On",
+            "MOE_FP8_CHECKED_DIR": "/srv/replay",
             "MOE_FP8_BATCH_INVARIANT": "1",
             "MOE_FP8_JOBS": "3",
             "MOE_FP8_JIT_MISS": "warn",
@@ -33,6 +34,7 @@ def test_values_are_parsed() -> None:
     )
     assert given.cache_dir == Path("/srv/kernels")
     assert given.bundle == Path("/srv/bundle")
+    assert given.checked_dir == Path("/srv/replay")
     assert (given.checked, given.batch_invariant, given.jobs, given.miss) == (True, True, 3, "warn")
 
 
@@ -45,6 +47,7 @@ def test_values_are_parsed() -> None:
         ("MOE_FP8_BUNDLE", "bundle"),
         ("MOE_FP8_CHECKED", "yes please"),
         ("MOE_FP8_CHECKED", ""),
+        ("MOE_FP8_CHECKED_DIR", "replay"),
         ("MOE_FP8_BATCH_INVARIANT", "yes"),
         ("MOE_FP8_JOBS", "0"),
         ("MOE_FP8_JOBS", "-1"),

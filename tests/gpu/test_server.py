@@ -15,9 +15,8 @@ from tokenizers import Tokenizer
 import moe_fp8
 from moe_fp8.graph import BatchBuckets, BufferSpec, GraphRunner
 from moe_fp8.ops.indexer import select
-from server_example.__main__ import prepare_engine
 from server_example.backend import choose_backend
-from server_example.engine import Engine, EngineOptions
+from server_example.engine import Engine, EngineOptions, prepare_engine
 from server_example.sampling import SamplingParams
 from server_example.scheduler import Request, TokenEvent
 from tests.demo_model import STEADY_PROMPTS, demo_folder, demo_model, load_model, model_run

@@ -1,105 +1,118 @@
-"""Checked mode (MOE_FP8_CHECKED=1): checks of the contents of the GEMMs' index tensors.
+"""Checked mode (MOE_FP8_CHECKED=1): checks of the contents of the GEMMs' index tensors and scales.
 
 Each error names the first wrong entry.
 """
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+import torch
 from torch import Tensor
 
 from moe_fp8.errors import ContractError
+from moe_fp8.ops import contents
 from moe_fp8.problems import SEGMENT_ALIGNMENT
 
+_CONTIGUOUS = "grouped_gemm_fp8_contiguous"
 
-def contiguous_layout(layout: str, index: Tensor, m: int, num_experts: int) -> None:
-    """Check that the segments of `index` lie in order within the `m` rows of `a`, and aligned if required."""
-    values = index.tolist()
-    if layout == "m_indices":
-        _m_indices(values, num_experts)
-    elif layout == "psum":
-        _psum(values, m)
-    else:
-        _offsets(values, m)
+#: Rows of weights that have one scale.
+_BLOCK = 128
 
 
-def _fail(
-    argument: str, expected: str, got: object, remedy: str, expert: int | None, row: int | None = None
-) -> None:
-    raise ContractError(
-        "grouped_gemm_fp8_contiguous", argument, expected, got, remedy, expert=expert, row=row
-    )
+def dense(a_scale: Tensor, b_scale: Tensor) -> None:
+    """All scales are finite; a_scale [M,G], b_scale [N/128,G]."""
+    contents.finite("gemm_fp8", "a_scale", a_scale)
+    contents.finite("gemm_fp8", "b_scale", b_scale, block=_BLOCK)
 
 
-def _m_indices(values: list[int], num_experts: int) -> None:
+def contiguous(layout: str, index: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
+    """The segments of `index` lie in order within the rows of a_scale [M,G], and are aligned if required.
+
+    The scales of every expert's rows, and of all weights, are finite.
+    """
+    m, num_experts = a_scale.shape[0], b_scale.shape[0]
+    check = {"m_indices": _m_indices, "psum": _psum, "offsets": _offsets}[layout]
+    owner = check(index.long(), m, num_experts)
+    contents.finite_rows(_CONTIGUOUS, "a_scale", a_scale, owner)
+    contents.finite_of_experts(_CONTIGUOUS, "b_scale", b_scale, block=_BLOCK)
+
+
+def masked(masked_m: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
+    """0 <= masked_m[e] <= Mmax, and the scales of the valid rows, and of all weights, are finite."""
+    op, m_max = "grouped_gemm_fp8_masked", a_scale.shape[1]
+    contents.counts(op, "masked_m", masked_m, m_max, "a")
+    valid = torch.arange(m_max, device=masked_m.device) < masked_m[:, None]
+    contents.finite_of_experts(op, "a_scale", a_scale, valid)
+    contents.finite_of_experts(op, "b_scale", b_scale, block=_BLOCK)
+
+
+def _fail(argument: str, expected: str, got: object, remedy: str, expert: int, row: int) -> NoReturn:
+    raise ContractError(_CONTIGUOUS, argument, expected, got, remedy, expert=expert, row=row)
+
+
+def _m_indices(index: Tensor, m: int, num_experts: int) -> Tensor:
+    """Check the expert of each row; returns it."""
+    at = contents.first((index < -1) | (index >= num_experts))
+    if at is not None:
+        expert, row = int(index[at]), at[0]
+        expected = f"experts from 0 to {num_experts - 1}, or -1 for padding"
+        _fail("m_indices", expected, f"{expert} at row {row}", "", expert, row)
     # An aligned block of rows may hold one expert and padding. The kernel would multiply two experts in one
     # block with the weights of a single expert.
-    for row, expert in enumerate(values):
-        if not -1 <= expert < num_experts:
-            _fail(
-                "m_indices",
-                f"experts from 0 to {num_experts - 1}, or -1 for padding",
-                f"{expert} at row {row}",
-                "",
-                expert,
-                row,
-            )
-    for start in range(0, len(values), SEGMENT_ALIGNMENT):
-        owner = -1
-        for row in range(start, min(start + SEGMENT_ALIGNMENT, len(values))):
-            expert = values[row]
-            if expert < 0 or expert == owner:
-                continue
-            if owner >= 0:
-                _fail(
-                    "m_indices",
-                    f"segments that start at multiples of {SEGMENT_ALIGNMENT} rows",
-                    f"expert {expert} starting at row {row}, where rows from {start} are expert {owner}'s",
-                    "pad each expert's rows with -1, or use offsets, which need no alignment",
-                    expert,
-                    row,
-                )
-            owner = expert
+    blocks = torch.nn.functional.pad(index, (0, -m % SEGMENT_ALIGNMENT), value=-1).view(-1, SEGMENT_ALIGNMENT)
+    leader = blocks.gather(1, (blocks >= 0).to(torch.uint8).argmax(1, keepdim=True))
+    at = contents.first((blocks >= 0) & (blocks != leader))
+    if at is not None:
+        start, expert, owner = at[0] * SEGMENT_ALIGNMENT, int(blocks[at]), int(leader[at[0]])
+        row = start + at[1]
+        _fail(
+            "m_indices",
+            f"segments that start at multiples of {SEGMENT_ALIGNMENT} rows",
+            f"expert {expert} starting at row {row}, where rows from {start} are expert {owner}'s",
+            "pad each expert's rows with -1, or use offsets, which need no alignment",
+            expert,
+            row,
+        )
+    return index
 
 
-def _psum(values: list[int], m: int) -> None:
-    start = 0
-    for expert, end in enumerate(values):
-        if end < start or end > m:
-            _fail(
-                "psum",
-                f"an end from {start} (where the expert's rows start) to {m} (rows of a)",
-                f"{end} for expert {expert}",
-                f"psum[e] = align(psum[e-1], {SEGMENT_ALIGNMENT}) + rows of e",
-                expert,
-                end,
-            )
-        start = -(-end // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+def _psum(ends: Tensor, m: int, num_experts: int) -> Tensor:
+    """Check the end of each expert's rows; returns the expert of each row."""
+    before = torch.nn.functional.pad(ends[:-1], (1, 0))[:num_experts]
+    starts = (before + SEGMENT_ALIGNMENT - 1) // SEGMENT_ALIGNMENT * SEGMENT_ALIGNMENT
+    at = contents.first((ends < starts) | (ends > m))
+    if at is not None:
+        expert, end = at[0], int(ends[at])
+        _fail(
+            "psum",
+            f"an end from {int(starts[at])} (where the expert's rows start) to {m} (rows of a)",
+            f"{end} for expert {expert}",
+            f"psum[e] = align(psum[e-1], {SEGMENT_ALIGNMENT}) + rows of e",
+            expert,
+            end,
+        )
+    rows = torch.arange(m, device=ends.device)
+    owner = torch.searchsorted(ends, rows, right=True)
+    # A row behind the last end belongs to no expert; the padding gives it an expert that starts behind it.
+    return torch.where(rows >= torch.nn.functional.pad(starts, (0, 1), value=m)[owner], owner, -1)
 
 
-def _offsets(values: list[int], m: int) -> None:
-    if values[0] < 0:
-        _fail("offsets", "a first row of at least 0", values[0], "", 0, values[0])
-    for expert in range(len(values) - 1):
-        if values[expert + 1] < values[expert] or values[expert + 1] > m:
-            _fail(
-                "offsets",
-                f"non-decreasing rows of at most {m} (rows of a)",
-                f"{values[expert]} to {values[expert + 1]} for expert {expert}",
-                "offsets are a prefix sum of the rows of each expert",
-                expert,
-                values[expert + 1],
-            )
-
-
-def masked_m(counts: Tensor, m_max: int) -> None:
-    """Check that 0 <= masked_m[e] <= Mmax."""
-    for expert, count in enumerate(counts.tolist()):
-        if not 0 <= count <= m_max:
-            raise ContractError(
-                "grouped_gemm_fp8_masked",
-                "masked_m",
-                f"0 to {m_max} (rows of a) valid rows",
-                f"{count} for expert {expert}",
-                "enlarge the buffer of a, or drop tokens before the op",
-                expert=expert,
-            )
+def _offsets(offsets: Tensor, m: int, num_experts: int) -> Tensor:
+    """Check the start of each expert's rows; returns the expert of each row."""
+    if int(offsets[0]) < 0:
+        _fail("offsets", "a first row of at least 0", int(offsets[0]), "", 0, int(offsets[0]))
+    starts, ends = offsets[:-1], offsets[1:]
+    at = contents.first((ends < starts) | (ends > m))
+    if at is not None:
+        expert, end = at[0], int(ends[at])
+        _fail(
+            "offsets",
+            f"non-decreasing rows of at most {m} (rows of a)",
+            f"{int(starts[at])} to {end} for expert {expert}",
+            "offsets are a prefix sum of the rows of each expert",
+            expert,
+            end,
+        )
+    owner = torch.searchsorted(offsets, torch.arange(m, device=offsets.device), right=True) - 1
+    return torch.where(owner < num_experts, owner, -1)

@@ -19,6 +19,7 @@ gemm_op = register(
     "gemm_fp8(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(a!) out, str? config=None, "
     "bool constant_weights=False) -> ()",
     check=checks.gemm,
+    contract=lambda a, a_scale, b, b_scale, *_: contracts.dense(a_scale, b_scale),
     empty=lambda a, a_scale, b, b_scale, out, *_: out.numel() == 0,
     reference=lambda a, a_scale, b, b_scale, out, *_: reference.gemm(a, a_scale, b, b_scale, out),
     cuda="moe_fp8.ops.gemm.cuda:dense",
@@ -54,8 +55,9 @@ def gemm_fp8(
     short call (docs/graphs.md, "Launches that overlap"). If the promise is false, the result is wrong.
 
     Returns out. Accumulates in fp32. No host synchronisation; safe to capture.
-    Raises ArgumentError; TileError for a config that this call may not use; JitMissError after `freeze()`
-    if warmup did not cover the shape. Plans do not include configs that callers ask for.
+    Raises ArgumentError; in checked mode ContractError, which names the row, for a scale that is NaN or
+    infinite; TileError for a config that this call may not use; JitMissError after `freeze()` if warmup did
+    not cover the shape. Plans do not include configs that callers ask for.
     """
     if out is None:
         if a.dim() != 2 or b.dim() != 2:
@@ -73,8 +75,13 @@ contiguous_op = register(
     "grouped_gemm_fp8_contiguous(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor index, "
     "str layout, SymInt? expected_m, Tensor(a!) out, str? config=None, bool constant_weights=False) -> ()",
     check=checks.gemm_contiguous,
+<<<<<<< HEAD
     contract=lambda a, a_scale, b, b_scale, index, layout, *_: contracts.contiguous_layout(
         layout, index, a.shape[0], b.shape[0]
+=======
+    contract=lambda a, a_scale, b, b_scale, index, layout, expected_m, out, config: contracts.contiguous(
+        layout, index, a_scale, b_scale
+>>>>>>> main
     ),
     empty=lambda a, a_scale, b, b_scale, index, layout, expected_m, out, *_: (
         out.numel() == 0 or b.shape[0] == 0
@@ -121,8 +128,9 @@ def grouped_gemm_fp8_contiguous(
     Returns out. Rows of no expert may hold anything in `a` and `a_scale` (NaN included) and are unspecified
     in out. Experts may be empty. No host synchronisation; safe to capture: a replay reads the index again.
     Raises ArgumentError; in checked mode ContractError, which names the expert and the row, if the index
-    breaks the rules above; TileError for a config that this call may not use; JitMissError after `freeze()`
-    if warmup did not cover the shape or the selector would not choose the config.
+    breaks the rules above or a scale that counts is NaN or infinite; TileError for a config that this call
+    may not use; JitMissError after `freeze()` if warmup did not cover the shape or the selector would not
+    choose the config.
     """
     op = "grouped_gemm_fp8_contiguous"
     if offsets is not None:
@@ -151,8 +159,8 @@ masked_op = register(
     "grouped_gemm_fp8_masked(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor masked_m, "
     "SymInt? expected_m, Tensor(a!) out, str? config=None) -> ()",
     check=checks.gemm_masked,
-    contract=lambda a, a_scale, b, b_scale, masked_m, expected_m, out, config: contracts.masked_m(
-        masked_m, a.shape[1]
+    contract=lambda a, a_scale, b, b_scale, masked_m, expected_m, out, config: contracts.masked(
+        masked_m, a_scale, b_scale
     ),
     empty=lambda a, a_scale, b, b_scale, masked_m, expected_m, out, config: out.numel() == 0,
     reference=lambda a, a_scale, b, b_scale, masked_m, expected_m, out, config: reference.gemm_masked(
@@ -188,7 +196,8 @@ def grouped_gemm_fp8_masked(
 
     Returns out. Rows from masked_m[e] on may hold anything in `a` and `a_scale` (NaN included) and are
     unspecified in out. No host synchronisation; safe to capture: a replay reads masked_m again.
-    Raises ArgumentError; in checked mode ContractError, which names the expert; TileError for a config that
+    Raises ArgumentError; in checked mode ContractError, which names the expert, and the row of a scale that
+    is NaN or infinite; TileError for a config that
     this call may not use; JitMissError after `freeze()` if its kernel was not loaded.
     """
     op = "grouped_gemm_fp8_masked"

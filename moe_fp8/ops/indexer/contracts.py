@@ -1,65 +1,80 @@
-"""Checked mode (MOE_FP8_CHECKED=1): checks of the contents of ranges, lengths, slots and pages."""
+"""Checked mode (MOE_FP8_CHECKED=1): checks of the contents of ranges, lengths, slots, pages and scales.
+
+Each error names the first wrong entry. `op` is the op that the caller called.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from moe_fp8.errors import ContractError
 from moe_fp8.heuristics import PAGED_CHUNK
+from moe_fp8.ops import contents
 from moe_fp8.ops.arguments import MAX_EXTENT
+from moe_fp8.ops.indexer import reference
 from moe_fp8.ops.indexer.reference import token_lengths
 
 
 def cache_slots(slot_mapping: Tensor, num_slots: int) -> None:
     """No slot lies past the cache. (A negative slot skips its row.)"""
-    for row, slot in enumerate(slot_mapping.tolist()):
-        if slot >= num_slots:
-            raise ContractError(
-                "indexer_quantize_and_cache",
-                "slot_mapping",
-                f"slots below {num_slots} (pages x block_size)",
-                f"{slot} at row {row}",
-                "use -1 for a row that is not to be cached",
-                row=row,
-            )
+    at = contents.first(slot_mapping >= num_slots)
+    if at is not None:
+        raise ContractError(
+            "indexer_quantize_and_cache",
+            "slot_mapping",
+            f"slots below {num_slots} (pages x block_size)",
+            f"{int(slot_mapping[at])} at row {at[0]}",
+            "use -1 for a row that is not to be cached",
+            row=at[0],
+        )
 
 
-def column_ranges(ks: Tensor | None, ke: Tensor | None, rows: int, columns: int) -> None:
+def column_ranges(ks: Tensor | None, ke: Tensor | None, columns: int) -> None:
     """0 <= ks[i] <= ke[i] <= N."""
-    firsts = [0] * rows if ks is None else ks.tolist()
-    lasts = [columns] * rows if ke is None else ke.tolist()
-    for row, (start, end) in enumerate(zip(firsts, lasts, strict=True)):
-        if not 0 <= start <= end <= columns:
-            raise ContractError(
-                "indexer_topk",
-                "ks, ke",
-                f"0 <= ks <= ke <= {columns} (columns of logits)",
-                f"ks {start}, ke {end} at row {row}",
-                "use equal ends for an empty row",
-                row=row,
-            )
+    if ks is not None and ke is not None:
+        _ranges("indexer_topk", ks, ke, columns, "columns of logits")
+    elif ke is not None:
+        _ranges("indexer_topk", torch.zeros_like(ke), ke, columns, "columns of logits")
+    elif ks is not None:
+        _ranges("indexer_topk", ks, torch.full_like(ks, columns), columns, "columns of logits")
 
 
-def query_ranges(ks: Tensor, ke: Tensor, num_keys: int, columns: int) -> None:
-    """0 <= ks[i] <= ke[i] <= N, and no row is wider than the output."""
-    for row, (start, end) in enumerate(zip(ks.tolist(), ke.tolist(), strict=True)):
-        if not 0 <= start <= end <= num_keys:
-            raise ContractError(
-                "mqa_logits_fp8",
-                "ks, ke",
-                f"0 <= ks <= ke <= {num_keys} (rows of k)",
-                f"ks {start}, ke {end} at row {row}",
-                row=row,
-            )
-        if end - start > columns:
-            raise ContractError(
-                "mqa_logits_fp8",
-                "max_seqlen_k",
-                f"at least the widest row, {end - start} keys at row {row}",
-                columns,
-                "pass a larger max_seqlen_k",
-                row=row,
-            )
+def _ranges(op: str, ks: Tensor, ke: Tensor, most: int, of: str) -> None:
+    at = contents.first((ks < 0) | (ks > ke) | (ke > most))
+    if at is not None:
+        raise ContractError(
+            op,
+            "ks, ke",
+            f"0 <= ks <= ke <= {most} ({of})",
+            f"ks {int(ks[at])}, ke {int(ke[at])} at row {at[0]}",
+            "use equal ends for an empty row",
+            row=at[0],
+        )
+
+
+def queries(op: str, k_scale: Tensor, weights: Tensor, ks: Tensor, ke: Tensor, columns: int) -> None:
+    """0 <= ks[i] <= ke[i] <= N, no row is wider than the output, and scales of what is read are finite.
+
+    The weights, which hold the scales of q, are read for queries that see a key.
+    """
+    keys = k_scale.shape[0]
+    _ranges(op, ks, ke, keys, "rows of k")
+    at = contents.first(ke - ks > columns)
+    if at is not None:
+        raise ContractError(
+            op,
+            "max_seqlen_k",
+            f"at least the widest row, {int(ke[at] - ks[at])} keys at row {at[0]}",
+            columns,
+            "pass a larger max_seqlen_k",
+            row=at[0],
+        )
+    contents.finite(op, "weights", weights, ke > ks)
+    # +1 where a query's range begins and -1 where it ends: the sum up to a key counts the ranges around it.
+    edges = torch.zeros(keys + 1, dtype=torch.int32, device=ks.device)
+    edges.index_add_(0, ks, torch.ones_like(ks)).index_add_(0, ke, -torch.ones_like(ke))
+    contents.finite(op, "k_scale", k_scale, edges[:keys].cumsum(0) > 0, unit="key")
 
 
 def schedule(context_lens: Tensor, next_n: int) -> None:
@@ -76,45 +91,121 @@ def schedule(context_lens: Tensor, next_n: int) -> None:
         )
 
 
-def paged_contexts(
-    context_lens: Tensor, next_n: int, block_table: Tensor, block_size: int, num_pages: int, columns: int
-) -> None:
-    """Lengths fit the output and the block table, and the cache has every page that they reach."""
-    op = "paged_mqa_logits_fp8"
-    if context_lens.numel() and int(context_lens.min()) < 0:
-        row = int(context_lens.reshape(context_lens.shape[0], -1).amin(1).argmin())
+def metadata(context_lens: Tensor, next_n: int, given: Tensor) -> None:
+    """`given` is the schedule of these lengths."""
+    if context_lens.shape[0] == 0:
+        return
+    expected = torch.empty_like(given)
+    reference.paged_mqa_logits_metadata(context_lens, given.shape[0] - 1, next_n, expected)
+    at = contents.first((given != expected).any(1))
+    if at is not None:
         raise ContractError(
-            op, "context_lens", "lengths of at least 0", int(context_lens.min()), "use 0 for none", row=row
+            "paged_mqa_logits_fp8",
+            "metadata",
+            f"the schedule of context_lens and next_n = {next_n}, which begins worker {at[0]} at "
+            f"{expected[at].tolist()}",
+            given[at].tolist(),
+            "call paged_mqa_logits_metadata again when lengths change",
+            row=at[0],
         )
-    lengths = token_lengths(context_lens, next_n).amax(1).tolist()
-    tables = block_table.tolist()
-    for row, (length, table) in enumerate(zip(lengths, tables, strict=True)):
-        if length > columns:
-            raise ContractError(
-                op,
-                "context_lens",
-                f"at most max_context_len, {columns}",
-                f"{length} for request {row}",
-                "pass a larger max_context_len",
-                row=row,
-            )
-        pages = -(-length // block_size)
-        if pages > len(table):
-            raise ContractError(
-                op,
-                "block_table",
-                f"{pages} pages for the {length} tokens of request {row}",
-                f"{len(table)} columns",
-                "widen block_table",
-                row=row,
-            )
-        for at, page in enumerate(table[:pages]):
-            if not 0 <= page < num_pages:
-                raise ContractError(
-                    op,
-                    "block_table",
-                    f"pages from 0 to {num_pages - 1}",
-                    f"{page} at [{row}, {at}]",
-                    "only entries past a context's last page may be anything",
-                    row=row,
-                )
+
+
+def paged_logits(
+    q: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule: Tensor,
+    out: Tensor,
+) -> None:
+    """What `paged_contexts` demands, and `schedule` is that of these lengths."""
+    op, next_n = "paged_mqa_logits_fp8", q.shape[1]
+    paged_contexts(op, context_lens, next_n, block_table, kv_cache, weights, out.shape[1])
+    metadata(context_lens, next_n, schedule)
+
+
+def paged_contexts(
+    op: str,
+    context_lens: Tensor,
+    next_n: int,
+    block_table: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    columns: int,
+) -> None:
+    """Lengths fit the output and the block table, and the cache has every page that they reach.
+
+    Scales of the keys and the weights are finite where they are read.
+    """
+    num_pages, block_size = kv_cache.shape[:2]
+    at = contents.first(context_lens < 0)
+    if at is not None:
+        got = int(context_lens[at])
+        raise ContractError(
+            op, "context_lens", "lengths of at least 0", f"{got} at {list(at)}", "use 0 for none", row=at[0]
+        )
+    tokens = token_lengths(context_lens, next_n)
+    lengths = tokens.amax(1)
+    at = contents.first(lengths > columns)
+    if at is not None:
+        raise ContractError(
+            op,
+            "context_lens",
+            f"at most max_context_len, {columns}",
+            f"{int(lengths[at])} for request {at[0]}",
+            "pass a larger max_context_len",
+            row=at[0],
+        )
+    pages = (lengths + block_size - 1) // block_size
+    at = contents.first(pages > block_table.shape[1])
+    if at is not None:
+        raise ContractError(
+            op,
+            "block_table",
+            f"{int(pages[at])} pages for the {int(lengths[at])} tokens of request {at[0]}",
+            f"{block_table.shape[1]} columns",
+            "widen block_table",
+            row=at[0],
+        )
+    reached = torch.arange(block_table.shape[1], device=pages.device) < pages[:, None]
+    at = contents.first(reached & ((block_table < 0) | (block_table >= num_pages)))
+    if at is not None:
+        raise ContractError(
+            op,
+            "block_table",
+            f"pages from 0 to {num_pages - 1}",
+            f"{int(block_table[at])} at {list(at)}",
+            "only entries past a context's last page may be anything",
+            row=at[0],
+        )
+    contents.finite(op, "weights", weights, tokens.reshape(-1) > 0)
+    _cached_scales(op, lengths, block_table, kv_cache)
+
+
+def _cached_scales(op: str, lengths: Tensor, block_table: Tensor, kv_cache: Tensor) -> None:
+    """The scales of all keys below the lengths are finite; the table is right."""
+    num_pages, block_size, _, width = kv_cache.shape
+    if num_pages == 0 or block_table.numel() == 0:
+        return
+    stride = kv_cache.stride(0) if num_pages > 1 else block_size * width
+    begin = kv_cache.storage_offset() + block_size * (width - 4)
+    scales = kv_cache.as_strided((num_pages, block_size * 4), (stride, 1), begin).clone().view(torch.float32)
+    wrong = scales.isfinite().logical_not_()
+    if not wrong.any():
+        return
+    table = block_table.clamp(0, num_pages - 1).long()
+    positions = torch.arange(table.shape[1] * block_size, device=lengths.device)
+    at = contents.first(wrong[table].view(table.shape[0], -1) & (positions < lengths[:, None]))
+    if at is not None:
+        request, position = at
+        page, offset = int(table[request, position // block_size]), position % block_size
+        raise ContractError(
+            op,
+            "kv_cache",
+            "finite scales of all keys below a context's length",
+            f"{float(scales[page, offset])} at position {position} of request {request} "
+            f"(page {page}, token {offset})",
+            "write every key with indexer_quantize_and_cache before a context counts it",
+            row=request,
+        )

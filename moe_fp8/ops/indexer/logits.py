@@ -42,8 +42,8 @@ _MQA_LOGITS = (
 )
 _mqa_logits_parts: dict[str, Any] = {
     "check": checks.mqa_logits,
-    "contract": lambda q, k, k_scale, weights, ks, ke, compressed, fill, out, *_: contracts.query_ranges(
-        ks, ke, k.shape[0], out.shape[1]
+    "contract": lambda q, k, k_scale, weights, ks, ke, compressed, fill, out, *_: contracts.queries(
+        "mqa_logits_fp8", k_scale, weights, ks, ke, out.shape[1]
     ),
     "empty": _no_scores,
     "reference": lambda q, k, k_scale, weights, ks, ke, compressed, fill, out, *_: reference.mqa_logits(
@@ -105,7 +105,7 @@ def mqa_logits_fp8(
     small, few warps write all of it, and filling out before the call is the better way.
 
     Raises ArgumentError (sizes beyond 32 bits too: docs/ops.md, "Sizes"), UnsupportedError (another H or D);
-    in checked mode ContractError naming the row.
+    in checked mode ContractError naming the row, or the key whose scale is NaN or infinite.
     """
     if out is None:
         if q.dim() != 3 or k.dim() != 2:
@@ -187,9 +187,7 @@ paged_logits_op = register(
     "paged_mqa_logits_fp8(Tensor q, Tensor kv_cache, Tensor weights, Tensor context_lens, "
     "Tensor block_table, Tensor metadata, Tensor(a!) out) -> ()",
     check=checks.paged_mqa_logits,
-    contract=lambda q, kv_cache, weights, context_lens, block_table, metadata, out: contracts.paged_contexts(
-        context_lens, q.shape[1], block_table, kv_cache.shape[1], kv_cache.shape[0], out.shape[1]
-    ),
+    contract=contracts.paged_logits,
     empty=lambda q, kv_cache, weights, context_lens, block_table, metadata, out: (
         out.numel() == 0 or kv_cache.shape[0] == 0 or block_table.shape[1] == 0
     ),
@@ -233,7 +231,7 @@ def paged_mqa_logits_fp8(
     Returns out. Row b * next_n + t holds token t of request b, and column j is position j. An element is
     written only if j is below the token's length. No host synchronisation; safe to capture: a replay reads
     lengths, tables and metadata anew. Raises ArgumentError, UnsupportedError; in checked mode ContractError
-    naming the request as `row`.
+    naming the request as `row`, for lengths, pages, cached scales, weights and a stale schedule.
     """
     if out is None:
         if q.dim() != 4:

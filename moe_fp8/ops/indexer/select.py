@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from moe_fp8.errors import ArgumentError
 from moe_fp8.ops import workspace as workspaces
 from moe_fp8.ops.arguments import extent, workers
+from moe_fp8.ops.examine import examine
 from moe_fp8.ops.indexer import checks, contracts
 from moe_fp8.ops.indexer.logits import metadata_op, mqa_logits_chunk_op, paged_logits_op
 from moe_fp8.ops.indexer.topk import topk_chunk_op
@@ -224,12 +226,15 @@ def indexer_select(
     checks.mqa_inputs("indexer_select", q, k, k_scale, weights, ks, ke)
     num_rows, keys = q.shape[0], k.shape[0]
     if checked(q):
-        contracts.query_ranges(ks, ke, keys, keys)
+        given = {"q": q, "k": k, "k_scale": k_scale, "weights": weights, "ks": ks, "ke": ke}
+        contract = partial(contracts.queries, "indexer_select", k_scale, weights, ks, ke, keys)
+        examine("indexer_select", {**given, "topk": topk}, contract)
     out = checks.selection_out("indexer_select", num_rows, topk, q, out)
     if num_rows == 0:
         return out
     plan = selection_plan(num_rows, keys, topk, _budget(workspace, q))
-    workspace = workspaces.given_or_new("indexer_select", workspace, q, plan.num_bytes)
+    if workspace is None:
+        workspace = workspaces.new(plan.num_bytes, q)
 
     def score(rows: slice, begin: int, end: int, low: Tensor | None, high: Tensor, logits: Tensor) -> None:
         assert low is not None
@@ -273,14 +278,18 @@ def paged_indexer_select(
         raise ArgumentError("paged_indexer_select", "max_context_len", "at least 0", max_context_len)
     extent("paged_indexer_select", "max_context_len", max_context_len, "columns")
     if checked(q):
-        contracts.paged_contexts(
-            context_lens, next_n, block_table, kv_cache.shape[1], kv_cache.shape[0], max_context_len
-        )
+        op = "paged_indexer_select"
+        given = {"q": q, "kv_cache": kv_cache, "weights": weights, "context_lens": context_lens}
+        given |= {"block_table": block_table}
+        operands = context_lens, next_n, block_table, kv_cache, weights, max_context_len
+        sizes = {"topk": topk, "max_context_len": max_context_len}
+        examine(op, {**given, **sizes}, partial(contracts.paged_contexts, op, *operands))
     out = checks.selection_out("paged_indexer_select", batch * next_n, topk, q, out)
     if batch == 0:
         return out
     plan = selection_plan(batch * next_n, max_context_len, topk, _budget(workspace, q), next_n, num_sms)
-    workspace = workspaces.given_or_new("indexer_select", workspace, q, plan.num_bytes)
+    if workspace is None:
+        workspace = workspaces.new(plan.num_bytes, q)
     *_, schedule = plan.buffers(workspace)
     metadata = schedule.view(-1, 2)
     block_size = kv_cache.shape[1]

@@ -14,9 +14,7 @@ from moe_fp8.ops.registry import register
 _TOPK = "Tensor logits, SymInt topk, Tensor? ks, Tensor? ke, bool sorted, Tensor(a!) out, Tensor(b!)? values"
 _topk_parts: dict[str, Any] = {
     "check": checks.indexer_topk,
-    "contract": lambda logits, topk, ks, ke, *_: contracts.column_ranges(
-        ks, ke, logits.shape[0], logits.shape[1]
-    ),
+    "contract": lambda logits, topk, ks, ke, *_: contracts.column_ranges(ks, ke, logits.shape[1]),
     "empty": lambda logits, *_: logits.shape[0] == 0,
     "reference": reference.indexer_topk,
     "cuda": "moe_fp8.ops.indexer.cuda:indexer_topk",

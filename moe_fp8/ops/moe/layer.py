@@ -79,7 +79,8 @@ def fused_moe(
     out: bf16 `[T, K]` as in `moe_combine`, or None. It may be x itself, which is read first.
 
     Returns out. A token without experts of this rank gets 0. The same call gives the same bits. A shared
-    expert of the same width is one more expert, whose number every token has among its ids, with weight 1.
+    expert of the same width is one more expert, whose number every token has among its ids, with weight 1:
+    the last column of buffers of k + 1 columns keeps both, and `route_topk` writes to the first k columns.
 
     Five launches: `moe_permute`, `grouped_gemm_fp8_contiguous` on rows without padding, `silu_mul_quantize`,
     the second GEMM, `moe_combine`. No host synchronisation; safe to capture: a replay reads ids anew. Nothing

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_fp8.errors import ArgumentError
 from moe_fp8.limits import MAX_EXPERTS, MAX_ROUTED_EXPERTS
 from moe_fp8.ops import arguments
-from moe_fp8.ops.moe import checks, reference
+from moe_fp8.ops.moe import checks, contracts, reference
 from moe_fp8.ops.registry import register
 from moe_fp8.ops.scales import empty_mn_major
 
@@ -40,6 +40,9 @@ permute_op = register(
     "moe_permute(Tensor x, Tensor? x_scale, Tensor topk_ids, Tensor? expert_map, Tensor(a!) a, "
     "Tensor(b!) a_scale, Tensor(c!) offsets, Tensor(d!) rows, bool power_of_two) -> ()",
     check=checks.permute,
+    contract=lambda x, x_scale, topk_ids, expert_map, a, a_scale, offsets, *_: contracts.permute(
+        x_scale, topk_ids, expert_map, offsets.shape[0] - 1
+    ),
     empty=_no_tokens,
     reference=reference.permute,
     cuda="moe_fp8.ops.moe.cuda:permute",
@@ -76,7 +79,8 @@ def moe_permute(
     are operands of `grouped_gemm_fp8_contiguous`; rows from offsets[num_experts] on keep their values.
 
     The order is that of the arguments, so the same call gives the same bits. Launches one kernel; no host
-    synchronisation; safe to capture: a replay reads ids anew. T = 0 returns at once. Raises ArgumentError.
+    synchronisation; safe to capture: a replay reads ids anew. T = 0 returns at once. Raises ArgumentError;
+    in checked mode ContractError naming the token whose scales are NaN or infinite.
     """
     if x.dim() != 2 or topk_ids.dim() != 2:
         arguments.rank("moe_permute", "x", x, "[T, K]", 2)
@@ -100,6 +104,7 @@ def moe_permute(
 combine_op = register(
     "moe_combine(Tensor y, Tensor rows, Tensor? weights, Tensor(a!) out) -> ()",
     check=checks.combine,
+    contract=lambda y, rows, *_: contracts.combine(y, rows),
     empty=lambda y, rows, weights, out: out.numel() == 0,
     reference=reference.combine,
     cuda="moe_fp8.ops.moe.cuda:combine",
@@ -118,7 +123,7 @@ def moe_combine(
 
     Returns out[t] = sum over j of weights[t, j] * y[rows[t, j]], added in fp32 in the order of j and rounded
     once; a token without rows gets 0. Launches one kernel; no host synchronisation; safe to capture. Raises
-    ArgumentError.
+    ArgumentError; in checked mode ContractError naming the token with a row past y.
     """
     if out is None:
         if y.dim() != 2 or rows.dim() != 2:

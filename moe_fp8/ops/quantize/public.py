@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
 from moe_fp8.ops import arguments
-from moe_fp8.ops.quantize import checks, reference
+from moe_fp8.ops.quantize import checks, contracts, reference
 from moe_fp8.ops.registry import register
 from moe_fp8.ops.scales import empty_mn_major
 
@@ -59,6 +59,7 @@ silu_mul_quantize_op = register(
     "silu_mul_quantize(Tensor x, Tensor? masked_m, Tensor(a!) q, Tensor(b!) scale, bool power_of_two, "
     "float? limit, bool rounded=False) -> ()",
     check=checks.silu_mul_quantize,
+    contract=lambda x, masked_m, *_: contracts.silu_mul_quantize(x, masked_m),
     empty=lambda x, masked_m, q, *_: q.numel() == 0,
     reference=reference.silu_mul_quantize,
     cuda="moe_fp8.ops.quantize.cuda:silu_mul_quantize",
@@ -101,7 +102,7 @@ def silu_mul_quantize(
     are unaffected.
 
     Launches one kernel without host synchronisation; safe to capture: a replay reads masked_m again. Raises
-    ArgumentError.
+    ArgumentError; in checked mode ContractError, which names the expert, for a count outside 0 to Mmax.
     """
     dims = 2 if masked_m is None else 3
     if x.dim() != dims:

@@ -1,0 +1,76 @@
+"""A chat as one prompt: the model's own chat template, or a plain one for models that have none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from moe_fp8.errors import ConfigError
+
+#: A line "role: content" for each message, then the start of the answer's line.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+)
+
+
+class ChatTemplateError(Exception):
+    """The model's template refuses the messages."""
+
+
+class ChatTemplate:
+    """Renders messages. `own` is False for the plain template."""
+
+    def __init__(self, source: str | None, tokens: dict[str, str]) -> None:
+        self.own = source is not None
+        self._tokens = tokens
+        # The template is the model's, not the server's: it runs in a sandbox.
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        self._template = environment.from_string(source if source is not None else PLAIN_TEMPLATE)
+
+    @classmethod
+    def load(cls, folder: Path) -> ChatTemplate:
+        """The template of `chat_template.jinja` or `tokenizer_config.json`. Raises `ConfigError`."""
+        path = folder / "tokenizer_config.json"
+        try:
+            config = json.loads(path.read_text()) if path.is_file() else {}
+            source = config.get("chat_template")
+            if isinstance(source, list):  # Several templates by name.
+                source = {entry["name"]: entry["template"] for entry in source}.get("default")
+            separate = folder / "chat_template.jinja"
+            if separate.is_file():
+                source = separate.read_text()
+            tokens = {name: _content(config[name]) for name in ("bos_token", "eos_token") if config.get(name)}
+            return cls(source, tokens)
+        except (ValueError, LookupError, TypeError, AttributeError, jinja2.TemplateError) as error:
+            raise ConfigError(path.name, "a tokenizer's config with a chat template", str(error)) from error
+
+    def render(self, messages: Sequence[dict[str, str]]) -> str:
+        """The prompt that asks for the assistant's next message. Raises `ChatTemplateError`."""
+        try:
+            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._tokens)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise ChatTemplateError(str(error)) from error
+
+
+def _content(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    # Jinja's own filter escapes HTML.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)

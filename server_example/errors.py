@@ -1,0 +1,72 @@
+"""Every refusal and failure, in OpenAI's form."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from server_example.protocol import ErrorDetail, ErrorResponse, field_of
+
+#: The statuses that the routes under /v1 answer with, for their documentation.
+DOCUMENTED = {
+    400: "The request is refused; `param` names the field",
+    401: "The API key is wrong or missing",
+    404: "The model is not served here",
+    408: "The request came too slowly",
+    413: "The body is too large",
+    429: "The queue is full",
+    500: "The engine failed",
+    503: "The server is loading or shutting down",
+    504: "The request did not finish in its time",
+}
+
+_KINDS = {401: "authentication_error", 429: "overloaded_error", 504: "timeout_error"}
+_RETRY_SECONDS = {429: "1", 503: "5"}
+
+
+class ApiError(Exception):
+    """An answer with an OpenAI-style error body."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status = status
+        kind = _KINDS.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
+        # A client's text may have what UTF-8 cannot hold, and messages quote it.
+        printable = [
+            text and text.encode(errors="backslashreplace").decode() for text in (message, param, code)
+        ]
+        detail = ErrorDetail(message=printable[0] or "", type=kind, param=printable[1], code=printable[2])
+        self.body = ErrorResponse(error=detail)
+
+    def response(self, headers: dict[str, str] | None = None) -> JSONResponse:
+        all_headers = dict(headers or {})
+        if self.status in _RETRY_SECONDS:
+            all_headers["Retry-After"] = _RETRY_SECONDS[self.status]
+        if self.status == 401:
+            all_headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body.model_dump(), status_code=self.status, headers=all_headers)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        param = field_of(first)
+        message = f"{param}: {first['msg']}" if param else str(first["msg"])
+        return ApiError(400, message, param=param).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return ApiError(error.status_code, message).response(dict(error.headers or {}))
+
+    @app.exception_handler(Exception)
+    async def unforeseen(request: Request, error: Exception) -> JSONResponse:
+        # Starlette raises the error again after this answer, so that it is logged.
+        return ApiError(500, f"the server failed: {type(error).__name__}").response()

@@ -1,0 +1,122 @@
+"""What a request must pass before the app sees it: its key, its size, and the time it takes to arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from functools import partial
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from server_example.errors import ApiError
+
+
+class Gate:
+    """ASGI middleware that hands on whole bodies only. `api_key` None lets everyone in."""
+
+    def __init__(
+        self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int, receive_seconds: float
+    ) -> None:
+        self.app = app
+        self.max_body_bytes = max_body_bytes
+        self.receive_seconds = receive_seconds
+        self._credentials = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            headers = dict(scope["headers"])
+            self._check_key(scope["path"], headers)
+            body = await self._body(headers, receive)
+        except ApiError as error:
+            # The rest of a late body is not awaited; the rest of a large one is read, so that its sender sees
+            # the answer.
+            headers_sent = {"Connection": "close"} if error.status == 408 else None
+            await error.response(headers_sent)(scope, receive, send)
+            return
+        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return whole.pop() if whole else await receive()
+
+        await self.app(scope, replay, send)
+
+    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if self._credentials is None or not path.startswith("/v1/"):
+            return
+        if not hmac.compare_digest(headers.get(b"authorization", b""), self._credentials):
+            raise ApiError(401, "Authorization must be 'Bearer' and the server's key", code="invalid_api_key")
+
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        # The HTTP parser has refused lengths that are not numbers.
+        if int(headers.get(b"content-length", b"0")) > self.max_body_bytes:
+            raise self._too_large()
+        try:
+            return await asyncio.wait_for(self._read(receive), self.receive_seconds)
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"the body did not come within {self.receive_seconds:g} s") from None
+
+    async def _read(self, receive: Receive) -> bytes:
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ApiError(400, "the connection closed before the body was complete")
+            body += message.get("body", b"")
+            if len(body) > self.max_body_bytes:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return bytes(body)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body has more than {self.max_body_bytes} bytes", code="body_too_large")
+
+
+class TimedProtocol(H11Protocol):
+    """Closes a connection on which no request begins or ends in time; uvicorn alone would wait for ever."""
+
+    def __init__(self, *args: Any, receive_seconds: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._seconds = receive_seconds
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Times what arrives while no request runs: a head, or the rest of a body that was refused."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_timer()  # `Gate` times the body.
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self._seconds, self.timeout_keep_alive_handler)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def send_400_response(self, msg: str) -> None:
+        body = ApiError(400, msg).body.model_dump_json().encode()
+        head = (
+            f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        )
+        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        self.transport.close()
+
+
+def timed_protocol(receive_seconds: float) -> Any:
+    """A class of connections for `uvicorn.Config(http=)`."""
+    return partial(TimedProtocol, receive_seconds=receive_seconds)

@@ -1,0 +1,200 @@
+"""One HTTP request: its body becomes requests of the engine, and their events become one answer or stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from functools import partial
+from typing import cast
+
+from fastapi import Request as HttpRequest
+from pydantic import BaseModel
+
+from server_example import scheduler
+from server_example.answers import Form
+from server_example.chat import ChatTemplateError
+from server_example.engine import Engine, EngineStoppedError
+from server_example.errors import ApiError
+from server_example.protocol import ChatRequest, CompletionRequest, FinishReason, Usage
+from server_example.sampling import SamplingParams
+from server_example.text import encode
+
+_STATUS = {"error": 500, "cancelled": 499, "timeout": 504, "shutdown": 503}
+
+
+def prompt_tokens(engine: Engine, body: CompletionRequest | ChatRequest) -> list[list[int]]:
+    """The tokens of each prompt. It runs on a worker thread, since long texts take long."""
+    if isinstance(body, ChatRequest):
+        try:
+            text = engine.chat_template.render([message.for_template() for message in body.messages])
+        except ChatTemplateError as error:
+            message = f"the model's chat template refuses the messages: {error}"
+            raise ApiError(400, message, param="messages") from None
+        # A model's own template writes the special tokens.
+        return _encode(engine, [text], "messages", special=not engine.chat_template.own)
+    prompt = body.prompt
+    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    prompts = cast("list[str] | list[list[int]]", prompt if several else [prompt])
+    if len(prompts) > engine.scheduler.max_waiting:
+        message = f"{len(prompts)} prompts exceed the queue of {engine.scheduler.max_waiting}; send fewer"
+        raise ApiError(400, message, param="prompt")
+    texts = [text for text in prompts if isinstance(text, str)]
+    if texts:
+        return _encode(engine, texts, "prompt")
+    return _checked(engine, [tokens for tokens in prompts if isinstance(tokens, list)], "prompt")
+
+
+def _encode(engine: Engine, texts: list[str], param: str, special: bool = True) -> list[list[int]]:
+    most = engine.scheduler.max_context * engine.token_texts.most_bytes
+    for text in texts:
+        # More bytes than the context's tokens can stand for: no need to count the tokens.
+        if len(text) > most or len(text.encode()) > most:
+            message = f"{param} has more than {most} bytes, which exceeds the context of "
+            message += f"{engine.scheduler.max_context} tokens; shorten it"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+    return _checked(engine, encode(engine.tokenizer, texts, special=special), param)
+
+
+def _checked(engine: Engine, prompts: list[list[int]], param: str) -> list[list[int]]:
+    vocab = engine.config.vocab_size
+    for tokens in prompts:
+        if not tokens:
+            raise ApiError(400, f"{param} is empty", param=param)
+        if max(tokens) >= vocab:
+            message = f"token id {max(tokens)} is outside the vocabulary of {vocab}"
+            raise ApiError(400, message, param=param)
+    return prompts
+
+
+class Generation:
+    """The choices of one HTTP request, each a request of the engine; their events share a queue."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        body: CompletionRequest | ChatRequest,
+        prompts: list[list[int]],
+        deadline: float | None,
+    ) -> None:
+        self.engine = engine
+        self.body = body
+        self._prompt_tokens = sum(map(len, prompts))
+        self._events: asyncio.Queue[tuple[int, scheduler.TokenEvent]] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        choices = [(tokens, number) for tokens in prompts for number in range(body.n)]
+        self.requests = [
+            scheduler.Request(tokens, self._params(tokens, number), partial(self._emit, index), deadline)
+            for index, (tokens, number) in enumerate(choices)
+        ]
+        self._counts = [0] * len(self.requests)
+
+    def _params(self, tokens: list[int], number: int) -> SamplingParams:
+        """The settings of choice `number` of a prompt; each choice draws with a seed of its own."""
+        body = self.body
+        if isinstance(body, ChatRequest):
+            room = max(1, self.engine.scheduler.max_context - len(tokens))
+            max_tokens = body.max_completion_tokens or body.max_tokens or room
+            logprobs = body.top_logprobs if body.logprobs else None
+        else:
+            max_tokens, logprobs = body.max_tokens, body.logprobs
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            seed=None if body.seed is None else (body.seed + number) % 2**63,
+            stop=body.stop_strings,
+            ignore_eos=body.ignore_eos,
+            logprobs=logprobs,
+        )
+
+    def _emit(self, index: int, event: scheduler.TokenEvent) -> None:
+        # A closed loop has no listener left; the engine must not fail because of it.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+    def submit(self) -> None:
+        try:
+            self.engine.submit(*self.requests)
+        except scheduler.RequestTooLongError as error:
+            chat = isinstance(self.body, ChatRequest)
+            param = "messages" if chat and error.part == "prompt" else error.part
+            raise ApiError(400, str(error), param=param, code="context_length_exceeded") from None
+        except scheduler.QueueFullError as error:
+            raise ApiError(429, str(error), code="queue_full") from None
+        except EngineStoppedError as error:
+            raise ApiError(503, str(error)) from None
+
+    def cancel(self) -> None:
+        for request in self.requests:
+            self.engine.cancel(request)
+
+    async def _all_events(self) -> AsyncIterator[tuple[int, scheduler.TokenEvent]]:
+        """The events of all choices as they come. Raises `ApiError` if a choice fails."""
+        left = len(self.requests)
+        while left:
+            index, event = await self._events.get()
+            if event.finish_reason in _STATUS:
+                raise ApiError(_STATUS[event.finish_reason], event.error or "the engine failed")
+            self._counts[index] = event.completion_tokens
+            left -= event.finish_reason is not None
+            yield index, event
+
+    def _usage(self) -> Usage:
+        generated = sum(self._counts)
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=generated,
+            total_tokens=self._prompt_tokens + generated,
+        )
+
+    async def collect(self, form: Form, http: HttpRequest) -> BaseModel:
+        """Waits for the whole answer; if the client disconnects, the requests are cancelled."""
+        watcher = asyncio.create_task(self._cancel_on_disconnect(http))
+        events: list[list[scheduler.TokenEvent]] = [[] for _ in self.requests]
+        try:
+            async for index, event in self._all_events():
+                events[index].append(event)
+        finally:
+            watcher.cancel()
+            self.cancel()
+        choices = [form.choice(i, got, _reason(got[-1])) for i, got in enumerate(events)]
+        return form.answer(choices, self._usage())
+
+    async def _cancel_on_disconnect(self, http: HttpRequest) -> None:
+        # The body has been read, so the next message is the end of the connection.
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        self.cancel()
+
+    async def stream(self, form: Form) -> AsyncIterator[dict[str, str]]:
+        """Yields server-sent events; if the connection closes, the requests are cancelled."""
+        try:
+            async for index, event in self._all_events():
+                reason = _reason(event)
+                if event.text or event.logprob or reason:
+                    yield _data(form.chunk([form.delta(index, event, reason)]))
+            options = self.body.stream_options
+            if options is not None and options.include_usage:
+                yield _data(form.chunk([], self._usage()))
+        except ApiError as error:
+            yield {"data": json.dumps(error.body.model_dump())}
+        finally:
+            self.cancel()
+        yield {"data": "[DONE]"}
+
+
+def deadline_of(body: CompletionRequest | ChatRequest, limit: float) -> float | None:
+    """The earlier of the server's limit (seconds, 0 is none) and the body's, as a time of `monotonic`."""
+    seconds = [value for value in (limit, body.timeout) if value]
+    return time.monotonic() + min(seconds) if seconds else None
+
+
+def _reason(event: scheduler.TokenEvent) -> FinishReason:
+    return event.finish_reason if event.finish_reason in ("stop", "length") else None
+
+
+def _data(chunk: BaseModel) -> dict[str, str]:
+    return {"data": chunk.model_dump_json()}

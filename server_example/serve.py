@@ -1,0 +1,131 @@
+"""Bind, load, serve, drain. The HTTP side runs on a thread from the start; the main thread does the rest."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from types import FrameType
+
+import uvicorn
+from pydantic import ValidationError
+from pydantic_settings import CliApp
+
+from moe_fp8.errors import MoeFp8Error
+from server_example.app import Service, create_app
+from server_example.backend import choose_backend
+from server_example.engine import prepare_engine
+from server_example.gate import timed_protocol
+from server_example.settings import Settings
+
+logger = logging.getLogger("server_example")
+
+#: Time for the last bytes of answers, once the engine has stopped.
+_FLUSH_SECONDS = 5
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises `OSError` if the port is in use or the address is not this machine's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+class Process:
+    """The HTTP thread and the two signals that end the server."""
+
+    def __init__(self, service: Service, sock: socket.socket) -> None:
+        self.service = service
+        config = uvicorn.Config(
+            create_app(service),
+            http=timed_protocol(service.settings.receive_seconds),
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            timeout_graceful_shutdown=_FLUSH_SECONDS,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([sock],), name="http")
+        self._stop = threading.Event()
+        self._hurry = threading.Event()
+
+    def start(self) -> None:
+        self._thread.start()
+        # uvicorn handles signals only on the main thread. It would end streams at once and die of the signal.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._stop.is_set():
+            self._hurry.set()  # A second signal ends the drain.
+            return
+        self._stop.set()
+        if self.service.engine is None:
+            raise SystemExit(0)  # Nothing to drain: leave the loading.
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def wait(self) -> None:
+        """Returns after a signal. Python handles signals between waits, so each wait has an end."""
+        while not self._stop.wait(0.2) and self._thread.is_alive():
+            pass
+
+    def shut_down(self) -> None:
+        """Drains for the grace time, ends what is left with errors, and ends the HTTP thread."""
+        self.service.draining = True
+        engine = self.service.engine
+        if engine is not None:
+            end = time.monotonic() + self.service.settings.drain_seconds
+            while engine.busy and engine.alive and time.monotonic() < end and not self._hurry.wait(0.05):
+                pass
+            engine.stop()
+        self._server.should_exit = True
+        self._thread.join()
+
+
+def read_settings(arguments: list[str] | None = None) -> Settings:
+    """Raises `ValidationError`; ends the process for `--help` and unknown options."""
+    return CliApp.run(Settings, cli_args=sys.argv[1:] if arguments is None else arguments)
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        settings = read_settings()
+    except ValidationError as error:
+        for part in error.errors():
+            name = str(part["loc"][0])
+            option = f"--{name.replace('_', '-')} (or SERVER_EXAMPLE_{name.upper()})"
+            print(f"error: {option}: {part['msg']}", file=sys.stderr)
+        return 2
+    try:
+        sock = listen(settings.host, settings.port)
+    except OSError as error:
+        print(f"error: {settings.host} port {settings.port}: {error.strerror}", file=sys.stderr)
+        return 2
+    service = Service(settings)
+    process = Process(service, sock)
+    url = f"http://{f'[{settings.host}]' if ':' in settings.host else settings.host}:{sock.getsockname()[1]}"
+    try:
+        process.start()
+        backend = choose_backend(settings.device)
+        logger.info("backend: %s on %s (%s)", backend.name, backend.description, backend.reason)
+        engine = prepare_engine(settings.model, backend, settings.engine_options())
+        engine.start()
+        service.engine = engine
+        print(f"serving {engine.name} on {url} (interface: {url}/docs); stop with Ctrl-C", flush=True)
+        process.wait()
+        return 0 if engine.failure is None else 1
+    except Exception as error:
+        if process.stopping:
+            return 0  # A library that the signal interrupted may have made an error of the `SystemExit`.
+        if not isinstance(error, MoeFp8Error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        process.shut_down()

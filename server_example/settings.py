@@ -1,0 +1,55 @@
+"""The server's options: command line first, then `SERVER_EXAMPLE_*` variables, then the defaults here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from server_example.cache import PAGE_TOKENS
+from server_example.engine import EngineOptions
+
+_ENGINE = EngineOptions()
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_prefix="SERVER_EXAMPLE_",
+        cli_prog_name="python -m server_example",
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        extra="forbid",
+        protected_namespaces=(),
+    )
+
+    model: Path = Field(description="folder with a DeepSeek-V3.2 checkpoint")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="0: any free port")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: a Hopper GPU if there is one, else the reference backend"
+    )
+    max_batch: int = Field(_ENGINE.max_batch, ge=1, description="requests decoded together")
+    max_context: int = Field(_ENGINE.max_context, ge=2, description="tokens of a request, prompt included")
+    cache_pages: int = Field(_ENGINE.cache_pages, ge=2, description=f"pages of {PAGE_TOKENS} tokens, and one")
+    prefill_chunk: int = Field(_ENGINE.prefill_chunk, ge=1, description="tokens prefilled at once")
+    max_waiting: int = Field(_ENGINE.max_waiting, ge=1, description="requests in the queue")
+    api_key: SecretStr | None = Field(
+        None, min_length=1, description="key that /v1 asks for; better set by environment: ps shows options"
+    )
+    max_body_bytes: int = Field(2 << 20, ge=1, description="largest body of a request")
+    receive_seconds: float = Field(30.0, gt=0, description="time for a request to arrive")
+    request_seconds: float = Field(0.0, ge=0, description="time for a request to finish; 0: no limit")
+    drain_seconds: float = Field(30.0, ge=0, description="time for running requests after SIGTERM")
+    cors_origins: list[str] = Field([], description="origins that browsers may call from; none by default")
+
+    def engine_options(self) -> EngineOptions:
+        return EngineOptions(
+            max_batch=self.max_batch,
+            max_context=self.max_context,
+            cache_pages=self.cache_pages,
+            prefill_chunk=self.prefill_chunk,
+            max_waiting=self.max_waiting,
+        )

@@ -1,0 +1,62 @@
+"""Chat templates: the model's own, the plain one, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_fp8.errors import ConfigError
+from server_example.chat import ChatTemplate, ChatTemplateError
+
+OWN = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+USER = [{"role": "user", "content": "<Hi> & 'you'"}]
+
+
+def load(folder: Path, **config: Any) -> ChatTemplate:
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return ChatTemplate.load(folder)
+
+
+def test_the_models_own_template(tmp_path: Path) -> None:
+    tokens = {"bos_token": "[", "eos_token": {"content": "]", "lstrip": False}}
+    expected = "[<user><Hi> & 'you']<assistant>"
+    template = load(tmp_path, chat_template=OWN, **tokens)
+    assert template.own
+    assert template.render(USER) == expected
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": OWN}]
+    assert load(tmp_path, chat_template=named, **tokens).render(USER) == expected
+    (tmp_path / "chat_template.jinja").write_text(OWN)
+    assert load(tmp_path, **tokens).render(USER) == expected
+
+
+def test_a_model_without_template_gets_the_plain_one(tmp_path: Path) -> None:
+    template = ChatTemplate.load(tmp_path)
+    assert not template.own
+    assert template.render([{"role": "system", "content": "Be brief."}, *USER]) == (
+        "system: Be brief.\nuser: <Hi> & 'you'\nassistant:"
+    )
+
+
+def test_a_template_may_refuse_messages(tmp_path: Path) -> None:
+    with pytest.raises(ChatTemplateError, match="no system"):
+        load(tmp_path, chat_template=OWN).render([{"role": "system", "content": ""}])
+
+
+def test_a_template_reaches_nothing_of_the_server(tmp_path: Path) -> None:
+    with pytest.raises(ChatTemplateError):
+        load(tmp_path, chat_template="{{ messages.__class__.__mro__ }}").render(USER)
+
+
+@pytest.mark.parametrize("config", ['{"chat_template": "{% if"}', "[]", "{", '{"chat_template": [1]}'])
+def test_a_broken_template_ends_the_start(tmp_path: Path, config: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+        ChatTemplate.load(tmp_path)

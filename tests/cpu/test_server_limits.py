@@ -1,0 +1,196 @@
+"""What the server keeps out: large, slow, late and keyless requests; other requests go on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from server_example import generation
+from server_example.app import Service, create_app
+from server_example.backend import choose_backend
+from server_example.engine import Engine, EngineOptions
+from server_example.settings import Settings
+from tests.demo_model import demo_folder
+from tests.live_server import live_server
+
+__all__ = ["demo_folder"]
+
+KEY = "a key of the tests"
+RECEIVE_SECONDS = 1.0
+LONG = {"prompt": "The graph", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(demo_folder: Path) -> Iterator[httpx.Client]:
+    limits = ("--api-key", KEY, "--receive-seconds", str(RECEIVE_SECONDS), "--max-waiting", "3")
+    with live_server(demo_folder, *limits) as client:
+        client.headers["authorization"] = f"Bearer {KEY}"
+        yield client
+
+
+def test_a_key_is_needed_under_v1_only(server: httpx.Client) -> None:
+    for wrong in (f"Bearer {KEY}x", KEY, "Bearer", "Bearer \xe9"):
+        headers = {"authorization": wrong.encode("latin-1")}
+        response = server.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert response.json()["error"]["code"] == "invalid_api_key"
+    assert server.get("/v1/models").status_code == 200
+    for open_path in ("/health", "/ready", "/metrics", "/docs"):
+        assert httpx.get(f"{server.base_url}{open_path}").status_code == 200
+
+
+def test_browsers_of_other_origins_get_no_leave(server: httpx.Client) -> None:
+    response = server.get("/v1/models", headers={"origin": "https://example.org"})
+    assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.parametrize("known_length", [True, False])
+def test_a_body_of_ten_megabytes_is_refused(server: httpx.Client, known_length: bool) -> None:
+    body = json.dumps({"prompt": "word " * (2 << 20)}).encode()
+    content = body if known_length else (body[at : at + 65536] for at in range(0, len(body), 65536))
+    response = server.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+
+
+def test_a_long_prompt_is_refused_by_its_bytes(server: httpx.Client) -> None:
+    start = time.monotonic()
+    response = server.post("/v1/completions", json={"prompt": "word " * 400_000})
+    seconds = time.monotonic() - start
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "prompt")
+    assert "bytes" in error["message"]
+    assert seconds < 1, "tokenizing takes about two seconds"
+
+
+async def ask(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        return await client.request(method, path, **options)
+
+
+def test_a_server_that_loads_is_alive_but_not_ready(tmp_path: Path) -> None:
+    app = create_app(Service(Settings.model_validate({"model": tmp_path})))
+    health = asyncio.run(ask(app, "GET", "/health"))
+    assert (health.status_code, health.json()) == (200, {"status": "loading"})
+    assert asyncio.run(ask(app, "GET", "/ready")).status_code == 503
+    refused = asyncio.run(ask(app, "POST", "/v1/completions", json={"prompt": "a"}))
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"]
+    assert "loading" in refused.json()["error"]["message"]
+
+
+def test_browsers_of_named_origins_get_leave(tmp_path: Path) -> None:
+    settings = {"model": tmp_path, "cors_origins": ["https://a.example"], "api_key": KEY}
+    app = create_app(Service(Settings.model_validate(settings)))
+    for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
+        headers = {"origin": origin, "access-control-request-method": "POST"}
+        response = asyncio.run(ask(app, "OPTIONS", "/v1/completions", headers=headers))
+        assert response.headers.get("access-control-allow-origin") == allowed
+
+
+def test_an_unforeseen_error_has_the_same_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service(Settings.model_validate({"model": tmp_path}))
+    monkeypatch.setattr(Service, "ready_engine", lambda self: 1 / 0)
+    transport = httpx.ASGITransport(app=create_app(service), raise_app_exceptions=False)
+
+    async def talk() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.get("/v1/models")
+
+    response = asyncio.run(talk())
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "the server failed: ZeroDivisionError"
+
+
+def test_health_answers_while_a_prompt_is_tokenized(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Service(Settings.model_validate({"model": demo_folder}))
+    service.engine = Engine(demo_folder, choose_backend("cpu"), EngineOptions())
+    service.engine.start()
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow(*args: object, **kwargs: object) -> list[list[int]]:
+        begun.set()
+        assert may_end.wait(20)
+        return [[1, 2]]
+
+    monkeypatch.setattr(generation, "encode", slow)
+
+    async def talk() -> None:
+        transport = httpx.ASGITransport(app=create_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            body = {"prompt": "a", "max_tokens": 1, "stream": True}
+            answer = asyncio.create_task(client.post("/v1/completions", json=body))
+            while not begun.is_set():
+                await asyncio.sleep(0.01)
+            assert not may_end.is_set()
+            assert (await client.get("/health")).status_code == 200
+            assert not answer.done()
+            may_end.set()
+            assert (await answer).status_code == 200
+
+    try:
+        asyncio.run(asyncio.wait_for(talk(), 15))
+    finally:
+        may_end.set()
+        service.engine.stop()
+
+
+def raw(server: httpx.Client, sent: bytes) -> tuple[bytes, float]:
+    """What the server answers to these bytes until it closes the connection, and the seconds that took."""
+    url = server.base_url
+    start = time.monotonic()
+    with socket.create_connection((url.host, url.port or 0), timeout=20) as sock:
+        sock.sendall(sent)
+        answer = b""
+        while piece := sock.recv(65536):
+            answer += piece
+    return answer, time.monotonic() - start
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"], ids=["none", "half"])
+def test_a_connection_without_a_request_is_closed(server: httpx.Client, sent: bytes) -> None:
+    answer, seconds = raw(server, sent)
+    assert answer == b""
+    assert RECEIVE_SECONDS * 0.9 < seconds < 10
+
+
+def test_a_half_sent_body_is_refused_and_its_connection_closed(server: httpx.Client) -> None:
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {KEY}\r\n"
+    head += "content-type: application/json\r\ncontent-length: 100\r\n\r\n"
+    answer, seconds = raw(server, head.encode() + b'{"prompt": "The')
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"error"' in answer
+    assert RECEIVE_SECONDS * 0.9 < seconds < 15
+
+
+def test_what_is_no_http_is_refused_in_the_same_form(server: httpx.Client) -> None:
+    answer, _ = raw(server, b"what\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_request_ends_at_its_time(server: httpx.Client) -> None:
+    plain = server.post("/v1/completions", json={**LONG, "timeout": 0.3})
+    assert plain.status_code == 504
+    assert plain.json()["error"]["type"] == "timeout_error"
+    with server.stream("POST", "/v1/completions", json={**LONG, "timeout": 0.3, "stream": True}) as response:
+        lines = [line for line in response.iter_lines() if line.startswith("data: ")]
+    assert len(lines) > 3
+    assert json.loads(lines[-2].removeprefix("data: "))["error"]["type"] == "timeout_error"
+    assert lines[-1] == "data: [DONE]"
+    assert server.get("/health").json()["running"] == 0

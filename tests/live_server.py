@@ -1,0 +1,39 @@
+"""The server as a process on the reference backend, and a client of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from server_example.demo import free_port, start_server, stop_server, wait_until_ready
+
+
+@contextmanager
+def server_process(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A server that is ready, and its URL; at the end it is stopped, unless the test has done so."""
+    port = free_port()
+    process = start_server(folder, port, "--device", "cpu", *arguments)
+    try:
+        wait_until_ready(process, f"http://127.0.0.1:{port}")
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        stop_server(process)
+
+
+@contextmanager
+def live_server(folder: Path, *arguments: str) -> Iterator[httpx.Client]:
+    """A client of a server that must not end before the tests do, and then ends in order."""
+    with server_process(folder, "--drain-seconds", "2", *arguments) as (process, url):
+        with httpx.Client(base_url=url, timeout=120) as client:
+            yield client
+        assert process.poll() is None, "the server died"
+    assert process.returncode == 0
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return {**os.environ, **variables}
