@@ -215,6 +215,7 @@ MOE_PERMUTE = ParamStruct(
     "int num_experts",
     "int num_ids",
     "int tokens",
+    "int splits",
 )
 
 MOE_COMBINE = ParamStruct(

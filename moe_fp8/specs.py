@@ -281,6 +281,9 @@ def select_indexer_topk(problem: IndexerTopkProblem) -> Selection[heuristics.Top
 MOE_PLACES = MAX_EXPERTS_PER_TOKEN
 _MOE_BLOCKS, _MOE_TOKENS = 256, 32
 
+#: Blocks divide columns as long as each has so many groups, which its threads load at once.
+_MOE_GROUPS = 16
+
 
 @cache
 def _moe_permute_spec(in_fp8: bool, power_of_two: bool, wide_ids: bool) -> KernelSpec:
@@ -289,12 +292,14 @@ def _moe_permute_spec(in_fp8: bool, power_of_two: bool, wide_ids: bool) -> Kerne
     )
 
 
-def select_moe_permute(problem: MoePermuteProblem) -> Selection[int]:
-    """The config is the number of tokens of a block."""
+def select_moe_permute(problem: MoePermuteProblem) -> Selection[tuple[int, int]]:
+    """The config is the number of tokens of a block, and of blocks that divide these tokens' columns."""
     in_fp8 = problem.in_dtype is None
     spec = _moe_permute_spec(in_fp8, problem.power_of_two and not in_fp8, problem.wide_ids)
     tokens = min(_MOE_TOKENS, MOE_PLACES // problem.topk, max(1, problem.num_tokens // _MOE_BLOCKS))
-    return Selection(spec, -(-problem.num_tokens // tokens), tokens)
+    blocks = -(-problem.num_tokens // tokens)
+    splits = max(1, min(problem.k // SCALE_BLOCK // _MOE_GROUPS, problem.num_sms // blocks))
+    return Selection(spec, blocks * splits, (tokens, splits))
 
 
 _MOE_COMBINE = _spec("moe_combine", 128, 0)

@@ -7,8 +7,10 @@ fields of the problem.
 from __future__ import annotations
 
 from moe_fp8.heuristics.gemm import (
+    FEW_TOKENS,
     TOKEN_TILES,
     GemmConfig,
+    few_experts_config,
     gemm_config,
     gemm_configs,
     gemm_grid,
@@ -45,6 +47,7 @@ from moe_fp8.heuristics.topk import (
 )
 
 __all__ = [
+    "FEW_TOKENS",
     "MQA_BLOCK_KV",
     "MQA_COLUMNS",
     "MQA_MATH_WARPGROUPS",
@@ -60,6 +63,7 @@ __all__ = [
     "MqaDivision",
     "MqaWork",
     "TopkConfig",
+    "few_experts_config",
     "gemm_config",
     "gemm_configs",
     "gemm_grid",

@@ -7,7 +7,8 @@
 //   offsets[e] = the number of (t', j') with a smaller e
 //
 // One launch does everything: each CTA counts all ids, which are few beside the rows, and places those of its own tokens. So the
-// order does not depend on time, and nothing has to be cleared before.
+// order does not depend on time, and nothing has to be cleared before. If tokens are few, several CTAs divide the groups of a
+// token. The first values of x are on their way while a CTA counts.
 //
 // Shared memory: every thread adds to `counts` and `earlier`, then the CTA waits, and `counts` is overwritten by its prefix sums
 // where each thread has read only its own elements. `places` is written by the thread of each (t, j) and read after a wait.
@@ -40,6 +41,7 @@ struct MoePermuteParams {
     int num_experts;
     int num_ids;             // experts of all ranks, which ids count
     int tokens;              // tokens of a CTA
+    int splits;              // CTAs that divide the groups of the same tokens
 };
 
 namespace moe_fp8 {
@@ -62,6 +64,29 @@ DEVICE int expert_of(const MoePermuteParams& p, int token, int j) {
     return expert < p.num_experts ? expert : -1;
 }
 
+// The part of a CTA: its tokens, and its groups of their columns. A thread takes every NUM_THREADS-th of its loads.
+struct Part {
+    int first, last, first_group, loads, items;
+
+    DEVICE explicit Part(const MoePermuteParams& p) {
+        const int block = static_cast<int>(blockIdx.x) / p.splits, split = static_cast<int>(blockIdx.x) % p.splits;
+        const int groups = p.k / kBlockK;
+        first = block * p.tokens, last = min(first + p.tokens, p.num_tokens);
+        first_group = groups * split / p.splits;
+        loads = (groups * (split + 1) / p.splits - first_group) * (kBlockK / kValues);
+        items = (last - first) * loads;
+    }
+    DEVICE int local_token(int item) const { return item / loads; }
+    DEVICE int column(int item) const { return first_group * kBlockK + item % loads * kValues; }
+
+    // Returns the values of a load: 16 of FP8, or 8 of bf16. Behind the last load there are zeros.
+    DEVICE uint4 values(const MoePermuteParams& p, int item) const {
+        if (item >= items) return make_uint4(0, 0, 0, 0);
+        const int64_t at = (first + local_token(item)) * p.x_stride + column(item);
+        return *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.x) + at * (IN_FP8 ? 1 : 2));
+    }
+};
+
 }  // namespace moe_fp8
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) moe_permute(const __grid_constant__ MoePermuteParams p) {
@@ -69,12 +94,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) moe_permute(const __gr
     __shared__ int counts[kMaxExperts], earlier[kMaxExperts], experts[kPlaces], places[kPlaces];
     __shared__ uint32_t warp_sums[kWarps];
     const int thread = static_cast<int>(threadIdx.x);
-    const int first = static_cast<int>(blockIdx.x) * p.tokens, last = min(first + p.tokens, p.num_tokens);
+    const Part part(p);
+    const int first = part.first, last = part.last;
 
     for (int e = thread; e < kMaxExperts; e += NUM_THREADS) counts[e] = earlier[e] = 0;
     __syncthreads();
     ptx::grid_dependency_wait();
     ptx::launch_dependents();
+    uint4 ahead = part.values(p, thread);
 
     for (int token = thread; token < p.num_tokens; token += NUM_THREADS) {
         for (int j = 0; j < p.topk; ++j) {
@@ -112,28 +139,30 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) moe_permute(const __gr
             for (int other = 0; other < i; ++other) place += experts[other] == expert;
         }
         places[i] = place;
-        p.rows[static_cast<int64_t>(first) * p.topk + i] = place;
+        if (part.first_group == 0) p.rows[static_cast<int64_t>(first) * p.topk + i] = place;
     }
     __syncthreads();
 
     // Whole warps go round together, because a group's threads exchange values.
-    const int loads = p.k / kValues, items = (last - first) * loads;
-    for (int begin = 0; begin < items; begin += NUM_THREADS) {
+    for (int begin = 0; begin < part.items; begin += NUM_THREADS) {
         const int item = begin + thread;
-        const bool inside = item < items;
-        const int local = inside ? item / loads : 0, column = (item - local * loads) * kValues;
+        const bool inside = item < part.items;
+        const int local = inside ? part.local_token(item) : 0, column = part.column(item);
         const int group = column / kBlockK, token = first + local;
         const bool leads = column % kBlockK == 0;
-        uint4 words = make_uint4(0, 0, 0, 0);
+        uint4 words = ahead;
+        ahead = part.values(p, item + NUM_THREADS);
         float scale = 0.0f;
         if constexpr (IN_FP8 != 0) {
-            if (inside) {
-                words = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.x) + token * p.x_stride + column);
-                if (leads) scale = p.x_scale[token * p.x_scale_stride + group * p.x_group_stride];
-            }
+            if (inside && leads) scale = p.x_scale[token * p.x_scale_stride + group * p.x_group_stride];
         } else {
-            float v[kQuantizeValues] = {};
-            if (inside) load_values<InDtype::kBf16>(p.x, token * p.x_stride + column, v);
+            const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
+            float v[kQuantizeValues];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                v[2 * i] = __uint_as_float(pairs[i] << 16);
+                v[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+            }
             uint32_t packed[kQuantizeValues / 4];
             scale = quantize_group<kBlockK / kQuantizeValues, POWER_OF_TWO != 0>(v, packed);
             words.x = packed[0], words.y = packed[1];

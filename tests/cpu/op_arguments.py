@@ -97,7 +97,7 @@ def _contiguous() -> dict[str, Any]:
     case = cases.contiguous_case("psum", (3, 2), 64, 256)
     arguments = {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale}
     hint = {"index": case.index, "layout": "psum", "expected_m": None}
-    return {**arguments, **hint, "out": case.poisoned(), "config": None}
+    return {**arguments, **hint, "out": case.poisoned(), "config": None, "constant_weights": False}
 
 
 def _gemm_silu_mul() -> dict[str, Any]:

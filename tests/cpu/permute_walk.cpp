@@ -44,8 +44,8 @@ int main() {
         p.x_stride = x_stride, p.x_scale_stride = groups, p.x_group_stride = 1, p.ids_stride = ids_stride;
         p.a_scale_stride = pitch, p.num_tokens = tokens, p.topk = topk, p.k = k, p.num_experts = experts;
         p.num_ids = mapped ? everyone : experts;
-        p.tokens = random_up_to(1, 12);
-        const int blocks = (tokens + p.tokens - 1) / p.tokens;
+        p.tokens = random_up_to(1, 12), p.splits = random_up_to(1, groups);
+        const int blocks = (tokens + p.tokens - 1) / p.tokens * p.splits;
         gridDim.x = blocks;
         for (int block = 0; block < blocks; ++block) host::run(block, fibers, [&] { moe_permute(p); });
 

@@ -20,9 +20,12 @@ DEVICE uint32_t stage_bytes(const Tile& tile) {
 DEVICE bool others_turn(uint32_t rank, int block) { return (block & 1) != static_cast<int>(rank); }
 
 // The walking warp copies the weights of so many stages. If it does not wait for the kernel before, it copies them while that
-// kernel ends. If it waits, or if tokens are many, more stages would only compete with the first tokens.
-constexpr int kAhead = kLayout == sched::Layout::kDense && kBlockM < 128 ? kStages : 2;
-DEVICE int stages_ahead(const Tile& tile) { return min(kAhead, tile.k_range.count()); }
+// kernel ends. If it waits, or if tokens are many, more stages would only compete with the first tokens. (A dense kernel seldom
+// waits, so it always takes the larger number.)
+DEVICE int stages_ahead(const GemmParams& p, const Tile& tile) {
+    const bool all = kBlockM < 128 && (kLayout == sched::Layout::kDense || p.constant_weights);
+    return min(all ? kStages : 2, tile.k_range.count());
+}
 
 // The weights of tiles with many tokens are read again for other tokens. The tokens are read again for other weights, so they stay
 // in L2 longer. If experts have few tokens, the tokens that stay in L2 would only be in the way of the next kernel.
@@ -87,11 +90,11 @@ class Meeting {
     bool joined_ = false;
 };
 
-// The walking warp also copies the first stages' weights, since it is the first to know which weights they are. Constant weights do
-// not depend on the kernel before. If the tiles do not depend on it either, the weights are on their way while that kernel ends.
-// The scales of constant weights do not depend on it either: another warp reads them, for tiles that it gets from the walking warp.
+// The walking warp also copies the first stages' weights, since it is the first to know which weights they are. Constant weights,
+// their scales and the index do not depend on the kernel before, so the weights are on their way while that kernel ends. (Another
+// warp reads the scales, for tiles that it gets from the walking warp.)
 DEVICE void walk_tiles(const GemmParams& p, Shared& shared, Meeting&& meeting) {
-    if (kLayout != sched::Layout::kDense || !p.constant_weights) ptx::grid_dependency_wait();
+    if (!p.constant_weights) ptx::grid_dependency_wait();
     const uint32_t rank = cluster_rank();
     Walk walk(p.index, p.num_experts, p.m, p.n, p.k / kBlockK, rank);
     TileWriter writer(shared.tiles);
@@ -100,7 +103,7 @@ DEVICE void walk_tiles(const GemmParams& p, Shared& shared, Meeting&& meeting) {
         writer.push(tile);
         if (meeting.joined()) continue;
 #pragma unroll 1
-        for (int i = 0; i < stages_ahead(tile); ++i) {
+        for (int i = 0; i < stages_ahead(p, tile); ++i) {
             if (ptx::elect_one()) {
                 ptx::barrier_arrive_expect(&shared.full[i], stage_bytes(tile));
                 load_weights(p, shared, tile, rank, i, tile.k_range.begin + i);
@@ -127,7 +130,7 @@ DEVICE void produce(const GemmParams& p, Shared& shared, Meeting&& meeting) {
             ptx::grid_dependency_wait();
             ptx::launch_dependents();
 #pragma unroll 1
-            for (const int ahead = block + stages_ahead(tile); block < ahead; ++block, ring.step()) {
+            for (const int ahead = block + stages_ahead(p, tile); block < ahead; ++block, ring.step()) {
                 if (ptx::elect_one()) load_tokens(p, shared, tile, rank, ring.slot, block);
             }
             meeting.join();

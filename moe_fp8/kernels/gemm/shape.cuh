@@ -157,7 +157,7 @@ struct GemmParams {
     int n;
     int k;
     int num_experts;
-    int constant_weights;        // dense: no kernel that may still run writes `b` or `b_scale`
+    int constant_weights;        // no kernel that may still run writes `b`, `b_scale` or `index`
 #if SILU_MUL
     float limit;                 // of gate and up; infinite for none
     float* out_scale;            // MN-major, for each 128 of N/2

@@ -124,6 +124,7 @@ def gemm_contiguous(
     expected_m: int | None,
     out: Tensor,
     config: str | None = None,
+    constant_weights: bool = False,
 ) -> Others:
     """Check operands of the contiguous layouts; returns as `gemm` does."""
     op = "grouped_gemm_fp8_contiguous"
@@ -148,7 +149,7 @@ def gemm_contiguous(
         _config(layout, a, b, config)
     if mn_major is a_scale:
         return None
-    return a, mn_major, b, b_scale, index, layout, expected_m, out, config
+    return a, mn_major, b, b_scale, index, layout, expected_m, out, config, constant_weights
 
 
 def gemm_masked(

@@ -110,9 +110,10 @@ def contiguous(
     expected_m: int | None,
     out: Tensor,
     config: str | None,
+    constant_weights: bool,
 ) -> Prepared:
     """Prepare a contiguous GEMM: a [M,K], b [E,N,K], out [M,N]; `layout` gives the meaning of `index`."""
-    return _gemm(layout, a, a_scale, b, b_scale, out, index, expected_m, config)
+    return _gemm(layout, a, a_scale, b, b_scale, out, index, expected_m, config, constant_weights)
 
 
 def masked(

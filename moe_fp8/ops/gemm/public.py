@@ -73,16 +73,21 @@ def gemm_fp8(
 
 contiguous_op = register(
     "grouped_gemm_fp8_contiguous(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor index, "
-    "str layout, SymInt? expected_m, Tensor(a!) out, str? config=None) -> ()",
+    "str layout, SymInt? expected_m, Tensor(a!) out, str? config=None, bool constant_weights=False) -> ()",
     check=checks.gemm_contiguous,
+<<<<<<< HEAD
+    contract=lambda a, a_scale, b, b_scale, index, layout, *_: contracts.contiguous_layout(
+        layout, index, a.shape[0], b.shape[0]
+=======
     contract=lambda a, a_scale, b, b_scale, index, layout, expected_m, out, config: contracts.contiguous(
         layout, index, a_scale, b_scale
+>>>>>>> main
     ),
-    empty=lambda a, a_scale, b, b_scale, index, layout, expected_m, out, config: (
+    empty=lambda a, a_scale, b, b_scale, index, layout, expected_m, out, *_: (
         out.numel() == 0 or b.shape[0] == 0
     ),
-    reference=lambda a, a_scale, b, b_scale, index, layout, expected_m, out, config: (
-        reference.gemm_contiguous(layout, a, a_scale, b, b_scale, index, out)
+    reference=lambda a, a_scale, b, b_scale, index, layout, expected_m, out, *_: reference.gemm_contiguous(
+        layout, a, a_scale, b, b_scale, index, out
     ),
     cuda="moe_fp8.ops.gemm.cuda:contiguous",
     fake=checks.traced_config(None, 4),
@@ -102,6 +107,7 @@ def grouped_gemm_fp8_contiguous(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     config: str | None = None,
+    constant_weights: bool = False,
 ) -> Tensor:
     """Product of each expert's rows of `a` and its own weights; the rows of all experts follow one another.
 
@@ -116,7 +122,8 @@ def grouped_gemm_fp8_contiguous(
 
     expected_m: the expected rows of an expert. It affects only speed; any value is safe.
     config: the tile as text (docs/tuning.md), or None. Results are bitwise independent of `expected_m` and
-    `config`.
+    `config`, but configs that divide K (a "k" at the end; `offsets` alone) round its parts separately.
+    constant_weights: as in `gemm_fp8`; the promise includes the index tensor.
 
     Returns out. Rows of no expert may hold anything in `a` and `a_scale` (NaN included) and are unspecified
     in out. Experts may be empty. No host synchronisation; safe to capture: a replay reads the index again.
@@ -144,7 +151,7 @@ def grouped_gemm_fp8_contiguous(
         out = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device)
     elif out_dtype is not None:
         arguments.given_out(op, out, out_dtype)
-    contiguous_op(a, a_scale, b, b_scale, index, layout, expected_m, out, config)
+    contiguous_op(a, a_scale, b, b_scale, index, layout, expected_m, out, config, constant_weights)
     return out
 
 

@@ -64,7 +64,7 @@ def permute(
         k,
         num_experts,
         num_experts if expert_map is None else expert_map.shape[0],
-        chosen.config,
+        *chosen.config,
     )
     return chosen.spec, chosen.grid, block
 
