@@ -75,13 +75,8 @@ contiguous_op = register(
     "grouped_gemm_fp8_contiguous(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor index, "
     "str layout, SymInt? expected_m, Tensor(a!) out, str? config=None, bool constant_weights=False) -> ()",
     check=checks.gemm_contiguous,
-<<<<<<< HEAD
-    contract=lambda a, a_scale, b, b_scale, index, layout, *_: contracts.contiguous_layout(
-        layout, index, a.shape[0], b.shape[0]
-=======
-    contract=lambda a, a_scale, b, b_scale, index, layout, expected_m, out, config: contracts.contiguous(
+    contract=lambda a, a_scale, b, b_scale, index, layout, *_: contracts.contiguous(
         layout, index, a_scale, b_scale
->>>>>>> main
     ),
     empty=lambda a, a_scale, b, b_scale, index, layout, expected_m, out, *_: (
         out.numel() == 0 or b.shape[0] == 0

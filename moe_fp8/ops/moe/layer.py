@@ -179,8 +179,8 @@ def fused_moe(
         expected_m=expected_m,
         config=_config(x, topk_ids, expert_map, w2),
         out=bf16[: rows * k].view(rows, k),
-        # The kernels between `moe_permute` and this kernel let the next begin only after their own wait, so the
-        # offsets are written when this kernel begins.
+        # Each kernel between `moe_permute` and this kernel lets the next begin only after its own wait, so
+        # the offsets are written when this kernel begins.
         constant_weights=True,
     )
     return moe_combine(y, places, topk_weights, out=out)
