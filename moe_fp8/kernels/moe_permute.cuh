@@ -55,12 +55,33 @@ constexpr int kValues = IN_FP8 ? 16 : kQuantizeValues;
 static_assert(NUM_THREADS % kWarp == 0 && CLUSTER_SIZE == 1 && SMEM_BYTES == 0, "see specs.py");
 static_assert(kMaxExperts % NUM_THREADS == 0, "each thread scans as many experts");
 
-// Returns the expert of this rank that the j-th id of a token names, or -1.
-DEVICE int expert_of(const MoePermuteParams& p, int token, int j) {
-    const int64_t at = token * p.ids_stride + j;
-    const int64_t id = WIDE_IDS ? static_cast<const int64_t*>(p.ids)[at] : static_cast<const int*>(p.ids)[at];
-    if (id < 0 || id >= p.num_ids) return -1;
-    const int expert = p.expert_map == nullptr ? static_cast<int>(id) : p.expert_map[id];
+// A thread loads so many ids before it looks at them, and so it waits once for all of them.
+constexpr int kIds = 4;
+
+// The j-th id of a token. Threads take every NUM_THREADS-th id of all.
+class Id {
+   public:
+    DEVICE Id(const MoePermuteParams& p, int number) : token_(number / p.topk), j_(number % p.topk) {}
+    DEVICE void step(const MoePermuteParams& p, int tokens, int rest) {
+        token_ += tokens, j_ += rest;
+        if (j_ >= p.topk) j_ -= p.topk, ++token_;
+    }
+
+    // -1 behind the last token and for ids that are out of range.
+    DEVICE int load(const MoePermuteParams& p) const {
+        if (token_ >= p.num_tokens) return -1;
+        const int64_t at = token_ * p.ids_stride + j_;
+        const int64_t id = WIDE_IDS ? static_cast<const int64_t*>(p.ids)[at] : static_cast<const int*>(p.ids)[at];
+        return id < 0 || id >= p.num_ids ? -1 : static_cast<int>(id);
+    }
+
+   private:
+    int token_, j_;
+};
+
+// Returns the expert of this rank that an id names, or -1.
+DEVICE int expert_of(const MoePermuteParams& p, int id) {
+    const int expert = id < 0 || p.expert_map == nullptr ? id : p.expert_map[id];
     return expert < p.num_experts ? expert : -1;
 }
 
@@ -103,16 +124,24 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) moe_permute(const __gr
     ptx::launch_dependents();
     uint4 ahead = part.values(p, thread);
 
-    for (int token = thread; token < p.num_tokens; token += NUM_THREADS) {
-        for (int j = 0; j < p.topk; ++j) {
-            const int expert = expert_of(p, token, j);
-            if (expert < 0) continue;
-            atomicAdd(&counts[expert], 1);
-            if (token < first) atomicAdd(&earlier[expert], 1);
+    const int all = p.num_tokens * p.topk, before_own = first * p.topk, own = (last - first) * p.topk;
+    const int tokens_on = NUM_THREADS / p.topk, rest_on = NUM_THREADS % p.topk;
+    Id id(p, thread);
+    for (int number = thread; number < all; number += kIds * NUM_THREADS) {
+        int found[kIds];
+#pragma unroll
+        for (int i = 0; i < kIds; ++i) found[i] = id.load(p), id.step(p, tokens_on, rest_on);
+#pragma unroll
+        for (int i = 0; i < kIds; ++i) found[i] = expert_of(p, found[i]);
+#pragma unroll
+        for (int i = 0; i < kIds; ++i) {
+            const int at = number + i * NUM_THREADS - before_own;
+            if (at >= 0 && at < own) experts[at] = found[i];
+            if (found[i] < 0) continue;
+            atomicAdd(&counts[found[i]], 1);
+            if (at < 0) atomicAdd(&earlier[found[i]], 1);
         }
     }
-    const int own = (last - first) * p.topk;
-    for (int i = thread; i < own; i += NUM_THREADS) experts[i] = expert_of(p, first + i / p.topk, i % p.topk);
     __syncthreads();
 
     // Each thread sums the counts of neighbouring experts, and all threads the sums.
