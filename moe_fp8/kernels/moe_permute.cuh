@@ -55,29 +55,15 @@ constexpr int kValues = IN_FP8 ? 16 : kQuantizeValues;
 static_assert(NUM_THREADS % kWarp == 0 && CLUSTER_SIZE == 1 && SMEM_BYTES == 0, "see specs.py");
 static_assert(kMaxExperts % NUM_THREADS == 0, "each thread scans as many experts");
 
-// A thread loads so many ids before it looks at them, and so it waits once for all of them.
-constexpr int kIds = 4;
+// If a thread has at most so many ids, it loads all of them before it looks at them, and so waits only once.
+constexpr int kIds = 8;
 
-// The j-th id of a token. Threads take every NUM_THREADS-th id of all.
-class Id {
-   public:
-    DEVICE Id(const MoePermuteParams& p, int number) : token_(number / p.topk), j_(number % p.topk) {}
-    DEVICE void step(const MoePermuteParams& p, int tokens, int rest) {
-        token_ += tokens, j_ += rest;
-        if (j_ >= p.topk) j_ -= p.topk, ++token_;
-    }
-
-    // -1 behind the last token and for ids that are out of range.
-    DEVICE int load(const MoePermuteParams& p) const {
-        if (token_ >= p.num_tokens) return -1;
-        const int64_t at = token_ * p.ids_stride + j_;
-        const int64_t id = WIDE_IDS ? static_cast<const int64_t*>(p.ids)[at] : static_cast<const int*>(p.ids)[at];
-        return id < 0 || id >= p.num_ids ? -1 : static_cast<int>(id);
-    }
-
-   private:
-    int token_, j_;
-};
+// Returns the j-th id of a token, or -1 if it is out of range.
+DEVICE int id_of(const MoePermuteParams& p, int token, int j) {
+    const int64_t at = token * p.ids_stride + j;
+    const int64_t id = WIDE_IDS ? static_cast<const int64_t*>(p.ids)[at] : static_cast<const int*>(p.ids)[at];
+    return id < 0 || id >= p.num_ids ? -1 : static_cast<int>(id);
+}
 
 // Returns the expert of this rank that an id names, or -1.
 DEVICE int expert_of(const MoePermuteParams& p, int id) {
@@ -124,22 +110,34 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) moe_permute(const __gr
     ptx::launch_dependents();
     uint4 ahead = part.values(p, thread);
 
-    const int all = p.num_tokens * p.topk, before_own = first * p.topk, own = (last - first) * p.topk;
-    const int tokens_on = NUM_THREADS / p.topk, rest_on = NUM_THREADS % p.topk;
-    Id id(p, thread);
-    for (int number = thread; number < all; number += kIds * NUM_THREADS) {
+    const int own = (last - first) * p.topk;
+    auto add = [&](bool before_own, int expert) {
+        if (expert < 0) return;
+        atomicAdd(&counts[expert], 1);
+        if (before_own) atomicAdd(&earlier[expert], 1);
+    };
+    if (const int all = p.num_tokens * p.topk; all <= kIds * NUM_THREADS) {
+        const int first_number = first * p.topk;
         int found[kIds];
 #pragma unroll
-        for (int i = 0; i < kIds; ++i) found[i] = id.load(p), id.step(p, tokens_on, rest_on);
+        for (int i = 0; i < kIds; ++i) {
+            const int number = i * NUM_THREADS + thread;
+            found[i] = number < all ? id_of(p, number / p.topk, number % p.topk) : -1;
+        }
 #pragma unroll
         for (int i = 0; i < kIds; ++i) found[i] = expert_of(p, found[i]);
 #pragma unroll
         for (int i = 0; i < kIds; ++i) {
-            const int at = number + i * NUM_THREADS - before_own;
+            const int at = i * NUM_THREADS + thread - first_number;
             if (at >= 0 && at < own) experts[at] = found[i];
-            if (found[i] < 0) continue;
-            atomicAdd(&counts[found[i]], 1);
-            if (at < 0) atomicAdd(&earlier[found[i]], 1);
+            add(at < 0, found[i]);
+        }
+    } else {
+        for (int token = thread; token < p.num_tokens; token += NUM_THREADS) {
+            for (int j = 0; j < p.topk; ++j) add(token < first, expert_of(p, id_of(p, token, j)));
+        }
+        for (int i = thread; i < own; i += NUM_THREADS) {
+            experts[i] = expert_of(p, id_of(p, first + i / p.topk, i % p.topk));
         }
     }
     __syncthreads();

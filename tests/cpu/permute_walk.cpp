@@ -22,7 +22,7 @@ void demand(bool right, const char* what, int number) {
 int main() {
     std::vector<host::Fiber> fibers = host::fibers();
     for (int number = 0; number < CASES; ++number) {
-        const int tokens = random_up_to(1, 40), topk = random_up_to(1, 9), k = 128 * random_up_to(1, 5);
+        const int tokens = random_up_to(1, number % 2 ? 40 : 120), topk = random_up_to(1, 9), k = 128 * random_up_to(1, 5);
         const int experts = random_up_to(1, 70), everyone = experts * random_up_to(1, 3);
         const int ids_stride = topk + random_up_to(0, 3), x_stride = k + 16 * random_up_to(0, 2), rows = tokens * topk + 3;
         const int pitch = (rows + 3) / 4 * 4, groups = k / 128;
