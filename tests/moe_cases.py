@@ -163,6 +163,7 @@ class Layer:
         w13 = torch.randn(experts, 2 * self.width, k, generator=gen, device=self.device) / k**0.5
         w2 = torch.randn(experts, k, self.width, generator=gen, device=self.device) / self.width**0.5
         self.w13, self.w13_scale = quantize_fp8_blocks(w13)
+        self.given_w13 = interleave_gate_up(self.w13) if self.interleaved else self.w13
         self.w2, self.w2_scale = quantize_fp8_blocks(w2)
         map_ = self.case.expert_map()
         self.expert_map = None if map_ is None else map_.to(self.device)
@@ -193,9 +194,8 @@ class Layer:
     ) -> Tensor:
         out = torch.full_like(x, float("nan")) if out is None else out
         x, x_scale = self._given(x)
-        w13 = interleave_gate_up(self.w13) if self.interleaved else self.w13
         return fused_moe(
-            x, ids, weights, w13, self.w13_scale, self.w2, self.w2_scale, x_scale=x_scale,
+            x, ids, weights, self.given_w13, self.w13_scale, self.w2, self.w2_scale, x_scale=x_scale,
             expert_map=self.expert_map, workspace=workspace, out=out,
             interleaved=self.interleaved, **self.options,
         )  # fmt: skip

@@ -27,8 +27,9 @@ def test_small_layer(interleaved: bool) -> None:
     moe_cases.check_layer("missing ids", "cuda", interleaved=interleaved)
 
 
-def test_a_layer_takes_five_launches() -> None:
-    layer = moe_cases.Layer(moe_cases.Case(48, 8, 64, 512), 256, "cuda")
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_launches_of_a_layer(interleaved: bool) -> None:
+    layer = moe_cases.Layer(moe_cases.Case(48, 8, 64, 512), 256, "cuda", interleaved=interleaved)
     given, workspace = layer.inputs(), layer.workspace()
     out = torch.empty_like(given[0])
     layer.fused(*given, workspace=workspace, out=out)
@@ -37,21 +38,25 @@ def test_a_layer_takes_five_launches() -> None:
         layer.fused(*given, workspace=workspace, out=out)
         torch.cuda.synchronize()
     kernels = [event.name for event in profiler.events() if event.device_type.name == "CUDA"]
-    expected = ["moe_permute", "gemm_fp8", "silu_mul_quantize", "gemm_fp8", "moe_combine"]
+    first = ["gemm_silu_mul_fp8"] if interleaved else ["gemm_fp8", "silu_mul_quantize"]
+    expected = ["moe_permute", *first, "gemm_fp8", "moe_combine"]
     assert sorted(kernels) == sorted(expected)
 
 
-def test_layer_in_a_graph_reads_new_ids() -> None:
-    layer = moe_cases.Layer(*moe_cases.LAYERS["decode"][:1], 256, "cuda")
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_layer_in_a_graph_reads_new_ids(interleaved: bool) -> None:
+    layer = moe_cases.Layer(*moe_cases.LAYERS["decode"][:1], 256, "cuda", interleaved=interleaved)
     given, workspace = layer.inputs(), layer.workspace()
     layer.fused(*given, workspace=workspace)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = layer.fused(*given, workspace=workspace)
-    for seed in range(3):
+    for seed in range(40):
         for old, new in zip(given, layer.inputs(seed), strict=True):
             old.copy_(new)
-        workspace.fill_(0x7F)
+        # The workspace holds the offsets of other ids, or numbers that could be offsets, or neither.
+        if seed % 3:
+            workspace.fill_((0x01, 0x7F)[seed % 3 - 1])
         graph.replay()
         assert torch.equal(captured, layer.by_ops(*given))
 
