@@ -27,8 +27,8 @@ MOE = [
     Moe(96, hidden=7168, intermediate=2048),
 ]
 
-#: Hopper's tensor cores add FP8 products with fewer bits than fp32 has. Logits of both modules are 1.3e-4 from
-#: the exact ones, and 1.2e-4 from each other.
+#: Hopper's tensor cores add FP8 products with fewer bits than fp32 has. The logits of both modules are 1.3e-4
+#: from the exact ones, and 1.2e-4 from each other.
 LOGITS = 2e-4
 
 Build = Callable[[EngineLayers], Step]
