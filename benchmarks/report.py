@@ -51,7 +51,7 @@ def load_results(folder: Path = RESULTS) -> Results:
 
 
 def summary(results: Results) -> str:
-    """The table of six lines for each device."""
+    """The headlines of each device."""
     if not results:
         return "No device has been measured yet."
     parts = []

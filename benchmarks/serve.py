@@ -10,11 +10,6 @@ from pathlib import Path
 
 import torch
 
-from server_example.backend import choose_backend, load_kernels, plan_options
-from server_example.cache import PAGE_TOKENS
-from server_example.engine import Engine, EngineOptions
-from server_example.make_demo_model import make_demo_model
-
 from .compare import Session
 from .peer import DeepGemm
 from .results import Row
@@ -25,6 +20,12 @@ _BATCHES, _CONTEXT, _STEPS = (1, 8, 32), 500, 50
 
 def run_serve(session: Session, peer: DeepGemm | None, step: int) -> None:
     """Wall time of a step with its synchronization; `peer` has no such step."""
+    # The other classes run without the server's dependencies.
+    from server_example.backend import choose_backend, load_kernels, plan_options
+    from server_example.cache import PAGE_TOKENS
+    from server_example.engine import Engine, EngineOptions
+    from server_example.make_demo_model import make_demo_model
+
     backend = choose_backend("auto")
     options = EngineOptions(max_batch=max(_BATCHES), cache_pages=2 + _CONTEXT // PAGE_TOKENS)
     with tempfile.TemporaryDirectory() as name:

@@ -34,6 +34,12 @@ def _ceiling_share(row: Json) -> float | None:
     return row["ceiling_share"]
 
 
+def _time_over_limit(row: Json) -> float | None:
+    """The time of a layer over the limit for it, which allows 8 us for all that is not reading weights."""
+    floor = row.get("notes", {}).get("floor us")
+    return row["us"] / (1.12 * floor + 8) if floor else None
+
+
 def _batch_invariant(row: Json) -> float | None:
     invariant = row.get("notes", {}).get(f"{BATCH_INVARIANT} us")
     return row["us"] / invariant if invariant else None
@@ -88,6 +94,9 @@ TARGETS = [
     Target("paged mqa logits", "paged_mqa_logits", _any, 1.20, 1.05),
     Target("paged metadata", "paged_metadata", _any),
     Target("top-k, against torch.topk", "topk", _any, each=1.00, figure=_ratio_to_any),
+    Target("MoE layer, 1 to 64 tokens", "moe_layer", lambda s: s["tokens"] <= 64, 1.25, 1.00, _ratio_to_any),
+    Target("MoE layer, up to 1024 tokens", "moe_layer", lambda s: s["tokens"] <= 1024, figure=_ratio_to_any),
+    Target("MoE layer, more tokens", "moe_layer", _any, 1.15, figure=_ratio_to_any),
     Target("selection, from queries to indices", "indexer_select", _any, each=1.50),
 ]
 
@@ -105,6 +114,14 @@ ABSOLUTE = [
         mean=4300,
         figure=lambda row: row["gbs"],
         unit="GB/s",
+    ),
+    Target(
+        "MoE layer, up to 256 tokens: time / (1.12 x reading the weights + 8 us)",
+        "moe_layer",
+        lambda s: s["tokens"] <= 256,
+        each=1.0,
+        figure=_time_over_limit,
+        at_most=True,
     ),
     Target(
         "dense, m <= 128: usual time / time in batch-invariant mode",
@@ -213,12 +230,13 @@ HEADLINES = [
     Headline(
         "`mqa_logits_fp8`, `paged_mqa_logits_fp8`", (*_names("mqa_logits"), *_names("paged_mqa_logits"))
     ),
+    Headline("`fused_moe`, against the faster of vLLM's two layers", _names("moe_layer")),
     Headline("`indexer_topk`, against `torch.topk`", _names("topk")),
 ]
 
 
 def headlines(device: Json) -> str:
-    """A Markdown table of six lines.
+    """A Markdown table of a line for each headline.
 
     A line is about its unseen shapes, or about its listed shapes if it has no unseen shapes.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import traceback
 from collections.abc import Callable, Iterator
@@ -55,7 +56,7 @@ def capture(name: str, call: Callable[[], _Result], pool: Pool) -> tuple[torch.c
     graph = torch.cuda.CUDAGraph()
     failed: Exception | None = None
     # If the end of a capture fails, torch.cuda.graph leaves its own stream current.
-    with torch.cuda.stream(torch.cuda.current_stream()), _named(name):
+    with torch.cuda.stream(torch.cuda.current_stream()), _named(name), _collector_off():
         try:
             with torch.cuda.graph(graph, pool=pool):
                 try:
@@ -71,6 +72,18 @@ def capture(name: str, call: Callable[[], _Result], pool: Pool) -> tuple[torch.c
             # The end of a failed capture raises an error of its own, which says less.
             raise failed or error from None
     return graph, result
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """No garbage collection: a graph that it frees would end the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

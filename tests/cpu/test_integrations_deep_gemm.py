@@ -252,10 +252,11 @@ def test_contiguous_with_another_alignment(alignment: int, layout: str, deep_gem
     deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
     try:
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
-            (a, a_scale), (b, b_scale), out, given, use_psum_layout=layout == "psum"
+            (a, a_scale), (b, b_scale), out, given, use_psum_layout=layout == "psum", ensure_zero_padding=True
         )
     finally:
         deep_gemm.set_mk_alignment_for_contiguous_layout(before)
+    assert not out[torch.tensor(index) < 0].any()
     for expert in range(4):
         own = torch.tensor(index) == expert
         expected = moe_fp8.gemm_fp8(a[own], a_scale[own], b[expert], b_scale[expert])

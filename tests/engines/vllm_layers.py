@@ -171,10 +171,12 @@ class ExpertsStep(Step):
         self.silu = layers.module(ACTIVATION).MoEActivation.SILU
         self.w13, s13, self.w2, s2 = case.weights(device)
         configs = experts_config(layers, case, (s13, s2))
+        # DeepGEMM stores whole tiles of rows, so an expert's buffer has whole tiles.
+        self.rows = -(-case.tokens // 128) * 128
         if batched:
             made = layers.module(BATCHED_EXPERTS).BatchedDeepGemmExperts
-            self.experts = made(*configs, max_num_tokens=case.tokens, num_dispatchers=1)
-            self.x = torch.empty(case.experts, case.tokens, case.hidden, dtype=torch.bfloat16, device=device)
+            self.experts = made(*configs, max_num_tokens=self.rows, num_dispatchers=1)
+            self.x = torch.empty(case.experts, self.rows, case.hidden, dtype=torch.bfloat16, device=device)
         else:
             self.experts = layers.module(EXPERTS).DeepGemmExperts(*configs)
             self.x = torch.empty(case.tokens, case.hidden, dtype=torch.bfloat16, device=device)
@@ -183,8 +185,8 @@ class ExpertsStep(Step):
         self.counts = torch.empty(case.experts, dtype=torch.int32, device=device)
         self.expert_map = case.expert_map(device)
         shapes = self.experts.workspace_shapes(
-            case.tokens, 2 * case.intermediate, case.hidden, case.topk, case.experts * case.ranks,
-            case.experts, None, self.silu,
+            self.rows if batched else case.tokens, 2 * case.intermediate, case.hidden, case.topk,
+            case.experts * case.ranks, case.experts, None, self.silu,
         )  # fmt: skip
         self.workspaces = [torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
 
@@ -225,7 +227,7 @@ class ExpertsStep(Step):
     def results(self) -> dict[str, Tensor]:
         output = self.workspaces[2]
         if self.batched:
-            output = output.masked_fill(~ops.below(self.counts, self.case.tokens)[..., None], 0)
+            output = output.masked_fill(~ops.below(self.counts, self.rows)[..., None], 0)
         return {"output": output}
 
     def expected(self) -> dict[str, Tensor]:
@@ -236,7 +238,7 @@ class ExpertsStep(Step):
 
     def _each_row(self) -> Tensor:
         """What each expert makes of the rows of its buffer; zero for rows without a token."""
-        rows = ops.below(self.counts, self.case.tokens)
+        rows = ops.below(self.counts, self.rows)
         expert, place = rows.nonzero(as_tuple=True)
         out = torch.zeros(self.x.shape, device=self.device)
         ones = torch.ones(len(expert), 1, device=self.device)

@@ -27,6 +27,10 @@ MOE = [
     Moe(96, hidden=7168, intermediate=2048),
 ]
 
+#: Hopper's tensor cores add FP8 products with fewer bits than fp32 has. The logits of both modules are 1.3e-4
+#: from the exact ones, and 1.2e-4 from each other.
+LOGITS = 2e-4
+
 Build = Callable[[EngineLayers], Step]
 Both = Callable[[Any, Build, float, float], None]
 
@@ -102,7 +106,7 @@ def test_vllms_indexer_in_prefill(
     from tests.engines.vllm_layers import VllmLayers
 
     case = Indexer(contexts, queries, heads)
-    both(VllmLayers, lambda layers: PrefillStep(layers, case, "cuda"), 1e-4, 1e-3)
+    both(VllmLayers, lambda layers: PrefillStep(layers, case, "cuda"), LOGITS, 1e-3)
 
 
 @pytest.mark.parametrize(("heads", "next_n"), [(64, 1), (64, 2), (32, 1), (32, 4)])
@@ -116,4 +120,4 @@ def test_vllms_indexer_in_decode(heads: int, requests: int, next_n: int, both: B
     padding = requests // 8  # requests that fill a batch up to the size of a graph
     contexts[requests - padding :] = [0] * padding
     case = Indexer(tuple(contexts), (next_n,) * requests, heads)
-    both(VllmLayers, lambda layers: DecodeStep(layers, case, "cuda"), 1e-4, 1e-3)
+    both(VllmLayers, lambda layers: DecodeStep(layers, case, "cuda"), LOGITS, 1e-3)

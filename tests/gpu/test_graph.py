@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -113,6 +114,30 @@ def test_what_is_unsafe_is_found(unsafe: Callable[[Any], Tensor], what: str | No
     assert torch.cuda.current_stream() == stream and torch.cuda.get_sync_debug_mode() == 0
     report = verify_capture_safe(lambda given: given["x"] * given["n"], _given(0), _given(1))
     assert report.outputs == ("output",) and report.pool_bytes > 0
+
+
+def test_garbage_does_not_end_a_capture() -> None:
+    old = GraphRunner(
+        lambda given: {"out": given["x"] * 2},
+        {"x": BufferSpec((3,), torch.float32)},
+        BatchBuckets([2]),
+        "cuda",
+    )
+    old.capture()
+    kept = [old]
+    del old
+
+    def call(given: Mapping[str, Tensor]) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            cycle: list[object] = [kept.pop()]
+            cycle.append(cycle)
+            del cycle
+            # So many new objects start the collector, which would free the old graph.
+            assert len([[] for _ in range(5000)]) == 5000
+        return given["x"] * given["n"]
+
+    verify_capture_safe(call, _given(0), _given(1))
+    assert not kept and gc.isenabled()
 
 
 def test_a_runner_names_the_line_that_cannot_be_captured() -> None:

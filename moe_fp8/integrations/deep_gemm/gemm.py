@@ -76,8 +76,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
 
     grouped_layout: int32 `[M]`, each row's expert, -1 for padding; with `use_psum_layout` int32 `[E]`, one
     past each expert's last row. Experts start at multiples of `get_mk_alignment_for_contiguous_layout()`.
-    Rows of d that belong to no expert are unspecified, but zero with `ensure_zero_padding=True`. One more
-    kernel then zeroes d before, so this is not the default here: no engine reads padding.
+    Rows of d that belong to no expert are unspecified, but zero with `ensure_zero_padding=True`. That takes
+    further kernels, so it is not the default here: no engine reads padding.
     expected_m_for_psum_layout: the expected rows of an expert; any value is safe. Safe to capture.
     """
     _demand(a, b, recipe, recipe_a, recipe_b, None, epilogue)
@@ -87,8 +87,6 @@ def m_grouped_fp8_gemm_nt_contiguous(
     if alignment % SEGMENT_ALIGNMENT or (use_psum_layout and alignment != SEGMENT_ALIGNMENT):
         ranges = _psum_ranges if use_psum_layout else _index_ranges
         layout = {"offsets": ranges(grouped_layout, a_values.shape[0], b_values.shape[0], alignment)}
-    if ensure_zero_padding:
-        d.zero_()
     grouped_gemm_fp8_contiguous(
         a_values,
         a_scale,
@@ -98,6 +96,10 @@ def m_grouped_fp8_gemm_nt_contiguous(
         expected_m=expected_m_for_psum_layout,
         **layout,
     )
+    if ensure_zero_padding:
+        # A kernel may store a whole tile, so padding is zeroed after it.
+        rows = _psum_padding(grouped_layout, len(d), alignment) if use_psum_layout else grouped_layout < 0
+        d.masked_fill_(rows[:, None], 0)
 
 
 def _index_ranges(m_indices: Tensor, rows: int, num_experts: int, alignment: int) -> Tensor:
@@ -108,8 +110,19 @@ def _index_ranges(m_indices: Tensor, rows: int, num_experts: int, alignment: int
 
 def _psum_ranges(psum: Tensor, rows: int, num_experts: int, alignment: int) -> Tensor:
     """The same from the experts' ends."""
-    ends = torch.div(psum + (alignment - 1), alignment, rounding_mode="floor") * alignment
-    return torch.nn.functional.pad(ends.clamp(max=rows), (1, 0)).to(torch.int32)
+    return torch.nn.functional.pad(_aligned(psum, alignment).clamp(max=rows), (1, 0)).to(torch.int32)
+
+
+def _psum_padding(psum: Tensor, rows: int, alignment: int) -> Tensor:
+    """bool `[rows]`: the rows of no expert."""
+    row = torch.arange(rows, dtype=psum.dtype, device=psum.device)
+    expert = torch.searchsorted(_aligned(psum, alignment), row, right=True)
+    return row >= torch.nn.functional.pad(psum, (0, 1))[expert]
+
+
+def _aligned(ends: Tensor, alignment: int) -> Tensor:
+    """Where each expert's padding ends."""
+    return torch.div(ends + (alignment - 1), alignment, rounding_mode="floor") * alignment
 
 
 @or_vendored
