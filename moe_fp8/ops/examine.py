@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_fp8 import __version__
 from moe_fp8.errors import ContractError
 from moe_fp8.settings import settings
 
@@ -85,7 +84,7 @@ def _content(
         "kernel": launched,
         "settings": dataclasses.asdict(settings()),
         "versions": {
-            "moe_fp8": __version__,
+            "moe_fp8": _version("moe-fp8"),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "nvrtc": _version("nvidia-cuda-nvrtc"),
