@@ -7,10 +7,8 @@ fields of the problem.
 from __future__ import annotations
 
 from moe_fp8.heuristics.gemm import (
-    FEW_TOKENS,
     TOKEN_TILES,
     GemmConfig,
-    few_experts_config,
     gemm_config,
     gemm_configs,
     gemm_grid,
@@ -47,7 +45,6 @@ from moe_fp8.heuristics.topk import (
 )
 
 __all__ = [
-    "FEW_TOKENS",
     "MQA_BLOCK_KV",
     "MQA_COLUMNS",
     "MQA_MATH_WARPGROUPS",
@@ -63,7 +60,6 @@ __all__ = [
     "MqaDivision",
     "MqaWork",
     "TopkConfig",
-    "few_experts_config",
     "gemm_config",
     "gemm_configs",
     "gemm_grid",

@@ -15,7 +15,6 @@ from moe_fp8.warmup.options import PlanOptions
 from moe_fp8.warmup.rows import (
     Bounds,
     PlanRow,
-    few_experts_rows,
     gemm_rows,
     gemm_silu_mul_rows,
     indexer_rows,
@@ -142,7 +141,6 @@ def plan(
         rows += gemm_silu_mul_rows(shapes, bounds, options)
     if "moe_permute" in options.calls.further:
         rows += moe_rows(model, shapes, bounds, options)
-        rows += few_experts_rows(model, shapes, options)
     if "route_topk" in options.calls.further:
         rows += route_rows(model, options)
     if indexer is not None:

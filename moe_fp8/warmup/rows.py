@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from moe_fp8.heuristics import FEW_TOKENS, GemmConfig, gemm_configs
+from moe_fp8.heuristics import GemmConfig
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.heuristics.gemm.tiles import Shares
 from moe_fp8.limits import MAX_EXPERTS, MAX_ROUTED_EXPERTS
@@ -171,25 +171,6 @@ def gemm_rows(shapes: Iterable[GemmShape], bounds: Bounds, options: PlanOptions)
             problems_at = _gemm_problems(layout, limit, n, k, experts, options)
             for spec, ranges, devices in _sweep(_runs(limit, selection_rows), problems_at):
                 yield PlanRow(op, what, layout, n, k, experts, ranges, spec, devices)
-
-
-def few_experts_rows(
-    model: ModelDescription, shapes: Iterable[GemmShape], options: PlanOptions
-) -> Iterator[PlanRow]:
-    """The rows of `fused_moe`'s GEMMs with few tokens, whatever the number of experts on all ranks."""
-    for shape in shapes:
-        if shape.num_experts is None or options.batch_invariant is True:
-            continue
-        for config in gemm_configs("offsets", shape.k):
-            if config.split > 1:
-                problem = GemmProblem(
-                    "offsets", 1, shape.n, shape.k, shape.num_experts, config=str(config)
-                )  # fmt: skip
-                rows = (1, FEW_TOKENS * experts_per_token(model, options))
-                yield PlanRow(
-                    "fused_moe", (shape.what,), "offsets", shape.n, shape.k, shape.num_experts, (rows,),
-                    kernel_spec(problem),
-                )  # fmt: skip
 
 
 def _gemm_problems(

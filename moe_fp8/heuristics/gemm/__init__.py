@@ -5,10 +5,8 @@ from __future__ import annotations
 from moe_fp8.heuristics.gemm import costs, table
 from moe_fp8.heuristics.gemm.silu_mul import silu_mul_config, silu_mul_configs, silu_mul_smem_bytes
 from moe_fp8.heuristics.gemm.tiles import (
-    FEW_TOKENS,
     TOKEN_TILES,
     GemmConfig,
-    few_experts_config,
     gemm_configs,
     gemm_grid,
     gemm_smem_bytes,
@@ -17,10 +15,8 @@ from moe_fp8.heuristics.gemm.tiles import (
 from moe_fp8.problems import GemmProblem
 
 __all__ = [
-    "FEW_TOKENS",
     "TOKEN_TILES",
     "GemmConfig",
-    "few_experts_config",
     "gemm_config",
     "gemm_configs",
     "gemm_grid",

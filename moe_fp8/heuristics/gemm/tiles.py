@@ -25,11 +25,6 @@ Shares = Literal["operands", "k"]
 TOKEN_TILES = (8, 16, 32, 64, 128, 192)
 
 
-#: `fused_moe` considers configs that divide K for at most so many tokens. Then an expert's tokens fit in a
-#: tile.
-FEW_TOKENS = 8
-
-
 @dataclass(frozen=True)
 class GemmConfig:
     """Tile of one GEMM kernel: `block_m` tokens by `block_n` weight rows.
@@ -177,20 +172,16 @@ def _deepest(block_m: int, block_n: int, cluster: int = 1, shares: Shares = "ope
 def gemm_configs(layout: GemmLayout, k: int, batch_invariant: bool = False) -> tuple[GemmConfig, ...]:
     """Every config that a GEMM of this layout may use.
 
-    A config that divides K changes the order of a sum, and so its last bits. The selector takes none for a
-    grouped GEMM, whose result must not depend on `expected_m`; a caller may name one for ragged offsets
-    (`few_experts_config`). Batch-invariant GEMMs may not use it, because their results must not depend on the
-    number of rows. Each part of K has at least 512 elements; with shorter parts, adding the parts takes
-    longer than dividing K saves.
+    A config that divides K changes the order of a sum, and so its last bits. Grouped GEMMs may not use it,
+    because their results must not depend on `expected_m`. Batch-invariant GEMMs may not use it, because their
+    results must not depend on the number of rows. Each part of K has at least 512 elements; with shorter
+    parts, adding the parts takes longer than dividing K saves.
     """
     upto_128 = TOKEN_TILES[:-1]
     configs = [_deepest(block_m, 128) for block_m in upto_128] + [_deepest(64, 64)]
     configs += [_deepest(128, block_n) for block_n in (64, 96, 192, 256)] + [_deepest(128, 256, 2)]
     if layout != "m_indices":
         configs += [_deepest(192, 96), _deepest(192, 128)]
-    if layout == "offsets" and not batch_invariant:
-        divided = [_deepest(FEW_TOKENS, 128, split, "k") for split in (2, 3, 4)]
-        configs += [config for config in divided if k >= 512 * config.parts]
     if layout == "dense" and not batch_invariant:
         divided = [_deepest(block_m, 64) for block_m in (8, 16, 32)] + [_deepest(128, 96, 2, "k")]
         for split in (2, 3, 4):
@@ -198,34 +189,6 @@ def gemm_configs(layout: GemmLayout, k: int, batch_invariant: bool = False) -> t
             divided += [_deepest(block_m, 128, split, "k") for block_m in upto_128]
         configs += [config for config in divided if k >= 512 * config.parts]
     return tuple(configs)
-
-
-@cache
-def few_experts_config(
-    num_tokens: int,
-    topk: int,
-    num_experts: int,
-    all_experts: int,
-    n: int,
-    k: int,
-    num_sms: int,
-    batch_invariant: bool,
-) -> str | None:
-    """A config that divides K for the experts of `num_tokens` tokens, if their tiles leave most SMs idle.
-
-    `num_experts` of `all_experts` experts are here. If a token's experts are all equally likely, so many
-    experts get rows as `busy` says. None: the selector may choose.
-    """
-    if num_tokens > FEW_TOKENS:
-        return None
-    busy = num_experts * (1 - (1 - min(topk, all_experts) / all_experts) ** num_tokens)
-    tiles = max(1.0, busy) * -(-n // 128)
-    fit = [
-        config
-        for config in gemm_configs("offsets", k, batch_invariant)
-        if config.split > 1 and tiles * config.split <= num_sms
-    ]
-    return str(max(fit, key=lambda config: config.split)) if fit else None
 
 
 @cache

@@ -117,7 +117,7 @@ def grouped_gemm_fp8_contiguous(
 
     expected_m: the expected rows of an expert. It affects only speed; any value is safe.
     config: the tile as text (docs/tuning.md), or None. Results are bitwise independent of `expected_m` and
-    `config`, but configs that divide K (a "k" at the end; `offsets` alone) round its parts separately.
+    `config`.
     constant_weights: as in `gemm_fp8`; the promise includes the index tensor.
 
     Returns out. Rows of no expert may hold anything in `a` and `a_scale` (NaN included) and are unspecified

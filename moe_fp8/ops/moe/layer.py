@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_fp8.heuristics import FEW_TOKENS, few_experts_config
 from moe_fp8.ops import arguments
 from moe_fp8.ops import workspace as workspaces
 from moe_fp8.ops.gemm import grouped_gemm_fp8_contiguous
@@ -17,7 +16,6 @@ from moe_fp8.ops.moe import checks
 from moe_fp8.ops.moe.gemm import grouped_gemm_silu_mul_fp8
 from moe_fp8.ops.moe.public import Permuted, moe_combine, moe_permute
 from moe_fp8.ops.quantize import silu_mul_quantize
-from moe_fp8.settings import settings
 
 
 def _sizes(
@@ -157,7 +155,6 @@ def fused_moe(
             w13_scale,
             offsets=offsets,
             expected_m=expected_m,
-            config=_config(x, topk_ids, expert_map, w13),
             out=y,
         )
         values, scales = fp8[: rows * width].view(rows, width), _mn_major(y_scales, rows)
@@ -177,23 +174,12 @@ def fused_moe(
         w2_scale,
         offsets=offsets,
         expected_m=expected_m,
-        config=_config(x, topk_ids, expert_map, w2),
         out=bf16[: rows * k].view(rows, k),
         # Each kernel between `moe_permute` and this kernel lets the next begin only after its own wait, so
         # the offsets are written when this kernel begins.
         constant_weights=True,
     )
     return moe_combine(y, places, topk_weights, out=out)
-
-
-def _config(x: Tensor, topk_ids: Tensor, expert_map: Tensor | None, b: Tensor) -> str | None:
-    """The config of a GEMM if few experts have few tokens; None leaves the choice to the op."""
-    if not x.is_cuda or x.shape[0] > FEW_TOKENS:
-        return None
-    (tokens, topk), (num_experts, n, k) = topk_ids.shape, b.shape
-    every = num_experts if expert_map is None else max(num_experts, expert_map.numel())
-    num_sms, invariant = arguments.workers("fused_moe", x, None), settings().batch_invariant
-    return few_experts_config(tokens, topk, num_experts, every, n, k, num_sms, invariant)
 
 
 def _mn_major(buffer: Tensor, rows: int) -> Tensor:
