@@ -15,10 +15,24 @@ from pathlib import Path
 
 import torch
 
-from . import gemm, host, logits, moe_layer, repeated, repetition, selection, serve, silu_mul, startup, topk
+from . import (
+    gemm,
+    host,
+    load,
+    logits,
+    moe_layer,
+    repeated,
+    repetition,
+    selection,
+    serve,
+    silu_mul,
+    startup,
+    topk,
+)
 from .compare import Session
 from .device import environment
-from .peer import DeepGemm, load
+from .peer import DeepGemm
+from .peer import load as load_peer
 from .results import (
     LISTED,
     RESULTS,
@@ -45,6 +59,7 @@ RUNNERS: dict[str, Callable[[Session, DeepGemm | None, int], None]] = {
     "plan": startup.run_plan,
     "warmup": startup.run_warmup,
     "serve": serve.run_serve,
+    "http": load.run_http,
     "repetition": repeated.run_repetition,
 }
 
@@ -107,7 +122,7 @@ def main() -> int:
     facts = environment(commit)
     path = options.out or RESULTS / f"{facts['device']}.json"
     session = Session(ResultsFile(path, facts), replays=5 if options.quick else 20, failures=[], sets=sets)
-    peer = load(options.peer)
+    peer = load_peer(options.peer)
     print(f"{facts} peer={peer.name if peer else None}", flush=True)
     repeating = partial(
         repeated.run_repetition, seconds=options.seconds, seed=options.seed, only=options.only

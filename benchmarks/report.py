@@ -41,6 +41,7 @@ _TITLES = {
     "warmup": "warmup",
     "engine": "decode step of vLLM",
     "serve": "serving",
+    "http": "serving over HTTP",
     "repetition": "repetition",
 }
 
