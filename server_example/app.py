@@ -117,7 +117,7 @@ def create_app(service: Service) -> FastAPI:
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
         return await generate(body, http)
 
-    @app.get("/v1/models", dependencies=secured, responses={503: errors[503]})
+    @app.get("/v1/models", dependencies=secured, responses=errors)
     async def models() -> ModelList:
         return ModelList(data=[_model(service.ready_engine())])
 

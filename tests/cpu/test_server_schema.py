@@ -21,10 +21,10 @@ OPERATIONS = 7
 def test_schemathesis_finds_nothing(demo_folder: Path, tmp_path: Path) -> None:
     """All its phases and checks but one: a schema cannot say how many tokens the context has room for."""
     pytest.importorskip("schemathesis", reason="its releases need Python 3.11")
-    with live_server(demo_folder, "--max-context", "96", "--api-key", KEY) as server:
+    with live_server(demo_folder, "--max-context", "24", "--api-key", KEY) as server:
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.base_url}/openapi.json"]
         command += ["--checks", "all", "--exclude-checks", "positive_data_acceptance", "--warnings", "off"]
-        command += ["--seed", "1", "--max-examples", "40", "--header", f"Authorization: Bearer {KEY}"]
+        command += ["--seed", "1", "--max-examples", "20", "--header", f"Authorization: Bearer {KEY}"]
         command += ["--suppress-health-check", "all", "--request-timeout", "30", "--no-color"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -33,5 +33,3 @@ def test_schemathesis_finds_nothing(demo_folder: Path, tmp_path: Path) -> None:
         generated = re.search(r"^server_generated_tokens_total (\S+)$", server.get("/metrics").text, re.M)
         assert generated is not None and float(generated[1]) > 100, "hardly a request was accepted"
         assert server.get("/health").json()["running"] == 0
-    print(done.stdout)
-    assert 0
