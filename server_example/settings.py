@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +40,7 @@ class Settings(BaseSettings):
     max_waiting: int = Field(_ENGINE.max_waiting, ge=1, description="requests in the queue")
     load_format: LoadFormat = Field(_ENGINE.load_format, description="dummy: random weights, for timing")
     num_hidden_layers: int | None = Field(None, ge=1, description="layers, instead of the checkpoint's")
+    decode: Literal["graph", "eager"] = Field(_ENGINE.decode, description="eager: no graphs, to compare")
     api_key: SecretStr | None = Field(
         None, min_length=1, description="key that /v1 asks for; better set by environment: ps shows options"
     )
@@ -49,12 +51,4 @@ class Settings(BaseSettings):
     cors_origins: list[str] = Field([], description="origins that browsers may call from; none by default")
 
     def engine_options(self) -> EngineOptions:
-        return EngineOptions(
-            max_batch=self.max_batch,
-            max_context=self.max_context,
-            cache_pages=self.cache_pages,
-            prefill_chunk=self.prefill_chunk,
-            max_waiting=self.max_waiting,
-            load_format=self.load_format,
-            num_hidden_layers=self.num_hidden_layers,
-        )
+        return EngineOptions(**{option.name: getattr(self, option.name) for option in fields(EngineOptions)})
