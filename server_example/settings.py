@@ -17,9 +17,11 @@ _ENGINE = EngineOptions()
 
 
 class Settings(BaseSettings):
+    """Serve a model. Each option is also a variable of the environment, such as SERVER_EXAMPLE_MAX_BATCH."""
+
     model_config = SettingsConfigDict(
         env_prefix="SERVER_EXAMPLE_",
-        cli_prog_name="python -m server_example",
+        cli_prog_name="moe-fp8 serve",
         cli_kebab_case=True,
         cli_hide_none_type=True,
         cli_avoid_json=True,
@@ -45,7 +47,9 @@ class Settings(BaseSettings):
         None, min_length=1, description="key that /v1 asks for; better set by environment: ps shows options"
     )
     max_body_bytes: int = Field(2 << 20, ge=1, description="largest body of a request")
-    receive_seconds: float = Field(30.0, gt=0, description="time for a request to arrive")
+    receive_seconds: float = Field(
+        30.0, gt=0, description="time for a request to arrive, and for a client to take more"
+    )
     request_seconds: float = Field(0.0, ge=0, description="time for a request to finish; 0: no limit")
     drain_seconds: float = Field(30.0, ge=0, description="time for running requests after SIGTERM")
     cors_origins: list[str] = Field([], description="origins that browsers may call from; none by default")

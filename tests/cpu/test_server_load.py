@@ -34,7 +34,7 @@ def test_a_minute_of_load(demo_folder: Path) -> None:
         assert seen.finished > STREAMS and seen.refused > MORE and seen.left > 8
         assert seen.grew("server_batch_size_sum") / seen.grew("server_batch_size_count") > STREAMS / 2
         assert seen.grew("server_preemptions_total") > 0
-        assert seen.after['server_requests_total{reason="error"}'] == 0
+        assert 'server_requests_total{reason="error"}' not in seen.after
         grown = (max(seen.memory) - seen.memory[len(seen.memory) // 3]) / 2**20
         assert grown < MOST_MIB, [memory >> 10 for memory in seen.memory]
     assert process.returncode == 0
