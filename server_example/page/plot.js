@@ -47,7 +47,9 @@ export function lines(svg, series, now, unit, least, top = 0) {
     let path = "";
     let broken = true; // A null breaks the line.
     for (const [second, value] of points) {
-      if (value !== null) path += `${broken ? "M" : "L"}${x(second).toFixed(1)} ${y(value).toFixed(1)}h0`;
+      const to = `${x(second).toFixed(1)} ${y(value ?? 0).toFixed(1)}`;
+      // A line begins with a dash, so that a point between two nulls can be seen.
+      if (value !== null) path += broken ? `M${to}h-2h4L${to}` : `L${to}`;
       broken = value === null;
     }
     draw(svg, "path", { class: index ? "series second" : "series", d: path });
