@@ -15,16 +15,16 @@ from server_example.engine import Engine
 SECONDS = 0.5
 
 
-class _Reading(NamedTuple):
+class Reading(NamedTuple):
     time: float
     metrics: dict[str, float]
     experts: list[int]
 
 
-def _read(engine: Engine, stream: torch.cuda.Stream | None) -> _Reading:
+def read_engine(engine: Engine, stream: torch.cuda.Stream | None) -> Reading:
     with torch.cuda.stream(stream):
         experts = engine.model.expert_tokens.tolist()[1:]
-    return _Reading(time.monotonic(), engine.metrics.values(), experts)
+    return Reading(time.monotonic(), engine.metrics.values(), experts)
 
 
 async def stats_events(engine: Engine, ended: Callable[[], bool]) -> AsyncIterator[dict[str, str]]:
@@ -32,17 +32,17 @@ async def stats_events(engine: Engine, ended: Callable[[], bool]) -> AsyncIterat
     device = engine.backend.device
     # On a stream of its own, the copy of the counts waits for no step, and no step waits for it.
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    before = await asyncio.to_thread(_read, engine, stream)
+    before = await asyncio.to_thread(read_engine, engine, stream)
     while True:
         await asyncio.sleep(SECONDS)
         if ended() or not engine.alive:
             return
-        now = await asyncio.to_thread(_read, engine, stream)
+        now = await asyncio.to_thread(read_engine, engine, stream)
         yield {"data": json.dumps(_figures(engine, before, now))}
         before = now
 
 
-def _figures(engine: Engine, before: _Reading, now: _Reading) -> dict[str, object]:
+def _figures(engine: Engine, before: Reading, now: Reading) -> dict[str, object]:
     """Times are milliseconds; a mean is null if its interval had no step."""
 
     def added(name: str) -> float:

@@ -56,7 +56,8 @@ class DecodeBatch:
     """One token for each of B requests; a padded row has context length 0 and a table of dummy pages.
 
     `tokens` is int64 [B]. `context_lens` int32 [B] counts the token itself. `block_table` is int32 [B, P].
-    Each layer of experts appends its choice to `routed`: ids int32 [B, k], -1 for padded rows. Every method has fixed shapes and stays on the device, because it is captured into a graph.
+    Each layer of experts appends its choice to `routed`: ids int32 [B, k], -1 for padded rows.
+    Every method has fixed shapes and stays on the device, because it is captured into a graph.
     """
 
     tokens: torch.Tensor

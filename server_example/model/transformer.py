@@ -76,7 +76,7 @@ class Transformer:
             else:
                 feed_forward = Mlp(layer.feed_forward, quantize)
             self.layers.append(Layer(layer, attention, feed_forward, config.rms_norm_eps))
-        #: How many tokens each expert has got in all layers together, int64 [1 + E]; the first counts padding.
+        #: The tokens that each expert has got in all layers together, int64 [1 + E]; [0] counts padding.
         self.expert_tokens = torch.zeros(1 + config.n_routed_experts, dtype=torch.int64, device=self.device)
 
     def _forward(self, batch: PrefillBatch | DecodeBatch, caches: list[LayerCache]) -> torch.Tensor:

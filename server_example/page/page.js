@@ -48,10 +48,11 @@ async function generate() {
       if (data === "[DONE]") break;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
+      const choice = chunk.choices[0]; // The chunk with the usage has none.
       usage = chunk.usage ?? usage;
-      reason = chunk.choices[0]?.finish_reason ?? reason;
+      reason = choice?.finish_reason ?? reason;
       const atEnd = output.scrollTop + output.clientHeight >= output.scrollHeight - 4;
-      output.append(chunk.choices[0]?.text ?? "");
+      if (choice?.text) output.append(choice.text);
       if (atEnd) output.scrollTop = output.scrollHeight;
     }
     if (!usage) throw new Error("the connection closed before the end");
@@ -125,6 +126,7 @@ function show(stats) {
   const label = (id, text) => get(id).setAttribute("aria-label", text);
   const ms = (value) => (value === null ? "none" : `${short(value)} ms`);
 
+  say("speed", `${short(stats.tokens_per_second)} tokens per second`);
   lines(get("steps"), [points((e) => e.decode_ms), points((e) => e.prefill_ms)], now, "milliseconds", 1);
   label("steps", `Step time: decode ${ms(stats.decode_ms)}, prefill ${ms(stats.prefill_ms)}`);
   lines(get("batch"), [points((e) => e.batch_size ?? 0), points((e) => e.waiting)], now, "requests", 2);

@@ -64,7 +64,9 @@ def test_the_files_need_no_key_and_have_their_types(server: httpx.Client, path: 
     assert (response.status_code, response.content) == (200, file.read_bytes())
     assert response.headers["content-type"] == TYPES[file.suffix]
     assert response.headers["x-content-type-options"] == "nosniff"
-    policy = dict(part.strip().split(" ", 1) for part in response.headers["content-security-policy"].split(";"))
+    policy = dict(
+        part.strip().split(" ", 1) for part in response.headers["content-security-policy"].split(";")
+    )
     assert policy["default-src"] == "'self'"
     assert "unsafe" not in response.headers["content-security-policy"]
 
@@ -197,8 +199,9 @@ def test_the_stream_ends_with_its_client(demo_folder: Path) -> None:
                 has_event.set()
 
         scope = {
-            "type": "http", "http_version": "1.1", "method": "GET", "path": "/v1/stats", "raw_path": b"/v1/stats",
-            "query_string": b"", "headers": [], "scheme": "http", "root_path": "", "asgi": {"version": "3.0"},
+            "type": "http", "http_version": "1.1", "method": "GET", "scheme": "http", "path": "/v1/stats",
+            "raw_path": b"/v1/stats", "query_string": b"", "headers": [], "root_path": "",
+            "asgi": {"version": "3.0"},
         }  # fmt: skip
         await asyncio.wait_for(create_app(service)(scope, receive, send), 20)
 

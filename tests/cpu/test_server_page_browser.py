@@ -1,11 +1,12 @@
 """The page in headless Chromium, used by keyboard, against a live server on the reference backend.
 
-The test needs a Chromium on the path (Debian: `apt-get install chromium`). With `--screenshots docs/images` it
-writes the pictures that the docs show.
+It needs a Chromium on the path (Debian: `apt-get install chromium`). With `--screenshots docs/images` it
+writes the pictures that README and docs show.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -43,13 +44,14 @@ PICTURE_BYTES = 150_000
 def browser() -> Iterator[sync_api.Browser]:
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
+        sync_api.expect.set_options(timeout=30_000)
         yield browser
         browser.close()
 
 
 @pytest.fixture(scope="module")
 def server(demo_folder: Path) -> Iterator[httpx.Client]:
-    with live_server(demo_folder, "--max-batch", "4") as client:
+    with live_server(demo_folder) as client:
         yield client
 
 
@@ -119,7 +121,7 @@ def test_a_prompt_by_keyboard_gives_tokens_one_after_another(
     type_into(page, "max-tokens", "40")
     type_into(page, "temperature", "0")
     page.keyboard.press("Enter")
-    sync_api.expect(page.locator("#status")).to_contain_text("40 tokens in", timeout=60_000)
+    sync_api.expect(page.locator("#status")).to_contain_text("40 tokens in")
     sync_api.expect(page.locator("#status")).to_contain_text("per second; the most tokens were reached.")
     body = {"prompt": "The graph", "max_tokens": 40, "temperature": 0}
     expected = server.post("/v1/completions", json=body).json()["choices"][0]["text"]
@@ -176,10 +178,14 @@ def test_the_plots_get_points_and_can_be_paused(page: sync_api.Page, server: htt
     type_into(page, "max-tokens", "900")
     page.keyboard.press("Enter")
     sync_api.expect(page.locator("#experts rect")).to_have_count(8)
-    sync_api.expect(page.locator("#steps")).to_have_attribute("aria-label", pattern(r"decode [\d.]+ ms"))
-    sync_api.expect(page.locator("#batch")).to_have_attribute("aria-label", pattern(r": 1 decoding, 0 waiting"))
-    sync_api.expect(page.locator("#cache")).to_have_attribute("aria-label", pattern(r"[1-9]\d* of 128 pages"))
-    sync_api.expect(page.locator("#experts")).to_have_attribute("aria-label", pattern(r"[1-9]\d*,"))
+    sync_api.expect(page.locator("#steps")).to_have_attribute("aria-label", re.compile(r"decode [\d.]+ ms"))
+    sync_api.expect(page.locator("#batch")).to_have_attribute(
+        "aria-label", re.compile(r": 1 decoding, 0 waiting")
+    )
+    sync_api.expect(page.locator("#cache")).to_have_attribute(
+        "aria-label", re.compile(r"[1-9]\d* of 128 pages")
+    )
+    sync_api.expect(page.locator("#experts")).to_have_attribute("aria-label", re.compile(r"[1-9]\d*,"))
     before = points("steps")
     assert eventually(lambda: points("steps") > before + 3)
     assert min(points("batch"), points("cache")) >= points("steps")
@@ -195,12 +201,6 @@ def test_the_plots_get_points_and_can_be_paused(page: sync_api.Page, server: htt
     page.keyboard.press("Space")
     assert eventually(lambda: points("batch") > paused)
     page.keyboard.press("Escape")
-
-
-def pattern(text: str) -> object:
-    import re
-
-    return re.compile(text)
 
 
 def test_an_error_of_the_server_is_shown(browser: sync_api.Browser, server: httpx.Client) -> None:
@@ -296,7 +296,10 @@ def test_pictures(
             assert server.post("/v1/completions", json={**body, "seed": number}).status_code == 200
             time.sleep(number * seconds / 20)
 
-    with opened(browser, server, viewport={"width": 1000, "height": 700}) as page, ThreadPoolExecutor(5) as pool:
+    with (
+        opened(browser, server, viewport={"width": 1000, "height": 700}) as page,
+        ThreadPoolExecutor(5) as pool,
+    ):
         clients = [pool.submit(others, number) for number in range(5)]
         page.wait_for_timeout(seconds * 800)
         type_into(page, "prompt", "The router looks at")
