@@ -301,12 +301,12 @@ def test_pictures(
         ThreadPoolExecutor(5) as pool,
     ):
         clients = [pool.submit(others, number) for number in range(5)]
-        page.wait_for_timeout(seconds * 800)
+        page.wait_for_timeout(seconds * 900)
         type_into(page, "prompt", "The router looks at")
-        type_into(page, "max-tokens", "300")
+        type_into(page, "max-tokens", "120")
         page.keyboard.press("Enter")
         sync_api.expect(page.locator("#output")).not_to_be_empty()
-        page.wait_for_timeout(seconds * 200)
+        page.wait_for_timeout(seconds * 60)
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             picture = folder / f"page-{scheme}.png"
