@@ -52,13 +52,19 @@ from moe_fp8.warmup.options import every
 from moe_fp8.warmup.run import build_plan, missing_kernels
 from moe_fp8.warmup.tables import build_table, console, plan_table, rows_table
 
+#: Commands that only a source checkout has: package that runs, and help.
+_IN_A_CHECKOUT = {
+    "bench": ("benchmarks", "time the ops on this GPU; needs a source checkout"),
+    "serve": ("server_example", "serve a model with the example server; needs a source checkout"),
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `moe-fp8` and return the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        if given[:1] == ["bench"]:  # the benchmarks parse all its arguments, --help too
-            return _bench(given[1:])
+        if given and given[0] in _IN_A_CHECKOUT:  # such a program parses all its arguments, --help too
+            return _run_from_checkout(given[0], given[1:])
         arguments = _parser().parse_args(given)
         command: Callable[[argparse.Namespace], int] = arguments.command
         code = command(arguments)
@@ -171,7 +177,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_build_arguments(tune)
 
-    commands.add_parser("bench", help="time the ops on this GPU; needs a source checkout")
+    for name, (_, text) in _IN_A_CHECKOUT.items():
+        commands.add_parser(name, help=text)
     return parser
 
 
@@ -396,23 +403,27 @@ def _tune(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _bench(argv: Sequence[str]) -> int:
-    """Hand `argv` to `python -m benchmarks`, which only a source checkout has; the wheel does not.
+def _run_from_checkout(command: str, argv: Sequence[str]) -> int:
+    """Hand `argv` to `python -m PACKAGE`, where the package lies beside moe_fp8 and not in the wheel.
 
     The folder is located beside the package: other distributions may install a package of the same name.
     """
+    package, _ = _IN_A_CHECKOUT[command]
     checkout = Path(__file__).resolve().parent.parent
-    if not all((checkout / part).is_file() for part in ("benchmarks/__main__.py", "pyproject.toml")):
+    if not all((checkout / part).is_file() for part in (f"{package}/__main__.py", "pyproject.toml")):
         raise UnsupportedError(
-            f"bench: expected a source checkout with benchmarks/ beside moe_fp8/, got {checkout}: the wheel "
-            "has no benchmarks; clone the repository, `pip install -e .` there and run it again"
+            f"{command}: expected a source checkout with {package}/ beside moe_fp8/, got {checkout}: the "
+            f"wheel has no {package}; clone the repository, `pip install -e .` there and run it again"
         )
     sys.path.insert(0, str(checkout))
-    sys.argv = ["benchmarks", *argv]
+    sys.argv = [f"moe-fp8 {command}", *argv]
     try:
-        runpy.run_module("benchmarks", run_name="__main__", alter_sys=True)
+        runpy.run_module(package, run_name="__main__", alter_sys=True)
     except SystemExit as finished:
-        return EXIT_OK if finished.code is None else int(finished.code)
+        if isinstance(finished.code, str):
+            print(finished.code, file=sys.stderr)
+            return EXIT_FAILED
+        return EXIT_OK if finished.code is None else finished.code
     return EXIT_OK
 
 

@@ -22,7 +22,7 @@ from server_example.metrics import Metrics
 from server_example.model.batch import PrefillBatch
 from server_example.model.config import ModelConfig
 from server_example.model.transformer import Transformer
-from server_example.model.weights import load_weights
+from server_example.model.weights import LoadFormat, load_weights
 from server_example.sampling import log_probabilities
 from server_example.scheduler import FinishReason, Request, Scheduler, TokenEvent, TokenLogprob
 from server_example.text import TextStream, TokenTexts
@@ -40,13 +40,19 @@ _ENDINGS: dict[FinishReason, str] = {
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`max_context` is capped by the model's limit; `cache_pages` includes the dummy page."""
+    """`max_context` is capped by the model's limit; `cache_pages` includes the dummy page.
+
+    `load_format` dummy gives random weights, and `num_hidden_layers` replaces the checkpoint's number: with
+    both, a few layers of full size fit on a GPU for timing.
+    """
 
     max_batch: int = 8
     max_context: int = 1024
     cache_pages: int = 129
     prefill_chunk: int = 256
     max_waiting: int = 64
+    load_format: LoadFormat = "safetensors"
+    num_hidden_layers: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("max_batch", 1), ("max_context", 2), ("prefill_chunk", 1), ("max_waiting", 1)):
@@ -70,7 +76,8 @@ class Engine:
         self.options = options
         self.backend = backend
         self.name = folder.resolve().name.lstrip(".") or "model"
-        self.config = ModelConfig.load(folder)
+        layers = options.num_hidden_layers
+        self.config = ModelConfig.load(folder, **({} if layers is None else {"num_hidden_layers": layers}))
         self.created = int(time.time())
         self.tokenizer = _load_tokenizer(folder, self.config.vocab_size)
         self.chat_template = ChatTemplate.load(folder)
@@ -78,7 +85,7 @@ class Engine:
         max_context = min(options.max_context, self.config.max_position_embeddings)
         self.model = Transformer(
             self.config,
-            load_weights(folder, self.config, backend.device),
+            load_weights(folder, self.config, backend.device, load_format=options.load_format),
             max_positions=max_context,
             num_workers=backend.num_sms,
         )
@@ -178,6 +185,7 @@ class Engine:
                         break
                     for request, reason in self.scheduler.drop_ended():
                         self._finish(request, "", reason, _ENDINGS[reason])
+                    self.metrics.preemptions.inc(len(self.scheduler.grow()))
                     self.scheduler.admit()
                     prefill, decoding = self.scheduler.next_prefill(), self.scheduler.decoding()
                 if prefill is not None:
@@ -200,12 +208,12 @@ class Engine:
 
     def _prefill(self, request: Request) -> None:
         """Prefills one chunk, so that a long prompt does not delay the decoding requests."""
-        chunk = request.prompt[request.context : request.context + self.options.prefill_chunk]
+        chunk = request.before_decode[request.context : request.context + self.options.prefill_chunk]
         batch = PrefillBatch.of(chunk, request.context, request.pages, self.backend.device)
         logits = self.model.prefill(batch, self.caches)
         request.context += len(chunk)
         self.metrics.prompt_tokens.inc(len(chunk))
-        if not request.prefilling:
+        if not request.prefilling and not request.generated:
             self._append(request, logits.cpu())
 
     def _decode(self, requests: list[Request]) -> None:

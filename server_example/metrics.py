@@ -40,6 +40,9 @@ class Metrics:
         )
         self.prompt_tokens = Counter("server_prompt_tokens", "Tokens prefilled", registry=registry)
         self.generated_tokens = Counter("server_generated_tokens", "Tokens generated", registry=registry)
+        self.preemptions = Counter(
+            "server_preemptions", "Requests that gave their pages to older ones", registry=registry
+        )
         self.step_seconds = Histogram(
             "server_step_seconds", "Engine steps", ["phase"], buckets=_SECONDS, registry=registry
         )

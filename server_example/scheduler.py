@@ -1,4 +1,4 @@
-"""Decides which requests run: a bounded queue, admission by free pages, first come first served.
+"""Decides which requests run: a bounded queue, pages on demand, first come first served.
 
 This module has no device code.
 """
@@ -78,19 +78,21 @@ class Request:
         self.sampler = Sampler(self.params)
 
     @property
-    def max_context(self) -> int:
-        return len(self.prompt) + self.params.max_tokens
+    def before_decode(self) -> list[int]:
+        """The tokens that must be in the cache before the next decode step; its input is the token after."""
+        return self.prompt + self.generated[:-1]
 
     @property
     def prefilling(self) -> bool:
-        return self.context < len(self.prompt)
+        return self.context < len(self.prompt) + max(len(self.generated) - 1, 0)
 
 
 class Scheduler:
     """Waiting and running requests, and their pages. Not thread-safe: the engine guards it.
 
-    A request is admitted with all pages that it can ever need. So no request runs out of pages midway, and
-    none has to be evicted.
+    A request is admitted with the pages of its tokens and of the next one, and gets more pages as it grows.
+    If none is left, the youngest request gives its pages back and waits at the head of the queue. When it
+    runs again, its tokens, generated ones included, are prefilled anew. So the oldest request always goes on.
     """
 
     def __init__(self, pool: PagePool, *, max_batch: int, max_waiting: int, max_context: int) -> None:
@@ -131,12 +133,27 @@ class Scheduler:
     def admit(self) -> None:
         """Moves requests from the queue's head into the batch while slots and pages last."""
         while self.waiting and len(self.running) < self.max_batch:
-            pages = self.pool.take(pages_for(self.waiting[0].max_context))
+            pages = self.pool.take(pages_for(len(self.waiting[0].before_decode) + 1))
             if pages is None:
                 return
             request = self.waiting.popleft()
             request.pages = pages
             self.running.append(request)
+
+    def grow(self) -> list[Request]:
+        """Gives each decoding request the page of its next token; returns the requests preempted for that."""
+        preempted = []
+        for request in sorted(self.decoding(), key=lambda request: request.number):
+            while request.pages and len(request.pages) < pages_for(request.context + 1):
+                if (page := self.pool.take(1)) is not None:
+                    request.pages += page
+                    continue
+                youngest = max(self.running, key=lambda request: request.number)
+                self.release(youngest)
+                youngest.context = 0
+                self.waiting.appendleft(youngest)
+                preempted.append(youngest)
+        return preempted
 
     def next_prefill(self) -> Request | None:
         return next((request for request in self.running if request.prefilling), None)

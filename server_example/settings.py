@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from server_example.cache import PAGE_TOKENS
 from server_example.engine import EngineOptions
+from server_example.model.weights import LoadFormat
 
 _ENGINE = EngineOptions()
 
@@ -36,6 +37,8 @@ class Settings(BaseSettings):
     cache_pages: int = Field(_ENGINE.cache_pages, ge=2, description=f"pages of {PAGE_TOKENS} tokens, and one")
     prefill_chunk: int = Field(_ENGINE.prefill_chunk, ge=1, description="tokens prefilled at once")
     max_waiting: int = Field(_ENGINE.max_waiting, ge=1, description="requests in the queue")
+    load_format: LoadFormat = Field(_ENGINE.load_format, description="dummy: random weights, for timing")
+    num_hidden_layers: int | None = Field(None, ge=1, description="layers, instead of the checkpoint's")
     api_key: SecretStr | None = Field(
         None, min_length=1, description="key that /v1 asks for; better set by environment: ps shows options"
     )
@@ -52,4 +55,6 @@ class Settings(BaseSettings):
             cache_pages=self.cache_pages,
             prefill_chunk=self.prefill_chunk,
             max_waiting=self.max_waiting,
+            load_format=self.load_format,
+            num_hidden_layers=self.num_hidden_layers,
         )

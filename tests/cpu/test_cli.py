@@ -358,9 +358,21 @@ def test_bench_hands_its_arguments_to_the_benchmarks(
     assert "unknown class nonsense" in capsys.readouterr().err
 
 
-def test_bench_without_a_checkout_says_where_the_benchmarks_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_serve_is_the_example_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["moe-fp8"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert cli.main(["serve", "--help"]) == 0
+    assert "--max-batch" in capsys.readouterr().out
+    assert cli.main(["serve", "--port", "99999", "--model", "nowhere"]) == 2
+    assert "--port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["bench", "serve"])
+def test_what_the_wheel_lacks_is_named(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli, "__file__", str(tmp_path / "moe_fp8" / "cli.py"))
-    assert cli.main(["bench", "--quick"]) == 1
+    assert cli.main([command, "--quick"]) == 1
     assert "source checkout" in capsys.readouterr().err

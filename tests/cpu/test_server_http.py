@@ -256,7 +256,7 @@ def test_closing_a_stream_frees_its_pages(server: httpx.Client) -> None:
     with server.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()  # keep the iterator: httpx closes the stream with it
         next(lines)
-        assert health(server)["free_pages"] == TOTAL_PAGES - 15
+        assert health(server)["free_pages"] == TOTAL_PAGES - 1
     assert eventually(lambda: health(server)["free_pages"] == TOTAL_PAGES)
     assert health(server)["running"] == 0
 
@@ -269,8 +269,15 @@ def test_a_client_that_gives_up_waiting_frees_its_pages(server: httpx.Client) ->
 
 
 def test_a_full_queue_refuses_and_recovers(server: httpx.Client) -> None:
-    """One request takes nearly all pages, three requests wait, and the next is told to come back."""
-    big = {"prompt": "The graph", "max_tokens": 900, "stream": True, "temperature": 0, "ignore_eos": True}
+    """One request's choices fill the batch, three requests wait, and the next is told to come back."""
+    big = {
+        "prompt": "The graph",
+        "n": 3,
+        "max_tokens": 900,
+        "stream": True,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     with ThreadPoolExecutor(3) as pool:
         with server.stream("POST", "/v1/completions", json=big) as response:
             lines = response.iter_lines()  # keep the iterator: httpx closes the stream with it

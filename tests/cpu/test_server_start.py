@@ -107,6 +107,16 @@ def test_a_broken_file_is_named(demo_folder: Path, tmp_path: Path, name: str) ->
         Engine(folder, choose_backend("cpu"), EngineOptions())
 
 
+def test_a_few_layers_with_random_weights(demo_folder: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(demo_folder / name, tmp_path)
+    engine = Engine(
+        tmp_path, choose_backend("cpu"), EngineOptions(load_format="dummy", num_hidden_layers=1, max_batch=2)
+    )
+    engine.warm_up()
+    assert len(engine.caches) == engine.config.num_hidden_layers == 1
+
+
 def test_a_failure_of_the_engine_reaches_every_request(
     demo_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
