@@ -34,7 +34,7 @@ from server_example.stats import stats_events
 
 _PAGE = Path(__file__).parent / "page"
 _PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_PAGE_FILES = {path.name: _PAGE_TYPES[path.suffix] for path in _PAGE.iterdir()}
+_PAGE_FILES = {path.name: _PAGE_TYPES[path.suffix] for path in _PAGE.iterdir() if path.suffix in _PAGE_TYPES}
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'; object-src 'none'",
