@@ -167,7 +167,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/v1/stats", include_in_schema=False)
     async def stats() -> Response:
-        return EventSourceResponse(stats_events(service.ready_engine(), lambda: service.draining), sep="\n")
+        return EventSourceResponse(stats_events(service.ready_engine()), sep="\n")
 
     @app.get("/", include_in_schema=False)
     @app.get("/page/{name}", include_in_schema=False)

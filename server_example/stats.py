@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 import torch
@@ -27,16 +27,16 @@ def read_engine(engine: Engine, stream: torch.cuda.Stream | None) -> Reading:
     return Reading(time.monotonic(), engine.metrics.values(), experts)
 
 
-async def stats_events(engine: Engine, ended: Callable[[], bool]) -> AsyncIterator[dict[str, str]]:
-    """One event for each interval until `ended()`; it reads nothing while nobody listens."""
+async def stats_events(engine: Engine) -> AsyncIterator[dict[str, str]]:
+    """One event for each interval until the engine stops; nothing is read while nobody listens."""
     device = engine.backend.device
     # On a stream of its own, the copy of the counts waits for no step, and no step waits for it.
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     before = await asyncio.to_thread(read_engine, engine, stream)
     while True:
         await asyncio.sleep(SECONDS)
-        if ended() or not engine.alive:
-            return
+        if not engine.alive:
+            return  # The end of a drain must not wait for this stream.
         now = await asyncio.to_thread(read_engine, engine, stream)
         yield {"data": json.dumps(_figures(engine, before, now))}
         before = now

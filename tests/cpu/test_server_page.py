@@ -212,7 +212,7 @@ def test_the_stream_ends_with_its_client(demo_folder: Path) -> None:
     assert sum(b"decode_ms" in body for body in sent) == 1
 
 
-def test_the_stream_ends_at_the_drain(demo_folder: Path) -> None:
+def test_the_stream_ends_with_the_drain(demo_folder: Path) -> None:
     with server_process(demo_folder) as (process, url):
         with httpx.stream("GET", f"{url}/v1/stats", timeout=20) as response:
             lines = response.iter_lines()
