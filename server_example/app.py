@@ -19,7 +19,7 @@ from server_example.answers import ChatForm, CompletionForm, Form
 from server_example.engine import Engine
 from server_example.errors import DOCUMENTED, ApiError, add_error_handlers
 from server_example.gate import Gate
-from server_example.generation import Generation, deadline_of, prompt_tokens
+from server_example.generation import Deadline, Generation, prompt_tokens
 from server_example.protocol import (
     ChatRequest,
     ChatResponse,
@@ -99,7 +99,7 @@ def create_app(service: Service) -> FastAPI:
     async def generate(body: CompletionRequest | ChatRequest, http: Request) -> Response:
         engine = service.ready_engine()
         _check_model(engine, body.model)
-        deadline = deadline_of(body, settings.request_seconds)
+        deadline = Deadline.of(body, settings.request_seconds)
         prompts = await asyncio.to_thread(prompt_tokens, engine, body)
         generation = Generation(engine, body, prompts, deadline)
         service.ready_engine()  # The server may have begun to drain during the tokenization.
@@ -130,7 +130,7 @@ def create_app(service: Service) -> FastAPI:
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
         return await generate(body, http)
 
-    @app.get("/v1/models", dependencies=secured, responses={503: errors[503]})
+    @app.get("/v1/models", dependencies=secured, responses=errors)
     async def models() -> ModelList:
         return ModelList(data=[_model(service.ready_engine())])
 

@@ -14,15 +14,15 @@ DOCUMENTED = {
     400: "The request is refused; `param` names the field",
     401: "The API key is wrong or missing",
     404: "The model is not served here",
-    408: "The request came too slowly",
+    408: "The request came too slowly, or did not finish in the time that it named",
     413: "The body is too large",
     429: "The queue is full",
     500: "The engine failed",
     503: "The server is loading or shutting down",
-    504: "The request did not finish in its time",
+    504: "The request did not finish in the server's time",
 }
 
-_KINDS = {401: "authentication_error", 429: "overloaded_error", 504: "timeout_error"}
+_KINDS = {401: "authentication_error", 408: "timeout_error", 429: "overloaded_error", 504: "timeout_error"}
 _RETRY_SECONDS = {429: "1", 503: "5"}
 
 

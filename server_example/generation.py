@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -22,7 +23,22 @@ from server_example.protocol import ChatRequest, CompletionRequest, FinishReason
 from server_example.sampling import SamplingParams
 from server_example.text import encode
 
-_STATUS = {"error": 500, "cancelled": 499, "timeout": 504, "shutdown": 503}
+_STATUS = {"error": 500, "cancelled": 499, "shutdown": 503}
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """`at` is a time of `time.monotonic()`. `status` is that of a late answer."""
+
+    at: float | None
+    status: int
+
+    @classmethod
+    def of(cls, body: CompletionRequest | ChatRequest, limit: float) -> Deadline:
+        """The earlier of the server's limit (seconds, 0 is none) and the client's, which is no fault here."""
+        limits = [(body.timeout, 408), (limit, 504)]
+        seconds, status = min(((s, status) for s, status in limits if s), default=(None, 504))
+        return cls(None if seconds is None else time.monotonic() + seconds, status)
 
 
 def prompt_tokens(engine: Engine, body: CompletionRequest | ChatRequest) -> list[list[int]]:
@@ -77,16 +93,17 @@ class Generation:
         engine: Engine,
         body: CompletionRequest | ChatRequest,
         prompts: list[list[int]],
-        deadline: float | None,
+        deadline: Deadline,
     ) -> None:
         self.engine = engine
         self.body = body
+        self._status = {**_STATUS, "timeout": deadline.status}
         self._prompt_tokens = sum(map(len, prompts))
         self._events: asyncio.Queue[tuple[int, scheduler.TokenEvent]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         choices = [(tokens, number) for tokens in prompts for number in range(body.n)]
         self.requests = [
-            scheduler.Request(tokens, self._params(tokens, number), partial(self._emit, index), deadline)
+            scheduler.Request(tokens, self._params(tokens, number), partial(self._emit, index), deadline.at)
             for index, (tokens, number) in enumerate(choices)
         ]
         self._counts = [0] * len(self.requests)
@@ -136,8 +153,8 @@ class Generation:
         left = len(self.requests)
         while left:
             index, event = await self._events.get()
-            if event.finish_reason in _STATUS:
-                raise ApiError(_STATUS[event.finish_reason], event.error or "the engine failed")
+            if event.finish_reason in self._status:
+                raise ApiError(self._status[event.finish_reason], event.error or "the engine failed")
             self._counts[index] = event.completion_tokens
             left -= event.finish_reason is not None
             yield index, event
@@ -184,12 +201,6 @@ class Generation:
         finally:
             self.cancel()
         yield {"data": "[DONE]"}
-
-
-def deadline_of(body: CompletionRequest | ChatRequest, limit: float) -> float | None:
-    """The earlier of the server's limit (seconds, 0 is none) and the body's, as a time of `monotonic`."""
-    seconds = [value for value in (limit, body.timeout) if value]
-    return time.monotonic() + min(seconds) if seconds else None
 
 
 def _reason(event: scheduler.TokenEvent) -> FinishReason:

@@ -111,6 +111,14 @@ class GenerationRequest(_Body):
     ignore_eos: bool = Field(default=False, description="extension: go on after the end-of-text token")
     timeout: float | None = Field(default=None, gt=0, le=86400, description="extension: seconds to finish in")
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
+        """The OpenAPI document names the neutral values."""
+        schema: dict[str, Any] = handler.resolve_ref_schema(handler(core_schema))
+        for name in cls.NEUTRAL.keys() & schema["properties"].keys():
+            schema["properties"][name]["enum"] = list(cls.NEUTRAL[name])
+        return schema
+
     @field_validator("*")
     @classmethod
     def _neutral_only(cls, value: Any, info: ValidationInfo) -> Any:

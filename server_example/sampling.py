@@ -38,7 +38,9 @@ class Sampler:
         """`logits` is fp32 [vocab] on the CPU."""
         if self.params.temperature == 0:
             return int(logits.argmax())
-        probabilities = (logits.double() / self.params.temperature).softmax(dim=0)
+        # Without the difference, a temperature near 0 makes infinities, which have no probabilities.
+        below = logits.double() - logits.max()
+        probabilities = (below / self.params.temperature).softmax(dim=0)
         if self.params.top_p < 1:
             ordered, order = probabilities.sort(descending=True, stable=True)
             # Keep the smallest set whose mass reaches top_p: a token stays if the mass before it is below

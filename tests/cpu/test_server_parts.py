@@ -176,6 +176,13 @@ def test_greedy_takes_the_largest() -> None:
     assert Sampler(SamplingParams(temperature=0))(torch.tensor([0.0, 3.0, 2.9])) == 1
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-308, 1e-30, 2.0])
+def test_any_temperature_gives_a_token(temperature: float) -> None:
+    sampler = Sampler(SamplingParams(temperature=temperature, seed=1, top_p=0.9))
+    drawn = [sampler(torch.tensor([-80.0, 3.0, 60.0])) for _ in range(20)]
+    assert set(drawn) == {2}
+
+
 def test_a_seed_gives_the_same_tokens_and_another_seed_others() -> None:
     logits = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
 
