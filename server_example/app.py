@@ -1,13 +1,14 @@
-"""The HTTP interface: completions, chat, models, health, readiness, metrics."""
+"""The HTTP interface: completions, chat, models, health, readiness, metrics, and a page for browsers."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse
+from fastapi.responses import FileResponse, JSONResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from sse_starlette.sse import EventSourceResponse
@@ -29,6 +30,18 @@ from server_example.protocol import (
     ModelList,
 )
 from server_example.settings import Settings
+from server_example.stats import stats_events
+
+_PAGE = Path(__file__).parent / "page"
+_PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_PAGE_FILES = {path.name: _PAGE_TYPES[path.suffix] for path in _PAGE.iterdir() if path.suffix in _PAGE_TYPES}
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'; object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
 
 class Service:
@@ -149,6 +162,19 @@ def create_app(service: Service) -> FastAPI:
         if service.engine is None:
             raise ApiError(503, "the server is loading its model")
         return Response(service.engine.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    # The schema leaves these out: a tool that tries every route would wait for the end of the stream.
+
+    @app.get("/v1/stats", include_in_schema=False)
+    async def stats() -> Response:
+        return EventSourceResponse(stats_events(service.ready_engine()), sep="\n")
+
+    @app.get("/", include_in_schema=False)
+    @app.get("/page/{name}", include_in_schema=False)
+    async def page(name: str = "index.html") -> Response:
+        if name not in _PAGE_FILES:
+            raise ApiError(404, f"the page has no file {name!r}")
+        return FileResponse(_PAGE / name, media_type=_PAGE_FILES[name], headers=_PAGE_HEADERS)
 
     return app
 

@@ -83,5 +83,13 @@ class Metrics:
             self.inter_token_seconds.observe(now - request.last_token)
         request.last_token = now
 
+    def values(self) -> dict[str, float]:
+        """The value of each sample by its name and the values of its labels: `server_requests_total/stop`."""
+        return {
+            "/".join((sample.name, *sample.labels.values())): sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+        }
+
     def render(self) -> bytes:
         return generate_latest(self.registry)

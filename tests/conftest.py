@@ -36,6 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=0,
         help="what its inputs and its memory traffic are drawn from (default: 0)",
     )
+    parser.addoption(
+        "--screenshots",
+        type=Path,
+        metavar="FOLDER",
+        help="where tests/cpu/test_server_page_browser.py writes its pictures of the page (default: nowhere)",
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,7 +16,7 @@ class PrefillBatch:
 
     `tokens`, `positions` are int64 [T]. `context_slots` int64 [N] has the cache slot of every position of the
     request up to the end of this run. `key_start`, `key_end` are int32 [T]: query t sees keys key_start[t] <=
-    j < key_end[t].
+    j < key_end[t]. Each layer of experts appends its choice to `routed`: ids int32 [T, k].
     """
 
     tokens: torch.Tensor
@@ -24,6 +24,7 @@ class PrefillBatch:
     context_slots: torch.Tensor
     key_start: torch.Tensor
     key_end: torch.Tensor
+    routed: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, token_ids: list[int], start: int, pages: list[int], device: torch.device) -> PrefillBatch:
@@ -55,12 +56,14 @@ class DecodeBatch:
     """One token for each of B requests; a padded row has context length 0 and a table of dummy pages.
 
     `tokens` is int64 [B]. `context_lens` int32 [B] counts the token itself. `block_table` is int32 [B, P].
+    Each layer of experts appends its choice to `routed`: ids int32 [B, k], -1 for padded rows.
     Every method has fixed shapes and stays on the device, because it is captured into a graph.
     """
 
     tokens: torch.Tensor
     context_lens: torch.Tensor
     block_table: torch.Tensor
+    routed: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, inputs: Mapping[str, torch.Tensor]) -> DecodeBatch:

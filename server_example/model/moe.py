@@ -54,6 +54,7 @@ class Moe:
         weights, ids = self.route(x)
         if isinstance(batch, DecodeBatch):
             ids = ids.masked_fill(~batch.active[:, None], -1)  # padded requests go to no expert
+        batch.routed.append(ids)
         experts = self.weights.experts
         routed = moe_fp8.fused_moe(
             x.to(self.quantize.dtype),

@@ -76,11 +76,17 @@ class Transformer:
             else:
                 feed_forward = Mlp(layer.feed_forward, quantize)
             self.layers.append(Layer(layer, attention, feed_forward, config.rms_norm_eps))
+        #: The tokens that each expert has got in all layers together, int64 [1 + E]; [0] counts padding.
+        self.expert_tokens = torch.zeros(1 + config.n_routed_experts, dtype=torch.int64, device=self.device)
 
     def _forward(self, batch: PrefillBatch | DecodeBatch, caches: list[LayerCache]) -> torch.Tensor:
         x = self.weights.embedding[batch.tokens]
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, batch, cache)
+        if batch.routed:
+            # Once for all layers, and on the device: a captured step counts at each replay.
+            chosen = torch.stack(batch.routed).flatten() + 1
+            self.expert_tokens.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int64))
         return x
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:

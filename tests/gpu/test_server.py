@@ -17,8 +17,10 @@ from moe_fp8.graph import BatchBuckets, BufferSpec, GraphRunner
 from moe_fp8.ops.indexer import select
 from server_example.backend import choose_backend
 from server_example.engine import Engine, EngineOptions, prepare_engine
+from server_example.model.moe import Moe
 from server_example.sampling import SamplingParams
 from server_example.scheduler import Request, TokenEvent
+from server_example.stats import read_engine
 from tests.demo_model import STEADY_PROMPTS, demo_folder, demo_model, load_model, model_run
 
 __all__ = ["demo_folder", "demo_model"]
@@ -182,6 +184,35 @@ def test_long_prompts_in_chunks_and_many_batch_sizes(engine: Engine) -> None:
     generated = generate(engine, prompts, 24)
     assert [len(tokens) for tokens in generated] == [24] * len(prompts)
     assert moe_fp8.jit.counters().misses == misses
+
+
+def test_the_experts_tokens_are_counted_in_graphs(engine: Engine, demo_folder: Path) -> None:
+    """Padded rows do not count. The stream of figures may read while the engine's thread replays."""
+    prompts = [encode(demo_folder, prompt) for prompt in STEADY_PROMPTS]
+    layers = sum(isinstance(layer.feed_forward, Moe) for layer in engine.model.layers)
+    before, replays = read_engine(engine, None).experts, engine.runner.replays
+    read: list[int] = []
+    ended = threading.Event()
+
+    def listen() -> None:
+        stream = torch.cuda.Stream()
+        while not ended.is_set():
+            read.append(sum(read_engine(engine, stream).experts))
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    try:
+        generate(engine, prompts, TOKENS)
+    finally:
+        ended.set()
+        listener.join()
+    assert engine.runner.replays > replays
+    torch.cuda.synchronize()
+    after = read_engine(engine, None).experts
+    inputs = sum(len(prompt) + TOKENS - 1 for prompt in prompts)
+    assert sum(after) - sum(before) == inputs * layers * engine.config.num_experts_per_tok
+    assert all(old <= new for old, new in zip(before, after, strict=True))
+    assert len(set(read)) > 2 and read == sorted(read)
 
 
 def test_replay_reads_new_inputs_and_padding() -> None:

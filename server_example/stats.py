@@ -1,0 +1,65 @@
+"""What the page plots: the differences of the metrics and of the experts' counts, twice a second."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import torch
+
+from server_example.engine import Engine
+
+SECONDS = 0.5
+
+
+class Reading(NamedTuple):
+    time: float
+    metrics: dict[str, float]
+    experts: list[int]
+
+
+def read_engine(engine: Engine, stream: torch.cuda.Stream | None) -> Reading:
+    with torch.cuda.stream(stream):
+        experts = engine.model.expert_tokens.tolist()[1:]
+    return Reading(time.monotonic(), engine.metrics.values(), experts)
+
+
+async def stats_events(engine: Engine) -> AsyncIterator[dict[str, str]]:
+    """One event for each interval until the engine stops; nothing is read while nobody listens."""
+    device = engine.backend.device
+    # On a stream of its own, the copy of the counts waits for no step, and no step waits for it.
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    before = await asyncio.to_thread(read_engine, engine, stream)
+    while True:
+        await asyncio.sleep(SECONDS)
+        if not engine.alive:
+            return  # The end of a drain must not wait for this stream.
+        now = await asyncio.to_thread(read_engine, engine, stream)
+        yield {"data": json.dumps(_figures(engine, before, now))}
+        before = now
+
+
+def _figures(engine: Engine, before: Reading, now: Reading) -> dict[str, object]:
+    """Times are milliseconds; a mean is null if its interval had no step."""
+
+    def added(name: str) -> float:
+        return now.metrics.get(name, 0.0) - before.metrics.get(name, 0.0)
+
+    def mean(name: str, labels: str = "", scale: float = 1) -> float | None:
+        count = added(f"{name}_count{labels}")
+        return round(added(f"{name}_sum{labels}") / count * scale, 3) if count else None
+
+    pages = engine.scheduler.pool.capacity
+    return {
+        "decode_ms": mean("server_step_seconds", "/decode", 1000),
+        "prefill_ms": mean("server_step_seconds", "/prefill", 1000),
+        "batch_size": mean("server_batch_size"),
+        "waiting": now.metrics["server_requests_waiting"],
+        "pages_used": pages - now.metrics["server_pages_free"],
+        "pages": pages,
+        "tokens_per_second": round(added("server_generated_tokens_total") / (now.time - before.time), 1),
+        "expert_tokens": [new - old for old, new in zip(before.experts, now.experts, strict=True)],
+    }
