@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import http
+from benchmarks.compare import Session
 from benchmarks.load import Load, Seen
+from benchmarks.results import ResultsFile
+from tests.cpu.benchmark_rows import ENVIRONMENT, read_rows
 from tests.demo_model import demo_folder
 from tests.live_server import server_process
 
@@ -57,3 +60,15 @@ def test_what_goes_wrong_is_an_error(demo_folder: Path) -> None:
         load = Load("127.0.0.1", int(url.rsplit(":", 1)[1]), 2, 1.0, prompt_tokens=100)
         seen: Seen = http.measure(load)
         assert len(seen.errors) == 2 and all(error.startswith("400: ") for error in seen.errors)
+
+
+def test_class_http_compares_graphs_with_eager_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(http, "_STREAMS", (2,))
+    monkeypatch.setattr(http, "_SECONDS", 2.0)
+    monkeypatch.setenv("SERVER_EXAMPLE_DEVICE", "cpu")
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    http.run_http(session, None, 1)
+    assert session.failures == []
+    (row,) = read_rows(tmp_path / "h200.json")
+    assert row["shape"]["streams"] == 2 and row["us"] > 0 and row["peers"]["eager"] > 0
+    assert row["notes"]["tokens/s"] > 0 and row["notes"]["eager"]["misses"] == 0
