@@ -140,7 +140,7 @@ def main() -> int:
             slow=options.slow, key=os.environ.get("SERVER_EXAMPLE_API_KEY"), pid=options.pid,
         )  # fmt: skip
         seen = measure(load)
-        told = {"streams": streams, **figures(seen), "left": seen.left, "errors": seen.errors}
+        told = {"streams": streams, **figures(seen), "left": seen.left, "errors": sorted(set(seen.errors))}
         if seen.memory:
             third = len(seen.memory) // 3
             told["memory grew, MiB"] = four_digits((seen.memory[-1] - seen.memory[third]) / 2**20)
