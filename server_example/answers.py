@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import ClassVar
 
 from pydantic import BaseModel
 
@@ -12,44 +13,46 @@ from server_example.protocol import FinishReason, Usage
 from server_example.scheduler import TokenEvent, TokenLogprob
 
 
-class Form(Protocol):
+class Form(ABC):
     """Makes the parts of one answer from the events of its choices."""
 
+    PREFIX: ClassVar[str]
+    WHOLE: ClassVar[type[protocol.Answer]]
+    CHUNK: ClassVar[type[protocol.Answer]]
+
+    def __init__(self, model: str) -> None:
+        self.id, self.created = protocol.new_id(self.PREFIX)
+        self.model = model
+
+    @abstractmethod
     def choice(self, index: int, events: Sequence[TokenEvent], reason: FinishReason) -> BaseModel: ...
 
+    @abstractmethod
     def delta(self, index: int, events: Sequence[TokenEvent], reason: FinishReason) -> BaseModel: ...
 
-    def answer(self, choices: list[Any], usage: Usage) -> BaseModel: ...
+    def answer(self, choices: Sequence[BaseModel], usage: Usage) -> BaseModel:
+        return self.WHOLE(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
 
-    def chunk(self, choices: list[Any], usage: Usage | None = None) -> BaseModel: ...
+    def chunk(self, choices: Sequence[BaseModel], usage: Usage | None = None) -> BaseModel:
+        return self.CHUNK(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
 
 
-class CompletionForm:
+class CompletionForm(Form):
+    PREFIX, WHOLE, CHUNK = "cmpl", protocol.CompletionResponse, protocol.CompletionResponse
+
     def __init__(self, model: str) -> None:
-        self.id, self.created = protocol.new_id("cmpl")
-        self.model = model
+        super().__init__(model)
         self._offsets: dict[int, int] = {}
 
     def choice(
         self, index: int, events: Sequence[TokenEvent], reason: FinishReason
     ) -> protocol.CompletionChoice:
+        logprobs = self._logprobs(index, events)
         return protocol.CompletionChoice(
-            index=index,
-            text=_text(events),
-            logprobs=self._logprobs(index, events),
-            finish_reason=reason,
+            index=index, text=_text(events), logprobs=logprobs, finish_reason=reason
         )
 
     delta = choice
-
-    def answer(
-        self, choices: list[protocol.CompletionChoice], usage: Usage | None = None
-    ) -> protocol.CompletionResponse:
-        return protocol.CompletionResponse(
-            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
-        )
-
-    chunk = answer
 
     def _logprobs(self, index: int, events: Sequence[TokenEvent]) -> protocol.CompletionLogprobs | None:
         entries = _entries(events)
@@ -68,10 +71,11 @@ class CompletionForm:
         )
 
 
-class ChatForm:
+class ChatForm(Form):
+    PREFIX, WHOLE, CHUNK = "chatcmpl", protocol.ChatResponse, protocol.ChatChunk
+
     def __init__(self, model: str) -> None:
-        self.id, self.created = protocol.new_id("chatcmpl")
-        self.model = model
+        super().__init__(model)
         self._begun: set[int] = set()
 
     def choice(self, index: int, events: Sequence[TokenEvent], reason: FinishReason) -> protocol.ChatChoice:
@@ -84,25 +88,10 @@ class ChatForm:
         self, index: int, events: Sequence[TokenEvent], reason: FinishReason
     ) -> protocol.ChatChunkChoice:
         """The first chunk of a choice has the role too."""
-        begins = index not in self._begun
+        delta = protocol.ChatDelta(role=None if index in self._begun else "assistant", content=_text(events))
         self._begun.add(index)
         return protocol.ChatChunkChoice(
-            index=index,
-            delta=protocol.ChatDelta(role="assistant" if begins else None, content=_text(events)),
-            logprobs=_chat_logprobs(events),
-            finish_reason=reason,
-        )
-
-    def answer(self, choices: list[protocol.ChatChoice], usage: Usage | None) -> protocol.ChatResponse:
-        return protocol.ChatResponse(
-            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
-        )
-
-    def chunk(
-        self, choices: list[protocol.ChatChunkChoice], usage: Usage | None = None
-    ) -> protocol.ChatChunk:
-        return protocol.ChatChunk(
-            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
+            index=index, delta=delta, logprobs=_chat_logprobs(events), finish_reason=reason
         )
 
 

@@ -220,6 +220,7 @@ class Answer(BaseModel):
     id: str
     created: int
     model: str
+    choices: list[Any]
     usage: Usage | None = None
 
 
