@@ -30,10 +30,10 @@ class Form(ABC):
     @abstractmethod
     def delta(self, index: int, events: Sequence[TokenEvent], reason: FinishReason) -> BaseModel: ...
 
-    def answer(self, choices: Sequence[BaseModel], usage: Usage) -> BaseModel:
+    def answer(self, choices: list[BaseModel], usage: Usage) -> BaseModel:
         return self.WHOLE(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
 
-    def chunk(self, choices: Sequence[BaseModel], usage: Usage | None = None) -> BaseModel:
+    def chunk(self, choices: list[BaseModel], usage: Usage | None = None) -> BaseModel:
         return self.CHUNK(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
 
 
