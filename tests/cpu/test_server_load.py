@@ -17,9 +17,10 @@ from tests.live_server import server_process
 __all__ = ["demo_folder"]
 
 STREAMS, MORE, SECONDS = 64, 16, 60.0
-#: Memory settles in the first third. After it, a server without a leak grew by 0.7 MiB here; one that keeps
-#: 1 KiB for each token grows by about 5.
-MOST_MIB = 4.0
+#: The allocator settles in the first half: a server without a leak grew by 0.7 to 4 MiB after a third of the
+#: time, the more the busier the machine. In the second half it answers about 100 requests, so one that keeps
+#: 100 KiB of each, or 1 KiB of each token, grows by 10 MiB.
+MOST_MIB = 8.0
 
 
 def test_a_minute_of_load(demo_folder: Path) -> None:
@@ -38,7 +39,7 @@ def test_a_minute_of_load(demo_folder: Path) -> None:
         assert seen.grew("server_batch_size_sum") / seen.grew("server_batch_size_count") > STREAMS / 2
         assert seen.grew("server_preemptions_total") > 0
         assert 'server_requests_total{reason="error"}' not in seen.after
-        grown = (max(seen.memory) - seen.memory[len(seen.memory) // 3]) / 2**20
+        grown = (max(seen.memory) - seen.memory[len(seen.memory) // 2]) / 2**20
         assert grown < MOST_MIB, [memory >> 10 for memory in seen.memory]
     assert process.returncode == 0
 
