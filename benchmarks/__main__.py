@@ -18,7 +18,7 @@ import torch
 from . import (
     gemm,
     host,
-    load,
+    http,
     logits,
     moe_layer,
     repeated,
@@ -31,8 +31,7 @@ from . import (
 )
 from .compare import Session
 from .device import environment
-from .peer import DeepGemm
-from .peer import load as load_peer
+from .peer import DeepGemm, load
 from .results import (
     LISTED,
     RESULTS,
@@ -59,7 +58,7 @@ RUNNERS: dict[str, Callable[[Session, DeepGemm | None, int], None]] = {
     "plan": startup.run_plan,
     "warmup": startup.run_warmup,
     "serve": serve.run_serve,
-    "http": load.run_http,
+    "http": http.run_http,
     "repetition": repeated.run_repetition,
 }
 
@@ -122,7 +121,7 @@ def main() -> int:
     facts = environment(commit)
     path = options.out or RESULTS / f"{facts['device']}.json"
     session = Session(ResultsFile(path, facts), replays=5 if options.quick else 20, failures=[], sets=sets)
-    peer = load_peer(options.peer)
+    peer = load(options.peer)
     print(f"{facts} peer={peer.name if peer else None}", flush=True)
     repeating = partial(
         repeated.run_repetition, seconds=options.seconds, seed=options.seed, only=options.only

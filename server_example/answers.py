@@ -17,7 +17,7 @@ class Form(Protocol):
 
     def choice(self, index: int, events: Sequence[TokenEvent], reason: FinishReason) -> BaseModel: ...
 
-    def delta(self, index: int, event: TokenEvent, reason: FinishReason) -> BaseModel: ...
+    def delta(self, index: int, events: Sequence[TokenEvent], reason: FinishReason) -> BaseModel: ...
 
     def answer(self, choices: list[Any], usage: Usage) -> BaseModel: ...
 
@@ -35,25 +35,21 @@ class CompletionForm:
     ) -> protocol.CompletionChoice:
         return protocol.CompletionChoice(
             index=index,
-            text="".join(event.text for event in events),
+            text=_text(events),
             logprobs=self._logprobs(index, events),
             finish_reason=reason,
         )
 
-    def delta(self, index: int, event: TokenEvent, reason: FinishReason) -> protocol.CompletionChoice:
-        return self.choice(index, [event], reason)
+    delta = choice
 
     def answer(
-        self, choices: list[protocol.CompletionChoice], usage: Usage | None
+        self, choices: list[protocol.CompletionChoice], usage: Usage | None = None
     ) -> protocol.CompletionResponse:
         return protocol.CompletionResponse(
             id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
         )
 
-    def chunk(
-        self, choices: list[protocol.CompletionChoice], usage: Usage | None = None
-    ) -> protocol.CompletionResponse:
-        return self.answer(choices, usage)
+    chunk = answer
 
     def _logprobs(self, index: int, events: Sequence[TokenEvent]) -> protocol.CompletionLogprobs | None:
         entries = _entries(events)
@@ -79,19 +75,21 @@ class ChatForm:
         self._begun: set[int] = set()
 
     def choice(self, index: int, events: Sequence[TokenEvent], reason: FinishReason) -> protocol.ChatChoice:
-        message = protocol.ChatMessage(content="".join(event.text for event in events))
+        message = protocol.ChatMessage(content=_text(events))
         return protocol.ChatChoice(
             index=index, message=message, logprobs=_chat_logprobs(events), finish_reason=reason
         )
 
-    def delta(self, index: int, event: TokenEvent, reason: FinishReason) -> protocol.ChatChunkChoice:
+    def delta(
+        self, index: int, events: Sequence[TokenEvent], reason: FinishReason
+    ) -> protocol.ChatChunkChoice:
         """The first chunk of a choice has the role too."""
         begins = index not in self._begun
         self._begun.add(index)
         return protocol.ChatChunkChoice(
             index=index,
-            delta=protocol.ChatDelta(role="assistant" if begins else None, content=event.text),
-            logprobs=_chat_logprobs([event]),
+            delta=protocol.ChatDelta(role="assistant" if begins else None, content=_text(events)),
+            logprobs=_chat_logprobs(events),
             finish_reason=reason,
         )
 
@@ -106,6 +104,10 @@ class ChatForm:
         return protocol.ChatChunk(
             id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
         )
+
+
+def _text(events: Sequence[TokenEvent]) -> str:
+    return "".join(event.text for event in events)
 
 
 def _entries(events: Sequence[TokenEvent]) -> list[TokenLogprob]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,30 +33,67 @@ class Backend:
 
 
 def choose_backend(choice: DeviceChoice = "auto") -> Backend:
-    """Hopper if present and allowed by `choice`. Raises `ConfigError` for "cuda" without a Hopper GPU."""
-    missing = _why_no_hopper()
+    """Hopper if present and allowed by `choice`.
+
+    Raises `ConfigError` for "cuda" without a Hopper GPU, and for a GPU that is there but cannot be used: a
+    server that was meant for it would be slow without a word.
+    """
+    missing = None if choice == "cpu" else _why_no_hopper()
     if choice != "cpu" and missing is None:
         # With TF32, the plain-torch parts would differ from the reference backend by more than rounding.
         torch.backends.cuda.matmul.allow_tf32 = False
         properties = torch.cuda.get_device_properties(0)
+        free, total = torch.cuda.mem_get_info(0)
         return Backend(
             "cuda",
             torch.device("cuda", 0),
             properties.multi_processor_count,
             properties.name,
-            "a Hopper GPU was found",
+            f"a Hopper GPU was found; {free / 2**30:.1f} of its {total / 2**30:.1f} GiB are free",
         )
     if choice == "cuda":
         raise ConfigError("device", "a Hopper GPU", missing, "use --device cpu for the reference backend")
+    if choice == "auto":
+        logger.warning(
+            "%s: plain torch on the CPU serves, which is slow; --device cuda would refuse", missing
+        )
     reason = "it was asked for" if choice == "cpu" else str(missing)
     return Backend("reference", torch.device("cpu"), 1, "CPU, plain torch", reason)
 
 
 def _why_no_hopper() -> str | None:
+    if torch.version.cuda is None:
+        return "this PyTorch is built without CUDA"
     if not torch.cuda.is_available():
-        return "no CUDA device"
-    major, minor = torch.cuda.get_device_capability(0)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return "no CUDA device" + ("" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})")
+    try:
+        major, minor = torch.cuda.get_device_capability(0)
+        torch.cuda.mem_get_info(0)  # the first call that needs the device
+    except RuntimeError as error:
+        raise ConfigError(
+            "device", "a GPU that starts", _first_line(error),
+            "see by nvidia-smi which process holds it, or use --device cpu for the reference backend",
+        ) from error  # fmt: skip
     return None if (major, minor) == (9, 0) else f"compute capability {major}.{minor} is not 9.0"
+
+
+@contextmanager
+def explained_memory() -> Iterator[None]:
+    """Within it, a lack of GPU memory is a `ConfigError` that says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        raise ConfigError(
+            "GPU memory", "room for the weights, the cache and the graphs", _first_line(error),
+            "lower --cache-pages, --max-batch or --prefill-chunk, or end the processes that nvidia-smi shows",
+        ) from error  # fmt: skip
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def plan_options(max_tokens: int, max_batch: int, num_sms: int, block_size: int) -> PlanOptions:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from tokenizers import Tokenizer
@@ -46,7 +46,8 @@ class EngineOptions:
     """`max_context` is capped by the model's limit; `cache_pages` includes the dummy page.
 
     `load_format` dummy gives random weights, and `num_hidden_layers` replaces the checkpoint's number: with
-    both, a few layers of full size fit on a GPU for timing.
+    both, a few layers of full size fit on a GPU for timing. `decode` eager launches each op instead of
+    replaying graphs, to compare.
     """
 
     max_batch: int = 8
@@ -56,6 +57,7 @@ class EngineOptions:
     max_waiting: int = 64
     load_format: LoadFormat = "safetensors"
     num_hidden_layers: int | None = None
+    decode: Literal["graph", "eager"] = "graph"
 
     def __post_init__(self) -> None:
         for name, least in (("max_batch", 1), ("max_context", 2), ("prefill_chunk", 1), ("max_waiting", 1)):
@@ -118,6 +120,7 @@ class Engine:
             BatchBuckets.up_to(options.max_batch),
             backend.device,
         )
+        self._step = self.runner.run if options.decode == "graph" else self._eager_step
         self.scheduler = Scheduler(
             PagePool(options.cache_pages),
             max_batch=options.max_batch,
@@ -150,7 +153,8 @@ class Engine:
         """Runs a prefill and every decode bucket once; captures graphs on CUDA. Call it before `start`."""
         page = [DUMMY_PAGE] * self.table_width
         self.model.prefill(PrefillBatch.of([0, 0], 0, page, self.backend.device), self.caches)
-        self.runner.capture()
+        if self.options.decode == "graph":
+            self.runner.capture()
 
     def start(self) -> None:
         self._thread.start()
@@ -242,12 +246,16 @@ class Engine:
         if not requests:
             return
         self.metrics.batch_size.observe(len(requests))
-        outputs = self.runner.run(self._decode_inputs(requests))
+        outputs = self._step(self._decode_inputs(requests))
         self._tell()
         logits = outputs["logits"].cpu()
         for request in requests:
             request.context += 1
         self._choose(requests, logits)
+
+    def _eager_step(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        on_device = {name: tensor.to(self.backend.device) for name, tensor in inputs.items()}
+        return self.model.decode(on_device, self.caches)
 
     def _decode_inputs(self, requests: list[Request]) -> Mapping[str, torch.Tensor]:
         table = torch.full((len(requests), self.table_width), DUMMY_PAGE, dtype=torch.int32)

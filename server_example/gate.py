@@ -77,12 +77,16 @@ class Gate:
 
 
 class TimedProtocol(H11Protocol):
-    """Closes a connection on which no request begins or ends in time; uvicorn alone would wait for ever."""
+    """Closes a connection on which no request begins or ends in time, or on which the client reads nothing.
+
+    uvicorn alone would wait for ever.
+    """
 
     def __init__(self, *args: Any, receive_seconds: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._seconds = receive_seconds
         self._timer: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -94,7 +98,19 @@ class TimedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self.resume_writing()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._writing is None:
+            self._writing = self.loop.call_later(self._seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
 
     def _watch(self) -> None:
         """Times what arrives while no request runs: a head, or the rest of a body that was refused."""

@@ -148,16 +148,24 @@ class Generation:
         for request in self.requests:
             self.engine.cancel(request)
 
-    async def _all_events(self) -> AsyncIterator[tuple[int, scheduler.TokenEvent]]:
-        """The events of all choices as they come. Raises `ApiError` if a choice fails."""
+    async def _arrivals(self) -> AsyncIterator[dict[int, list[scheduler.TokenEvent]]]:
+        """The new events of each choice, several if the client or this thread is slower than the engine.
+
+        Raises `ApiError` if a choice fails.
+        """
         left = len(self.requests)
         while left:
-            index, event = await self._events.get()
-            if event.finish_reason in self._status:
-                raise ApiError(self._status[event.finish_reason], event.error or "the engine failed")
-            self._counts[index] = event.completion_tokens
-            left -= event.finish_reason is not None
-            yield index, event
+            arrived = [await self._events.get()]
+            while not self._events.empty():
+                arrived.append(self._events.get_nowait())
+            of_choice: dict[int, list[scheduler.TokenEvent]] = {}
+            for index, event in arrived:
+                if event.finish_reason in self._status:
+                    raise ApiError(self._status[event.finish_reason], event.error or "the engine failed")
+                self._counts[index] = event.completion_tokens
+                left -= event.finish_reason is not None
+                of_choice.setdefault(index, []).append(event)
+            yield of_choice
 
     def _usage(self) -> Usage:
         generated = sum(self._counts)
@@ -172,8 +180,9 @@ class Generation:
         watcher = asyncio.create_task(self._cancel_on_disconnect(http))
         events: list[list[scheduler.TokenEvent]] = [[] for _ in self.requests]
         try:
-            async for index, event in self._all_events():
-                events[index].append(event)
+            async for arrived in self._arrivals():
+                for index, new in arrived.items():
+                    events[index] += new
         finally:
             watcher.cancel()
             self.cancel()
@@ -189,10 +198,11 @@ class Generation:
     async def stream(self, form: Form) -> AsyncIterator[dict[str, str]]:
         """Yields server-sent events; if the connection closes, the requests are cancelled."""
         try:
-            async for index, event in self._all_events():
-                reason = _reason(event)
-                if event.text or event.logprob or reason:
-                    yield _data(form.chunk([form.delta(index, event, reason)]))
+            async for arrived in self._arrivals():
+                for index, events in arrived.items():
+                    reason = _reason(events[-1])
+                    if reason or any(event.text or event.logprob for event in events):
+                        yield _data(form.chunk([form.delta(index, events, reason)]))
             options = self.body.stream_options
             if options is not None and options.include_usage:
                 yield _data(form.chunk([], self._usage()))

@@ -16,7 +16,7 @@ from pydantic_settings import CliApp
 
 from moe_fp8.errors import MoeFp8Error
 from server_example.app import Service, create_app
-from server_example.backend import choose_backend
+from server_example.backend import choose_backend, explained_memory
 from server_example.engine import prepare_engine
 from server_example.gate import timed_protocol
 from server_example.settings import Settings
@@ -114,7 +114,8 @@ def main() -> int:
         process.start()
         backend = choose_backend(settings.device)
         logger.info("backend: %s on %s (%s)", backend.name, backend.description, backend.reason)
-        engine = prepare_engine(settings.model, backend, settings.engine_options())
+        with explained_memory():
+            engine = prepare_engine(settings.model, backend, settings.engine_options())
         engine.start()
         service.engine = engine
         print(f"serving {engine.name} on {url} (interface: {url}/docs); stop with Ctrl-C", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
@@ -16,9 +17,11 @@ _ENGINE = EngineOptions()
 
 
 class Settings(BaseSettings):
+    """Serve a model. Each option is also a variable of the environment, such as SERVER_EXAMPLE_MAX_BATCH."""
+
     model_config = SettingsConfigDict(
         env_prefix="SERVER_EXAMPLE_",
-        cli_prog_name="python -m server_example",
+        cli_prog_name="moe-fp8 serve",
         cli_kebab_case=True,
         cli_hide_none_type=True,
         cli_avoid_json=True,
@@ -39,22 +42,17 @@ class Settings(BaseSettings):
     max_waiting: int = Field(_ENGINE.max_waiting, ge=1, description="requests in the queue")
     load_format: LoadFormat = Field(_ENGINE.load_format, description="dummy: random weights, for timing")
     num_hidden_layers: int | None = Field(None, ge=1, description="layers, instead of the checkpoint's")
+    decode: Literal["graph", "eager"] = Field(_ENGINE.decode, description="eager: no graphs, to compare")
     api_key: SecretStr | None = Field(
         None, min_length=1, description="key that /v1 asks for; better set by environment: ps shows options"
     )
     max_body_bytes: int = Field(2 << 20, ge=1, description="largest body of a request")
-    receive_seconds: float = Field(30.0, gt=0, description="time for a request to arrive")
+    receive_seconds: float = Field(
+        30.0, gt=0, description="time for a request to arrive, and for a client to take more"
+    )
     request_seconds: float = Field(0.0, ge=0, description="time for a request to finish; 0: no limit")
     drain_seconds: float = Field(30.0, ge=0, description="time for running requests after SIGTERM")
     cors_origins: list[str] = Field([], description="origins that browsers may call from; none by default")
 
     def engine_options(self) -> EngineOptions:
-        return EngineOptions(
-            max_batch=self.max_batch,
-            max_context=self.max_context,
-            cache_pages=self.cache_pages,
-            prefill_chunk=self.prefill_chunk,
-            max_waiting=self.max_waiting,
-            load_format=self.load_format,
-            num_hidden_layers=self.num_hidden_layers,
-        )
+        return EngineOptions(**{option.name: getattr(self, option.name) for option in fields(EngineOptions)})

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import moe_fp8
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -32,6 +34,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+def test_make_says_that_the_installation_takes_long(tmp_path: Path) -> None:
+    command = ["make", "-n", "demo", f"VENV={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    said, install, demo = (done.stdout.find(text) for text in ("about a minute", "pip install", ".demo"))
+    assert -1 < said < install < demo
+
+
 def requirements(wheel: Path) -> list[str]:
     """`Requires-Dist` without the extras."""
     with zipfile.ZipFile(wheel) as archive:
@@ -41,7 +50,7 @@ def requirements(wheel: Path) -> list[str]:
 
 
 def test_one_pure_python_wheel_with_every_source(wheel: Path) -> None:
-    assert wheel.name.endswith("-py3-none-any.whl")
+    assert wheel.name == f"moe_fp8-{moe_fp8.__version__}-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {
         path.relative_to(ROOT).as_posix()

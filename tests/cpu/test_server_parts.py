@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -13,10 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from server_example.answers import CompletionForm
 from server_example.cache import DUMMY_PAGE, PAGE_TOKENS, PagePool, pages_for
+from server_example.engine import Engine
+from server_example.generation import Deadline, Generation
 from server_example.make_demo_model import make_tokenizer
+from server_example.protocol import CompletionRequest
 from server_example.sampling import Sampler, SamplingParams, log_probabilities
-from server_example.scheduler import QueueFullError, Request, RequestTooLongError, Scheduler
+from server_example.scheduler import QueueFullError, Request, RequestTooLongError, Scheduler, TokenEvent
 from server_example.text import TextStream
 
 
@@ -272,3 +280,25 @@ def test_stop_string_across_tokens_is_never_sent(tokenizer: Tokenizer) -> None:
 def test_demo_tokenizer_fits_the_model(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert tokenizer.get_vocab_size() == 512
     assert tokenizer.token_to_id("<|endoftext|>") == 0
+
+
+def test_events_that_wait_for_a_slow_client_become_one_chunk() -> None:
+    async def chunks() -> list[str]:
+        body = CompletionRequest(prompt="a", n=2, stream=True)
+        engine = SimpleNamespace(cancel=lambda request: None)
+        generation = Generation(cast(Engine, engine), body, [[1]], Deadline(None, 504))
+        first, second = generation.requests
+        for request, text in ((first, "a"), (second, "x"), (first, "b"), (first, "c")):
+            request.emit(TokenEvent(text, 1))
+        first.emit(TokenEvent("d", 4, "stop"))
+        second.emit(TokenEvent("y", 2, "length"))
+        await asyncio.sleep(0.01)
+        return [event["data"] async for event in generation.stream(CompletionForm("m"))]
+
+    *parts, done = asyncio.run(chunks())
+    assert done == "[DONE]"
+    told = [json.loads(part)["choices"][0] for part in parts]
+    assert [(c["index"], c["text"], c["finish_reason"]) for c in told] == [
+        (0, "abcd", "stop"),
+        (1, "xy", "length"),
+    ]

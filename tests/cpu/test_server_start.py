@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
+import torch
 
 from moe_fp8.errors import ConfigError
-from server_example.backend import choose_backend
+from moe_fp8.jit.build import BuildReport
+from server_example import demo, serve
+from server_example.backend import DeviceChoice, choose_backend, explained_memory
+from server_example.cache import LayerCache
 from server_example.engine import Engine, EngineOptions, EngineStoppedError
 from server_example.sampling import SamplingParams
 from server_example.scheduler import Request, TokenEvent
@@ -74,6 +81,15 @@ def test_a_missing_library_is_named(module: str, lacking: str) -> None:
     assert done.stderr == f"error: {lacking} is not installed; run: pip install -e '.[server]'\n"
 
 
+def test_the_command_names_a_missing_library_too() -> None:
+    code = (
+        "import sys; sys.modules['uvicorn'] = None; from moe_fp8.cli import main; sys.exit(main(['serve']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "error: uvicorn is not installed; run: pip install -e '.[server]'\n"
+
+
 def test_the_demo_asks_no_other_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -83,11 +99,82 @@ def test_the_demo_asks_no_other_server() -> None:
     assert done.stderr.startswith(f"error: port {port}: ") and "Traceback" not in done.stderr
 
 
-def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_is_refused_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match="no CUDA device"):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(ConfigError, match=r"no CUDA device .*'7'.*--device cpu"):
         choose_backend("cuda")
     assert choose_backend("auto").name == "reference"
+    assert "which is slow; --device cuda would refuse" in caplog.text
+    monkeypatch.setattr("torch.version.cuda", None)
+    with pytest.raises(ConfigError, match="built without CUDA"):
+        choose_backend("cuda")
+
+
+@pytest.mark.parametrize("choice", ["auto", "cuda"])
+def test_a_gpu_that_others_hold_is_not_replaced_by_the_cpu(
+    choice: DeviceChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(device: int) -> tuple[int, int]:
+        raise RuntimeError(
+            "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors"
+        )
+
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", busy)
+    with pytest.raises(ConfigError, match=r"busy or unavailable.*nvidia-smi.*--device cpu") as error:
+        choose_backend(choice)
+    assert "kernel errors" not in str(error.value)
+
+
+def test_a_lack_of_gpu_memory_ends_the_start_with_a_remedy(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.\nSee documentation")
+
+    monkeypatch.setattr(LayerCache, "allocate", full)
+    monkeypatch.setattr(
+        sys, "argv", ["server", "--model", str(demo_folder), "--device", "cpu", "--port", "0"]
+    )
+    taken = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert serve.main() == 2
+    finally:
+        for number, handler in taken.items():
+            signal.signal(number, handler)
+    said = capsys.readouterr().err
+    assert "Tried to allocate 3.00 GiB" in said and "lower --cache-pages" in said
+    with pytest.raises(RuntimeError, match="another"), explained_memory():
+        raise RuntimeError("another failure")
+
+
+def test_the_demo_says_why_it_compiles_without_a_gpu(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(demo, "build_plan", lambda plan: BuildReport((), 0.0))
+    demo.build_kernels(demo_folder)
+    said = capsys.readouterr().out
+    assert "plain torch on the CPU here" in said and "The kernels for Hopper" in said
+
+
+def test_the_start_prints_the_url(demo_folder: Path) -> None:
+    command = [sys.executable, "-m", "server_example", "--device", "cpu", "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--model", str(demo_folder)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert found is not None, line
+        assert httpx.get(f"{found[0]}/ready").status_code == 200
+        process.terminate()
+        assert process.wait(timeout=40) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,153 @@
+"""Class http: the example server under load, from clients that each keep one stream open.
+
+`python -m benchmarks.http --url http://127.0.0.1:8000` measures a server that runs, on any backend, and
+prints a JSON object for each number of streams. `python -m benchmarks --class http` starts servers of the
+demo model, with graphs and without, and stores the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from .load import Load, Seen, hold, idle
+from .results import Row, four_digits
+
+if TYPE_CHECKING:
+    from .compare import Session
+    from .peer import DeepGemm
+
+#: Streams of a row, and the seconds of each of its two servers.
+_STREAMS, _SECONDS = (1, 8, 64, 256), 20.0
+
+
+def run_http(session: Session, peer: DeepGemm | None, step: int) -> None:
+    """`us` is the median time between two events of a stream; `peer` has no server."""
+    # The other classes run without the server's dependencies.
+    from server_example.cache import PAGE_TOKENS
+    from server_example.demo import free_port, start_server, stop_server, wait_until_ready
+    from server_example.make_demo_model import make_demo_model
+
+    streams, most = _STREAMS[::step], max(_STREAMS)
+    load = Load("127.0.0.1", 0, 1, _SECONDS)
+    context = load.prompt_tokens + load.max_tokens
+    pages = 1 + most * -(-context // PAGE_TOKENS)
+    options = ["--max-batch", str(most), "--max-waiting", str(most), "--max-context", str(context)]
+    options += ["--cache-pages", str(pages), "--drain-seconds", "1"]
+    seen: dict[str, dict[int, Seen]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "demo"
+        make_demo_model(folder)
+        for decode in ("graph", "eager"):
+            with ExitStack() as stack:
+                port = free_port()
+                process = start_server(folder, port, *options, "--decode", decode)
+                stack.callback(stop_server, process)
+                wait_until_ready(process, f"http://127.0.0.1:{port}")
+                seen[decode] = {
+                    count: measure(Load("127.0.0.1", port, count, _SECONDS, pid=process.pid))
+                    for count in streams
+                }
+    for count in streams:
+        if errors := [*seen["graph"][count].errors, *seen["eager"][count].errors]:
+            session.fail(f"http, {count} streams", RuntimeError(errors[0]))
+            continue
+        shape = {"model": "demo", "streams": count, "prompt": load.prompt_tokens, "answer": load.max_tokens}
+        row = Row("http", shape, 1e6 * statistics.median(seen["graph"][count].gaps))
+        row.peers["eager"] = 1e6 * statistics.median(seen["eager"][count].gaps)
+        row.notes = {**figures(seen["graph"][count]), "eager": figures(seen["eager"][count])}
+        session.store(row)
+
+
+def measure(load: Load) -> Seen:
+    """One load, and then a server without requests; pages that are not free again count as an error."""
+
+    async def both() -> Seen:
+        seen = await hold(load)
+        state = await idle(load)
+        if state["free_pages"] != state["total_pages"]:
+            seen.errors.append(f"{state['free_pages']} of {state['total_pages']} pages are free at the end")
+        return seen
+
+    return asyncio.run(both())
+
+
+def figures(seen: Seen) -> dict[str, Any]:
+    """What a row tells; `share outside steps` is of the engine's time, with the wait for requests."""
+    sums = [seen.grew(f'server_step_seconds_sum{{phase="{phase}"}}') for phase in ("prefill", "decode")]
+    steps = seen.grew("server_batch_size_count")
+    return {
+        "tokens/s": four_digits(seen.tokens / seen.seconds),
+        **_percentiles("first token", seen.first_token),
+        **_percentiles("between tokens", seen.gaps),
+        "batch": four_digits(seen.grew("server_batch_size_sum") / max(1.0, steps)),
+        "decode step, us": four_digits(1e6 * sums[1] / max(1.0, steps)),
+        "share outside steps": four_digits(1 - sum(sums) / seen.seconds),
+        "finished": seen.finished,
+        "refused": seen.refused,
+        "misses": seen.after["moe_fp8_jit_misses"],
+    }
+
+
+def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else seconds * 99
+    if not cuts:
+        return {}
+    return {f"{name}, p50 ms": four_digits(1e3 * cuts[49]), f"{name}, p99 ms": four_digits(1e3 * cuts[98])}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.http",
+        description="Load the example server that runs at --url. SERVER_EXAMPLE_API_KEY is its key.",
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
+    parser.add_argument(
+        "--streams", default="1,8,64,256", help="one load after the other (default: %(default)s)"
+    )
+    for option, default, text in (
+        ("--seconds", 60.0, "of each load"),
+        ("--prompt-tokens", 128, "of each request"),
+        ("--max-tokens", 128, "of each answer"),
+        ("--leaving", 0, "clients that close their connections midway"),
+        ("--slow", 0, "clients that read slowly"),
+    ):
+        parser.add_argument(
+            option, type=type(default), default=default, help=f"{text} (default: %(default)s)"
+        )
+    parser.add_argument("--pid", type=int, help="of the server, to watch its memory")
+    return parser
+
+
+def main() -> int:
+    """0 if there was no error but honest refusals, and every page is free after each load."""
+    options = _parser().parse_args()
+    url = urlsplit(options.url)
+    failed = False
+    for streams in (int(count) for count in options.streams.split(",")):
+        load = Load(
+            url.hostname or "127.0.0.1", url.port or 80, streams, options.seconds,
+            prompt_tokens=options.prompt_tokens, max_tokens=options.max_tokens, leaving=options.leaving,
+            slow=options.slow, key=os.environ.get("SERVER_EXAMPLE_API_KEY"), pid=options.pid,
+        )  # fmt: skip
+        seen = measure(load)
+        told = {"streams": streams, **figures(seen), "left": seen.left, "errors": sorted(set(seen.errors))}
+        if seen.memory:
+            third = len(seen.memory) // 3
+            told["memory grew, MiB"] = four_digits((seen.memory[-1] - seen.memory[third]) / 2**20)
+        print(json.dumps(told), flush=True)
+        failed = failed or bool(seen.errors)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
