@@ -1,4 +1,7 @@
-"""Continuous batching over one model: prefill runs in chunks, and decode runs in replayed graphs."""
+"""Continuous batching over one model: prefill runs in chunks, and decode runs in replayed graphs.
+
+While the GPU computes a step, the host tells the clients the tokens of the step before.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +69,17 @@ class EngineOptions:
             )
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """A token that was chosen for a request, its number from 1, and the request's end if that is known."""
+
+    request: Request
+    token: int
+    logits: torch.Tensor
+    number: int
+    end: FinishReason | None
+
+
 class EngineStoppedError(Exception):
     """The engine's thread has ended."""
 
@@ -124,7 +138,11 @@ class Engine:
             }
         )
         self.failure: str | None = None
-        self._texts: dict[int, TextStream] = {}
+        #: The requests that have not ended, and the text of each; an end is told last.
+        self._open: dict[Request, TextStream] = {}
+        self._untold: list[_Choice] = []
+        # On a CPU a step returns when it is done, so there is nothing to do meanwhile.
+        self._tells_late = backend.device.type == "cuda"
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
@@ -155,7 +173,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self._open)
 
     def submit(self, *requests: Request) -> None:
         """Queues all requests or none; their events come through `request.emit`.
@@ -167,7 +185,7 @@ class Engine:
                 raise EngineStoppedError(self.failure or "the engine is stopped")
             self.scheduler.submit(*requests)
             for request in requests:
-                self._texts[request.number] = TextStream(self.tokenizer, request.params.stop)
+                self._open[request] = TextStream(self.tokenizer, request.params.stop)
             self._wake.notify()
 
     def cancel(self, request: Request) -> None:
@@ -182,9 +200,7 @@ class Engine:
         try:
             while True:
                 with self._wake:
-                    self._wake.wait_for(
-                        lambda: self._stopping or self.scheduler.waiting or self.scheduler.running
-                    )
+                    self._wake.wait_for(lambda: self._stopping or self._open)
                     if self._stopping:
                         break
                     for request, reason in self.scheduler.drop_ended():
@@ -196,13 +212,16 @@ class Engine:
                     self._timed("prefill", self._prefill, prefill)
                 if decoding:
                     self._timed("decode", self._decode, decoding)
+                if prefill is None and not decoding:
+                    self._tell()
+            self._tell()
         except Exception as error:
             logger.exception("the engine failed")
             self.failure = f"{type(error).__name__}: {error}"
         finally:
             last: FinishReason = "error" if self.failure else "shutdown"
             with self._wake:
-                for request in (*self.scheduler.running, *self.scheduler.waiting):
+                for request in list(self._open):
                     self._finish(request, "", last, self.failure or _ENDINGS[last])
 
     def _timed(self, phase: str, work: Callable[[_Work], None], on: _Work) -> None:
@@ -217,16 +236,22 @@ class Engine:
         logits = self.model.prefill(batch, self.caches)
         request.context += len(chunk)
         self.metrics.prompt_tokens.inc(len(chunk))
+        self._tell()
         if not request.prefilling and not request.generated:
-            self._append(request, logits.cpu())
+            self._choose([request], logits.cpu()[None])
 
     def _decode(self, requests: list[Request]) -> None:
+        # The text of a request may have ended while the prefill ran.
+        requests = [request for request in requests if request in self._open]
+        if not requests:
+            return
         self.metrics.batch_size.observe(len(requests))
         outputs = self._step(self._decode_inputs(requests))
+        self._tell()
         logits = outputs["logits"].cpu()
-        for row, request in enumerate(requests):
+        for request in requests:
             request.context += 1
-            self._append(request, logits[row])
+        self._choose(requests, logits)
 
     def _eager_step(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         on_device = {name: tensor.to(self.backend.device) for name, tensor in inputs.items()}
@@ -242,28 +267,50 @@ class Engine:
             "block_table": table,
         }
 
-    def _append(self, request: Request, logits: torch.Tensor) -> None:
-        """Samples the next token, and ends the request if this token is its last."""
-        token = request.sampler(logits)
-        request.generated.append(token)
-        self.metrics.token(request)
-        text = self._texts[request.number]
-        reason: FinishReason | None = None
-        piece, logprob = "", None
-        if token == self.config.eos_token_id and not request.params.ignore_eos:
-            reason = "stop"
-        else:
-            piece, logprob = text.push(token), self._logprob(request, logits, token)
-            if text.stopped:
-                reason = "stop"
-            elif len(request.generated) >= request.params.max_tokens:
-                reason = "length"
-        if reason is None:
-            request.emit(TokenEvent(piece, len(request.generated), logprob=logprob))
-            return
-        piece += text.finish()
-        with self._wake:
-            self._finish(request, piece, reason, logprob=logprob)
+    def _choose(self, requests: list[Request], logits: torch.Tensor) -> None:
+        """Samples each request's next token; a request whose last token it is leaves the batch."""
+        for request, row in zip(requests, logits, strict=True):
+            token = request.sampler(row)
+            request.generated.append(token)
+            number = len(request.generated)
+            end: FinishReason | None = None
+            if self._is_end(request, token):
+                end = "stop"
+            elif number >= request.params.max_tokens:
+                end = "length"
+            if end is not None:
+                with self._wake:
+                    self.scheduler.release(request)
+            self._untold.append(_Choice(request, token, row, number, end))
+        if not self._tells_late:
+            self._tell()
+
+    def _is_end(self, request: Request, token: int) -> bool:
+        return token == self.config.eos_token_id and not request.params.ignore_eos
+
+    def _tell(self) -> None:
+        """Emits the text of the tokens that were chosen, and ends requests.
+
+        A stop string shows only in the text. The request may then be in a step that runs, whose token for it
+        is dropped.
+        """
+        untold, self._untold = self._untold, []
+        for choice in untold:
+            request = choice.request
+            text = self._open.get(request)
+            if text is None:
+                continue
+            self.metrics.token(request)
+            piece, logprob = "", None
+            if not self._is_end(request, choice.token):
+                piece, logprob = text.push(choice.token), self._logprob(request, choice.logits, choice.token)
+            reason: FinishReason | None = "stop" if text.stopped else choice.end
+            if reason is None:
+                request.emit(TokenEvent(piece, choice.number, logprob=logprob))
+                continue
+            piece += text.finish()
+            with self._wake:
+                self._finish(request, piece, reason, logprob=logprob, tokens=choice.number)
 
     def _logprob(self, request: Request, logits: torch.Tensor, token: int) -> TokenLogprob | None:
         if request.params.logprobs is None:
@@ -282,11 +329,13 @@ class Engine:
         reason: FinishReason,
         error: str | None = None,
         logprob: TokenLogprob | None = None,
+        tokens: int | None = None,
     ) -> None:
         self.scheduler.release(request)
-        self._texts.pop(request.number, None)
+        del self._open[request]
         self.metrics.requests.labels(reason).inc()
-        request.emit(TokenEvent(text, len(request.generated), reason, error, logprob))
+        told = len(request.generated) if tokens is None else tokens
+        request.emit(TokenEvent(text, told, reason, error, logprob))
 
 
 def _load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:

@@ -215,9 +215,8 @@ def test_a_failure_of_the_engine_reaches_every_request(
     monkeypatch.setattr(engine.model, "prefill", fail)
     events: list[list[TokenEvent]] = [[], []]
     requests = [Request([1, 2], SamplingParams(max_tokens=4), emit=box.append) for box in events]
-    engine.scheduler.submit(requests[0])
-    engine.scheduler.submit(requests[1])
     engine.start()
+    engine.submit(*requests)
     engine._thread.join(timeout=20)
     for box in events:
         assert [(event.finish_reason, event.error) for event in box] == [
