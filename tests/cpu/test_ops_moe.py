@@ -11,6 +11,7 @@ from moe_fp8 import (
     ArgumentError,
     fused_moe,
     grouped_gemm_fp8_contiguous,
+    interleave_gate_up,
     moe_combine,
     moe_permute,
     quantize_fp8_blocks,
@@ -76,6 +77,28 @@ def test_layer_names_the_wrong_argument(argument: str, given: dict[str, Any]) ->
     with pytest.raises(ArgumentError) as caught:
         fused_moe(**(arguments | given))
     assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
+def test_interleaved_rows_alternate_and_are_all_there(dtype: torch.dtype) -> None:
+    gate = torch.arange(2 * 24 * 16).view(2, 24, 16) % 200 - 100
+    w13 = torch.cat((gate, -gate), 1).to(dtype)
+    mixed = interleave_gate_up(w13)
+    assert mixed.shape == w13.shape and mixed.dtype is dtype and mixed.is_contiguous()
+    back = torch.empty_like(w13.float())
+    for row in range(24):
+        block, within = divmod(row, 8)
+        back[:, row] = mixed.float()[:, 16 * block + within]
+        back[:, 24 + row] = mixed.float()[:, 16 * block + 8 + within]
+    assert torch.equal(back, w13.float())
+    assert not torch.equal(mixed.float(), w13.float())
+
+
+@pytest.mark.parametrize("shape", [(48, 16), (2, 40, 16)])
+def test_interleaving_names_wrong_weights(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        interleave_gate_up(torch.zeros(shape))
+    assert (caught.value.op, caught.value.argument) == ("interleave_gate_up", "w13")
 
 
 def test_no_tokens() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import importlib
 import inspect
 import math
 import struct
@@ -17,7 +18,7 @@ from moe_fp8.errors import ConfigError
 from moe_fp8.ops import registry
 from moe_fp8.ops.keys import Call
 from moe_fp8.settings import settings
-from tests import cache_cases
+from tests import cache_cases, moe_cases
 from tests.cpu.cuda_side import import_cuda_side
 from tests.cpu.op_arguments import I32, OPS
 
@@ -207,6 +208,48 @@ def test_a_launch_has_the_callers_config(cuda: _Cuda) -> None:
     assert (defines["BLOCK_M"], defines["BLOCK_N"]) == (128, 256)
     with pytest.raises(ConfigError):
         _plan(cuda, "128x512")
+
+
+@pytest.mark.parametrize(
+    ("op", "index", "promise"),
+    [
+        ("gemm_fp8", None, {"constant_weights": False}),
+        ("gemm_fp8", None, {"constant_weights": True}),
+        ("grouped_gemm_fp8_contiguous", "index", {"constant_weights": False}),
+        ("grouped_gemm_fp8_contiguous", "index", {"constant_weights": True}),
+        ("grouped_gemm_fp8_masked", "masked_m", {}),
+    ],
+)
+def test_a_launch_of_a_gemm_packs_what_the_kernel_reads(
+    cuda: _Cuda, monkeypatch: pytest.MonkeyPatch, op: str, index: str | None, promise: dict[str, bool]
+) -> None:
+    maps = iter(range(1, 5))
+    monkeypatch.setattr(cuda.gemm, "encode_2d", lambda *sizes, **kinds: bytes([next(maps)] * 128))
+    arguments = {**OPS[op](), "config": "8x128", **promise}
+    cuda.run(op, arguments)
+    ((_, _, params),) = cuda.kernel.launches
+    # Tiles of few tokens are stored from registers, so the map of the output stays empty.
+    assert params[:512] == b"".join(bytes([number] * 128) for number in (1, 2, 3, 0))
+    addresses = (arguments[name].data_ptr() if name else 0 for name in ("out", "b_scale", index))
+    (*_, m, k), out, experts = arguments["a"].shape, arguments["out"], arguments["b"].shape[0] if index else 1
+    sizes = (out.stride(-2), m, out.shape[-1], k, experts)
+    assert struct.unpack("<4q5i", params[512:564]) == (*addresses, *sizes, any(promise.values()))
+    assert not any(params[564:])
+
+
+def test_the_second_gemm_of_a_layer_reads_weights_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, given = importlib.import_module("moe_fp8.ops.moe.layer"), []
+    gemm = layer.grouped_gemm_fp8_contiguous
+
+    def recorded(*operands: Any, **named: Any) -> Any:
+        given.append(named)
+        return gemm(*operands, **named)
+
+    monkeypatch.setattr(layer, "grouped_gemm_fp8_contiguous", recorded)
+    case = moe_cases.Layer(moe_cases.Case(9, 2, 3, 256), 128, "cpu")
+    case.fused(*case.inputs())
+    # `moe_permute` writes the offsets right before the first.
+    assert [named.get("constant_weights", False) for named in given] == [False, True]
 
 
 def test_a_launch_asks_the_devices_table(
