@@ -3,8 +3,9 @@
 vLLM must be importable. The contestants are vLLM's two kinds of experts, each alone and with the plug-in
 (MOE_FP8_ENGINE=1): "deep_gemm" is DeepGEMM for experts and dense layers, "triton" is Triton experts with
 CUTLASS dense layers. (The indexer of DeepSeek-V3.2 needs DeepGEMM in both.) All engines of a model live at
-the same time, and one works at a time. There are two processes of each contestant, since processes differ
-by up to a fifth in wall time. A start is timed while no other engine lives.
+the same time, and one works at a time. In each turn the main threads of all engines run on the same core,
+and each turn takes another core: cores of a shared host differ by up to a third in wall time. A start is
+timed while no other engine lives.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .results import RESULTS, ROOT, ResultsFile, Row, four_digits, git_commit
 EXPERTS = ("deep_gemm", "triton")
 
 #: Tokens of each request that are compared, decode steps of a turn, and profiled steps.
-_TOKENS, _TURN, _PROFILED = 32, 24, 8
+_TOKENS, _TURN, _PROFILED = 32, 12, 8
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -94,6 +95,10 @@ class Engine:
         self._process.stdin.write(json.dumps({"request": request, **options}) + "\n")
         self._process.stdin.flush()
         return self._answer()
+
+    def run_on(self, core: int) -> None:
+        """From now on the main thread, which is where vLLM schedules, runs on this core."""
+        os.sched_setaffinity(self._process.pid, {core})
 
     def _answer(self) -> Any:
         line = self._answers.readline()
@@ -179,7 +184,10 @@ def run_model(
         for batch in batches:
             _measure(engines, measured, batch, rounds)
         for kind, engine in engines:
-            measured[kind].counters = engine.ask("counters")
+            counters = engine.ask("counters")
+            if bool(counters and counters["loads"]) != kind[1]:
+                raise RuntimeError(f"{engine.name}: kernels of this package loaded: {counters}")
+            measured[kind].counters = counters
     return measured
 
 
@@ -198,8 +206,10 @@ def _measure(
     for _, engine in engines:
         # A step gives at least one token, and with a draft at most two.
         engine.ask("begin", batch=batch, tokens=2 * (_TURN * (rounds + 1) + _PROFILED))
+    cores = sorted(os.sched_getaffinity(0))
     for number in range(rounds + 1):
         for kind, engine in engines:
+            engine.run_on(cores[number % len(cores)])
             wall = engine.ask("decode", steps=_TURN)["wall_us"]
             if number:  # the first turn warms up
                 measured[kind].wall_us.setdefault(batch, []).append(wall)
@@ -213,9 +223,9 @@ def run_engine(
     session: Session,
     models: Sequence[str] = tuple(MODELS),
     experts: Sequence[str] = EXPERTS,
-    rounds: int = 3,
+    rounds: int = 10,
     batches: Sequence[int] = (1, 8, 32, 64, 256),
-    processes: int = 2,
+    processes: int = 1,
     starts: bool = True,
     caches: Path | None = None,
 ) -> None:
@@ -275,8 +285,8 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--experts", default=",".join(EXPERTS))
     parser.add_argument("--batches", default="1,8,32,64,256")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--processes", type=int, default=2, help="of each contestant")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--processes", type=int, default=1, help="of each contestant")
     parser.add_argument("--no-starts", action="store_true", help="do not time cold and warm starts")
     parser.add_argument("--caches", type=Path, help="keeps compiled kernels between runs (default: nowhere)")
     parser.add_argument("--out", type=Path, help="results file (default: benchmarks/results/DEVICE.json)")

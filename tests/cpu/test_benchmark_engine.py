@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,19 @@ class Answers:
     """An engine whose steps take 100 us a request with the plug-in and 150 us without it."""
 
     alive: int = 0
+    loaded: bool = True
+    stray: bool = False
 
     def __init__(self, model: str, experts: str, ours: bool, *others: Any) -> None:
-        self.ours, self.seconds = ours, {"engine": 10.0 if ours else 20.0}
+        self.name, self.ours, self.seconds = model, ours, {"engine": 10.0 if ours else 20.0}
         self.batch = 0
         Answers.alive += 1
 
     def wait_ready(self) -> None:
         pass
+
+    def run_on(self, core: int) -> None:
+        assert core in os.sched_getaffinity(0)
 
     def ask(self, request: str, **options: Any) -> Any:
         if request in ("tokens", "begin"):
@@ -35,7 +41,7 @@ class Answers:
             "tokens": {"tokens": [tokens] * self.batch, "logprobs": [[-1.0] * 3] * self.batch},
             "decode": {"wall_us": 2 * us},
             "profile": {"gpu_us": us, "kernels_us": {"gemm": us}},
-            "counters": {"misses": 0},
+            "counters": {"misses": 0, "loads": 57 * (self.ours or Answers.stray)} if self.loaded else None,
         }.get(request)
 
     def close(self) -> None:
@@ -67,6 +73,19 @@ def test_each_contestant_gives_rows(processes: int, tmp_path: Path, monkeypatch:
     assert [row["shape"]["start"] for row in starts] == ["cold", "warm"]
     assert {row["shape"]["experts"] for row in starts} == {"deep_gemm"}
     assert Answers.alive == 0, "every engine is closed"
+
+
+@pytest.mark.parametrize(("attribute", "value"), [("loaded", False), ("stray", True)])
+def test_an_engine_without_the_plug_in_is_not_measured_as_ours(
+    attribute: str, value: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Answers, attribute, value)
+    monkeypatch.setattr(engine, "Engine", Answers)
+    path = tmp_path / "h200.json"
+    session = Session(ResultsFile(path, ENVIRONMENT), replays=1, failures=[])
+    engine.run_engine(session, ["qwen3_30b"], batches=(1,))
+    assert "kernels of this package loaded" in session.failures[0]
+    assert not path.exists() or not read_rows(path)
 
 
 def test_a_model_whose_engine_ends_counts_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
