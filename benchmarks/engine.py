@@ -4,8 +4,8 @@ vLLM must be importable. The contestants are vLLM's two kinds of experts, each a
 (MOE_FP8_ENGINE=1): "deep_gemm" is DeepGEMM for experts and dense layers, "triton" is Triton experts with
 CUTLASS dense layers. (The indexer of DeepSeek-V3.2 needs DeepGEMM in both.) All engines of a model live at
 the same time, and one works at a time. In each turn the main threads of all engines run on the same core,
-and each turn takes another core: cores of a shared host differ by up to a third in wall time. A start is
-timed while no other engine lives.
+and each turn takes another core: cores of a shared host differ by up to a third. So the ratio of wall times
+is the median of the turns' ratios. A start is timed while no other engine lives.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -134,10 +135,8 @@ class Measured:
     seconds: dict[str, float] = field(default_factory=dict)
     counters: Any = None
 
-    def least(self, time: str, batch: int) -> float:
-        """The least of all turns and processes, in microseconds."""
-        if time == "wall":
-            return min(self.wall_us[batch])
+    def gpu_us(self, batch: int) -> float:
+        """The least of all processes."""
         return min(float(profile["gpu_us"]) for profile in self.profiles[batch])
 
 
@@ -246,18 +245,17 @@ def run_engine(
 def _store(session: Session, model: str, experts: str, ours: Measured, theirs: Measured) -> None:
     name = f"vllm {experts}"
     for batch in ours.tokens:
-        for time_ in ("gpu", "wall"):
-            shape = {"model": model, "experts": experts, "batch": batch, "time": time_}
-            row = Row("engine", shape, ours.least(time_, batch))
-            row.peers[name] = theirs.least(time_, batch)
-            if time_ == "gpu":
-                row.notes = _notes(ours, theirs, batch) | {"counters": ours.counters}
-            else:
-                row.notes = {
-                    who: [four_digits(us) for us in one.wall_us[batch]]
-                    for who, one in (("ours", ours), ("theirs", theirs))
-                }
-            session.store(row)
+        shape = {"model": model, "experts": experts, "batch": batch}
+        row = Row("engine", {**shape, "time": "gpu"}, ours.gpu_us(batch))
+        row.peers[name] = theirs.gpu_us(batch)
+        row.notes = _notes(ours, theirs, batch) | {"counters": ours.counters}
+        session.store(row)
+        one, other = ours.wall_us[batch], theirs.wall_us[batch]
+        row = Row("engine", {**shape, "time": "wall"}, statistics.median(one))
+        # Only times of the same turn can be compared, since each turn has another core.
+        row.peers[name] = row.us * statistics.median(b / a for a, b in zip(one, other, strict=True))
+        row.notes = {"ours": list(map(four_digits, one)), "theirs": list(map(four_digits, other))}
+        session.store(row)
     for start, seconds in ours.seconds.items():
         shape = {"model": model, "experts": experts, "start": start, "time": "to first token"}
         row = Row("engine", shape, seconds * 1e6)

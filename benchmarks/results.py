@@ -136,11 +136,11 @@ class ResultsFile:
     """The results file `path`; every `add` writes the file again.
 
     The first new row of a class and set removes the rows that an earlier run left there, so the rows of a
-    class and set always come from one run. In class engine it removes those of the same model and experts,
-    where starts and steps are two runs. In class repetition it removes only the row of the same case and
-    seed. All other rows stay, with one exception: each commit has its own unseen shapes, so a commit's first
-    unseen row removes the unseen rows of all other commits. Raises ValueError if the file belongs to another
-    device.
+    class and set always come from one run. In class moe_layer it removes those of the same model, and in
+    class engine those of the same model and experts, where starts and steps are two runs. In class repetition
+    it removes only the row of the same case and seed. All other rows stay, with one exception: each commit
+    has its own unseen shapes, so a commit's first unseen row removes the unseen rows of all other commits.
+    Raises ValueError if the file belongs to another device.
     """
 
     def __init__(self, path: Path, environment: dict[str, Any]) -> None:
@@ -186,6 +186,8 @@ def _group(row: dict[str, Any]) -> tuple[str, ...]:
     group = (row["class"], set_of(row["shape"]))
     if row["class"] == RepetitionRow.cls:
         return *group, json.dumps(row["shape"], sort_keys=True), str(row["seed"])
+    if row["class"] == "moe_layer":
+        return *group, row["shape"]["model"]
     if row["class"] == "engine":
         return *group, row["shape"]["model"], row["shape"]["experts"], str("start" in row["shape"])
     return group
