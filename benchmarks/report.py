@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -106,9 +107,45 @@ def full(results: Results) -> str:
     return "\n\n".join(parts)
 
 
+def engine(results: Results) -> str:
+    """Each model's decode steps in vLLM over all batches, against each of vLLM's kinds of experts."""
+    header = [
+        "model",
+        "vLLM's experts",
+        "batches",
+        "GPU time: geometric mean",
+        "least",
+        "wall time: geometric mean",
+        "least",
+    ]
+    header += ["cold start", "warm start"]
+    parts = []
+    for device in results:
+        rows = [row for row in device["rows"] if row["class"] == "engine"]
+        lines = [_line(header), _line(["---"] * len(header))]
+        groups = dict.fromkeys((row["shape"]["model"], row["shape"]["experts"]) for row in rows)
+        for model, experts in groups:
+            own = [
+                row for row in rows if (row["shape"]["model"], row["shape"]["experts"]) == (model, experts)
+            ]
+            steps = [row for row in own if "batch" in row["shape"]]
+            if not steps:
+                continue
+            starts = {row["shape"]["start"]: row["ratio"] for row in own if "start" in row["shape"]}
+            cells = [model, experts, ", ".join(dict.fromkeys(str(row["shape"]["batch"]) for row in steps))]
+            for time in ("gpu", "wall"):
+                ratios = [row["ratio"] for row in steps if row["shape"]["time"] == time]
+                cells += [_number(statistics.geometric_mean(ratios), 2), _number(min(ratios), 2)]
+            lines.append(_line([*cells, *(_number(starts.get(name), 2) for name in ("cold", "warm"))]))
+        if len(lines) > 2:
+            parts.append("\n".join([f"On one {_name(device)}:", "", *lines, "", _measured(rows)]))
+    return "\n\n".join(parts) or "No device has been measured yet."
+
+
 #: (file, name of the markers, generator): one entry for each marked section.
 TARGETS: list[tuple[Path, str, Callable[[Results], str]]] = [
     (ROOT / "README.md", "benchmarks", summary),
+    (ROOT / "docs" / "vllm.md", "engine", engine),
     (ROOT / "docs" / "benchmarks.md", "targets", accounting),
     (ROOT / "docs" / "benchmarks.md", "results", full),
 ]

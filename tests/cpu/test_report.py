@@ -145,3 +145,18 @@ def test_a_changed_result_makes_a_file_stale(tmp_path: Path) -> None:
     assert page in report.stale(pages, [_device(_dense(1, 1.0, 1.0))])
     with pytest.raises(ValueError, match="expected one"):
         report.rewritten("no markers", "t", "body")
+
+
+def test_an_engines_steps_become_a_line_for_each_model_and_kind_of_experts() -> None:
+    def step(batch: int, time: str, peer: float) -> Row:
+        shape = {"model": "a", "experts": "triton", "batch": batch, "time": time}
+        return Row("engine", shape, 100.0, peers={"vllm triton": peer})
+
+    start = {"model": "a", "experts": "triton", "start": "cold", "time": "to first token"}
+    rows = [step(1, "gpu", 200.0), step(8, "gpu", 800.0), step(1, "wall", 110.0), step(8, "wall", 110.0)]
+    rows.append(Row("engine", start, 2e7, peers={"vllm triton": 5e7}))
+    rows.append(Row("engine", {**start, "model": "only starts"}, 2e7, peers={"vllm triton": 5e7}))
+    text = report.engine([_device(*rows)])
+    assert "| a | triton | 1, 8 | 4.00 | 2.00 | 1.10 | 1.10 | 2.50 |  |" in text
+    assert "only starts" not in text
+    assert report.engine([]) == "No device has been measured yet."
