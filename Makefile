@@ -1,5 +1,6 @@
 # Everything runs in .venv, made from PYTHON with the versions of constraints.txt.
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
@@ -9,7 +10,8 @@ STAMP := $(VENV)/.installed
 help:
 	@echo "make demo           make the demo model, compile its kernels, serve it (PORT=8000), print one completion;"
 	@echo "                    ONCE=1: and stop"
-	@echo "make test           every test this machine can run (tests/gpu needs a Hopper GPU)"
+	@echo "make test           every test this machine can run (tests/gpu needs a Hopper GPU);"
+	@echo "                    WORKERS=0: in one process"
 	@echo "make lint           ruff and mypy"
 	@echo "make bench          time every class on this GPU into benchmarks/results/; PEER=FOLDER: beside DeepGEMM"
 	@echo "make tables         rewrite the tables and plots of README.md and docs/ from benchmarks/results/"
@@ -23,8 +25,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(RUN) -m server_example.demo $(if $(PORT),--port $(PORT)) $(if $(filter-out 0,$(ONCE)),--once)
 
+# One torch thread for each worker: two workers fill two cores.
 test: $(STAMP)
-	$(RUN) -m pytest -q
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .

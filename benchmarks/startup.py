@@ -28,7 +28,7 @@ _COMPILES = 3
 #: Widths of weights that no other class times, so the peer has no kernel for them yet.
 _NEW_WIDTHS = (4416, 4672, 4928)
 _MODEL = ROOT / "tests" / "configs" / "deepseek_v32.json"
-_TP, _EP = 8, 8
+_OPTIONS = {"tp": 8, "ep": 8}
 
 
 def run_compile(session: Session, peer: DeepGemm | None, step: int) -> None:
@@ -37,7 +37,7 @@ def run_compile(session: Session, peer: DeepGemm | None, step: int) -> None:
     A figure is the least of three, because other work on the host only adds time. Each of the three comes
     from its own pass over all kernels.
     """
-    specs = plan(load_model(_MODEL), PlanOptions(tp=_TP, ep=_EP, next_n=2, num_sms=num_sms())).specs[::step]
+    specs = plan(load_model(_MODEL), PlanOptions(**_OPTIONS, next_n=2, num_sms=num_sms())).specs[::step]
     least = [math.inf] * len(specs)
     for _ in range(_COMPILES):
         for i, spec in enumerate(specs):
@@ -121,7 +121,9 @@ def run_warmup(session: Session, peer: DeepGemm | None, step: int) -> None:
     at once), with a full store on all cores and on one core, and with a bundle and no store.
     """
     cores = len(os.sched_getaffinity(0))
-    model = ["--model", str(_MODEL), "--tp", str(_TP), "--ep", str(_EP)]
+    model = ["--model", str(_MODEL)]
+    for name, value in _OPTIONS.items():
+        model += [f"--{name.replace('_', '-')}", str(value)]
     script = [sys.executable, "-m", "moe_fp8.warmup", "--quiet", *model]
     runs = [("empty", jobs, 1, cores) for jobs in sorted({min(2, cores), cores})]
     runs += [("empty", cores, 8, cores), ("full", cores, 1, cores), ("full", cores, 1, 1)]
@@ -143,7 +145,7 @@ def run_warmup(session: Session, peer: DeepGemm | None, step: int) -> None:
                 session.fail(f"warmup store={store}", error)
                 return
             seconds = time.perf_counter() - started
-            shape: dict[str, Any] = {"model": _MODEL.stem, "tp": _TP, "ep": _EP, "store": store}
+            shape: dict[str, Any] = {"model": _MODEL.stem, **_OPTIONS, "store": store}
             row = Row("warmup", {**shape, "jobs": jobs, "ranks": ranks, "cores": used}, seconds * 1e6)
             row.notes = {name: summaries[0].get(name) for name in _KEPT}
             row.notes["compiled by all ranks"] = sum(summary.get("compiled", 0) for summary in summaries)

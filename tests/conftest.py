@@ -44,6 +44,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`--dist loadgroup` keeps the tests of a file together, and those that share what is slow to make."""
+    for item in items:
+        group = str(item.path)
+        if "reachable_kernels" in getattr(item, "fixturenames", ()):
+            group = "reachable_kernels"
+        elif item.path.parent.name == "engines":
+            group = "engines"  # The first of them downloads the engines' sources.
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     """A test draws the same numbers in every order of the tests, even if it sets no seed."""
