@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 #: The longest wait for any piece of an answer.
@@ -241,6 +242,8 @@ async def _get(load: Load, path: str) -> str:
 
 
 def resident_bytes(pid: int) -> int:
-    """The memory that a process holds, as Linux tells it."""
+    """The memory that a process and its children hold, as Linux tells it."""
     with open(f"/proc/{pid}/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        own = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return own + sum(resident_bytes(int(child)) for child in children)

@@ -28,7 +28,8 @@ _COMPILES = 3
 #: Widths of weights that no other class times, so the peer has no kernel for them yet.
 _NEW_WIDTHS = (4416, 4672, 4928)
 _MODEL = ROOT / "tests" / "configs" / "deepseek_v32.json"
-_OPTIONS = {"tp": 8, "ep": 8}
+#: Options of the planner, and of the startup script with dashes.
+_OPTIONS: dict[str, Any] = {"tp": 8, "ep": 8}
 
 
 def run_compile(session: Session, peer: DeepGemm | None, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from starlette.background import BackgroundTask
 
 import moe_fp8
 from server_example.answers import ChatForm, CompletionForm, Form
-from server_example.engine import Engine
+from server_example.client import EngineClient
+from server_example.engine import EngineStoppedError
 from server_example.errors import DOCUMENTED, ApiError, add_error_handlers
 from server_example.gate import Gate
 from server_example.generation import Deadline, Generation, prompt_tokens
@@ -49,10 +51,10 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.engine: Engine | None = None
+        self.engine: EngineClient | None = None
         self.draining = False
 
-    def ready_engine(self) -> Engine:
+    def ready_engine(self) -> EngineClient:
         """Raises `ApiError` 503 unless the engine takes requests."""
         if self.draining:
             raise ApiError(503, "the server is shutting down")
@@ -103,8 +105,9 @@ def create_app(service: Service) -> FastAPI:
         prompts = await asyncio.to_thread(prompt_tokens, engine, body)
         generation = Generation(engine, body, prompts, deadline)
         service.ready_engine()  # The server may have begun to drain during the tokenization.
-        generation.submit()
-        form: Form = ChatForm(engine.name) if isinstance(body, ChatRequest) else CompletionForm(engine.name)
+        await generation.submit()
+        name = engine.served.name
+        form: Form = ChatForm(name) if isinstance(body, ChatRequest) else CompletionForm(name)
         if body.stream:
             # A stream cancels its requests when it closes. If the client leaves before the stream begins,
             # the stream never runs, so this task cancels the requests.
@@ -143,7 +146,11 @@ def create_app(service: Service) -> FastAPI:
     @app.get("/health", responses={503: {"description": "The engine has failed"}})
     async def health() -> JSONResponse:
         """Liveness: 503 only after the engine has failed."""
-        details = {} if service.engine is None else _details(service.engine)
+        details = {}
+        if service.engine is not None:
+            details["failure"] = service.engine.failure
+            with suppress(EngineStoppedError):
+                details |= await service.engine.call("details")
         status = service.status
         return JSONResponse({"status": status, **details}, status_code=503 if status == "failed" else 200)
 
@@ -161,7 +168,11 @@ def create_app(service: Service) -> FastAPI:
     async def metrics() -> Response:
         if service.engine is None:
             raise ApiError(503, "the server is loading its model")
-        return Response(service.engine.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        try:
+            rendered = await service.engine.call("metrics")
+        except EngineStoppedError as error:
+            raise ApiError(503, str(error)) from None
+        return Response(rendered, media_type=CONTENT_TYPE_LATEST)
 
     # The schema leaves these out: a tool that tries every route would wait for the end of the stream.
 
@@ -179,33 +190,12 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-def _check_model(engine: Engine, name: str | None) -> None:
-    if name not in (None, engine.name):
-        message = f"model {name!r} is not served; {engine.name!r} is"
+def _check_model(engine: EngineClient, name: str | None) -> None:
+    if name not in (None, engine.served.name):
+        message = f"model {name!r} is not served; {engine.served.name!r} is"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def _model(engine: Engine) -> Model:
-    return Model(id=engine.name, created=engine.created, max_model_len=engine.scheduler.max_context)
-
-
-def _details(engine: Engine) -> dict[str, Any]:
-    counters = moe_fp8.jit.counters()
-    return {
-        "failure": engine.failure,
-        "model": engine.name,
-        "backend": engine.backend.name,
-        "backend_reason": engine.backend.reason,
-        "device": engine.backend.description,
-        "running": len(engine.scheduler.running),
-        "waiting": len(engine.scheduler.waiting),
-        "free_pages": engine.scheduler.pool.free,
-        "total_pages": engine.scheduler.pool.capacity,
-        "graphs": {"captured": engine.runner.captured, "replays": engine.runner.replays},
-        "jit": {
-            "frozen": moe_fp8.jit.is_frozen(),
-            "loads": counters.loads,
-            "compiles": counters.compiles,
-            "misses": counters.misses,
-        },
-    }
+def _model(engine: EngineClient) -> Model:
+    served = engine.served
+    return Model(id=served.name, created=served.created, max_model_len=served.max_context)

@@ -20,7 +20,6 @@ from moe_fp8.errors import ConfigError
 from moe_fp8.graph import BatchBuckets, BufferSpec, GraphRunner
 from server_example.backend import Backend, freeze_kernels, load_kernels, plan_options
 from server_example.cache import DUMMY_PAGE, PAGE_TOKENS, LayerCache, PagePool, pages_for
-from server_example.chat import ChatTemplate
 from server_example.metrics import Metrics
 from server_example.model.batch import PrefillBatch
 from server_example.model.config import ModelConfig
@@ -71,11 +70,14 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class _Choice:
-    """A token that was chosen for a request, its number from 1, and the request's end if that is known."""
+    """A token that was chosen for a request, its number from 1, and the request's end if that is known.
+
+    `logits` are there if the request reads them.
+    """
 
     request: Request
     token: int
-    logits: torch.Tensor
+    logits: torch.Tensor | None
     number: int
     end: FinishReason | None
 
@@ -95,8 +97,7 @@ class Engine:
         layers = options.num_hidden_layers
         self.config = ModelConfig.load(folder, **({} if layers is None else {"num_hidden_layers": layers}))
         self.created = int(time.time())
-        self.tokenizer = _load_tokenizer(folder, self.config.vocab_size)
-        self.chat_template = ChatTemplate.load(folder)
+        self.tokenizer = load_tokenizer(folder, self.config.vocab_size)
         self.token_texts = TokenTexts(self.tokenizer)
         max_context = min(options.max_context, self.config.max_position_embeddings)
         self.model = Transformer(
@@ -138,6 +139,8 @@ class Engine:
             }
         )
         self.failure: str | None = None
+        #: Called by the engine's thread after the events of a step, and after the last events.
+        self.flush: Callable[[], None] = lambda: None
         #: The requests that have not ended, and the text of each; an end is told last.
         self._open: dict[Request, TextStream] = {}
         self._untold: list[_Choice] = []
@@ -170,10 +173,6 @@ class Engine:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and self.failure is None
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._open)
 
     def submit(self, *requests: Request) -> None:
         """Queues all requests or none; their events come through `request.emit`.
@@ -223,6 +222,7 @@ class Engine:
             with self._wake:
                 for request in list(self._open):
                     self._finish(request, "", last, self.failure or _ENDINGS[last])
+            self.flush()
 
     def _timed(self, phase: str, work: Callable[[_Work], None], on: _Work) -> None:
         start = time.perf_counter()
@@ -238,7 +238,7 @@ class Engine:
         self.metrics.prompt_tokens.inc(len(chunk))
         self._tell()
         if not request.prefilling and not request.generated:
-            self._choose([request], logits.cpu()[None])
+            self._choose([request], {"logits": logits[None], "tokens": logits.argmax(-1, keepdim=True)})
 
     def _decode(self, requests: list[Request]) -> None:
         # The text of a request may have ended while the prefill ran.
@@ -248,29 +248,35 @@ class Engine:
         self.metrics.batch_size.observe(len(requests))
         outputs = self._step(self._decode_inputs(requests))
         self._tell()
-        logits = outputs["logits"].cpu()
         for request in requests:
             request.context += 1
-        self._choose(requests, logits)
+        self._choose(requests, outputs)
 
     def _eager_step(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         on_device = {name: tensor.to(self.backend.device) for name, tensor in inputs.items()}
         return self.model.decode(on_device, self.caches)
 
     def _decode_inputs(self, requests: list[Request]) -> Mapping[str, torch.Tensor]:
-        table = torch.full((len(requests), self.table_width), DUMMY_PAGE, dtype=torch.int32)
-        for row, request in enumerate(requests):
-            table[row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
+        width = self.table_width
+        table = [request.pages + [DUMMY_PAGE] * (width - len(request.pages)) for request in requests]
         return {
             "tokens": torch.tensor([request.generated[-1] for request in requests], dtype=torch.int64),
             "context_lens": torch.tensor([request.context + 1 for request in requests], dtype=torch.int32),
-            "block_table": table,
+            "block_table": torch.tensor(table, dtype=torch.int32),
         }
 
-    def _choose(self, requests: list[Request], logits: torch.Tensor) -> None:
-        """Samples each request's next token; a request whose last token it is leaves the batch."""
-        for request, row in zip(requests, logits, strict=True):
-            token = request.sampler(row)
+    def _choose(self, requests: list[Request], outputs: Mapping[str, torch.Tensor]) -> None:
+        """Chooses each request's next token; a request whose last token it is leaves the batch.
+
+        The host reads the logits of those requests alone that need them: with a large vocabulary, all logits
+        take longer to copy than the step takes.
+        """
+        reading = [row for row, request in enumerate(requests) if request.params.reads_logits]
+        logits = dict(zip(reading, outputs["logits"][reading].cpu(), strict=True)) if reading else {}
+        for at, (request, token) in enumerate(zip(requests, outputs["tokens"].tolist(), strict=True)):
+            row = logits.get(at)
+            if row is not None and request.params.temperature > 0:
+                token = request.sampler(row)
             request.generated.append(token)
             number = len(request.generated)
             end: FinishReason | None = None
@@ -311,9 +317,10 @@ class Engine:
             piece += text.finish()
             with self._wake:
                 self._finish(request, piece, reason, logprob=logprob, tokens=choice.number)
+        self.flush()
 
-    def _logprob(self, request: Request, logits: torch.Tensor, token: int) -> TokenLogprob | None:
-        if request.params.logprobs is None:
+    def _logprob(self, request: Request, logits: torch.Tensor | None, token: int) -> TokenLogprob | None:
+        if request.params.logprobs is None or logits is None:
             return None
         chosen, *top = log_probabilities(logits, token, request.params.logprobs)
         return TokenLogprob(
@@ -338,7 +345,8 @@ class Engine:
         request.emit(TokenEvent(text, told, reason, error, logprob))
 
 
-def _load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a model. Raises `ConfigError`."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError("tokenizer.json", "a file in the model folder", None, "the checkpoint lacks it")

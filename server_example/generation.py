@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -17,8 +16,10 @@ from pydantic import BaseModel
 from server_example import scheduler
 from server_example.answers import Form
 from server_example.chat import ChatTemplateError
-from server_example.engine import Engine, EngineStoppedError
+from server_example.client import EngineClient
+from server_example.engine import EngineStoppedError
 from server_example.errors import ApiError
+from server_example.host import Job
 from server_example.protocol import ChatRequest, CompletionRequest, FinishReason, Usage
 from server_example.sampling import SamplingParams
 from server_example.text import encode
@@ -41,7 +42,7 @@ class Deadline:
         return cls(None if seconds is None else time.monotonic() + seconds, status)
 
 
-def prompt_tokens(engine: Engine, body: CompletionRequest | ChatRequest) -> list[list[int]]:
+def prompt_tokens(engine: EngineClient, body: CompletionRequest | ChatRequest) -> list[list[int]]:
     """The tokens of each prompt. It runs on a worker thread, since long texts take long."""
     if isinstance(body, ChatRequest):
         try:
@@ -54,8 +55,8 @@ def prompt_tokens(engine: Engine, body: CompletionRequest | ChatRequest) -> list
     prompt = body.prompt
     several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
     prompts = cast("list[str] | list[list[int]]", prompt if several else [prompt])
-    if len(prompts) > engine.scheduler.max_waiting:
-        message = f"{len(prompts)} prompts exceed the queue of {engine.scheduler.max_waiting}; send fewer"
+    if len(prompts) > engine.served.max_waiting:
+        message = f"{len(prompts)} prompts exceed the queue of {engine.served.max_waiting}; send fewer"
         raise ApiError(400, message, param="prompt")
     texts = [text for text in prompts if isinstance(text, str)]
     if texts:
@@ -63,19 +64,19 @@ def prompt_tokens(engine: Engine, body: CompletionRequest | ChatRequest) -> list
     return _checked(engine, [tokens for tokens in prompts if isinstance(tokens, list)], "prompt")
 
 
-def _encode(engine: Engine, texts: list[str], param: str, special: bool = True) -> list[list[int]]:
-    most = engine.scheduler.max_context * engine.token_texts.most_bytes
+def _encode(engine: EngineClient, texts: list[str], param: str, special: bool = True) -> list[list[int]]:
+    most = engine.served.max_context * engine.token_texts.most_bytes
     for text in texts:
         # More bytes than the context's tokens can stand for: no need to count the tokens.
         if len(text) > most or len(text.encode()) > most:
             message = f"{param} has more than {most} bytes, which exceeds the context of "
-            message += f"{engine.scheduler.max_context} tokens; shorten it"
+            message += f"{engine.served.max_context} tokens; shorten it"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
     return _checked(engine, encode(engine.tokenizer, texts, special=special), param)
 
 
-def _checked(engine: Engine, prompts: list[list[int]], param: str) -> list[list[int]]:
-    vocab = engine.config.vocab_size
+def _checked(engine: EngineClient, prompts: list[list[int]], param: str) -> list[list[int]]:
+    vocab = engine.served.vocab_size
     for tokens in prompts:
         if not tokens:
             raise ApiError(400, f"{param} is empty", param=param)
@@ -86,11 +87,11 @@ def _checked(engine: Engine, prompts: list[list[int]], param: str) -> list[list[
 
 
 class Generation:
-    """The choices of one HTTP request, each a request of the engine; their events share a queue."""
+    """The choices of one HTTP request, each a job of the engine; their events share a queue."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineClient,
         body: CompletionRequest | ChatRequest,
         prompts: list[list[int]],
         deadline: Deadline,
@@ -100,19 +101,18 @@ class Generation:
         self._status = {**_STATUS, "timeout": deadline.status}
         self._prompt_tokens = sum(map(len, prompts))
         self._events: asyncio.Queue[tuple[int, scheduler.TokenEvent]] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-        choices = [(tokens, number) for tokens in prompts for number in range(body.n)]
-        self.requests = [
-            scheduler.Request(tokens, self._params(tokens, number), partial(self._emit, index), deadline.at)
-            for index, (tokens, number) in enumerate(choices)
+        self._jobs = [
+            Job(engine.job_number(), tokens, self._params(tokens, number), deadline.at)
+            for tokens in prompts
+            for number in range(body.n)
         ]
-        self._counts = [0] * len(self.requests)
+        self._counts = [0] * len(self._jobs)
 
     def _params(self, tokens: list[int], number: int) -> SamplingParams:
         """The settings of choice `number` of a prompt; each choice draws with a seed of its own."""
         body = self.body
         if isinstance(body, ChatRequest):
-            room = max(1, self.engine.scheduler.max_context - len(tokens))
+            room = max(1, self.engine.served.max_context - len(tokens))
             max_tokens = body.max_completion_tokens or body.max_tokens or room
             logprobs = body.top_logprobs if body.logprobs else None
         else:
@@ -128,13 +128,11 @@ class Generation:
         )
 
     def _emit(self, index: int, event: scheduler.TokenEvent) -> None:
-        # A closed loop has no listener left; the engine must not fail because of it.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+        self._events.put_nowait((index, event))
 
-    def submit(self) -> None:
+    async def submit(self) -> None:
         try:
-            self.engine.submit(*self.requests)
+            await self.engine.submit(self._jobs, [partial(self._emit, i) for i in range(len(self._jobs))])
         except scheduler.RequestTooLongError as error:
             chat = isinstance(self.body, ChatRequest)
             param = "messages" if chat and error.part == "prompt" else error.part
@@ -145,15 +143,14 @@ class Generation:
             raise ApiError(503, str(error)) from None
 
     def cancel(self) -> None:
-        for request in self.requests:
-            self.engine.cancel(request)
+        self.engine.cancel([job.number for job in self._jobs])
 
     async def _arrivals(self) -> AsyncIterator[dict[int, list[scheduler.TokenEvent]]]:
         """The new events of each choice, several if the client or this thread is slower than the engine.
 
         Raises `ApiError` if a choice fails.
         """
-        left = len(self.requests)
+        left = len(self._jobs)
         while left:
             arrived = [await self._events.get()]
             while not self._events.empty():
@@ -178,7 +175,7 @@ class Generation:
     async def collect(self, form: Form, http: HttpRequest) -> BaseModel:
         """Waits for the whole answer; if the client disconnects, the requests are cancelled."""
         watcher = asyncio.create_task(self._cancel_on_disconnect(http))
-        events: list[list[scheduler.TokenEvent]] = [[] for _ in self.requests]
+        events: list[list[scheduler.TokenEvent]] = [[] for _ in self._jobs]
         try:
             async for arrived in self._arrivals():
                 for index, new in arrived.items():

@@ -1,4 +1,4 @@
-"""The choice of a token from logits, on the host; a seed makes it reproducible."""
+"""The random choice of a token from logits, on the host; a seed makes it reproducible."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
 
+    @property
+    def reads_logits(self) -> bool:
+        """Whether a token needs more than the likeliest token's number."""
+        return self.temperature > 0 or self.logprobs is not None
+
 
 class Sampler:
     """The sampler of one request. Its choices depend only on its logits and seed, not on the batch."""
@@ -35,9 +40,7 @@ class Sampler:
             self.generator.manual_seed(params.seed)
 
     def __call__(self, logits: torch.Tensor) -> int:
-        """`logits` is fp32 [vocab] on the CPU."""
-        if self.params.temperature == 0:
-            return int(logits.argmax())
+        """`logits` is fp32 [vocab] on the CPU; the temperature is above 0."""
         # Without the difference, a temperature near 0 makes infinities, which have no probabilities.
         below = logits.double() - logits.max()
         probabilities = (below / self.params.temperature).softmax(dim=0)

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from server_example.cache import PAGE_TOKENS, PagePool, pages_for
 from server_example.sampling import Sampler, SamplingParams
@@ -20,8 +20,7 @@ FinishReason = Literal["stop", "length", "cancelled", "timeout", "shutdown", "er
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """A token's text and log-probability, and those of the most probable tokens in its place."""
 
     text: str
@@ -29,8 +28,7 @@ class TokenLogprob:
     top: tuple[tuple[str, float], ...]
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """Text that became certain with a token; the last event of a request carries `finish_reason`.
 
     `error` says why a request ended without its answer.
@@ -51,8 +49,11 @@ class RequestTooLongError(Exception):
     """The request could never run, even on an empty server. `part` is to blame."""
 
     def __init__(self, part: Literal["prompt", "max_tokens", "n"], message: str) -> None:
-        super().__init__(message)
+        super().__init__(part, message)
         self.part = part
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 @dataclass(eq=False)

@@ -1,8 +1,13 @@
-"""Bind, load, serve, drain. The HTTP side runs on a thread from the start; the main thread does the rest."""
+"""Bind, load, serve, drain.
+
+HTTP runs on a thread from the start, and the engine in a process of its own; the main thread looks after
+both.
+"""
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import signal
 import socket
 import sys
@@ -16,15 +21,17 @@ from pydantic_settings import CliApp
 
 from moe_fp8.errors import MoeFp8Error
 from server_example.app import Service, create_app
-from server_example.backend import choose_backend, explained_memory
-from server_example.engine import prepare_engine
+from server_example.client import EngineClient
 from server_example.gate import timed_protocol
+from server_example.host import run_engine
 from server_example.settings import Settings
 
 logger = logging.getLogger("server_example")
 
 #: Time for the last bytes of answers, once the engine has stopped.
 _FLUSH_SECONDS = 5
+#: Time for the engine's last step, and for the end of its process.
+_STOP_SECONDS = 10
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -33,11 +40,19 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=2048)
 
 
+class Refused(Exception):
+    """The engine's process says why it cannot serve."""
+
+
 class Process:
-    """The HTTP thread and the two signals that end the server."""
+    """The HTTP thread, the engine's process, and the two signals that end the server."""
 
     def __init__(self, service: Service, sock: socket.socket) -> None:
         self.service = service
+        # A fork would take along this process's threads' locks and, on a GPU, a state that cannot be shared.
+        context = multiprocessing.get_context("spawn")
+        self._connection, self._far_end = context.Pipe()
+        self._engine = context.Process(target=run_engine, args=(service.settings, self._far_end))
         config = uvicorn.Config(
             create_app(service),
             http=timed_protocol(service.settings.receive_seconds),
@@ -57,6 +72,15 @@ class Process:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
+    def load(self) -> EngineClient:
+        """Starts the engine's process and waits until it is ready. Raises `Refused` or `EOFError`."""
+        self._engine.start()
+        self._far_end.close()  # So that the end of the process is the end of the connection.
+        kind, _, content = self._connection.recv()
+        if kind == "refused":
+            raise Refused(content)
+        return EngineClient(self.service.settings.model, content, self._connection)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._stop.is_set():
             self._hurry.set()  # A second signal ends the drain.
@@ -64,10 +88,6 @@ class Process:
         self._stop.set()
         if self.service.engine is None:
             raise SystemExit(0)  # Nothing to drain: leave the loading.
-
-    @property
-    def stopping(self) -> bool:
-        return self._stop.is_set()
 
     def wait(self) -> None:
         """Returns after a signal. Python handles signals between waits, so each wait has an end."""
@@ -82,9 +102,15 @@ class Process:
             end = time.monotonic() + self.service.settings.drain_seconds
             while engine.busy and engine.alive and time.monotonic() < end and not self._hurry.wait(0.05):
                 pass
-            engine.stop()
+            engine.stop(_STOP_SECONDS)
         self._server.should_exit = True
         self._thread.join()
+        self._connection.close()
+        if self._engine.pid is not None:
+            if engine is not None:
+                self._engine.join(_STOP_SECONDS)
+            self._engine.kill()
+            self._engine.join()
 
 
 def read_settings(arguments: list[str] | None = None) -> Settings:
@@ -112,21 +138,14 @@ def main() -> int:
     url = f"http://{f'[{settings.host}]' if ':' in settings.host else settings.host}:{sock.getsockname()[1]}"
     try:
         process.start()
-        backend = choose_backend(settings.device)
-        logger.info("backend: %s on %s (%s)", backend.name, backend.description, backend.reason)
-        with explained_memory():
-            engine = prepare_engine(settings.model, backend, settings.engine_options())
-        engine.start()
-        service.engine = engine
-        print(f"serving {engine.name} on {url} (interface: {url}/docs); stop with Ctrl-C", flush=True)
+        engine = service.engine = process.load()
+        print(f"serving {engine.served.name} on {url} (interface: {url}/docs); stop with Ctrl-C", flush=True)
         process.wait()
         return 0 if engine.failure is None else 1
-    except Exception as error:
-        if process.stopping:
-            return 0  # A library that the signal interrupted may have made an error of the `SystemExit`.
-        if not isinstance(error, MoeFp8Error):
-            raise
+    except (MoeFp8Error, Refused) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except EOFError:
+        return 1  # The engine's process has told what went wrong.
     finally:
         process.shut_down()

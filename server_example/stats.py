@@ -6,11 +6,14 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from server_example.engine import Engine
+
+if TYPE_CHECKING:
+    from server_example.client import EngineClient
 
 SECONDS = 0.5
 
@@ -27,22 +30,19 @@ def read_engine(engine: Engine, stream: torch.cuda.Stream | None) -> Reading:
     return Reading(time.monotonic(), engine.metrics.values(), experts)
 
 
-async def stats_events(engine: Engine) -> AsyncIterator[dict[str, str]]:
+async def stats_events(engine: EngineClient) -> AsyncIterator[dict[str, str]]:
     """One event for each interval until the engine stops; nothing is read while nobody listens."""
-    device = engine.backend.device
-    # On a stream of its own, the copy of the counts waits for no step, and no step waits for it.
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    before = await asyncio.to_thread(read_engine, engine, stream)
+    before: Reading = await engine.call("reading")
     while True:
         await asyncio.sleep(SECONDS)
         if not engine.alive:
             return  # The end of a drain must not wait for this stream.
-        now = await asyncio.to_thread(read_engine, engine, stream)
-        yield {"data": json.dumps(_figures(engine, before, now))}
+        now: Reading = await engine.call("reading")
+        yield {"data": json.dumps(_figures(engine.served.pages, before, now))}
         before = now
 
 
-def _figures(engine: Engine, before: Reading, now: Reading) -> dict[str, object]:
+def _figures(pages: int, before: Reading, now: Reading) -> dict[str, object]:
     """Times are milliseconds; a mean is null if its interval had no step."""
 
     def added(name: str) -> float:
@@ -52,7 +52,6 @@ def _figures(engine: Engine, before: Reading, now: Reading) -> dict[str, object]
         count = added(f"{name}_count{labels}")
         return round(added(f"{name}_sum{labels}") / count * scale, 3) if count else None
 
-    pages = engine.scheduler.pool.capacity
     return {
         "decode_ms": mean("server_step_seconds", "/decode", 1000),
         "prefill_ms": mean("server_step_seconds", "/prefill", 1000),

@@ -104,5 +104,9 @@ class Transformer:
 
     @torch.inference_mode()
     def decode(self, inputs: Mapping[str, torch.Tensor], caches: list[LayerCache]) -> dict[str, torch.Tensor]:
-        """`logits` fp32 [B, vocab] after one token of each request. Safe to capture: see `DecodeBatch`."""
-        return {"logits": self._logits(self._forward(DecodeBatch.of(inputs), caches))}
+        """`logits` fp32 [B, vocab] after one token of each request, and `tokens` int64 [B], the likeliest.
+
+        Safe to capture: see `DecodeBatch`.
+        """
+        logits = self._logits(self._forward(DecodeBatch.of(inputs), caches))
+        return {"logits": logits, "tokens": logits.argmax(-1)}

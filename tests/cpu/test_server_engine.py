@@ -47,7 +47,7 @@ def answers(
     )
     assert all(event.wait(120) for event in ended)
     engine.stop()
-    assert not engine.busy and engine.scheduler.pool.free == engine.scheduler.pool.capacity
+    assert not engine._open and engine.scheduler.pool.free == engine.scheduler.pool.capacity
     return events
 
 

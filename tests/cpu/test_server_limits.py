@@ -17,10 +17,9 @@ from fastapi import FastAPI
 
 from server_example import generation
 from server_example.app import Service, create_app
-from server_example.backend import choose_backend
-from server_example.engine import Engine, EngineOptions
 from server_example.settings import Settings
 from tests.demo_model import demo_folder
+from tests.engine_client import connected
 from tests.live_server import live_server
 
 __all__ = ["demo_folder"]
@@ -118,8 +117,6 @@ def test_health_answers_while_a_prompt_is_tokenized(
     demo_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = Service(Settings.model_validate({"model": demo_folder}))
-    service.engine = Engine(demo_folder, choose_backend("cpu"), EngineOptions())
-    service.engine.start()
     begun, may_end = threading.Event(), threading.Event()
 
     def slow(*args: object, **kwargs: object) -> list[list[int]]:
@@ -142,11 +139,11 @@ def test_health_answers_while_a_prompt_is_tokenized(
             may_end.set()
             assert (await answer).status_code == 200
 
-    try:
-        asyncio.run(asyncio.wait_for(talk(), 15))
-    finally:
-        may_end.set()
-        service.engine.stop()
+    with connected(demo_folder) as (_, service.engine):
+        try:
+            asyncio.run(asyncio.wait_for(talk(), 15))
+        finally:
+            may_end.set()
 
 
 def raw(server: httpx.Client, sent: bytes) -> tuple[bytes, float]:

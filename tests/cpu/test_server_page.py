@@ -18,11 +18,10 @@ import torch
 
 import moe_fp8
 from server_example.app import Service, create_app
-from server_example.backend import choose_backend
-from server_example.engine import Engine, EngineOptions
 from server_example.model.transformer import Transformer
 from server_example.settings import Settings
 from tests.demo_model import demo_folder, load_model, model_run
+from tests.engine_client import connected
 from tests.live_server import live_server, server_process
 
 __all__ = ["demo_folder"]
@@ -177,8 +176,6 @@ def test_a_server_that_loads_has_no_figures(tmp_path: Path) -> None:
 def test_the_stream_ends_with_its_client(demo_folder: Path) -> None:
     """The application's call returns once the connection has closed."""
     service = Service(Settings.model_validate({"model": demo_folder}))
-    service.engine = Engine(demo_folder, choose_backend("cpu"), EngineOptions())
-    service.engine.start()
     sent: list[bytes] = []
 
     async def talk() -> None:
@@ -205,10 +202,8 @@ def test_the_stream_ends_with_its_client(demo_folder: Path) -> None:
         }  # fmt: skip
         await asyncio.wait_for(create_app(service)(scope, receive, send), 20)
 
-    try:
+    with connected(demo_folder) as (_, service.engine):
         asyncio.run(talk())
-    finally:
-        service.engine.stop()
     assert sum(b"decode_ms" in body for body in sent) == 1
 
 

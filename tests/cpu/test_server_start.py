@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import shutil
 import signal
@@ -16,13 +17,15 @@ import torch
 
 from moe_fp8.errors import ConfigError
 from moe_fp8.jit.build import BuildReport
-from server_example import demo, serve
+from server_example import demo
 from server_example.backend import DeviceChoice, choose_backend, explained_memory
 from server_example.cache import LayerCache
 from server_example.engine import Engine, EngineOptions, EngineStoppedError
+from server_example.host import run_engine
 from server_example.sampling import SamplingParams
 from server_example.scheduler import Request, TokenEvent
 from server_example.serve import read_settings
+from server_example.settings import Settings
 from tests.demo_model import demo_folder
 from tests.live_server import environment
 
@@ -132,22 +135,21 @@ def test_a_gpu_that_others_hold_is_not_replaced_by_the_cpu(
 
 
 def test_a_lack_of_gpu_memory_ends_the_start_with_a_remedy(
-    demo_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.\nSee documentation")
 
     monkeypatch.setattr(LayerCache, "allocate", full)
-    monkeypatch.setattr(
-        sys, "argv", ["server", "--model", str(demo_folder), "--device", "cpu", "--port", "0"]
-    )
     taken = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    near, far = multiprocessing.Pipe()
     try:
-        assert serve.main() == 2
+        run_engine(Settings.model_validate({"model": demo_folder, "device": "cpu"}), far)
     finally:
         for number, handler in taken.items():
             signal.signal(number, handler)
-    said = capsys.readouterr().err
+    kind, _, said = near.recv()
+    assert kind == "refused"
     assert "Tried to allocate 3.00 GiB" in said and "lower --cache-pages" in said
     with pytest.raises(RuntimeError, match="another"), explained_memory():
         raise RuntimeError("another failure")

@@ -1,0 +1,131 @@
+"""The HTTP side's view of the engine, which runs in another process (see `Host`)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from server_example.chat import ChatTemplate
+from server_example.engine import EngineStoppedError, load_tokenizer
+from server_example.host import Job, Served
+from server_example.scheduler import TokenEvent
+from server_example.text import TokenTexts
+
+Emit = Callable[[TokenEvent], None]
+
+
+class EngineClient:
+    """Calls of one event loop to the engine; events come back on this loop."""
+
+    def __init__(self, folder: Path, served: Served, connection: Connection) -> None:
+        """`folder` is the model's. `connection` must be ready for calls: its first message has been read."""
+        self.served = served
+        self.tokenizer = load_tokenizer(folder, served.vocab_size)
+        self.token_texts = TokenTexts(self.tokenizer)
+        self.chat_template = ChatTemplate.load(folder)
+        self.failure: str | None = None
+        self._stopped = False
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, Future[Any]] = {}
+        self._emits: dict[int, Emit] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        threading.Thread(target=self._read, name="engine's answers", daemon=True).start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine takes requests."""
+        return self.failure is None and not self._stopped
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._emits)
+
+    def job_number(self) -> int:
+        return next(self._numbers)
+
+    async def submit(self, jobs: Sequence[Job], emits: Sequence[Emit]) -> None:
+        """Queues all jobs or none; each `emit` gets the events of its job, the last with a finish reason.
+
+        Raises `RequestTooLongError`, `QueueFullError` or `EngineStoppedError`.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._emits |= {job.number: emit for job, emit in zip(jobs, emits, strict=True)}
+        try:
+            await self.call("submit", jobs)
+        except BaseException:  # A task that is cancelled leaves jobs that may be queued.
+            self.cancel([job.number for job in jobs])
+            for job in jobs:
+                self._emits.pop(job.number, None)
+            raise
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Has no effect on jobs that have ended."""
+        if open_numbers := [number for number in numbers if number in self._emits]:
+            self._ask("cancel", open_numbers)
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        """The result of a method of `Host`. Raises its exception, or `EngineStoppedError`."""
+        return await asyncio.wrap_future(self._ask(name, *arguments))
+
+    def stop(self, seconds: float) -> None:
+        """Ends open requests with an error. Call it from another thread than the loop's."""
+        self._stopped = True
+        with suppress(EngineStoppedError, TimeoutError):
+            self._ask("stop").result(seconds)
+
+    def _ask(self, name: str, *arguments: Any) -> Future[Any]:
+        number, answer = next(self._numbers), Future[Any]()
+        self._answers[number] = answer
+        try:
+            with self._sending:
+                self._connection.send((number, name, arguments))
+        except OSError:
+            self._answers.pop(number, None)
+            answer.set_exception(self._gone())
+        return answer
+
+    def _gone(self) -> EngineStoppedError:
+        return EngineStoppedError(self.failure or "the engine's process has ended")
+
+    def _read(self) -> None:
+        """The thread that reads what the engine sends."""
+        with suppress(EOFError, OSError):
+            while True:
+                kind, number, content = self._connection.recv()
+                if kind == "events":
+                    self._on_loop(self._tell, content)
+                elif kind == "failed":
+                    self.failure = content
+                elif (answer := self._answers.pop(number, None)) and answer.set_running_or_notify_cancel():
+                    (answer.set_exception if kind == "error" else answer.set_result)(content)
+        if not self._stopped and self.failure is None:
+            self.failure = "the engine's process has ended"
+        for number in list(self._answers):
+            if (answer := self._answers.pop(number, None)) and answer.set_running_or_notify_cancel():
+                answer.set_exception(self._gone())
+        self._on_loop(self._end_all)
+
+    def _on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
+        # A closed loop has no listener left.
+        if self._loop is not None:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _tell(self, events: Sequence[tuple[int, TokenEvent]]) -> None:
+        for number, event in events:
+            ended = event.finish_reason is not None
+            emit = self._emits.pop(number, None) if ended else self._emits.get(number)
+            if emit is not None:
+                emit(event)
+
+    def _end_all(self) -> None:
+        self._tell([(number, TokenEvent("", 0, "error", str(self._gone()))) for number in list(self._emits)])
