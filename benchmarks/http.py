@@ -2,7 +2,8 @@
 
 `python -m benchmarks.http --url http://127.0.0.1:8000` measures a server that runs, on any backend, and
 prints a JSON object for each number of streams. `python -m benchmarks --class http` starts servers of the
-demo model, with graphs and without, and stores the rows.
+demo model, with graphs and without, and stores the rows. The same load without HTTP tells what HTTP costs:
+jobs go through the engine's pipe.
 """
 
 from __future__ import annotations
@@ -10,24 +11,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
+import random
 import statistics
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from .load import Load, Seen, hold, idle
+from .load import Load, Seen, hold, idle, samples
 from .results import Row, four_digits
 
 if TYPE_CHECKING:
     from .compare import Session
     from .peer import DeepGemm
 
-#: Streams of a row, and the seconds of each of its two servers.
-_STREAMS, _SECONDS = (1, 8, 64, 256), 20.0
+#: Streams of a row, and the seconds of each of its loads.
+_STREAMS, _SECONDS = (1, 8, 64, 256), 10.0
 
 
 def run_http(session: Session, peer: DeepGemm | None, step: int) -> None:
@@ -57,6 +61,7 @@ def run_http(session: Session, peer: DeepGemm | None, step: int) -> None:
                     count: measure(Load("127.0.0.1", port, count, _SECONDS, pid=process.pid))
                     for count in streams
                 }
+        alone = {count: asyncio.run(without_http(folder, options, count)) for count in streams}
     for count in streams:
         if errors := [*seen["graph"][count].errors, *seen["eager"][count].errors]:
             session.fail(f"http, {count} streams", RuntimeError(errors[0]))
@@ -65,6 +70,7 @@ def run_http(session: Session, peer: DeepGemm | None, step: int) -> None:
         row = Row("http", shape, 1e6 * statistics.median(seen["graph"][count].gaps))
         row.peers["eager"] = 1e6 * statistics.median(seen["eager"][count].gaps)
         row.notes = {**figures(seen["graph"][count]), "eager": figures(seen["eager"][count])}
+        row.notes["without HTTP"] = figures(alone[count])
         session.store(row)
 
 
@@ -79,6 +85,51 @@ def measure(load: Load) -> Seen:
         return seen
 
     return asyncio.run(both())
+
+
+async def without_http(folder: Path, options: list[str], streams: int) -> Seen:
+    """The load on an engine's process without HTTP; only what the engine itself counts is seen."""
+    from server_example.client import EngineClient
+    from server_example.host import Job, run_engine
+    from server_example.sampling import SamplingParams
+    from server_example.serve import read_settings
+
+    settings = read_settings(["--model", str(folder), *options])
+    context = multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    process = context.Process(target=run_engine, args=(settings, far))
+    process.start()
+    far.close()
+    kind, _, served = near.recv()
+    if kind != "ready":
+        raise RuntimeError(served)
+    client = EngineClient(folder, served, near)
+    load = Load("", 0, streams, _SECONDS)
+    params = SamplingParams(max_tokens=load.max_tokens, ignore_eos=True)
+    end = time.monotonic() + load.seconds
+
+    async def answer(prompt: list[int]) -> None:
+        ended = asyncio.Event()
+        job = Job(client.job_number(), prompt, params)
+        await client.submit([job], [lambda event: ended.set() if event.finish_reason else None])
+        await ended.wait()
+
+    async def stream(number: int) -> None:
+        draw = random.Random(number)
+        while time.monotonic() < end:
+            await answer([draw.randrange(1, served.vocab_size) for _ in range(load.prompt_tokens)])
+
+    tasks = [asyncio.create_task(stream(number)) for number in range(streams)]
+    await asyncio.sleep(min(load.settle, load.seconds / 2))
+    seen, begun = Seen(before=samples((await client.call("metrics")).decode())), time.monotonic()
+    await asyncio.sleep(max(0.0, end - time.monotonic()))
+    seen.after, seen.seconds = samples((await client.call("metrics")).decode()), time.monotonic() - begun
+    seen.tokens = seen.grew("server_generated_tokens_total")
+    await asyncio.gather(*tasks)
+    await asyncio.to_thread(client.stop, 10.0)
+    process.join(20)
+    process.kill()
+    return seen
 
 
 def figures(seen: Seen) -> dict[str, Any]:

@@ -106,7 +106,12 @@ async def hold(load: Load) -> Seen:
 
 async def metrics(load: Load) -> dict[str, float]:
     """Every sample of the server's metrics by its name and labels."""
-    lines = [line for line in (await _get(load, "/metrics")).splitlines() if line[0] != "#"]
+    return samples(await _get(load, "/metrics"))
+
+
+def samples(text: str) -> dict[str, float]:
+    """The samples in the text of a page of metrics."""
+    lines = [line for line in text.splitlines() if line[0] != "#"]
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -62,6 +63,51 @@ def test_after_the_grace_time_requests_get_an_error(demo_folder: Path) -> None:
         assert answer.status_code == 503
         assert "shutting down" in answer.json()["error"]["message"]
         assert process.wait(timeout=20) == 0
+
+
+def children(pid: int) -> dict[int, str]:
+    """The direct children of a process, and their command lines."""
+    numbers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {int(number): Path(f"/proc/{number}/cmdline").read_text() for number in numbers}
+
+
+def test_the_end_of_the_engines_process_is_told(demo_folder: Path) -> None:
+    with server_process(demo_folder) as (process, url):
+        (engine,) = [pid for pid, command in children(process.pid).items() if "spawn_main" in command]
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json={**BODY, "max_tokens": 900, "stream": True}
+        ) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(engine, signal.SIGKILL)
+            *_, error, done = [line.removeprefix("data: ") for line in lines if line]
+        assert done == "[DONE]"
+        assert "the engine's process has ended" in json.loads(error)["error"]["message"]
+        health = httpx.get(f"{url}/health")
+        assert health.status_code == 503 and health.json()["status"] == "failed"
+        assert httpx.get(f"{url}/ready").status_code == 503
+        for answer in (httpx.post(f"{url}/v1/completions", json=BODY), httpx.get(f"{url}/metrics")):
+            assert answer.status_code == 503
+            assert "the engine's process has ended" in answer.json()["error"]["message"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 1
+
+
+def test_the_engine_ends_with_a_server_that_is_killed(demo_folder: Path) -> None:
+    with server_process(demo_folder) as (process, _):
+        started = children(process.pid)
+        process.kill()
+        process.wait()
+        end = time.monotonic() + 20
+        while any(Path(f"/proc/{pid}").exists() and _runs(pid) for pid in started):
+            assert time.monotonic() < end, "a child outlives its server"
+            time.sleep(0.1)
+
+
+def _runs(pid: int) -> bool:
+    with suppress(OSError):
+        return " (zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    return False
 
 
 def test_a_signal_while_the_model_loads(demo_folder: Path) -> None:

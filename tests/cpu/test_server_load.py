@@ -73,3 +73,5 @@ def test_class_http_compares_graphs_with_eager_steps(monkeypatch: pytest.MonkeyP
     (row,) = read_rows(tmp_path / "h200.json")
     assert row["shape"]["streams"] == 2 and row["us"] > 0 and row["peers"]["eager"] > 0
     assert row["notes"]["tokens/s"] > 0 and row["notes"]["eager"]["misses"] == 0
+    alone = row["notes"]["without HTTP"]
+    assert alone["batch"] > 1 and alone["tokens/s"] > 0 and alone["decode step, us"] > 0
