@@ -43,7 +43,7 @@ def run_serve(session: Session, peer: DeepGemm | None, step: int) -> None:
         table = torch.zeros(batch, engine.table_width, dtype=torch.int32)
         table[:, : len(pages)] = pages  # all requests have the same context
         inputs = {
-            "tokens": torch.arange(batch),
+            "seats": torch.arange(batch),
             "context_lens": torch.full((batch,), _CONTEXT, dtype=torch.int32),
             "block_table": table,
         }
@@ -51,7 +51,7 @@ def run_serve(session: Session, peer: DeepGemm | None, step: int) -> None:
         row = Row("serve", {"model": "demo", "batch": batch, "context": _CONTEXT}, 0.0)
         row.us, row.peers["eager"] = _alternate(
             lambda inputs=on_device: engine.runner.run(inputs),  # type: ignore[misc]
-            lambda inputs=on_device: engine.model.decode(inputs, engine.caches),  # type: ignore[misc]
+            lambda inputs=on_device: engine.decode_step(inputs),  # type: ignore[misc]
         )
         session.store(row)
 

@@ -1,6 +1,8 @@
 """Continuous batching over one model: prefill runs in chunks, and decode runs in replayed graphs.
 
-While the GPU computes a step, the host tells the clients the tokens of the step before.
+The host is one step behind the GPU. It starts a step before it has read the tokens of the step before, which
+the GPU finds in its own memory. While the GPU computes, the host reads those tokens, tells them, and
+schedules.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,17 +72,13 @@ class EngineOptions:
 
 
 @dataclass(frozen=True)
-class _Choice:
-    """A token that was chosen for a request, its number from 1, and the request's end if that is known.
+class _Flight:
+    """Tokens on their way to the host, [B] for B requests. `outputs` are valid until the next step."""
 
-    `logits` are there if the request reads them.
-    """
-
-    request: Request
-    token: int
-    logits: torch.Tensor | None
-    number: int
-    end: FinishReason | None
+    requests: list[Request]
+    outputs: Mapping[str, torch.Tensor]
+    tokens: torch.Tensor
+    arrived: torch.cuda.Event | None
 
 
 class EngineStoppedError(Exception):
@@ -111,10 +110,12 @@ class Engine:
             for _ in range(self.config.num_hidden_layers)
         ]
         self.table_width = pages_for(max_context)
+        #: The last token of each seat; the last entry is for padding.
+        self._last_tokens = torch.zeros(options.max_batch + 1, dtype=torch.int64, device=backend.device)
         self.runner = GraphRunner(
-            lambda inputs: self.model.decode(inputs, self.caches),
+            self.decode_step,
             {
-                "tokens": BufferSpec((), torch.int64),
+                "seats": BufferSpec((), torch.int64, pad=options.max_batch),
                 "context_lens": BufferSpec((), torch.int32),
                 "block_table": BufferSpec((self.table_width,), torch.int32, pad=DUMMY_PAGE),
             },
@@ -143,9 +144,9 @@ class Engine:
         self.flush: Callable[[], None] = lambda: None
         #: The requests that have not ended, and the text of each; an end is told last.
         self._open: dict[Request, TextStream] = {}
-        self._untold: list[_Choice] = []
+        self._flights: deque[_Flight] = deque()
         # On a CPU a step returns when it is done, so there is nothing to do meanwhile.
-        self._tells_late = backend.device.type == "cuda"
+        self._ahead = 1 if backend.device.type == "cuda" else 0
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
@@ -202,6 +203,9 @@ class Engine:
                     self._wake.wait_for(lambda: self._stopping or self._open)
                     if self._stopping:
                         break
+                if self.scheduler.may_preempt():
+                    self._land()  # A request that waits again must have all its tokens.
+                with self._wake:
                     for request, reason in self.scheduler.drop_ended():
                         self._finish(request, "", reason, _ENDINGS[reason])
                     self.metrics.preemptions.inc(len(self.scheduler.grow()))
@@ -212,8 +216,8 @@ class Engine:
                 if decoding:
                     self._timed("decode", self._decode, decoding)
                 if prefill is None and not decoding:
-                    self._tell()
-            self._tell()
+                    self._land()
+            self._land()
         except Exception as error:
             logger.exception("the engine failed")
             self.failure = f"{type(error).__name__}: {error}"
@@ -236,9 +240,15 @@ class Engine:
         logits = self.model.prefill(batch, self.caches)
         request.context += len(chunk)
         self.metrics.prompt_tokens.inc(len(chunk))
-        self._tell()
-        if not request.prefilling and not request.generated:
-            self._choose([request], {"logits": logits[None], "tokens": logits.argmax(-1, keepdim=True)})
+        if request.prefilling:
+            self._land()
+        elif request.generated:  # It was preempted.
+            self._last_tokens[request.seat] = request.generated[-1]
+            self._land()
+        else:
+            tokens = logits.argmax(-1, keepdim=True)
+            self._last_tokens[request.seat] = tokens[0]
+            self._fly([request], {"logits": logits[None], "tokens": tokens})
 
     def _decode(self, requests: list[Request]) -> None:
         # The text of a request may have ended while the prefill ran.
@@ -247,77 +257,91 @@ class Engine:
             return
         self.metrics.batch_size.observe(len(requests))
         outputs = self._step(self._decode_inputs(requests))
-        self._tell()
         for request in requests:
             request.context += 1
-        self._choose(requests, outputs)
+        self._fly(requests, outputs)
+
+    @torch.inference_mode()
+    def decode_step(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As `Transformer.decode`, for requests by their seats. Safe to capture."""
+        seats = inputs["seats"]
+        outputs = self.model.decode({**inputs, "tokens": self._last_tokens[seats]}, self.caches)
+        self._last_tokens[seats] = outputs["tokens"]
+        return outputs
 
     def _eager_step(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         on_device = {name: tensor.to(self.backend.device) for name, tensor in inputs.items()}
-        return self.model.decode(on_device, self.caches)
+        return self.decode_step(on_device)
 
     def _decode_inputs(self, requests: list[Request]) -> Mapping[str, torch.Tensor]:
         width = self.table_width
         table = [request.pages + [DUMMY_PAGE] * (width - len(request.pages)) for request in requests]
         return {
-            "tokens": torch.tensor([request.generated[-1] for request in requests], dtype=torch.int64),
+            "seats": torch.tensor([request.seat for request in requests], dtype=torch.int64),
             "context_lens": torch.tensor([request.context + 1 for request in requests], dtype=torch.int32),
             "block_table": torch.tensor(table, dtype=torch.int32),
         }
 
-    def _choose(self, requests: list[Request], outputs: Mapping[str, torch.Tensor]) -> None:
-        """Chooses each request's next token; a request whose last token it is leaves the batch.
+    def _fly(self, requests: list[Request], outputs: Mapping[str, torch.Tensor]) -> None:
+        """Sends the tokens of a step on their way, and reads those of the steps before."""
+        for request in requests:
+            request.flying += 1
+        tokens, arrived = outputs["tokens"], None
+        if tokens.is_cuda:
+            host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            tokens, arrived = host.copy_(tokens, non_blocking=True), torch.cuda.Event()
+            arrived.record()
+        self._flights.append(_Flight(requests, outputs, tokens, arrived))
+        # The next step needs what the host chooses from logits.
+        chooses = any(request.params.reads_logits for request in requests)
+        self._land(ahead=0 if chooses else self._ahead)
+
+    def _land(self, ahead: int = 0) -> None:
+        """Reads and tells all tokens but those of the last `ahead` steps."""
+        while len(self._flights) > ahead:
+            self._read(self._flights.popleft())
+        self.flush()
+
+    def _read(self, flight: _Flight) -> None:
+        """Appends each request's next token, and tells it.
 
         The host reads the logits of those requests alone that need them: with a large vocabulary, all logits
         take longer to copy than the step takes.
         """
+        if flight.arrived is not None:
+            flight.arrived.synchronize()
+        requests = flight.requests
         reading = [row for row, request in enumerate(requests) if request.params.reads_logits]
-        logits = dict(zip(reading, outputs["logits"][reading].cpu(), strict=True)) if reading else {}
-        for at, (request, token) in enumerate(zip(requests, outputs["tokens"].tolist(), strict=True)):
+        logits = dict(zip(reading, flight.outputs["logits"][reading].cpu(), strict=True)) if reading else {}
+        for at, (request, token) in enumerate(zip(requests, flight.tokens.tolist(), strict=True)):
+            request.flying -= 1
+            if request not in self._open:
+                continue  # Its end was read after this step had begun.
             row = logits.get(at)
             if row is not None and request.params.temperature > 0:
                 token = request.sampler(row)
+                self._last_tokens[request.seat] = token
             request.generated.append(token)
-            number = len(request.generated)
-            end: FinishReason | None = None
-            if self._is_end(request, token):
-                end = "stop"
-            elif number >= request.params.max_tokens:
-                end = "length"
-            if end is not None:
-                with self._wake:
-                    self.scheduler.release(request)
-            self._untold.append(_Choice(request, token, row, number, end))
-        if not self._tells_late:
-            self._tell()
+            self._tell(request, token, row)
 
-    def _is_end(self, request: Request, token: int) -> bool:
-        return token == self.config.eos_token_id and not request.params.ignore_eos
+    def _tell(self, request: Request, token: int, logits: torch.Tensor | None) -> None:
+        """Emits the text of a token, and ends the request if the token is its last.
 
-    def _tell(self) -> None:
-        """Emits the text of the tokens that were chosen, and ends requests.
-
-        A stop string shows only in the text. The request may then be in a step that runs, whose token for it
-        is dropped.
+        The request may be in a step that runs, whose token for it is then dropped.
         """
-        untold, self._untold = self._untold, []
-        for choice in untold:
-            request = choice.request
-            text = self._open.get(request)
-            if text is None:
-                continue
-            self.metrics.token(request)
-            piece, logprob = "", None
-            if not self._is_end(request, choice.token):
-                piece, logprob = text.push(choice.token), self._logprob(request, choice.logits, choice.token)
-            reason: FinishReason | None = "stop" if text.stopped else choice.end
-            if reason is None:
-                request.emit(TokenEvent(piece, choice.number, logprob=logprob))
-                continue
-            piece += text.finish()
-            with self._wake:
-                self._finish(request, piece, reason, logprob=logprob, tokens=choice.number)
-        self.flush()
+        self.metrics.token(request)
+        text, number = self._open[request], len(request.generated)
+        is_end = token == self.config.eos_token_id and not request.params.ignore_eos
+        piece, logprob = "", None
+        if not is_end:
+            piece, logprob = text.push(token), self._logprob(request, logits, token)
+        if not is_end and not text.stopped and number < request.params.max_tokens:
+            request.emit(TokenEvent(piece, number, logprob=logprob))
+            return
+        piece += text.finish()
+        with self._wake:
+            reason: FinishReason = "stop" if is_end or text.stopped else "length"
+            self._finish(request, piece, reason, logprob=logprob)
 
     def _logprob(self, request: Request, logits: torch.Tensor | None, token: int) -> TokenLogprob | None:
         if request.params.logprobs is None or logits is None:
@@ -336,13 +360,11 @@ class Engine:
         reason: FinishReason,
         error: str | None = None,
         logprob: TokenLogprob | None = None,
-        tokens: int | None = None,
     ) -> None:
         self.scheduler.release(request)
         del self._open[request]
         self.metrics.requests.labels(reason).inc()
-        told = len(request.generated) if tokens is None else tokens
-        request.emit(TokenEvent(text, told, reason, error, logprob))
+        request.emit(TokenEvent(text, len(request.generated), reason, error, logprob))
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +26,6 @@ from server_example.engine import Engine, prepare_engine
 from server_example.sampling import SamplingParams
 from server_example.scheduler import Request, TokenEvent
 from server_example.settings import Settings
-from server_example.stats import Reading, read_engine
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,20 @@ class Served:
             engine.name, engine.created, engine.config.vocab_size, scheduler.max_context,
             scheduler.max_waiting, scheduler.pool.capacity,
         )  # fmt: skip
+
+
+class Reading(NamedTuple):
+    """What the page plots differences of: figures at a time of `time.monotonic()`."""
+
+    time: float
+    metrics: dict[str, float]
+    experts: list[int]
+
+
+def read_engine(engine: Engine, stream: torch.cuda.Stream | None) -> Reading:
+    with torch.cuda.stream(stream):
+        experts = engine.model.expert_tokens.tolist()[1:]
+    return Reading(time.monotonic(), engine.metrics.values(), experts)
 
 
 @dataclass(frozen=True)

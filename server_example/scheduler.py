@@ -60,7 +60,9 @@ class RequestTooLongError(Exception):
 class Request:
     """`emit` is called from the engine's thread. `context` counts the tokens that are in the cache.
 
-    `deadline` is a time of `time.monotonic()`, as are `created` and `last_token`.
+    `seat` is the request's number in the batch, from 0 to `max_batch` - 1. `flying` counts the tokens that
+    the device was asked for and the host has not read. `deadline` is a time of `time.monotonic()`, as are
+    `created` and `last_token`.
     """
 
     prompt: list[int]
@@ -69,7 +71,9 @@ class Request:
     deadline: float | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     pages: list[int] = field(default_factory=list)
+    seat: int | None = None
     context: int = 0
+    flying: int = 0
     generated: list[int] = field(default_factory=list)
     cancelled: bool = False
     created: float = field(default_factory=time.monotonic)
@@ -101,6 +105,7 @@ class Scheduler:
         self.max_batch = max_batch
         self.max_waiting = max_waiting
         self.max_context = min(max_context, pool.capacity * PAGE_TOKENS)
+        self._seats = list(range(max_batch))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -138,8 +143,12 @@ class Scheduler:
             if pages is None:
                 return
             request = self.waiting.popleft()
-            request.pages = pages
+            request.pages, request.seat = pages, self._seats.pop()
             self.running.append(request)
+
+    def may_preempt(self) -> bool:
+        """Whether the next `grow` may find no page. Each request needs one page at the most."""
+        return self.pool.free < len(self.running)
 
     def grow(self) -> list[Request]:
         """Gives each decoding request the page of its next token; returns the requests preempted for that."""
@@ -160,12 +169,19 @@ class Scheduler:
         return next((request for request in self.running if request.prefilling), None)
 
     def decoding(self) -> list[Request]:
-        return [request for request in self.running if not request.prefilling]
+        """Requests that need another token beside those that are on their way."""
+        return [
+            request
+            for request in self.running
+            if not request.prefilling and len(request.generated) + request.flying < request.params.max_tokens
+        ]
 
     def release(self, request: Request) -> None:
         """Removes the request from the queue or batch, and frees its pages. A second call does nothing."""
         if request in self.running:
             self.running.remove(request)
+            assert request.seat is not None
+            self._seats.append(request.seat)
         elif request in self.waiting:
             self.waiting.remove(request)
         pages, request.pages = request.pages, []

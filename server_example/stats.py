@@ -4,30 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from server_example.engine import Engine
-
-if TYPE_CHECKING:
-    from server_example.client import EngineClient
+from server_example.client import EngineClient
+from server_example.host import Reading
 
 SECONDS = 0.5
-
-
-class Reading(NamedTuple):
-    time: float
-    metrics: dict[str, float]
-    experts: list[int]
-
-
-def read_engine(engine: Engine, stream: torch.cuda.Stream | None) -> Reading:
-    with torch.cuda.stream(stream):
-        experts = engine.model.expert_tokens.tolist()[1:]
-    return Reading(time.monotonic(), engine.metrics.values(), experts)
 
 
 async def stats_events(engine: EngineClient) -> AsyncIterator[dict[str, str]]:

@@ -1,17 +1,23 @@
-"""Requests that lose their pages midway, and tokens that are told late, give the same answers."""
+"""Requests that lose their pages midway, and tokens that are read late, give the same answers."""
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
+import torch
 
 from server_example.backend import choose_backend
+from server_example.cache import PAGE_TOKENS
 from server_example.engine import Engine, EngineOptions
+from server_example.model.batch import DecodeBatch, PrefillBatch
+from server_example.model.transformer import Transformer
 from server_example.sampling import SamplingParams
-from server_example.scheduler import Request, TokenEvent
+from server_example.scheduler import Request, Scheduler, TokenEvent
 from tests.demo_model import STEADY_PROMPTS, demo_folder
 
 __all__ = ["demo_folder"]
@@ -64,7 +70,7 @@ def test_a_preempted_request_goes_on_where_it_was(demo_folder: Path, late: bool)
         engine = Engine(
             demo_folder, choose_backend("cpu"), EngineOptions(cache_pages=cache_pages, max_context=256)
         )
-        engine._tells_late = late
+        engine._ahead = int(late)
         prompts = [prompt + FILLER for prompt in STEADY_PROMPTS]
         found.append([shown(events) for events in answers(engine, prompts, LONG)])
         preempted = engine.metrics.registry.get_sample_value("server_preemptions_total")
@@ -77,13 +83,114 @@ def test_tokens_that_are_told_late_are_the_same(demo_folder: Path) -> None:
     found = []
     for late in (False, True):
         engine = Engine(demo_folder, choose_backend("cpu"), EngineOptions(max_batch=2))
-        engine._tells_late = late
+        engine._ahead = int(late)
         text = "".join(event.text for event in answers(engine, STEADY_PROMPTS[:1], LONG[:1])[0])
         stops = [(text[10:14],), (text[20:22],), ()]
         params = [SamplingParams(max_tokens=20, stop=stop, ignore_eos=True) for stop in stops]
         engine = Engine(demo_folder, choose_backend("cpu"), EngineOptions(max_batch=2))
-        engine._tells_late = late
+        engine._ahead = int(late)
         told = answers(engine, STEADY_PROMPTS[:1] * 3, params)
         assert [events[-1].finish_reason for events in told] == ["stop", "stop", "length"]
         found.append([shown(events) for events in told])
     assert found[0] == found[1]
+
+
+def following(history: Sequence[int], vocab: int) -> int:
+    """What `Echo` gives after these tokens, which depends on all of them; now and then the end, 0."""
+    drawn = sum((at + 1) * (token + 1) for at, token in enumerate(history)) * 2654435761 % 2**32
+    return drawn % vocab if drawn % 89 else 0
+
+
+class Echo:
+    """In place of a model: its cache holds the tokens themselves, so a wrong page, seat or order shows."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.vocab = engine.config.vocab_size
+        self.cache = torch.full((engine.options.cache_pages * PAGE_TOKENS,), -1)
+
+    def logits(self, slots: torch.Tensor) -> torch.Tensor:
+        history = self.cache[slots].tolist()
+        assert -1 not in history
+        likeliest = following(history, self.vocab)
+        logits = torch.full((self.vocab,), -50.0)
+        logits[[likeliest, likeliest - 1]] = torch.tensor([0.1, 0.0])
+        return logits
+
+    def prefill(self, batch: PrefillBatch, caches: object) -> torch.Tensor:
+        self.cache[batch.slots] = batch.tokens
+        return self.logits(batch.context_slots)
+
+    def decode(self, inputs: Mapping[str, torch.Tensor], caches: object) -> dict[str, torch.Tensor]:
+        batch = DecodeBatch.of(inputs)
+        rows = []
+        for row, length in enumerate(batch.context_lens.tolist()):
+            if not length:
+                rows.append(torch.zeros(self.vocab))
+                continue
+            slots = batch.to_slots(torch.arange(length).expand(len(batch.tokens), -1))[row]
+            self.cache[slots[-1]] = batch.tokens[row]
+            rows.append(self.logits(slots))
+        logits = torch.stack(rows)
+        return {"logits": logits, "tokens": logits.argmax(-1)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_any_mixture_of_requests_gets_its_own_tokens(demo_folder: Path, ahead: int, seed: int) -> None:
+    """More requests than seats, too few pages, ends by number and by token, samples, and some that leave."""
+    draw = random.Random(seed)
+    options = EngineOptions(max_batch=4, cache_pages=6, max_context=300, prefill_chunk=64, max_waiting=64)
+    engine = Engine(demo_folder, choose_backend("cpu"), options)
+    engine._ahead = ahead
+    engine.model = cast(Transformer, Echo(engine))
+    vocab, eos = engine.config.vocab_size, engine.config.eos_token_id
+    ended = threading.Semaphore(0)
+    requests, reasons = [], {}
+    for number in range(30):
+        prompt = [draw.randrange(1, vocab) for _ in range(draw.choice((1, 7, 64, 65, 150)))]
+        params = SamplingParams(
+            max_tokens=draw.choice((1, 2, 40, 90)),
+            temperature=float(draw.random() < seed / 20),
+            ignore_eos=draw.random() < 0.5,
+        )
+
+        def emit(event: TokenEvent, number: int = number) -> None:
+            if event.finish_reason is None and number % 7 == 3 and event.completion_tokens == 5:
+                engine.cancel(requests[number])
+            if event.finish_reason is not None:
+                reasons[number] = event.finish_reason
+                ended.release()
+
+        requests.append(Request(prompt, params, emit))
+    preempted = []
+
+    def grow() -> list[Request]:
+        gone = Scheduler.grow(engine.scheduler)
+        assert not any(request.flying for request in gone), "a token of it will come too late"
+        preempted.extend(gone)
+        return gone
+
+    engine.scheduler.grow = grow  # type: ignore[method-assign]
+    engine.start()
+    engine.submit(*requests)
+    for _ in requests:
+        assert ended.acquire(timeout=60), engine.failure
+    engine.stop()
+    assert engine.failure is None
+    for number, request in enumerate(requests):
+        history = list(request.prompt)
+        for token in request.generated:
+            wanted = following(history, vocab)
+            assert token == wanted or (request.params.temperature and token == (wanted - 1) % vocab)
+            history.append(token)
+        at_end = eos in request.generated[-1:] and not request.params.ignore_eos
+        expected = "stop" if at_end else "length"
+        if reasons[number] == "length":
+            assert len(request.generated) == request.params.max_tokens
+        assert reasons[number] in (expected, "cancelled")
+        assert eos not in request.generated[:-1] or request.params.ignore_eos
+        assert request.flying == 0 or reasons[number] == "cancelled"
+    assert set(reasons.values()) == {"length", "stop", "cancelled"}
+    assert preempted
+    assert engine.scheduler.pool.free == engine.scheduler.pool.capacity
+    assert sorted(engine.scheduler._seats) == list(range(options.max_batch))

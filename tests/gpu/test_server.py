@@ -18,12 +18,12 @@ from moe_fp8.ops.indexer import select
 from server_example.backend import choose_backend
 from server_example.demo_text import DEMO_TEXT
 from server_example.engine import Engine, EngineOptions, prepare_engine
+from server_example.host import read_engine
 from server_example.model.batch import PrefillBatch
 from server_example.model.moe import Moe
 from server_example.model.transformer import Transformer
 from server_example.sampling import SamplingParams
 from server_example.scheduler import Request, TokenEvent
-from server_example.stats import read_engine
 from tests.demo_model import STEADY_PROMPTS, demo_folder, demo_model, load_model, model_run
 
 __all__ = ["demo_folder", "demo_model"]
