@@ -55,6 +55,17 @@ def copy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+def test_a_copy_that_comes_after_the_first_look_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    vendored.forget()
+    assert vendored.find() is None
+    copy = ModuleType("deep_gemm")
+    monkeypatch.setitem(sys.modules, "deep_gemm", copy)
+    integrations.install()
+    assert vendored.find() is copy
+    integrations.uninstall()
+    assert sys.modules["deep_gemm"] is copy
+
+
 def test_imports_find_the_module_and_uninstall_restores() -> None:
     assert importlib.util.find_spec("deep_gemm") is None
     module = integrations.install()
