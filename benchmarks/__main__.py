@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from . import (
+    full_size,
     gemm,
     host,
     http,
@@ -58,6 +59,7 @@ RUNNERS: dict[str, Callable[[Session, DeepGemm | None, int], None]] = {
     "plan": startup.run_plan,
     "warmup": startup.run_warmup,
     "serve": serve.run_serve,
+    "full_size": full_size.run_full_size,
     "http": http.run_http,
     "repetition": repeated.run_repetition,
 }

@@ -42,6 +42,7 @@ _TITLES = {
     "warmup": "warmup",
     "engine": "decode step of vLLM",
     "serve": "serving",
+    "full_size": "decode step with layers of full size",
     "http": "serving over HTTP",
     "repetition": "repetition",
 }
@@ -91,7 +92,7 @@ def accounting(results: Results) -> str:
             parts.append(f"These rows come from earlier runs: {earlier}.")
         for plot in plots.plots(device):
             path = plot.path.relative_to(ROOT / "docs").as_posix()
-            parts.append(f"![{plot.title}: share of the ceilings]({path})")
+            parts.append(f"![{plot.title}: {plot.caption}]({path})")
     return "\n\n".join(parts)
 
 
@@ -199,7 +200,21 @@ def _table(cls: str, rows: Results) -> str:
         cells += [_number(row[name], 2 if name == "ceiling_share" else 0) for name in figures]
         cells += [f"{row['rel_error']:.1e}" if row["rel_error"] is not None else ""] if checked else []
         lines.append(_line(cells))
-    return "\n".join([*lines, "", _measured(rows)])
+    return "\n".join([*lines, "", *_shares(rows), _measured(rows)])
+
+
+def _shares(rows: Results) -> list[str]:
+    """A second table for rows that have the shares of kinds of kernels; the last line is empty."""
+    kinds = plots.share_kinds(rows)
+    if not kinds:
+        return []
+    header = ["batch", *kinds]
+    lines = ["Shares of a step's time:", "", _line(header), _line(["---"] * len(header))]
+    for row in rows:
+        found = row["notes"]["shares"]
+        cells = (f"{found[kind]:.1%}" if kind in found else "" for kind in kinds)
+        lines.append(_line([str(row["shape"]["batch"]), *cells]))
+    return [*lines, ""]
 
 
 def _repetition(rows: Results) -> str:

@@ -42,6 +42,7 @@ CLASSES = (
     "warmup",
     "engine",
     "serve",
+    "full_size",
     "http",
     "repetition",
 )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +11,7 @@ import torch
 from .compare import Session
 from .peer import DeepGemm
 from .results import Row
+from .timing import alternate_walls
 
 #: Requests of a step, tokens of each request's context, steps that are timed.
 _BATCHES, _CONTEXT, _STEPS = (1, 8, 32), 500, 50
@@ -38,31 +37,26 @@ def run_serve(session: Session, peer: DeepGemm | None, step: int) -> None:
             )
         engine = Engine(folder, backend, options)
     engine.warm_up()
-    pages = torch.arange(1, options.cache_pages, dtype=torch.int32)
     for batch in _BATCHES[::step]:
-        table = torch.zeros(batch, engine.table_width, dtype=torch.int32)
-        table[:, : len(pages)] = pages  # all requests have the same context
-        inputs = {
-            "seats": torch.arange(batch),
-            "context_lens": torch.full((batch,), _CONTEXT, dtype=torch.int32),
-            "block_table": table,
-        }
-        on_device = {key: value.to(backend.device) for key, value in inputs.items()}
+        inputs = step_inputs(batch, _CONTEXT, engine.table_width, backend.device)
+        inputs["seats"] = inputs.pop("tokens")  # The engine keeps the last token of each seat.
         row = Row("serve", {"model": "demo", "batch": batch, "context": _CONTEXT}, 0.0)
-        row.us, row.peers["eager"] = _alternate(
-            lambda inputs=on_device: engine.runner.run(inputs),  # type: ignore[misc]
-            lambda inputs=on_device: engine.decode_step(inputs),  # type: ignore[misc]
+        row.us, row.peers["eager"] = alternate_walls(
+            [partial(engine.runner.run, inputs), partial(engine.decode_step, inputs)], _STEPS
         )
         session.store(row)
 
 
-def _alternate(*steps: Callable[[], object]) -> list[float]:
-    """Median microseconds of each step; the steps take turns."""
-    times: list[list[float]] = [[] for _ in steps]
-    for _ in range(_STEPS):
-        for taken, one in zip(times, steps, strict=True):
-            begun = time.perf_counter()
-            one()
-            torch.cuda.synchronize()
-            taken.append((time.perf_counter() - begun) * 1e6)
-    return [statistics.median(taken) for taken in times]
+def step_inputs(batch: int, context: int, table_width: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """The inputs of a decode step of requests that all have the same context, which begins on page 1."""
+    from server_example.cache import pages_for
+
+    count = pages_for(context)
+    table = torch.zeros(batch, table_width, dtype=torch.int32)
+    table[:, :count] = torch.arange(1, 1 + count, dtype=torch.int32)
+    inputs = {
+        "tokens": torch.arange(batch),
+        "context_lens": torch.full((batch,), context, dtype=torch.int32),
+        "block_table": table,
+    }
+    return {name: value.to(device) for name, value in inputs.items()}

@@ -1,10 +1,16 @@
-"""How a contestant is timed: with replays, as in `moe-fp8 tune`, over rotating input sets."""
+"""How contestants are timed: by replays over rotating input sets, as in `moe-fp8 tune`, or by whole steps."""
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
 from moe_fp8.tune.replay import Call, Replay, alternate, l2_bytes
 
-__all__ = ["Call", "Replay", "alternate", "l2_bytes", "plan_rotation"]
+__all__ = ["Call", "Replay", "alternate", "alternate_walls", "l2_bytes", "plan_rotation"]
 
 
 def plan_rotation(set_bytes: int, l2: int, max_sets: int = 64) -> tuple[int, int]:
@@ -14,3 +20,15 @@ def plan_rotation(set_bytes: int, l2: int, max_sets: int = 64) -> tuple[int, int
     """
     sets = min(max_sets, max(2, 4 * l2 // max(set_bytes, 1) + 1))
     return sets, -(-8 // sets) * sets
+
+
+def alternate_walls(steps: Sequence[Callable[[], object]], turns: int) -> list[float]:
+    """Median microseconds of each step with its synchronization; the steps take turns."""
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(turns):
+        for taken, one in zip(times, steps, strict=True):
+            begun = time.perf_counter()
+            one()
+            torch.cuda.synchronize()
+            taken.append((time.perf_counter() - begun) * 1e6)
+    return [statistics.median(taken) for taken in times]

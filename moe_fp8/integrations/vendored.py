@@ -36,7 +36,7 @@ class _Copy:
 
 
 def remember() -> None:
-    """Keep the modules of an installed `deep_gemm` that has been imported already, and look for a copy anew."""
+    """Keep the modules of an imported `deep_gemm`, and look for a copy anew at the next call."""
     _Copy.looked, _Copy.module = False, None
     _Copy.modules = {name: module for name, module in sys.modules.items() if _is_ours_to_hide(name)}
 

@@ -6,18 +6,22 @@ way the inputs are built, and not by luck. Only the clock is replaced.
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._C._autograd import DeviceType
 
 import moe_fp8
 from benchmarks import (
     compare,
     cublas,
+    full_size,
     gemm,
     host,
     inputs,
@@ -41,6 +45,7 @@ from benchmarks.shapes import (
     SiluMulShape,
     TopkShape,
 )
+from server_example.make_demo_model import CONFIG
 from tests.cpu.benchmark_rows import ENVIRONMENT, read_rows
 
 
@@ -196,6 +201,63 @@ def test_a_servers_step_runs_as_a_graph_and_eagerly(
     rows = read_rows(tmp_path / "h200.json")
     assert [row["shape"]["batch"] for row in rows] == [1, 3]
     assert all(row["us"] > 0 and row["peers"]["eager"] > 0 for row in rows)
+
+
+def test_a_step_of_full_size_runs_as_a_graph_and_eagerly(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "small.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(full_size, "_MODEL", tmp_path / "small.json")
+    monkeypatch.setattr(full_size, "_LAYERS", {"num_hidden_layers": 2})
+    monkeypatch.setattr(full_size, "_BATCHES", (1, 3))
+    monkeypatch.setattr(full_size, "_CONTEXT", 200)
+    monkeypatch.setattr(full_size, "_STEPS", 2)
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    full_size.run_full_size(session, None, 1)
+    rows = read_rows(tmp_path / "h200.json")
+    shape = {"model": "deepseek_v32", "layers": 2, "context": 200}
+    assert [row["shape"] for row in rows] == [{**shape, "batch": batch} for batch in (1, 3)]
+    assert all(row["us"] > 0 and row["peers"]["eager"] > 0 for row in rows)
+    assert all(row["notes"] == {"shares": {}} for row in rows), "there is no kernel on a CPU"
+
+
+def test_a_profile_gives_shares_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Profile:
+        """A profiler that sees two kernels of each replay: 30 us, 10 us of pause, 60 us."""
+
+        def __init__(self, activities: Any) -> None: ...
+
+        def __enter__(self) -> Profile:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def events(self) -> list[Any]:
+            spans = [("indexer_topk", 0, 30), ("gemm_fp8", 40, 100)]
+            return [
+                SimpleNamespace(
+                    name=name,
+                    device_type=kind,
+                    time_range=SimpleNamespace(start=at + start, end=at + end),
+                )
+                for at in range(0, 1000 * len(replays), 1000)
+                for name, start, end in spans
+                for kind in (DeviceType.CUDA, DeviceType.CPU)
+            ]
+
+    replays: list[int] = []
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(full_size, "_PAUSE", 0)
+    notes = full_size._profile(lambda: replays.append(0))
+    assert len(replays) == 6
+    assert notes == {
+        "shares": {"gemm_fp8, dense": 0.6, "indexer_topk": 0.3, "idle": 0.1},
+        "profiled us": 100,
+    }
+    monkeypatch.setattr(Profile, "events", lambda self: [])
+    with pytest.raises(RuntimeError, match="no kernel"):
+        full_size._profile(lambda: None)
 
 
 def test_silu_mul_runs_beside_its_parts(

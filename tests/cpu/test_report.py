@@ -133,6 +133,43 @@ def test_every_row_and_figure_is_in_the_full_table() -> None:
     assert "| 4096 | 64 | 1,234 |  |  | 4 | 16 | 0.00 | 1.7e-03 |" in text
 
 
+def _full_size(batch: int, **shares: float) -> Row:
+    shape = {"model": "m", "layers": 4, "batch": batch, "context": 4096}
+    named = {name.replace("_", " ") if name.startswith("torch") else name: x for name, x in shares.items()}
+    return Row("full_size", shape, 2000.0, peers={"eager": 4000.0}, notes={"shares": named})
+
+
+def test_shares_of_a_step_become_a_table() -> None:
+    rows = [
+        _full_size(1, torch_matmul=0.62, gemm_fp8=0.3, idle=0.05, moe_combine=0.03),
+        _full_size(8, gemm_fp8=0.8, idle=0.1, torch_matmul=0.0795, quantize_fp8=0.02),
+    ]
+    text = report.full([_device(*rows)])
+    assert "| model | layers | batch | context | us | eager us | ratio |" in text
+    assert "| m | 4 | 8 | 4096 | 2,000 | 4,000 | 2.00 |" in text
+    assert "| batch | gemm_fp8 | moe_combine | quantize_fp8 | torch matmul | idle |" in text
+    assert "| 1 | 30.0% | 3.0% |  | 62.0% | 5.0% |" in text
+    assert "| 8 | 80.0% |  | 2.0% | 8.0% | 10.0% |" in text
+    assert "Shares" not in report.full([_device(_dense(1, 10.0, 40.0), _full_size(1))])
+
+
+def test_shares_of_a_step_become_a_plot_with_a_bar_for_each_batch(tmp_path: Path) -> None:
+    device = _device(_full_size(1, torch_matmul=0.7, gemm_fp8=0.3), _full_size(8, gemm_fp8=0.9, idle=0.1))
+    (plot,) = plots.plots({**device, "device": "unmeasured"}, tmp_path)
+    assert plot.path == tmp_path / "unmeasured_full_size.svg"
+    assert isinstance(plot, plots.SharePlot) and plot.kinds == ("gemm_fp8", "torch matmul", "idle")
+    assert plot.bars == (("batch 1", (0.3, 0.7, 0.0)), ("batch 8", (0.9, 0.0, 0.1)))
+    plots.draw(plot)
+    drawn = plot.path.read_text()
+    assert plot.is_current() and "90%" in drawn and "batch 8" in drawn and "torch matmul" in drawn
+    other = _device(_full_size(1, torch_matmul=0.7, gemm_fp8=0.3), _full_size(8, gemm_fp8=0.8, idle=0.2))
+    (changed,) = plots.plots({**other, "device": "unmeasured"}, tmp_path)
+    assert not changed.is_current()
+    text = report.accounting([device])
+    assert "share of each kind of kernel in a step](plots/h200_full_size.svg)" in text
+    assert list(plots.plots(_device(_full_size(1)), tmp_path)) == []
+
+
 def test_a_changed_result_makes_a_file_stale(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     begin, end = report.BEGIN.format(name="t"), report.END.format(name="t")
