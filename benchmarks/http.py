@@ -2,7 +2,7 @@
 
 `python -m benchmarks.http --url http://127.0.0.1:8000` measures a server that runs, on any backend, and
 prints a JSON object for each number of streams. `python -m benchmarks --class http` starts servers of the
-demo model, with graphs and without, and stores the rows. The same load without HTTP tells what HTTP costs:
+example model, with graphs and without, and stores the rows. The same load without HTTP tells what HTTP costs:
 jobs go through the engine's pipe.
 """
 
@@ -16,9 +16,9 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from .compare import Session
     from .peer import DeepGemm
 
-#: Streams of a row, and the seconds of each of its loads.
-_STREAMS, _SECONDS = (1, 8, 64, 256), 10.0
+#: Streams and tokens of an answer of each row, and the seconds of each of its loads.
+_LOADS, _SECONDS = ((1, 128), (8, 128), (64, 128), (64, 512), (256, 128)), 8.0
 
 
 def run_http(session: Session, peer: DeepGemm | None, step: int) -> None:
@@ -39,38 +39,34 @@ def run_http(session: Session, peer: DeepGemm | None, step: int) -> None:
     # The other classes run without the server's dependencies.
     from server_example.cache import PAGE_TOKENS
     from server_example.demo import free_port, start_server, stop_server, wait_until_ready
-    from server_example.make_demo_model import make_demo_model
+    from server_example.settings import SHAKESPEARE
 
-    streams, most = _STREAMS[::step], max(_STREAMS)
-    load = Load("127.0.0.1", 0, 1, _SECONDS)
-    context = load.prompt_tokens + load.max_tokens
+    loads = [Load("127.0.0.1", 0, streams, _SECONDS, max_tokens=answer) for streams, answer in _LOADS[::step]]
+    most = max(load.streams for load in loads)
+    context = max(load.prompt_tokens + load.max_tokens for load in loads)
     pages = 1 + most * -(-context // PAGE_TOKENS)
     options = ["--max-batch", str(most), "--max-waiting", str(most), "--max-context", str(context)]
     options += ["--cache-pages", str(pages), "--drain-seconds", "1"]
-    seen: dict[str, dict[int, Seen]] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "demo"
-        make_demo_model(folder)
-        for decode in ("graph", "eager"):
-            with ExitStack() as stack:
-                port = free_port()
-                process = start_server(folder, port, *options, "--decode", decode)
-                stack.callback(stop_server, process)
-                wait_until_ready(process, f"http://127.0.0.1:{port}")
-                seen[decode] = {
-                    count: measure(Load("127.0.0.1", port, count, _SECONDS, pid=process.pid))
-                    for count in streams
-                }
-        alone = {count: asyncio.run(without_http(folder, options, count)) for count in streams}
-    for count in streams:
-        if errors := [*seen["graph"][count].errors, *seen["eager"][count].errors]:
-            session.fail(f"http, {count} streams", RuntimeError(errors[0]))
+    seen: dict[str, list[Seen]] = {}
+    for decode in ("graph", "eager"):
+        with ExitStack() as stack:
+            port = free_port()
+            process = start_server(SHAKESPEARE, port, *options, "--decode", decode)
+            stack.callback(stop_server, process)
+            wait_until_ready(process, f"http://127.0.0.1:{port}")
+            seen[decode] = [measure(replace(load, port=port, pid=process.pid)) for load in loads]
+    alone = [asyncio.run(without_http(SHAKESPEARE, options, load)) for load in loads]
+    for load, graph, eager, piped in zip(loads, seen["graph"], seen["eager"], alone, strict=True):
+        if errors := [*graph.errors, *eager.errors]:
+            session.fail(f"http, {load.streams} streams", RuntimeError(errors[0]))
             continue
-        shape = {"model": "demo", "streams": count, "prompt": load.prompt_tokens, "answer": load.max_tokens}
-        row = Row("http", shape, 1e6 * statistics.median(seen["graph"][count].gaps))
-        row.peers["eager"] = 1e6 * statistics.median(seen["eager"][count].gaps)
-        row.notes = {**figures(seen["graph"][count]), "eager": figures(seen["eager"][count])}
-        row.notes["without HTTP"] = figures(alone[count])
+        shape = {
+            "model": SHAKESPEARE.name, "streams": load.streams, "prompt": load.prompt_tokens,
+            "answer": load.max_tokens,
+        }  # fmt: skip
+        row = Row("http", shape, 1e6 * statistics.median(graph.gaps))
+        row.peers["eager"] = 1e6 * statistics.median(eager.gaps)
+        row.notes = {**figures(graph), "eager": figures(eager), "without HTTP": figures(piped)}
         session.store(row)
 
 
@@ -87,7 +83,7 @@ def measure(load: Load) -> Seen:
     return asyncio.run(both())
 
 
-async def without_http(folder: Path, options: list[str], streams: int) -> Seen:
+async def without_http(folder: Path, options: list[str], load: Load) -> Seen:
     """The load on an engine's process without HTTP; only what the engine itself counts is seen."""
     from server_example.client import EngineClient
     from server_example.host import Job, run_engine
@@ -104,7 +100,6 @@ async def without_http(folder: Path, options: list[str], streams: int) -> Seen:
     if kind != "ready":
         raise RuntimeError(served)
     client = EngineClient(folder, served, near)
-    load = Load("", 0, streams, _SECONDS)
     params = SamplingParams(max_tokens=load.max_tokens, ignore_eos=True)
     end = time.monotonic() + load.seconds
 
@@ -119,7 +114,7 @@ async def without_http(folder: Path, options: list[str], streams: int) -> Seen:
         while time.monotonic() < end:
             await answer([draw.randrange(1, served.vocab_size) for _ in range(load.prompt_tokens)])
 
-    tasks = [asyncio.create_task(stream(number)) for number in range(streams)]
+    tasks = [asyncio.create_task(stream(number)) for number in range(load.streams)]
     await asyncio.sleep(min(load.settle, load.seconds / 2))
     seen, begun = Seen(before=samples((await client.call("metrics")).decode())), time.monotonic()
     await asyncio.sleep(max(0.0, end - time.monotonic()))
@@ -133,16 +128,16 @@ async def without_http(folder: Path, options: list[str], streams: int) -> Seen:
 
 
 def figures(seen: Seen) -> dict[str, Any]:
-    """What a row tells; `share outside steps` is of the engine's time, with the wait for requests."""
-    sums = [seen.grew(f'server_step_seconds_sum{{phase="{phase}"}}') for phase in ("prefill", "decode")]
+    """What a row tells. A decode step takes all the time outside prefills, so it includes the scheduling."""
+    prefill = seen.grew('server_step_seconds_sum{phase="prefill"}')
     steps = seen.grew("server_batch_size_count")
     return {
         "tokens/s": four_digits(seen.tokens / seen.seconds),
         **_percentiles("first token", seen.first_token),
         **_percentiles("between tokens", seen.gaps),
         "batch": four_digits(seen.grew("server_batch_size_sum") / max(1.0, steps)),
-        "decode step, us": four_digits(1e6 * sums[1] / max(1.0, steps)),
-        "share outside steps": four_digits(1 - sum(sums) / seen.seconds),
+        "decode step, us": four_digits(1e6 * (seen.seconds - prefill) / max(1.0, steps)),
+        "share of prefill": four_digits(prefill / seen.seconds),
         "finished": seen.finished,
         "refused": seen.refused,
         "misses": seen.after["moe_fp8_jit_misses"],

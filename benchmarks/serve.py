@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -14,7 +12,7 @@ from .results import Row
 from .timing import alternate_walls
 
 #: Requests of a step, tokens of each request's context, steps that are timed.
-_BATCHES, _CONTEXT, _STEPS = (1, 8, 32), 500, 50
+_BATCHES, _CONTEXT, _STEPS = (1, 8, 32, 64), 500, 50
 
 
 def run_serve(session: Session, peer: DeepGemm | None, step: int) -> None:
@@ -23,24 +21,21 @@ def run_serve(session: Session, peer: DeepGemm | None, step: int) -> None:
     from server_example.backend import choose_backend, load_kernels, plan_options
     from server_example.cache import PAGE_TOKENS
     from server_example.engine import Engine, EngineOptions
-    from server_example.make_demo_model import make_demo_model
+    from server_example.settings import SHAKESPEARE
 
     backend = choose_backend("auto")
     options = EngineOptions(max_batch=max(_BATCHES), cache_pages=2 + _CONTEXT // PAGE_TOKENS)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_demo_model(folder)
-        if backend.name == "cuda":
-            load_kernels(
-                folder,
-                plan_options(options.prefill_chunk, options.max_batch, backend.num_sms, PAGE_TOKENS),
-            )
-        engine = Engine(folder, backend, options)
+    if backend.name == "cuda":
+        load_kernels(
+            SHAKESPEARE,
+            plan_options(options.prefill_chunk, options.max_batch, backend.num_sms, PAGE_TOKENS),
+        )
+    engine = Engine(SHAKESPEARE, backend, options)
     engine.warm_up()
     for batch in _BATCHES[::step]:
         inputs = step_inputs(batch, _CONTEXT, engine.table_width, backend.device)
         inputs["seats"] = inputs.pop("tokens")  # The engine keeps the last token of each seat.
-        row = Row("serve", {"model": "demo", "batch": batch, "context": _CONTEXT}, 0.0)
+        row = Row("serve", {"model": SHAKESPEARE.name, "batch": batch, "context": _CONTEXT}, 0.0)
         row.us, row.peers["eager"] = alternate_walls(
             [partial(engine.runner.run, inputs), partial(engine.decode_step, inputs)], _STEPS
         )

@@ -100,13 +100,13 @@ class EngineClient:
         """The thread that reads what the engine sends."""
         with suppress(EOFError, OSError):
             while True:
-                kind, number, content = self._connection.recv()
-                if kind == "events":
-                    self._on_loop(self._tell, content)
-                elif kind == "failed":
-                    self.failure = content
-                elif (answer := self._answers.pop(number, None)) and answer.set_running_or_notify_cancel():
-                    (answer.set_exception if kind == "error" else answer.set_result)(content)
+                for kind, number, content in self._connection.recv():
+                    if kind == "events":
+                        self._on_loop(self._tell, content)
+                    elif kind == "failed":
+                        self.failure = content
+                    elif (ask := self._answers.pop(number, None)) and ask.set_running_or_notify_cancel():
+                        (ask.set_exception if kind == "error" else ask.set_result)(content)
         if not self._stopped and self.failure is None:
             self.failure = "the engine's process has ended"
         for number in list(self._answers):

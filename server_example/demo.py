@@ -1,4 +1,4 @@
-"""`python -m server_example.demo [--once]`: make a model, compile its kernels, serve it, send a request."""
+"""`python -m server_example.demo [--once]`: compile the small model's kernels, serve it, send a request."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ with server_extra():
     from server_example.backend import choose_backend
     from server_example.cache import PAGE_TOKENS
     from server_example.engine import EngineOptions
-    from server_example.make_demo_model import make_demo_model
+    from server_example.settings import SHAKESPEARE
 
-PROMPT = "The router looks at"
+PROMPT = "Enter HAMLET and the king"
 START_SECONDS = 120.0
 
 
@@ -93,7 +93,7 @@ def build_kernels(model: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m server_example.demo", description=__doc__)
     parser.add_argument("--once", action="store_true", help="stop the server after one completion")
-    parser.add_argument("--dir", type=Path, default=Path(".demo/demo-model"), help="where the model goes")
+    parser.add_argument("--model", type=Path, default=SHAKESPEARE, help="default: the small trained model")
     parser.add_argument("--port", type=int, default=None, help="default: 8000, or any free one with --once")
     parser.add_argument("--max-tokens", type=int, default=64)
     arguments = parser.parse_args()
@@ -108,9 +108,7 @@ def main() -> int:
         print(f"error: port {wanted}: {reason}; choose another with --port (make: PORT=)", file=sys.stderr)
         return 1
     try:
-        make_demo_model(arguments.dir)
-        print(f"model written to {arguments.dir}: untrained weights, so its text has no meaning", flush=True)
-        build_kernels(arguments.dir)
+        build_kernels(arguments.model)
     except MoeFp8Error as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -118,7 +116,7 @@ def main() -> int:
     # The demo asks its server without a key and on this machine, whatever the environment says.
     for name in ("API_KEY", "HOST", "PORT", "MODEL"):
         os.environ.pop(f"SERVER_EXAMPLE_{name}", None)
-    server = start_server(arguments.dir, port)
+    server = start_server(arguments.model, port)
     try:
         health = wait_until_ready(server, url)
         body = {"prompt": PROMPT, "max_tokens": arguments.max_tokens, "temperature": 0}

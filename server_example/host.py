@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,9 @@ from server_example.scheduler import Request, TokenEvent
 from server_example.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+#: Its kind, the number of the call that it answers, its content.
+Message = tuple[str, int, Any]
 
 
 @dataclass(frozen=True)
@@ -77,14 +81,16 @@ class Job:
 class Host:
     """Serves one engine over one connection. A client calls the methods without underscore, but for `serve`.
 
-    What it sends: ("answer", number of the call, result), ("error", number of the call, exception),
-    ("events", 0, [(number of the job, event), ...]), ("failed", 0, message).
+    It sends lists of these messages: ("answer", number of the call, result), ("error", number of the call,
+    exception), ("events", 0, [(number of the job, event), ...]), ("failed", 0, message). A list has all
+    messages that came while the client was busy, so a slow client delays no step of the engine.
     """
 
     def __init__(self, engine: Engine, connection: Connection) -> None:
         self._engine = engine
         self._connection = connection
-        self._sending = threading.Lock()
+        self._outbox = SimpleQueue[Message | None]()
+        self._sender = threading.Thread(target=self._deliver, name="events", daemon=True)
         self._requests: dict[int, Request] = {}
         self._events: list[tuple[int, TokenEvent]] = []
         self._stream: torch.cuda.Stream | None = None
@@ -92,6 +98,7 @@ class Host:
 
     def serve(self) -> None:
         """Returns after `stop`, and if the client's process has ended."""
+        self._sender.start()
         name = ""
         with suppress(EOFError, OSError):
             while name != "stop":
@@ -102,6 +109,8 @@ class Host:
                     self._send("error", number, error)
                 else:
                     self._send("answer", number, answer)
+        self._outbox.put(None)
+        self._sender.join()
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """As `Engine.submit`."""
@@ -171,9 +180,19 @@ class Host:
             self._send("failed", 0, self._engine.failure)
 
     def _send(self, kind: str, number: int, content: Any) -> None:
+        self._outbox.put((kind, number, content))
+
+    def _deliver(self) -> None:
+        """The thread that sends."""
+        ended = False
         # A client that has gone reads nothing; `serve` ends because of it.
-        with self._sending, suppress(OSError):
-            self._connection.send((kind, number, content))
+        with suppress(OSError):
+            while not ended:
+                waiting = [self._outbox.get()]
+                while not self._outbox.empty():
+                    waiting.append(self._outbox.get())
+                ended = None in waiting
+                self._connection.send([message for message in waiting if message is not None])
 
 
 def run_engine(settings: Settings, connection: Connection) -> None:

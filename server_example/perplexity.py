@@ -1,7 +1,8 @@
 """`python -m server_example.perplexity DIR`: a model's perplexity in bf16 and in FP8, side by side.
 
 bf16 is the model in plain PyTorch, on the weights of DIR/bf16 if they are there. FP8 is the model as it is
-served: on Hopper kernels, or on the reference ops on the CPU. Both attend to the indexer's tokens.
+served: on the reference ops on the CPU, and on Hopper kernels where there is such a GPU. All attend to the
+indexer's tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,9 @@ from server_example.train.model import TrainedModel
 #: int64 [T] on the CPU -> logits [T, vocab] after every token.
 Scorer = Callable[[torch.Tensor], torch.Tensor]
 
+#: Name of a backend -> what computes there.
+ARITHMETIC = {"reference": "reference ops on the CPU", "cuda": "Hopper kernels"}
+
 
 @dataclass(frozen=True)
 class Perplexity:
@@ -38,9 +42,6 @@ class Perplexity:
     tokens: int
     nats: float
     bits_per_byte: float
-
-    def __str__(self) -> str:
-        return f"{math.exp(self.nats):10.3f}  {self.bits_per_byte:14.4f}  {self.arithmetic}"
 
 
 @torch.inference_mode()
@@ -76,32 +77,43 @@ def fp8_scorer(folder: Path, config: ModelConfig, backend: Backend, window: int)
     return score
 
 
-def compare(folder: Path, text: str, backend: Backend, *, max_tokens: int, window: int) -> list[Perplexity]:
-    """The perplexity of at most `max_tokens` tokens of `text`, in bf16 and in FP8."""
+def every_backend() -> list[Backend]:
+    """The reference, and Hopper kernels if they can run here."""
+    found = choose_backend()
+    return [found] if found.name == "reference" else [choose_backend("cpu"), found]
+
+
+def compare(
+    folder: Path, text: str, backends: Sequence[Backend], *, max_tokens: int, window: int
+) -> list[Perplexity]:
+    """The perplexity of at most `max_tokens` tokens of `text`: first in bf16, then in FP8 on each backend."""
     config = ModelConfig.load(folder)
     window = min(window, config.max_position_embeddings)
     # The loader of the server checks the checkpoint.
-    fp8 = fp8_scorer(folder, config, backend, window)
+    fp8 = {
+        f"FP8, {ARITHMETIC[backend.name]}": fp8_scorer(folder, config, backend, window)
+        for backend in backends
+    }
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokens = torch.tensor(tokenizer.encode(text).ids[: max_tokens + 1])
     if tokens.shape[0] < 2:
         raise ConfigError("text", "at least two tokens", tokens.shape[0])
     num_bytes = len(tokenizer.decode(tokens[1:].tolist()).encode())
-    plain = TrainedModel(config, window, backend.device).eval()
+    device = backends[-1].device
+    plain = TrainedModel(config, window, device).eval()
     weights = load_plain(folder, plain)
-    kernels = "Hopper kernels" if backend.name == "cuda" else "reference ops on the CPU"
-    scorers = {
-        f"{weights}, plain PyTorch": bf16_scorer(plain, backend.device),
-        f"FP8, {kernels}": fp8,
-    }
+    scorers = {f"{weights}, plain PyTorch": bf16_scorer(plain, device)} | fp8
     return [measure(name, scorer, tokens, num_bytes, window) for name, scorer in scorers.items()]
 
 
 def report(rows: list[Perplexity]) -> str:
-    plain, fp8 = rows
-    lines = [f"perplexity  bits of a byte  arithmetic ({plain.tokens} tokens)", *map(str, rows)]
-    growth = math.exp(fp8.nats - plain.nats) - 1
-    return "\n".join([*lines, f"FP8 changes the perplexity by {growth:+.2%}"])
+    """A table; its last column is how much FP8 changes the perplexity."""
+    plain = rows[0]
+    lines = [f"perplexity  bits of a byte  change  arithmetic ({plain.tokens} tokens)"]
+    for row in rows:
+        change = "" if row is plain else f"{math.exp(row.nats - plain.nats) - 1:+.2%}"
+        lines.append(f"{math.exp(row.nats):10.3f}  {row.bits_per_byte:14.4f}  {change:>6}  {row.arithmetic}")
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -110,7 +122,7 @@ def main() -> int:
     parser.add_argument("--text", type=Path, help=f"the text; without it, {HELD_OUT_TEXT} in the folder")
     parser.add_argument("--tokens", type=int, default=8192, help="at most as many tokens of the text")
     parser.add_argument("--window", type=int, default=512, help="tokens of a context")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=("all", "cpu", "cuda"), default="all")
     options = parser.parse_args()
     text: Path = options.text or options.folder / HELD_OUT_TEXT
     try:
@@ -122,7 +134,7 @@ def main() -> int:
         rows = compare(
             options.folder,
             text.read_text(encoding="utf-8"),
-            choose_backend(options.device),
+            every_backend() if options.device == "all" else [choose_backend(options.device)],
             max_tokens=options.tokens,
             window=options.window,
         )

@@ -15,6 +15,9 @@ from server_example.model.weights import LoadFormat
 
 _ENGINE = EngineOptions()
 
+#: The trained model that comes with the example.
+SHAKESPEARE = Path(__file__).parent / "shakespeare"
+
 
 class Settings(BaseSettings):
     """Serve a model. Each option is also a variable of the environment, such as SERVER_EXAMPLE_MAX_BATCH."""
@@ -29,7 +32,9 @@ class Settings(BaseSettings):
         protected_namespaces=(),
     )
 
-    model: Path = Field(description="folder with a DeepSeek-V3.2 checkpoint")
+    model: Path = Field(
+        SHAKESPEARE, description="folder with a DeepSeek-V3.2 checkpoint; without it, the small trained model"
+    )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="0: any free port")
     device: Literal["auto", "cpu", "cuda"] = Field(

@@ -19,38 +19,62 @@ import torch
 from torch.nn import functional
 
 from moe_fp8.errors import ConfigError, MoeFp8Error
-from server_example.backend import choose_backend
-from server_example.make_demo_model import CONFIG, make_tokenizer
 from server_example.model.config import ModelConfig
-from server_example.perplexity import compare, report
+from server_example.perplexity import compare, every_backend, report
 from server_example.train.card import model_card
-from server_example.train.data import HELD_OUT, batch_of, encode, read_works
+from server_example.train.data import HELD_OUT, batch_of, encode, make_tokenizer, read_works
 from server_example.train.export import HELD_OUT_TEXT, export
 from server_example.train.model import Phase, TrainedModel
 
 logger = logging.getLogger("server_example.train")
 
 #: 9.7 million FP8 weights. Every size suits the ops, and attention looks at an eighth of a full context.
-MODEL: dict[str, Any] = CONFIG | {
+MODEL: dict[str, Any] = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "torch_dtype": "bfloat16",
     "vocab_size": 1024,
     "hidden_size": 256,
     "num_hidden_layers": 4,
     "max_position_embeddings": 1024,
-    "q_lora_rank": 128,
-    "kv_lora_rank": 128,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "hidden_act": "silu",
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
     "index_n_heads": 32,
+    "index_head_dim": 128,
     "index_topk": 128,
     "intermediate_size": 768,
     "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
     "n_routed_experts": 16,
+    "n_shared_experts": 1,
     "num_experts_per_tok": 4,
     "n_group": 4,
     "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
     "routed_scaling_factor": 2.0,
+    "scoring_func": "sigmoid",
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
 }
-
 
 #: Tokens of the held-out text that the log's loss is from.
 EVALUATED = 8192
@@ -216,7 +240,7 @@ def train(
     seconds = time.perf_counter() - started
     export(trainer.model, raw, tokenizer, folder)
     (folder / HELD_OUT_TEXT).write_text(held_out, encoding="utf-8")
-    rows = compare(folder, held_out, choose_backend("cpu"), max_tokens=4096, window=512)
+    rows = compare(folder, held_out, every_backend(), max_tokens=8192, window=512)
     card = model_card(folder, raw, options, tokens.shape[0], seconds, report(rows))
     (folder / "README.md").write_text(card, encoding="utf-8")
     return card

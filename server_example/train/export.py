@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 import moe_fp8
-from server_example.make_demo_model import END_OF_TEXT
 from server_example.model.layers import Fp8Weight
+from server_example.train.data import END_OF_TEXT
 from server_example.train.model import TrainedModel
 
 BF16 = "bf16"

@@ -6,7 +6,6 @@ way the inputs are built, and not by luck. Only the clock is replaced.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,7 +44,7 @@ from benchmarks.shapes import (
     SiluMulShape,
     TopkShape,
 )
-from server_example.make_demo_model import CONFIG
+from server_example.settings import SHAKESPEARE
 from tests.cpu.benchmark_rows import ENVIRONMENT, read_rows
 
 
@@ -206,8 +205,7 @@ def test_a_servers_step_runs_as_a_graph_and_eagerly(
 def test_a_step_of_full_size_runs_as_a_graph_and_eagerly(
     on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "small.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(full_size, "_MODEL", tmp_path / "small.json")
+    monkeypatch.setattr(full_size, "_MODEL", SHAKESPEARE / "config.json")
     monkeypatch.setattr(full_size, "_LAYERS", {"num_hidden_layers": 2})
     monkeypatch.setattr(full_size, "_BATCHES", (1, 3))
     monkeypatch.setattr(full_size, "_CONTEXT", 200)

@@ -138,7 +138,7 @@ def test_the_demo_takes_its_server_with_it(demo_folder: Path) -> None:
         str(port),
         "--max-tokens",
         "2",
-        "--dir",
+        "--model",
         str(demo_folder),
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
@@ -148,7 +148,7 @@ def test_the_demo_takes_its_server_with_it(demo_folder: Path) -> None:
             line = demo.stdout.readline()
             assert line, said
             said += line
-        assert "untrained" in said
+        assert "tokens/s" in said
         assert httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
         demo.send_signal(signal.SIGTERM)
         assert demo.wait(timeout=30) == 0

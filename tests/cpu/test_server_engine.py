@@ -18,7 +18,7 @@ from server_example.model.batch import DecodeBatch, PrefillBatch
 from server_example.model.transformer import Transformer
 from server_example.sampling import SamplingParams
 from server_example.scheduler import Request, Scheduler, TokenEvent
-from tests.demo_model import STEADY_PROMPTS, demo_folder
+from tests.demo_model import PROMPTS, demo_folder
 
 __all__ = ["demo_folder"]
 
@@ -71,7 +71,7 @@ def test_a_preempted_request_goes_on_where_it_was(demo_folder: Path, late: bool)
             demo_folder, choose_backend("cpu"), EngineOptions(cache_pages=cache_pages, max_context=256)
         )
         engine._ahead = int(late)
-        prompts = [prompt + FILLER for prompt in STEADY_PROMPTS]
+        prompts = [prompt + FILLER for prompt in PROMPTS]
         found.append([shown(events) for events in answers(engine, prompts, LONG)])
         preempted = engine.metrics.registry.get_sample_value("server_preemptions_total")
         assert (preempted or 0) > 0 if cache_pages == few else preempted == 0
@@ -84,12 +84,12 @@ def test_tokens_that_are_told_late_are_the_same(demo_folder: Path) -> None:
     for late in (False, True):
         engine = Engine(demo_folder, choose_backend("cpu"), EngineOptions(max_batch=2))
         engine._ahead = int(late)
-        text = "".join(event.text for event in answers(engine, STEADY_PROMPTS[:1], LONG[:1])[0])
+        text = "".join(event.text for event in answers(engine, PROMPTS[:1], LONG[:1])[0])
         stops = [(text[10:14],), (text[20:22],), ()]
         params = [SamplingParams(max_tokens=20, stop=stop, ignore_eos=True) for stop in stops]
         engine = Engine(demo_folder, choose_backend("cpu"), EngineOptions(max_batch=2))
         engine._ahead = int(late)
-        told = answers(engine, STEADY_PROMPTS[:1] * 3, params)
+        told = answers(engine, PROMPTS[:1] * 3, params)
         assert [events[-1].finish_reason for events in told] == ["stop", "stop", "length"]
         found.append([shown(events) for events in told])
     assert found[0] == found[1]

@@ -70,15 +70,15 @@ def test_health_names_the_reference_backend(server: httpx.Client) -> None:
 
 def test_models(server: httpx.Client) -> None:
     (model,) = server.get("/v1/models").json()["data"]
-    assert (model["id"], model["object"]) == ("demo-model", "model")
+    assert (model["id"], model["object"]) == ("shakespeare", "model")
     assert 0 <= time.time() - model["created"] < 600
-    assert server.get("/v1/models/demo-model").json() == model
+    assert server.get("/v1/models/shakespeare").json() == model
     assert server.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
     assert model["max_model_len"] == TOTAL_PAGES * 64
 
 
 def test_plain_completion(server: httpx.Client) -> None:
-    body = complete(server, prompt="The router looks at", max_tokens=12, model="demo-model")
+    body = complete(server, prompt="The router looks at", max_tokens=12, model="shakespeare")
     (choice,) = body["choices"]
     assert choice["finish_reason"] == "length"
     assert len(choice["text"]) > 12
@@ -169,7 +169,7 @@ def test_a_seed_repeats_and_the_batch_does_not_matter(server: httpx.Client) -> N
         ({"prompt": ""}, 400, "prompt"),
         ({"prompt": []}, 400, "prompt"),
         ({"prompt": [1, -1]}, 400, "prompt"),
-        ({"prompt": [512]}, 400, "prompt"),
+        ({"prompt": [1024]}, 400, "prompt"),
         ({"prompt": [[1], "a"]}, 400, "prompt"),
         ({"prompt": [1.0]}, 400, "prompt"),
         ({"prompt": [True]}, 400, "prompt"),

@@ -21,15 +21,20 @@ from server_example.model.moe import Moe
 from server_example.model.rope import Rope
 from server_example.model.transformer import Transformer
 from server_example.model.weights import load_weights
-from tests.demo_model import STEADY_PROMPTS, demo_folder, demo_model, model_run, new_caches
+from tests.demo_model import (
+    PROMPTS,
+    TIE,
+    behind,
+    demo_folder,
+    demo_model,
+    model_run,
+    new_caches,
+    text_tokens,
+)
 
 __all__ = ["demo_folder", "demo_model"]
 
 GREEDY_TOKENS = 64
-
-
-def random_tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(1, 512, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -116,32 +121,34 @@ def test_agrees_with_the_dense_model_while_all_tokens_are_selected(
     dense = DenseModel(demo_folder)
     errors = []
     for seed, length in enumerate((1, 2, 17, 40, demo_model.config.index_topk)):
-        tokens = random_tokens(length, seed)
+        tokens = text_tokens(length, seed)
         errors.append(difference(model_run(demo_model, length).prefill(tokens), dense.logits(tokens)))
     # Quantizing activations to FP8 alone makes an error of about 3.7% in each GEMM.
     assert max(errors) < 0.15, errors
     assert sorted(errors)[2] < 0.08, errors
 
 
-@pytest.mark.parametrize("length", [2, 20, 60, 64])
+@pytest.mark.parametrize("length", [2, 20, 60, 128])
 def test_decode_equals_prefill(demo_model: Transformer, length: int) -> None:
-    tokens = random_tokens(length, length)
-    whole = model_run(demo_model, length)
-    split = model_run(demo_model, length)
-    expected = whole.prefill(tokens)
-    first = max(1, length // 2)
-    split.prefill(tokens[:first])
-    for token in tokens[first:]:
-        logits = split.decode(token)
+    errors = []
+    for part in range(3):
+        tokens = text_tokens(length, part)
+        whole, split = model_run(demo_model, length), model_run(demo_model, length)
+        expected = whole.prefill(tokens)
+        first = max(1, length - 10)
+        split.prefill(tokens[:first])
+        for token in tokens[first:]:
+            logits = split.decode(token)
+        errors.append(difference(logits, expected))
     # This is the same arithmetic in other shapes. An ulp of fp32 that flips a rounding to FP8 grows to a
     # percent.
-    assert difference(logits, expected) < 0.03
+    assert sorted(errors)[1] < 0.03, errors
 
 
 def test_decode_equals_prefill_beyond_the_selection(demo_model: Transformer) -> None:
     errors = []
     for seed in range(5):
-        tokens = random_tokens(150, seed)
+        tokens = text_tokens(150, seed)
         whole, split = model_run(demo_model, 150), model_run(demo_model, 150)
         expected = whole.prefill(tokens)
         split.prefill(tokens[:70])
@@ -153,7 +160,7 @@ def test_decode_equals_prefill_beyond_the_selection(demo_model: Transformer) -> 
 
 def test_selection_is_the_best_of_the_visible_tokens(demo_model: Transformer) -> None:
     length, layer = 150, demo_model.layers[0]
-    tokens = random_tokens(length, 3)
+    tokens = text_tokens(length, 3)
     request = model_run(demo_model, length)
     batch = PrefillBatch.of(tokens, 0, request.pages, demo_model.device)
     seen = {}
@@ -198,7 +205,7 @@ def test_decode_rows_do_not_depend_on_their_batch(demo_model: Transformer) -> No
     for number, length in enumerate((5, 40, 90)):
         request = model_run(demo_model, 128)
         request.caches, request.pages = caches, [3 * number + 2, 3 * number + 1]
-        request.prefill(random_tokens(length, number))
+        request.prefill(text_tokens(length, number))
         requests.append(request)
     inputs = [request.decode_inputs(7 + number) for number, request in enumerate(requests)]
     batch = {name: torch.cat([row[name] for row in inputs]) for name in inputs[0]}
@@ -233,7 +240,7 @@ def test_padding_reaches_no_expert(demo_model: Transformer, monkeypatch: pytest.
     lens = torch.tensor([3, 0, 9, 0], dtype=torch.int32)
     batch = DecodeBatch(torch.zeros(4, dtype=torch.int64), lens, torch.zeros(4, 1, dtype=torch.int32))
     out = moe(x, batch)
-    assert counts == [4, 4]
+    assert counts == [2 * demo_model.config.num_experts_per_tok] * 2
     assert out.isfinite().all()
     monkeypatch.undo()
     active = x[[0, 2]]
@@ -241,8 +248,8 @@ def test_padding_reaches_no_expert(demo_model: Transformer, monkeypatch: pytest.
     assert difference(out[[0, 2]], moe(active, prefill)) < 5e-3
 
 
-@pytest.mark.parametrize("prompt", STEADY_PROMPTS)
-def test_greedy_tokens_survive_another_devices_rounding(
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_tokens_survive_another_devices_rounding_up_to_ties(
     demo_folder: Path, demo_model: Transformer, monkeypatch: pytest.MonkeyPatch, prompt: str
 ) -> None:
     from tokenizers import Tokenizer
@@ -267,7 +274,8 @@ def test_greedy_tokens_survive_another_devices_rounding(
     noisy(moe_fp8, "gemm_fp8")
     noisy(layer, "grouped_gemm_fp8_contiguous")
     other = model_run(demo_model, 128).follow(tokens, chosen)
-    assert other.argmax(1).tolist() == chosen
+    short = behind(other, chosen)
+    assert float(short.max()) < TIE and int((short > 0).sum()) <= 3
     errors = (other - logits).norm(dim=1) / logits.norm(dim=1)
     assert 0 < float(errors.median()) < 0.05
     assert len(set(chosen)) > 10, "the text is degenerate"
@@ -294,7 +302,7 @@ def edited(folder: Path, to: Path, **changes: object) -> Path:
         ("attention_bias", True),
         ("mlp_layer_types", ["sparse", "sparse", "sparse"]),
         ("quantization_config", {"quant_method": "gptq"}),
-        ("num_experts_per_tok", 7),
+        ("num_experts_per_tok", 9),
         ("qk_rope_head_dim", 32),
     ],
 )

@@ -14,7 +14,7 @@ from tests.live_server import live_server
 
 __all__ = ["demo_folder"]
 
-MODEL = "demo-model"
+MODEL = "shakespeare"
 
 
 @pytest.fixture(scope="module")

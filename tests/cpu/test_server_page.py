@@ -108,9 +108,9 @@ def test_figures_of_a_running_request(server: httpx.Client) -> None:
     assert (last["batch_size"], last["waiting"]) == (1, 0)
     assert 0 < last["pages_used"] <= last["pages"] == 128
     assert last["tokens_per_second"] > 1
-    # The demo model: 8 experts; each token goes to 2 of them in both of its layers of experts.
-    assert len(last["expert_tokens"]) == 8
-    assert sum(last["expert_tokens"]) % 4 == 0
+    # The model has 16 experts. Each token goes to 4 of them in each of 3 layers.
+    assert len(last["expert_tokens"]) == 16
+    assert sum(last["expert_tokens"]) % 12 == 0
     assert max(last["expert_tokens"]) > 0
 
 
@@ -121,7 +121,7 @@ def test_every_routed_token_is_counted_once(server: httpx.Client) -> None:
         body = {"prompt": prompt, "max_tokens": generated, "ignore_eos": True}
         assert server.post("/v1/completions", json=body, headers=authorized()).status_code == 200
         # The last token is not an input of the model.
-        wanted = (len(prompt) + generated - 1) * 2 * 2
+        wanted = (len(prompt) + generated - 1) * 4 * 3
         counted = 0
         while counted < wanted:
             counted += sum(next(events)["expert_tokens"])
@@ -158,7 +158,7 @@ def counted(model: Transformer) -> list[int]:
 
 
 def chosen(choices: list[torch.Tensor]) -> list[int]:
-    return torch.cat([ids.flatten() for ids in choices]).bincount(minlength=8).tolist()
+    return torch.cat([ids.flatten() for ids in choices]).bincount(minlength=16).tolist()
 
 
 def test_a_server_that_loads_has_no_figures(tmp_path: Path) -> None:

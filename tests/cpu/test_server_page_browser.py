@@ -177,7 +177,7 @@ def test_the_plots_get_points_and_can_be_paused(page: sync_api.Page, server: htt
     type_into(page, "prompt", "The graph")
     type_into(page, "max-tokens", "900")
     page.keyboard.press("Enter")
-    sync_api.expect(page.locator("#experts rect")).to_have_count(8)
+    sync_api.expect(page.locator("#experts rect")).to_have_count(16)
     sync_api.expect(page.locator("#steps")).to_have_attribute("aria-label", re.compile(r"decode [\d.]+ ms"))
     sync_api.expect(page.locator("#batch")).to_have_attribute(
         "aria-label", re.compile(r": 1 decoding, 0 waiting")
@@ -219,7 +219,7 @@ def test_the_page_asks_for_the_key(browser: sync_api.Browser, demo_folder: Path)
             sync_api.expect(page.get_by_label("API key")).to_be_focused()
             page.keyboard.type(typed)
             page.keyboard.press("Enter")
-        sync_api.expect(page.locator("#experts rect")).to_have_count(8)
+        sync_api.expect(page.locator("#experts rect")).to_have_count(16)
         sync_api.expect(page.locator("#key-form")).to_be_hidden()
         type_into(page, "max-tokens", "3")
         page.keyboard.press("Enter")
@@ -254,7 +254,7 @@ CONTRAST = """() => {
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_can_be_read(browser: sync_api.Browser, server: httpx.Client, scheme: str) -> None:
     with opened(browser, server, color_scheme=scheme, viewport={"width": 320, "height": 600}) as page:
-        sync_api.expect(page.locator("#experts rect")).to_have_count(8)
+        sync_api.expect(page.locator("#experts rect")).to_have_count(16)
         contrasts = page.evaluate(CONTRAST)
         assert len(contrasts) > 30
         assert [pair for pair in contrasts if pair[1] < 4.5] == []
@@ -269,7 +269,7 @@ def test_reduced_motion(browser: sync_api.Browser, server: httpx.Client, motion:
         type_into(page, "max-tokens", "900")
         page.keyboard.press("Enter")
         sync_api.expect(page.locator("#output[aria-busy=true]")).not_to_be_empty()
-        sync_api.expect(page.locator("#experts rect")).to_have_count(8)
+        sync_api.expect(page.locator("#experts rect")).to_have_count(16)
         animation = "getComputedStyle(document.getElementById('output'), '::after').animationName"
         assert page.evaluate(animation) == ("none" if motion == "reduce" else "blink")
         drawn = page.locator("#batch path").first.get_attribute("d")

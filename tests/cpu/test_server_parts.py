@@ -8,7 +8,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -23,16 +22,16 @@ from server_example.cache import DUMMY_PAGE, PAGE_TOKENS, PagePool, pages_for
 from server_example.client import Emit, EngineClient
 from server_example.generation import Deadline, Generation
 from server_example.host import Job
-from server_example.make_demo_model import make_tokenizer
 from server_example.protocol import CompletionRequest
 from server_example.sampling import Sampler, SamplingParams, log_probabilities
 from server_example.scheduler import QueueFullError, Request, RequestTooLongError, Scheduler, TokenEvent
+from server_example.settings import SHAKESPEARE
 from server_example.text import TextStream
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return make_tokenizer(512)
+    return Tokenizer.from_file(str(SHAKESPEARE / "tokenizer.json"))
 
 
 def request(prompt: int, max_tokens: int) -> Request:
@@ -254,8 +253,7 @@ def test_a_stream_may_end_within_a_character(tokenizer: Tokenizer) -> None:
 @given(
     st.text("ab .", max_size=40), st.lists(st.text("ab .", min_size=1, max_size=4), min_size=1, max_size=3)
 )
-def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> None:
-    tokenizer = make_tokenizer(300)
+def test_text_ends_before_the_first_stop_string(tokenizer: Tokenizer, text: str, stops: list[str]) -> None:
     pieces, stopped = streamed(tokenizer, tokenizer.encode(text).ids, *stops)
     joined = "".join(pieces)
     found = [text.find(stop) for stop in stops if stop in text]
@@ -275,8 +273,8 @@ def test_stop_string_across_tokens_is_never_sent(tokenizer: Tokenizer) -> None:
     assert "".join(pieces) == "The serv"
 
 
-def test_demo_tokenizer_fits_the_model(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    assert tokenizer.get_vocab_size() == 512
+def test_the_models_tokenizer_ends_with_token_0(tokenizer: Tokenizer) -> None:
+    assert tokenizer.get_vocab_size() == 1024
     assert tokenizer.token_to_id("<|endoftext|>") == 0
 
 
