@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 .PHONY: help demo test lint format bench tables clean
 
 help:
-	@echo "make demo           make the demo model, compile its kernels, serve it (PORT=8000), print one completion;"
+	@echo "make demo           compile the small model's kernels, serve it (PORT=8000), print one completion;"
 	@echo "                    ONCE=1: and stop"
 	@echo "make test           every test this machine can run (tests/gpu needs a Hopper GPU);"
 	@echo "                    WORKERS=0: in one process"
@@ -45,4 +45,4 @@ tables: $(STAMP)
 	$(RUN) -m benchmarks.report
 
 clean:
-	rm -rf $(VENV) .demo build dist
+	rm -rf $(VENV) build dist

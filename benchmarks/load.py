@@ -72,6 +72,16 @@ class Seen:
         """By how much a metric of the server grew while the clients measured."""
         return self.after.get(metric, 0.0) - self.before.get(metric, 0.0)
 
+    @property
+    def memory_grew(self) -> int:
+        """By how many bytes the server's memory grew in half of the time, after the first quarter.
+
+        It compares the least of the second quarter with the least of the last one: what a step holds for a
+        moment does not count.
+        """
+        quarter = len(self.memory) // 4
+        return min(self.memory[-quarter:]) - min(self.memory[quarter : 2 * quarter])
+
 
 class Answer(Exception):
     """An answer that is not a stream."""

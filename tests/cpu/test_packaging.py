@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_make_says_that_the_installation_takes_long(tmp_path: Path) -> None:
     command = ["make", "-n", "demo", f"VENV={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    said, install, demo = (done.stdout.find(text) for text in ("about a minute", "pip install", ".demo"))
+    said, install, demo = map(done.stdout.find, ("about a minute", "pip install", "server_example.demo"))
     assert -1 < said < install < demo
 
 

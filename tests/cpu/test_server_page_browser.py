@@ -38,6 +38,7 @@ FLAGS = [
     "--disable-sync",
 ]
 PICTURE_BYTES = 150_000
+PROMPT = "Enter HAMLET and the king"
 
 
 @pytest.fixture(scope="module")
@@ -117,13 +118,13 @@ def test_a_prompt_by_keyboard_gives_tokens_one_after_another(
             new MutationObserver(note).observe(output, { childList: true });
         }"""
     )
-    type_into(page, "prompt", "The graph")
+    type_into(page, "prompt", "The king")
     type_into(page, "max-tokens", "40")
     type_into(page, "temperature", "0")
     page.keyboard.press("Enter")
     sync_api.expect(page.locator("#status")).to_contain_text("40 tokens in")
     sync_api.expect(page.locator("#status")).to_contain_text("per second; the most tokens were reached.")
-    body = {"prompt": "The graph", "max_tokens": 40, "temperature": 0}
+    body = {"prompt": "The king", "max_tokens": 40, "temperature": 0}
     expected = server.post("/v1/completions", json=body).json()["choices"][0]["text"]
     assert page.locator("#output").text_content() == expected
     growth = [(at, length) for at, length in page.evaluate("window.growth") if length]
@@ -174,7 +175,7 @@ def test_the_plots_get_points_and_can_be_paused(page: sync_api.Page, server: htt
     def points(plot: str) -> int:
         return str(page.locator(f"#{plot} path").first.get_attribute("d")).count("L")
 
-    type_into(page, "prompt", "The graph")
+    type_into(page, "prompt", "The king")
     type_into(page, "max-tokens", "900")
     page.keyboard.press("Enter")
     sync_api.expect(page.locator("#experts rect")).to_have_count(16)
@@ -292,7 +293,7 @@ def test_pictures(
     def others(number: int) -> None:
         time.sleep(number * seconds / 8)
         while time.monotonic() < end:
-            body = {"prompt": "The router looks at", "max_tokens": tokens * (number + 1), "ignore_eos": True}
+            body = {"prompt": PROMPT, "max_tokens": tokens * (number + 1), "ignore_eos": True}
             assert server.post("/v1/completions", json={**body, "seed": number}).status_code == 200
             time.sleep(number * seconds / 20)
 
@@ -302,7 +303,7 @@ def test_pictures(
     ):
         clients = [pool.submit(others, number) for number in range(5)]
         page.wait_for_timeout(seconds * 900)
-        type_into(page, "prompt", "The router looks at")
+        type_into(page, "prompt", PROMPT)
         type_into(page, "max-tokens", "120")
         page.keyboard.press("Enter")
         sync_api.expect(page.locator("#output")).not_to_be_empty()

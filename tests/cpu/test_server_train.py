@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import subprocess
 import sys
 import tarfile
@@ -14,9 +15,10 @@ import torch
 
 from moe_fp8.errors import ConfigError
 from moe_fp8.warmup import load_model, plan
-from server_example.backend import plan_options
+from server_example.backend import choose_backend, plan_options
 from server_example.cache import PAGE_TOKENS
 from server_example.model.config import ModelConfig
+from server_example.perplexity import compare
 from server_example.settings import SHAKESPEARE
 from server_example.train.__main__ import MODEL, Options, Trainer, cosine, train
 from server_example.train.data import read_works
@@ -88,6 +90,15 @@ def test_a_short_run_learns_and_is_exported(tmp_path: Path) -> None:
     assert "FP8" in load_plain(folder, rounded)
     for (name, ours), theirs in zip(model.state_dict().items(), rounded.state_dict().values(), strict=True):
         assert float((ours - theirs).norm()) <= 0.04 * float(ours.norm()), name
+
+
+def test_the_model_in_the_checkout_predicts_the_held_out_play() -> None:
+    """Its card has figures of 8192 tokens, and of the kernels."""
+    assert (SHAKESPEARE / "model.safetensors").stat().st_size < 12e6
+    text = (SHAKESPEARE / "heldout.txt").read_text(encoding="utf-8")
+    plain, fp8 = compare(SHAKESPEARE, text, [choose_backend("cpu")], max_tokens=1024, window=512)
+    assert math.exp(plain.nats) < 25
+    assert math.exp(fp8.nats - plain.nats) == pytest.approx(1, abs=0.01)
 
 
 def test_each_phase_trains_its_part() -> None:
