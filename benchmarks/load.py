@@ -74,13 +74,12 @@ class Seen:
 
     @property
     def memory_grew(self) -> int:
-        """By how many bytes the server's memory grew in half of the time, after the first quarter.
+        """By how many bytes the server's memory grew from the third quarter of the time to the last.
 
-        It compares the least of the second quarter with the least of the last one: what a step holds for a
-        moment does not count.
+        It compares the least of each: what a step holds for a moment does not count.
         """
         quarter = len(self.memory) // 4
-        return min(self.memory[-quarter:]) - min(self.memory[quarter : 2 * quarter])
+        return min(self.memory[-quarter:]) - min(self.memory[2 * quarter : 3 * quarter])
 
 
 class Answer(Exception):
