@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 #: Streams and tokens of an answer of each row, and the seconds of each of its loads.
 _LOADS, _SECONDS = ((1, 128), (8, 128), (64, 128), (64, 512), (256, 128)), 8.0
+#: Most tokens of the prompts that are prefilled together.
+_PREFILL_CHUNK = 1024
 
 
 def run_http(session: Session, peer: DeepGemm | None, step: int) -> None:
@@ -45,8 +47,8 @@ def run_http(session: Session, peer: DeepGemm | None, step: int) -> None:
     most = max(load.streams for load in loads)
     context = max(load.prompt_tokens + load.max_tokens for load in loads)
     pages = 1 + most * -(-context // PAGE_TOKENS)
-    options = ["--max-batch", str(most), "--max-waiting", str(most), "--max-context", str(context)]
-    options += ["--cache-pages", str(pages), "--drain-seconds", "1"]
+    options = ["--max-batch", str(most), "--max-waiting", str(most), "--cache-pages", str(pages)]
+    options += ["--prefill-chunk", str(_PREFILL_CHUNK), "--drain-seconds", "1"]
     seen: dict[str, list[Seen]] = {}
     for decode in ("graph", "eager"):
         with ExitStack() as stack:

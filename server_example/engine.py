@@ -24,7 +24,7 @@ from moe_fp8.graph import BatchBuckets, BufferSpec, GraphRunner
 from server_example.backend import Backend, freeze_kernels, load_kernels, plan_options
 from server_example.cache import DUMMY_PAGE, PAGE_TOKENS, LayerCache, PagePool, pages_for
 from server_example.metrics import Metrics
-from server_example.model.batch import PrefillBatch
+from server_example.model.batch import PrefillBatch, Run
 from server_example.model.config import ModelConfig
 from server_example.model.transformer import Transformer
 from server_example.model.weights import LoadFormat, load_weights
@@ -156,7 +156,7 @@ class Engine:
     def warm_up(self) -> None:
         """Runs a prefill and every decode bucket once; captures graphs on CUDA. Call it before `start`."""
         page = [DUMMY_PAGE] * self.table_width
-        self.model.prefill(PrefillBatch.of([0, 0], 0, page, self.backend.device), self.caches)
+        self.model.prefill(PrefillBatch.of([Run([0, 0], 0, page)], self.backend.device), self.caches)
         if self.options.decode == "graph":
             self.runner.capture()
 
@@ -210,12 +210,13 @@ class Engine:
                         self._finish(request, "", reason, _ENDINGS[reason])
                     self.metrics.preemptions.inc(len(self.scheduler.grow()))
                     self.scheduler.admit()
-                    prefill, decoding = self.scheduler.next_prefill(), self.scheduler.decoding()
-                if prefill is not None:
+                    prefill = self.scheduler.next_prefill(self.options.prefill_chunk)
+                    decoding = self.scheduler.decoding()
+                if prefill:
                     self._timed("prefill", self._prefill, prefill)
                 if decoding:
                     self._timed("decode", self._decode, decoding)
-                if prefill is None and not decoding:
+                if not prefill and not decoding:
                     self._land()
             self._land()
         except Exception as error:
@@ -233,22 +234,34 @@ class Engine:
         work(on)
         self.metrics.step_seconds.labels(phase).observe(time.perf_counter() - start)
 
-    def _prefill(self, request: Request) -> None:
-        """Prefills one chunk, so that a long prompt does not delay the decoding requests."""
-        chunk = request.before_decode[request.context : request.context + self.options.prefill_chunk]
-        batch = PrefillBatch.of(chunk, request.context, request.pages, self.backend.device)
-        logits = self.model.prefill(batch, self.caches)
-        request.context += len(chunk)
-        self.metrics.prompt_tokens.inc(len(chunk))
-        if request.prefilling:
+    def _prefill(self, chosen: list[tuple[Request, int]]) -> None:
+        """Prefills the next tokens of each request, and tells the first token of those that are complete."""
+        runs = [
+            Run(
+                request.before_decode[request.context : request.context + count],
+                request.context,
+                request.pages,
+            )
+            for request, count in chosen
+        ]
+        logits = self.model.prefill(PrefillBatch.of(runs, self.backend.device), self.caches)
+        complete = []
+        for row, (request, count) in enumerate(chosen):
+            request.context += count
+            self.metrics.prompt_tokens.inc(count)
+            if request.prefilling:
+                continue
+            if request.generated:  # It was preempted.
+                self._last_tokens[request.seat] = request.generated[-1]
+            else:
+                complete.append(row)
+        if not complete:
             self._land()
-        elif request.generated:  # It was preempted.
-            self._last_tokens[request.seat] = request.generated[-1]
-            self._land()
-        else:
-            tokens = logits.argmax(-1, keepdim=True)
-            self._last_tokens[request.seat] = tokens[0]
-            self._fly([request], {"logits": logits[None], "tokens": tokens})
+            return
+        requests, logits = [chosen[row][0] for row in complete], logits[complete]
+        tokens = logits.argmax(-1)
+        self._last_tokens[[request.seat for request in requests]] = tokens
+        self._fly(requests, {"logits": logits, "tokens": tokens})
 
     def _decode(self, requests: list[Request]) -> None:
         # The text of a request may have ended while the prefill ran.

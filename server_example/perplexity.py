@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from moe_fp8.errors import ConfigError, MoeFp8Error
 from server_example.backend import Backend, choose_backend
 from server_example.cache import LayerCache, pages_for
-from server_example.model.batch import PrefillBatch
+from server_example.model.batch import PrefillBatch, Run
 from server_example.model.config import ModelConfig
 from server_example.model.transformer import Transformer
 from server_example.model.weights import load_weights
@@ -72,7 +72,7 @@ def fp8_scorer(folder: Path, config: ModelConfig, backend: Backend, window: int)
     caches = [LayerCache.allocate(config, len(pages) + 1, backend.device) for _ in model.layers]
 
     def score(tokens: torch.Tensor) -> torch.Tensor:
-        return model.score(PrefillBatch.of(tokens.tolist(), 0, pages, backend.device), caches)
+        return model.score(PrefillBatch.of([Run(tokens.tolist(), 0, pages)], backend.device), caches)
 
     return score
 

@@ -165,8 +165,22 @@ class Scheduler:
                 preempted.append(youngest)
         return preempted
 
-    def next_prefill(self) -> Request | None:
-        return next((request for request in self.running if request.prefilling), None)
+    def next_prefill(self, chunk: int) -> list[tuple[Request, int]]:
+        """The requests to prefill together, and how many tokens of each.
+
+        These are at most `chunk` tokens, so that a long prompt does not delay the decoding requests, and with
+        the tokens before them at most `max_context`, which one request may have too.
+        """
+        chosen: list[tuple[Request, int]] = []
+        room = self.max_context
+        for request in filter(lambda request: request.prefilling, self.running):
+            tokens = min(len(request.before_decode) - request.context, chunk)
+            if tokens == 0 or request.context + tokens > room:
+                break
+            chosen.append((request, tokens))
+            chunk -= tokens
+            room -= request.context + tokens
+        return chosen
 
     def decoding(self) -> list[Request]:
         """Requests that need another token beside those that are on their way."""

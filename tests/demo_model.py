@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from server_example.cache import LayerCache, pages_for
-from server_example.model.batch import PrefillBatch
+from server_example.model.batch import PrefillBatch, Run
 from server_example.model.config import ModelConfig
 from server_example.model.transformer import Transformer
 from server_example.model.weights import load_weights
@@ -65,10 +65,10 @@ class ModelRun:
         self.caches = caches or new_caches(model, max(pages) + 1)
 
     def prefill(self, tokens: list[int]) -> torch.Tensor:
-        batch = PrefillBatch.of(tokens, self.length, self.pages, self.model.device)
+        batch = PrefillBatch.of([Run(tokens, self.length, self.pages)], self.model.device)
         logits = self.model.prefill(batch, self.caches)
         self.length += len(tokens)
-        return logits.cpu()
+        return logits[0].cpu()
 
     def decode_inputs(self, token: int) -> dict[str, torch.Tensor]:
         return {

@@ -2,52 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from server_example.cache import PAGE_TOKENS
 
 
+class Run(NamedTuple):
+    """Tokens of a request at the positions `start`, `start` + 1, ...; it owns `pages`, in this order."""
+
+    token_ids: list[int]
+    start: int
+    pages: list[int]
+
+
 @dataclass(frozen=True)
 class PrefillBatch:
-    """A run of `tokens` of one request at `positions`; the last position is N - 1.
+    """A run of tokens of each of R requests, one after the other.
 
-    `tokens`, `positions` are int64 [T]. `context_slots` int64 [N] has the cache slot of every position of the
-    request up to the end of this run. `key_start`, `key_end` are int32 [T]: query t sees keys key_start[t] <=
-    j < key_end[t]. Each layer of experts appends its choice to `routed`: ids int32 [T, k].
+    `tokens`, `positions`, `slots` are int64 [T]; a slot is a token's place in the cache. `context_slots`
+    int64 [N] has the slots of every request's positions up to the end of its run. `key_start`, `key_end` are
+    int32 [T]: query t sees the keys key_start[t] <= j < key_end[t] of these N. `last` int64 [R] has the row
+    of each run's last token. Each layer of experts appends its choice to `routed`: ids int32 [T, k].
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
+    slots: torch.Tensor
     context_slots: torch.Tensor
     key_start: torch.Tensor
     key_end: torch.Tensor
-    routed: list[torch.Tensor] = field(default_factory=list)
+    last: torch.Tensor
+    routed: list[torch.Tensor] = field(default_factory=list, init=False)
 
     @classmethod
-    def of(cls, token_ids: list[int], start: int, pages: list[int], device: torch.device) -> PrefillBatch:
-        """A batch of `token_ids` at positions start, start + 1, ...; the request owns `pages`, in order."""
-        end = start + len(token_ids)
-        context = torch.arange(end, dtype=torch.int64)
-        slots = torch.tensor(pages, dtype=torch.int64)[context // PAGE_TOKENS] * PAGE_TOKENS
-        positions = context[start:]
-        return cls(
-            tokens=torch.tensor(token_ids, dtype=torch.int64).to(device),
-            positions=positions.to(device),
-            context_slots=(slots + context % PAGE_TOKENS).to(device),
-            key_start=torch.zeros(len(token_ids), dtype=torch.int32, device=device),
-            key_end=(positions + 1).to(torch.int32).to(device),
-        )
-
-    @property
-    def slots(self) -> torch.Tensor:
-        """Cache slots of this run's tokens, int64 [T]."""
-        return self.context_slots[self.context_slots.shape[0] - self.tokens.shape[0] :]
+    def of(cls, runs: Sequence[Run], device: torch.device) -> PrefillBatch:
+        parts: dict[str, list[torch.Tensor]] = defaultdict(list)
+        num_tokens = num_keys = 0
+        for token_ids, start, pages in runs:
+            context = torch.arange(start + len(token_ids), dtype=torch.int64)
+            slots = torch.tensor(pages, dtype=torch.int64)[context // PAGE_TOKENS] * PAGE_TOKENS
+            slots += context % PAGE_TOKENS
+            positions = context[start:]
+            parts["tokens"].append(torch.tensor(token_ids, dtype=torch.int64))
+            parts["positions"].append(positions)
+            parts["slots"].append(slots[start:])
+            parts["context_slots"].append(slots)
+            parts["key_start"].append(torch.full(positions.shape, num_keys, dtype=torch.int32))
+            parts["key_end"].append((num_keys + positions + 1).to(torch.int32))
+            num_tokens += len(token_ids)
+            num_keys += len(context)
+            parts["last"].append(torch.tensor([num_tokens - 1]))
+        return cls(**{name: torch.cat(part).to(device) for name, part in parts.items()})
 
     def to_slots(self, keys: torch.Tensor) -> torch.Tensor:
-        """Positions int64 [T, k] -> cache slots."""
+        """Rows of `context_slots`, int64 [T, k] -> cache slots."""
         return self.context_slots[keys]
 
 

@@ -94,8 +94,8 @@ class Transformer:
 
     @torch.inference_mode()
     def prefill(self, batch: PrefillBatch, caches: list[LayerCache]) -> torch.Tensor:
-        """fp32 logits [vocab] after the last token of `batch`; its tokens are in the caches afterwards."""
-        return self._logits(self._forward(batch, caches)[-1:])[0]
+        """fp32 logits [R, vocab] after each run's last token; the runs are in the caches afterwards."""
+        return self._logits(self._forward(batch, caches)[batch.last])
 
     @torch.inference_mode()
     def score(self, batch: PrefillBatch, caches: list[LayerCache]) -> torch.Tensor:

@@ -118,7 +118,8 @@ class Echo:
 
     def prefill(self, batch: PrefillBatch, caches: object) -> torch.Tensor:
         self.cache[batch.slots] = batch.tokens
-        return self.logits(batch.context_slots)
+        ends = zip(batch.key_start[batch.last], batch.key_end[batch.last], strict=True)
+        return torch.stack([self.logits(batch.context_slots[start:end]) for start, end in ends])
 
     def decode(self, inputs: Mapping[str, torch.Tensor], caches: object) -> dict[str, torch.Tensor]:
         batch = DecodeBatch.of(inputs)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import moe_fp8
 from moe_fp8.errors import ConfigError
 from moe_fp8.ops.moe import layer
-from server_example.model.batch import DecodeBatch, PrefillBatch
+from server_example.model.batch import DecodeBatch, PrefillBatch, Run
 from server_example.model.config import ModelConfig
 from server_example.model.layers import rms_norm
 from server_example.model.moe import Moe
@@ -162,7 +162,7 @@ def test_selection_is_the_best_of_the_visible_tokens(demo_model: Transformer) ->
     length, layer = 150, demo_model.layers[0]
     tokens = text_tokens(length, 3)
     request = model_run(demo_model, length)
-    batch = PrefillBatch.of(tokens, 0, request.pages, demo_model.device)
+    batch = PrefillBatch.of([Run(tokens, 0, request.pages)], demo_model.device)
     seen = {}
     original = layer.attention.indexer.select
 
@@ -196,6 +196,28 @@ def test_selection_is_the_best_of_the_visible_tokens(demo_model: Transformer) ->
         chosen = selection.slots[row][selection.valid[row]]
         shared = len(set(expected.tolist()) & set(chosen.tolist()))
         assert shared >= 0.85 * len(expected), (row, shared)
+
+
+def test_prefilled_requests_do_not_depend_on_their_batch(demo_model: Transformer) -> None:
+    """New requests beside one that goes on. A decode step shows that the cache has the same tokens."""
+    caches, alone, runs, requests = new_caches(demo_model, 14), [], [], []
+    for number, (start, length) in enumerate(((0, 5), (33, 130), (0, 1), (0, 70))):
+        tokens, other = text_tokens(start + length, number), model_run(demo_model, 192)
+        request = model_run(demo_model, 192)
+        request.caches, request.pages = caches, [3 * number + 2, 3 * number + 1, 3 * number + 3]
+        for each in (request, other):
+            if start:
+                each.prefill(tokens[:start])
+        alone += [other.prefill(tokens[start:]), other.decode(7)]
+        runs.append(Run(tokens[start:], start, request.pages))
+        requests.append(request)
+    together = demo_model.prefill(PrefillBatch.of(runs, demo_model.device), caches)
+    for request, run in zip(requests, runs, strict=True):
+        request.length = run.start + len(run.token_ids)
+    rows = [
+        row for first, request in zip(together, requests, strict=True) for row in (first, request.decode(7))
+    ]
+    torch.testing.assert_close(torch.stack(rows), torch.stack(alone), rtol=1e-4, atol=1e-4)
 
 
 def test_decode_rows_do_not_depend_on_their_batch(demo_model: Transformer) -> None:
@@ -244,7 +266,7 @@ def test_padding_reaches_no_expert(demo_model: Transformer, monkeypatch: pytest.
     assert out.isfinite().all()
     monkeypatch.undo()
     active = x[[0, 2]]
-    prefill = PrefillBatch.of([0, 0], 0, [1], demo_model.device)
+    prefill = PrefillBatch.of([Run([0, 0], 0, [1])], demo_model.device)
     assert difference(out[[0, 2]], moe(active, prefill)) < 5e-3
 
 

@@ -101,15 +101,22 @@ def test_what_can_never_fit_is_refused() -> None:
     assert error.value.part == "prompt"
 
 
+CHUNK = 100
+
+
 def step(scheduler: Scheduler) -> None:
     """What the engine does in a step, with a token for each request that decodes."""
     scheduler.grow()
     scheduler.admit()
-    prefill, decoding = scheduler.next_prefill(), scheduler.decoding()
-    if prefill is not None:
-        prefill.context = len(prefill.before_decode)
-        if not prefill.generated:
-            prefill.generated.append(0)
+    prefill, decoding = scheduler.next_prefill(CHUNK), scheduler.decoding()
+    assert bool(prefill) == any(running.prefilling for running in scheduler.running)
+    assert sum(tokens for _, tokens in prefill) <= CHUNK
+    assert sum(running.context + tokens for running, tokens in prefill) <= scheduler.max_context
+    for running, tokens in prefill:
+        assert tokens > 0
+        running.context += tokens
+        if not running.prefilling and not running.generated:
+            running.generated.append(0)
     for running in decoding:
         assert running.context == len(running.before_decode)
         running.context += 1

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import moe_fp8
 from moe_fp8.warmup import read_config
 from server_example.cache import PAGE_TOKENS, LayerCache
-from server_example.model.batch import PrefillBatch
+from server_example.model.batch import PrefillBatch, Run
 from server_example.model.config import ModelConfig
 from server_example.model.layers import Fp8Weight, Quantizer
 from server_example.model.transformer import Transformer
@@ -231,7 +231,7 @@ def exact_logits(model: Transformer, tokens: list[int], monkeypatch: pytest.Monk
         run.caches[number] = ExactCache(cache.latent.float(), keys, keys, keys)
     logits: list[torch.Tensor] = []
     for end in (len(tokens) // 2, len(tokens) - DECODED):
-        batch = PrefillBatch.of(tokens[run.length : end], run.length, run.pages, CPU)
+        batch = PrefillBatch.of([Run(tokens[run.length : end], run.length, run.pages)], CPU)
         logits.extend(model.score(batch, run.caches))
         run.length = end
     logits.extend(run.decode(token) for token in tokens[run.length :])
@@ -290,7 +290,7 @@ def test_logits_agree_within_the_rounding_to_fp8(demo_folder: Path, tmp_path: Pa
     model, tokens = load_model(folder, CPU, num_workers=8), some_tokens().tolist()
     run = model_run(model, TOKENS)
     prefilled = TOKENS - DECODED
-    batch = PrefillBatch.of(tokens[:prefilled], 0, run.pages, CPU)
+    batch = PrefillBatch.of([Run(tokens[:prefilled], 0, run.pages)], CPU)
     logits = list(model.score(batch, run.caches))
     run.length = prefilled
     logits.extend(run.decode(token) for token in tokens[prefilled:])

@@ -18,7 +18,7 @@ from moe_fp8.ops.indexer import select
 from server_example.backend import choose_backend
 from server_example.engine import Engine, EngineOptions, prepare_engine
 from server_example.host import read_engine
-from server_example.model.batch import PrefillBatch
+from server_example.model.batch import PrefillBatch, Run
 from server_example.model.moe import Moe
 from server_example.model.transformer import Transformer
 from server_example.sampling import SamplingParams
@@ -77,7 +77,7 @@ def test_twenty_prompts_get_the_references_tokens_up_to_ties(
     gaps = []
     for prompt, tokens in zip(prompts, generate(engine, prompts, 100), strict=True):
         run = model_run(demo_model, len(prompt) + 100)
-        batch = PrefillBatch.of(prompt + tokens[:-1], 0, run.pages, demo_model.device)
+        batch = PrefillBatch.of([Run(prompt + tokens[:-1], 0, run.pages)], demo_model.device)
         logits = demo_model.score(batch, run.caches)[len(prompt) - 1 :]
         gaps.append(behind(logits, tokens))
     short = torch.stack(gaps)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from server_example.backend import choose_backend
-from server_example.model.batch import PrefillBatch
+from server_example.model.batch import PrefillBatch, Run
 from server_example.model.config import ModelConfig
 from server_example.model.transformer import Transformer
 from server_example.model.weights import load_weights
@@ -34,7 +34,7 @@ def test_full_size_layers_run_on_random_weights() -> None:
     model = Transformer(config, weights, max_positions=256, num_workers=backend.num_sms)
     tokens = torch.randint(1, 1024, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
     whole, split = model_run(model, TOKENS), model_run(model, TOKENS)
-    batch = PrefillBatch.of(tokens, 0, whole.pages, backend.device)
+    batch = PrefillBatch.of([Run(tokens, 0, whole.pages)], backend.device)
     expected = model.score(batch, whole.caches)[-DECODED:].cpu()
     split.prefill(tokens[:-DECODED])
     logits = torch.stack([split.decode(token) for token in tokens[-DECODED:]])
