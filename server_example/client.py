@@ -120,8 +120,9 @@ class EngineClient:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _tell(self, events: Sequence[tuple[int, TokenEvent]]) -> None:
-        for number, event in events:
+    def _tell(self, events: Sequence[tuple[int, tuple[Any, ...]]]) -> None:
+        for number, fields in events:
+            event = TokenEvent(*fields)
             ended = event.finish_reason is not None
             emit = self._emits.pop(number, None) if ended else self._emits.get(number)
             if emit is not None:

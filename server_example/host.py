@@ -82,8 +82,9 @@ class Host:
     """Serves one engine over one connection. A client calls the methods without underscore, but for `serve`.
 
     It sends lists of these messages: ("answer", number of the call, result), ("error", number of the call,
-    exception), ("events", 0, [(number of the job, event), ...]), ("failed", 0, message). A list has all
-    messages that came while the client was busy, so a slow client delays no step of the engine.
+    exception), ("events", 0, [(number of the job, fields of its `TokenEvent`), ...]), ("failed", 0, message).
+    A list has all messages that came while the client was busy, so a slow client delays no step of the
+    engine. Plain tuples are pickled several times faster than named ones.
     """
 
     def __init__(self, engine: Engine, connection: Connection) -> None:
@@ -92,7 +93,7 @@ class Host:
         self._outbox = SimpleQueue[Message | None]()
         self._sender = threading.Thread(target=self._deliver, name="events", daemon=True)
         self._requests: dict[int, Request] = {}
-        self._events: list[tuple[int, TokenEvent]] = []
+        self._events: list[tuple[int, tuple[Any, ...]]] = []
         self._stream: torch.cuda.Stream | None = None
         engine.flush = self._flush
 
@@ -168,7 +169,7 @@ class Host:
     # The engine's thread runs the following methods.
 
     def _emit(self, number: int, event: TokenEvent) -> None:
-        self._events.append((number, event))
+        self._events.append((number, tuple(event)))
         if event.finish_reason is not None:
             del self._requests[number]
 

@@ -67,10 +67,11 @@ class Process:
         self._hurry = threading.Event()
 
     def start(self) -> None:
-        self._thread.start()
         # uvicorn handles signals only on the main thread. It would end streams at once and die of the signal.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        # Whoever gets an answer may send a signal, so the handlers come first.
+        self._thread.start()
 
     def load(self) -> EngineClient:
         """Starts the engine's process and waits until it is ready. Raises `Refused` or `EOFError`."""
@@ -104,7 +105,8 @@ class Process:
                 pass
             engine.stop(_STOP_SECONDS)
         self._server.should_exit = True
-        self._thread.join()
+        if self._thread.ident is not None:  # A signal may come before its start.
+            self._thread.join()
         self._connection.close()
         if self._engine.pid is not None:
             if engine is not None:
