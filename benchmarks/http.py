@@ -19,12 +19,14 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from .load import Load, Seen, hold, idle, samples
 from .results import Row, four_digits
+from .serve import replay_microseconds, shakespeare_engine
 
 if TYPE_CHECKING:
     from .compare import Session
@@ -37,7 +39,10 @@ _PREFILL_CHUNK = 1024
 
 
 def run_http(session: Session, peer: DeepGemm | None, step: int) -> None:
-    """`us` is the mean decode step with all that HTTP and scheduling add; `peer` has no server."""
+    """`us` is the mean decode step with all that HTTP and scheduling add; `peer` has no server.
+
+    "replay, us" in the notes is the replayed graph of the same batch, timed before and after the load.
+    """
     # The other classes run without the server's dependencies.
     from server_example.cache import PAGE_TOKENS
     from server_example.demo import free_port, start_server, stop_server, wait_until_ready
@@ -50,15 +55,25 @@ def run_http(session: Session, peer: DeepGemm | None, step: int) -> None:
     options = ["--max-batch", str(most), "--max-waiting", str(most), "--cache-pages", str(pages)]
     options += ["--prefill-chunk", str(_PREFILL_CHUNK), "--drain-seconds", "1"]
     seen: dict[str, list[Seen]] = {}
+    replays: list[float] = []
+    engine = shakespeare_engine(most, context)
     for decode in ("graph", "eager"):
         with ExitStack() as stack:
             port = free_port()
             process = start_server(SHAKESPEARE, port, *options, "--decode", decode)
             stack.callback(stop_server, process)
             wait_until_ready(process, f"http://127.0.0.1:{port}")
-            seen[decode] = [measure(replace(load, port=port, pid=process.pid)) for load in loads]
+            seen[decode] = []
+            for load in loads:
+                replay = partial(replay_microseconds, engine, load.streams, _mean_context(load))
+                times = [replay()] if decode == "graph" else []
+                seen[decode].append(measure(replace(load, port=port, pid=process.pid)))
+                if times:
+                    replays.append((times[0] + replay()) / 2)
     alone = [asyncio.run(without_http(SHAKESPEARE, options, load)) for load in loads]
-    for load, graph, eager, piped in zip(loads, seen["graph"], seen["eager"], alone, strict=True):
+    for load, graph, eager, piped, replay_us in zip(
+        loads, seen["graph"], seen["eager"], alone, replays, strict=True
+    ):
         if errors := [*graph.errors, *eager.errors]:
             session.fail(f"http, {load.streams} streams", RuntimeError(errors[0]))
             continue
@@ -68,9 +83,16 @@ def run_http(session: Session, peer: DeepGemm | None, step: int) -> None:
         }  # fmt: skip
         notes = figures(graph)
         row = Row("http", shape, notes["decode step, us"])
-        row.notes = {**notes, "eager": figures(eager), "without HTTP": figures(piped)}
+        row.notes = {
+            **notes, "replay, us": four_digits(replay_us), "added": four_digits(row.us / replay_us - 1),
+            "eager": figures(eager), "without HTTP": figures(piped),
+        }  # fmt: skip
         row.peers["eager"] = row.notes["eager"]["decode step, us"]
         session.store(row)
+
+
+def _mean_context(load: Load) -> int:
+    return load.prompt_tokens + load.max_tokens // 2
 
 
 def measure(load: Load) -> Seen:
@@ -131,20 +153,28 @@ async def without_http(folder: Path, options: list[str], load: Load) -> Seen:
 
 
 def figures(seen: Seen) -> dict[str, Any]:
-    """What a row tells. A decode step takes all the time outside prefills, so it includes the scheduling."""
-    prefill = seen.grew('server_step_seconds_sum{phase="prefill"}')
-    steps = seen.grew("server_batch_size_count")
+    """What a row tells. A decode step is one without a prefill; it includes the scheduling."""
+    steps = {phase: _step_seconds(seen, phase) for phase in ("decode", "prefill")}
+    decode, count = steps["decode"]
+    batches = max(1.0, seen.grew("server_batch_size_count"))
     return {
         "tokens/s": four_digits(seen.tokens / seen.seconds),
         **_percentiles("first token", seen.first_token),
         **_percentiles("between tokens", seen.gaps),
-        "batch": four_digits(seen.grew("server_batch_size_sum") / max(1.0, steps)),
-        "decode step, us": four_digits(1e6 * (seen.seconds - prefill) / max(1.0, steps)),
-        "share of prefill": four_digits(prefill / seen.seconds),
+        "batch": four_digits(seen.grew("server_batch_size_sum") / batches),
+        "decode step, us": four_digits(1e6 * decode / max(1.0, count)),
+        "share of prefill": four_digits(steps["prefill"][0] / seen.seconds),
+        "share of decode": four_digits(decode / seen.seconds),
         "finished": seen.finished,
         "refused": seen.refused,
         "misses": seen.after["moe_fp8_jit_misses"],
     }
+
+
+def _step_seconds(seen: Seen, phase: str) -> tuple[float, float]:
+    """The seconds of all steps of a phase, and their number."""
+    name = "server_step_seconds"
+    return seen.grew(f'{name}_sum{{phase="{phase}"}}'), seen.grew(f'{name}_count{{phase="{phase}"}}')
 
 
 def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
-from .compare import Session
-from .peer import DeepGemm
 from .results import Row
 from .timing import alternate_walls
+
+if TYPE_CHECKING:
+    from server_example.engine import Engine
+
+    from .compare import Session
+    from .peer import DeepGemm
 
 #: Requests of a step, tokens of each request's context, steps that are timed.
 _BATCHES, _CONTEXT, _STEPS = (1, 8, 32, 64), 500, 50
@@ -17,6 +22,18 @@ _BATCHES, _CONTEXT, _STEPS = (1, 8, 32, 64), 500, 50
 
 def run_serve(session: Session, peer: DeepGemm | None, step: int) -> None:
     """Wall time of a step with its synchronization; `peer` has no such step."""
+    engine = shakespeare_engine(max(_BATCHES), _CONTEXT)
+    for batch in _BATCHES[::step]:
+        row = Row("serve", {"model": engine.name, "batch": batch, "context": _CONTEXT}, 0.0)
+        inputs = _inputs(engine, batch, _CONTEXT)
+        row.us, row.peers["eager"] = alternate_walls(
+            [partial(engine.runner.run, inputs), partial(engine.decode_step, inputs)], _STEPS
+        )
+        session.store(row)
+
+
+def shakespeare_engine(max_batch: int, context: int) -> Engine:
+    """The engine of the example model with its graphs. It has pages for one request of `context` tokens."""
     # The other classes run without the server's dependencies.
     from server_example.backend import choose_backend, load_kernels, plan_options
     from server_example.cache import PAGE_TOKENS
@@ -24,7 +41,7 @@ def run_serve(session: Session, peer: DeepGemm | None, step: int) -> None:
     from server_example.settings import SHAKESPEARE
 
     backend = choose_backend("auto")
-    options = EngineOptions(max_batch=max(_BATCHES), cache_pages=2 + _CONTEXT // PAGE_TOKENS)
+    options = EngineOptions(max_batch=max_batch, cache_pages=2 + context // PAGE_TOKENS)
     if backend.name == "cuda":
         load_kernels(
             SHAKESPEARE,
@@ -32,14 +49,18 @@ def run_serve(session: Session, peer: DeepGemm | None, step: int) -> None:
         )
     engine = Engine(SHAKESPEARE, backend, options)
     engine.warm_up()
-    for batch in _BATCHES[::step]:
-        inputs = step_inputs(batch, _CONTEXT, engine.table_width, backend.device)
-        inputs["seats"] = inputs.pop("tokens")  # The engine keeps the last token of each seat.
-        row = Row("serve", {"model": SHAKESPEARE.name, "batch": batch, "context": _CONTEXT}, 0.0)
-        row.us, row.peers["eager"] = alternate_walls(
-            [partial(engine.runner.run, inputs), partial(engine.decode_step, inputs)], _STEPS
-        )
-        session.store(row)
+    return engine
+
+
+def replay_microseconds(engine: Engine, batch: int, context: int) -> float:
+    """The median wall time of a replayed decode step with its synchronization, without server."""
+    return alternate_walls([partial(engine.runner.run, _inputs(engine, batch, context))], _STEPS)[0]
+
+
+def _inputs(engine: Engine, batch: int, context: int) -> dict[str, torch.Tensor]:
+    inputs = step_inputs(batch, context, engine.table_width, engine.backend.device)
+    inputs["seats"] = inputs.pop("tokens")  # The engine keeps the last token of each seat.
+    return inputs
 
 
 def step_inputs(batch: int, context: int, table_width: int, device: torch.device) -> dict[str, torch.Tensor]:

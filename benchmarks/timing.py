@@ -29,6 +29,7 @@ def alternate_walls(steps: Sequence[Callable[[], object]], turns: int) -> list[f
         for taken, one in zip(times, steps, strict=True):
             begun = time.perf_counter()
             one()
-            torch.cuda.synchronize()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             taken.append((time.perf_counter() - begun) * 1e6)
     return [statistics.median(taken) for taken in times]

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -33,8 +33,6 @@ from server_example.scheduler import FinishReason, Request, Scheduler, TokenEven
 from server_example.text import TextStream, TokenTexts
 
 logger = logging.getLogger(__name__)
-
-_Work = TypeVar("_Work")
 
 _ENDINGS: dict[FinishReason, str] = {
     "cancelled": "the client closed the connection",
@@ -203,6 +201,7 @@ class Engine:
                     self._wake.wait_for(lambda: self._stopping or self._open)
                     if self._stopping:
                         break
+                begun = time.perf_counter()
                 if self.scheduler.may_preempt():
                     self._land()  # A request that waits again must have all its tokens.
                 with self._wake:
@@ -213,10 +212,13 @@ class Engine:
                     prefill = self.scheduler.next_prefill(self.options.prefill_chunk)
                     decoding = self.scheduler.decoding()
                 if prefill:
-                    self._timed("prefill", self._prefill, prefill)
+                    self._prefill(prefill)
                 if decoding:
-                    self._timed("decode", self._decode, decoding)
-                if not prefill and not decoding:
+                    self._decode(decoding)
+                if prefill or decoding:
+                    phase = "prefill" if prefill else "decode"
+                    self.metrics.step_seconds.labels(phase).observe(time.perf_counter() - begun)
+                else:
                     self._land()
             self._land()
         except Exception as error:
@@ -228,11 +230,6 @@ class Engine:
                 for request in list(self._open):
                     self._finish(request, "", last, self.failure or _ENDINGS[last])
             self.flush()
-
-    def _timed(self, phase: str, work: Callable[[_Work], None], on: _Work) -> None:
-        start = time.perf_counter()
-        work(on)
-        self.metrics.step_seconds.labels(phase).observe(time.perf_counter() - start)
 
     def _prefill(self, chosen: list[tuple[Request, int]]) -> None:
         """Prefills the next tokens of each request, and tells the first token of those that are complete."""

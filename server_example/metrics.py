@@ -44,7 +44,11 @@ class Metrics:
             "server_preemptions", "Requests that gave their pages to older ones", registry=registry
         )
         self.step_seconds = Histogram(
-            "server_step_seconds", "Engine steps", ["phase"], buckets=_SECONDS, registry=registry
+            "server_step_seconds",
+            "Steps with their scheduling; prefill if prompts were prefilled too, else decode",
+            ["phase"],
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.first_token_seconds = Histogram(
             "server_time_to_first_token_seconds",

@@ -68,6 +68,7 @@ def test_what_goes_wrong_is_an_error(demo_folder: Path) -> None:
 def test_class_http_compares_graphs_with_eager_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(http, "_LOADS", ((2, 128),))
     monkeypatch.setattr(http, "_SECONDS", 2.0)
+    monkeypatch.setattr("benchmarks.serve._STEPS", 3)
     monkeypatch.setenv("SERVER_EXAMPLE_DEVICE", "cpu")
     session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
     http.run_http(session, None, 1)
@@ -75,5 +76,9 @@ def test_class_http_compares_graphs_with_eager_steps(monkeypatch: pytest.MonkeyP
     (row,) = read_rows(tmp_path / "h200.json")
     assert row["shape"]["streams"] == 2 and row["us"] > 0 and row["peers"]["eager"] > 0
     assert row["notes"]["tokens/s"] > 0 and row["notes"]["eager"]["misses"] == 0
+    added = row["us"] / row["notes"]["replay, us"] - 1
+    assert row["notes"]["replay, us"] > 0 and row["notes"]["added"] == pytest.approx(
+        added, rel=0.01, abs=0.001
+    )
     alone = row["notes"]["without HTTP"]
     assert alone["batch"] > 1 and alone["tokens/s"] > 0 and alone["decode step, us"] > 0
