@@ -78,5 +78,25 @@ class PagePool:
         self._free.extend(reversed(pages))
 
 
+class BlockTable:
+    """On the host, the page numbers of each seat of a batch, padded with `DUMMY_PAGE`."""
+
+    def __init__(self, seats: int, width: int) -> None:
+        self._rows = torch.full((seats, width), DUMMY_PAGE, dtype=torch.int32)
+        self._written: list[tuple[list[int] | None, int]] = [(None, 0)] * seats
+
+    def rows(self, seats: list[int], pages: list[list[int]]) -> torch.Tensor:
+        """int32 [B, width] of B requests. A list of pages may only grow; other pages come as another list."""
+        for seat, held in zip(seats, pages, strict=True):
+            written, count = self._written[seat]
+            if written is not held:
+                self._rows[seat] = DUMMY_PAGE
+                count = 0
+            if count < len(held):
+                self._rows[seat, count : len(held)] = torch.tensor(held[count:], dtype=torch.int32)
+            self._written[seat] = held, len(held)
+        return self._rows[seats]
+
+
 def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS)

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from moe_fp8.errors import ConfigError
 from moe_fp8.graph import BatchBuckets, BufferSpec, GraphRunner
 from server_example.backend import Backend, freeze_kernels, load_kernels, plan_options
-from server_example.cache import DUMMY_PAGE, PAGE_TOKENS, LayerCache, PagePool, pages_for
+from server_example.cache import DUMMY_PAGE, PAGE_TOKENS, BlockTable, LayerCache, PagePool, pages_for
 from server_example.metrics import Metrics
 from server_example.model.batch import PrefillBatch, Run
 from server_example.model.config import ModelConfig
@@ -108,6 +108,7 @@ class Engine:
             for _ in range(self.config.num_hidden_layers)
         ]
         self.table_width = pages_for(max_context)
+        self._block_table = BlockTable(options.max_batch, self.table_width)
         #: The last token of each seat; the last entry is for padding.
         self._last_tokens = torch.zeros(options.max_batch + 1, dtype=torch.int64, device=backend.device)
         self.runner = GraphRunner(
@@ -183,7 +184,7 @@ class Engine:
                 raise EngineStoppedError(self.failure or "the engine is stopped")
             self.scheduler.submit(*requests)
             for request in requests:
-                self._open[request] = TextStream(self.tokenizer, request.params.stop)
+                self._open[request] = TextStream(self.token_texts, request.params.stop)
             self._wake.notify()
 
     def cancel(self, request: Request) -> None:
@@ -284,12 +285,11 @@ class Engine:
         return self.decode_step(on_device)
 
     def _decode_inputs(self, requests: list[Request]) -> Mapping[str, torch.Tensor]:
-        width = self.table_width
-        table = [request.pages + [DUMMY_PAGE] * (width - len(request.pages)) for request in requests]
+        seats = [request.seat for request in requests if request.seat is not None]
         return {
-            "seats": torch.tensor([request.seat for request in requests], dtype=torch.int64),
+            "seats": torch.tensor(seats, dtype=torch.int64),
             "context_lens": torch.tensor([request.context + 1 for request in requests], dtype=torch.int32),
-            "block_table": torch.tensor(table, dtype=torch.int32),
+            "block_table": self._block_table.rows(seats, [request.pages for request in requests]),
         }
 
     def _fly(self, requests: list[Request], outputs: Mapping[str, torch.Tensor]) -> None:
@@ -323,23 +323,30 @@ class Engine:
         requests = flight.requests
         reading = [row for row, request in enumerate(requests) if request.params.reads_logits]
         logits = dict(zip(reading, flight.outputs["logits"][reading].cpu(), strict=True)) if reading else {}
+        told: list[Request] = []
         for at, (request, token) in enumerate(zip(requests, flight.tokens.tolist(), strict=True)):
             request.flying -= 1
             if request not in self._open:
                 continue  # Its end was read after this step had begun.
+            told.append(request)
             row = logits.get(at)
             if row is not None and request.params.temperature > 0:
-                token = request.sampler(row)
+                try:
+                    token = request.sampler(row)
+                except RuntimeError as error:  # Such as NaN among the logits: the other requests go on.
+                    with self._wake:
+                        self._finish(request, "", "error", f"no token can be drawn: {error}")
+                    continue
                 self._last_tokens[request.seat] = token
             request.generated.append(token)
             self._tell(request, token, row)
+        self.metrics.tokens(told)
 
     def _tell(self, request: Request, token: int, logits: torch.Tensor | None) -> None:
         """Emits the text of a token, and ends the request if the token is its last.
 
         The request may be in a step that runs, whose token for it is then dropped.
         """
-        self.metrics.token(request)
         text, number = self._open[request], len(request.generated)
         is_end = token == self.config.eos_token_id and not request.params.ignore_eos
         piece, logprob = "", None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from moe_fp8 import jit
 from server_example.scheduler import Request
@@ -28,6 +32,25 @@ class _Kernels(Collector):
             for event in _EVENTS:
                 family.add_metric([op, event], getattr(counters, event))
         yield family
+
+
+class _CountedHistogram(Collector):
+    """A histogram of one thread, to which a value can be added many times at once."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._name, self._text = name, text
+        self._bounds = (*bounds, math.inf)
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int) -> None:
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        totals = accumulate(self._counts)
+        buckets = [(floatToGoString(bound), total) for bound, total in zip(self._bounds, totals, strict=True)]
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
 class Metrics:
@@ -56,11 +79,8 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self.inter_token_seconds = Histogram(
-            "server_inter_token_seconds",
-            "Between two tokens of a request",
-            buckets=_SECONDS,
-            registry=registry,
+        self.inter_token_seconds = _CountedHistogram(
+            "server_inter_token_seconds", "Between two tokens of a request", _SECONDS
         )
         self.batch_size = Histogram(
             "server_batch_size",
@@ -76,16 +96,22 @@ class Metrics:
         for name, (text, value) in {**gauges, **kernels}.items():
             Gauge(name, text, registry=registry).set_function(value)
         registry.register(_Kernels())
+        registry.register(self.inter_token_seconds)
 
-    def token(self, request: Request) -> None:
-        """Counts a generated token, and its time since the one before or since the request came."""
+    def tokens(self, requests: Sequence[Request]) -> None:
+        """Counts a token of each request, and the time since the one before or since the request came."""
         now = time.monotonic()
-        self.generated_tokens.inc()
-        if request.last_token is None:
-            self.first_token_seconds.observe(now - request.created)
-        else:
-            self.inter_token_seconds.observe(now - request.last_token)
-        request.last_token = now
+        self.generated_tokens.inc(len(requests))
+        gaps: dict[float, int] = {}
+        for request in requests:
+            if request.last_token is None:
+                self.first_token_seconds.observe(now - request.created)
+            else:
+                gaps[request.last_token] = gaps.get(request.last_token, 0) + 1
+            request.last_token = now
+        # The tokens of a step have the same time, so most gaps are equal.
+        for last, count in gaps.items():
+            self.inter_token_seconds.observe(now - last, count)
 
     def values(self) -> dict[str, float]:
         """The value of each sample by its name and the values of its labels: `server_requests_total/stop`."""

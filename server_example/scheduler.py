@@ -60,9 +60,10 @@ class RequestTooLongError(Exception):
 class Request:
     """`emit` is called from the engine's thread. `context` counts the tokens that are in the cache.
 
-    `seat` is the request's number in the batch, from 0 to `max_batch` - 1. `flying` counts the tokens that
-    the device was asked for and the host has not read. `deadline` is a time of `time.monotonic()`, as are
-    `created` and `last_token`.
+    `seat` is the request's number in the batch, from 0 to `max_batch` - 1. `prefill_upto` counts the tokens
+    that must be in the cache before the request may decode. `flying` counts the tokens that the device was
+    asked for and the host has not read. `deadline` is a time of `time.monotonic()`, as are `created` and
+    `last_token`.
     """
 
     prompt: list[int]
@@ -73,6 +74,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     seat: int | None = None
     context: int = 0
+    prefill_upto: int = 0
     flying: int = 0
     generated: list[int] = field(default_factory=list)
     cancelled: bool = False
@@ -89,7 +91,7 @@ class Request:
 
     @property
     def prefilling(self) -> bool:
-        return self.context < len(self.prompt) + max(len(self.generated) - 1, 0)
+        return self.context < self.prefill_upto
 
 
 class Scheduler:
@@ -139,11 +141,12 @@ class Scheduler:
     def admit(self) -> None:
         """Moves requests from the queue's head into the batch while slots and pages last."""
         while self.waiting and len(self.running) < self.max_batch:
-            pages = self.pool.take(pages_for(len(self.waiting[0].before_decode) + 1))
+            tokens = len(self.waiting[0].before_decode)
+            pages = self.pool.take(pages_for(tokens + 1))
             if pages is None:
                 return
             request = self.waiting.popleft()
-            request.pages, request.seat = pages, self._seats.pop()
+            request.pages, request.seat, request.prefill_upto = pages, self._seats.pop(), tokens
             self.running.append(request)
 
     def may_preempt(self) -> bool:

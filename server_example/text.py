@@ -9,11 +9,34 @@ from tokenizers import Tokenizer
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 
 
+class TokenTexts:
+    """The texts of tokens, and the largest number of bytes that one token stands for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._single: dict[int, str] = {}
+        self.most_bytes = max(len(token.encode()) for token in tokenizer.get_vocab())
+
+    def __getitem__(self, token: int) -> str:
+        """The text of a token, which may be a special one."""
+        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of a run of tokens, without special ones. The texts of single tokens are remembered."""
+        if len(tokens) != 1:
+            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        text = self._single.get(tokens[0])
+        if text is None:
+            text = str(self._tokenizer.decode([tokens[0]], skip_special_tokens=True))
+            self._single[tokens[0]] = text
+        return text
+
+
 class TextStream:
     """The text of one request. The pieces from `push` and `finish`, joined, are its whole completion."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, texts: TokenTexts, stop: tuple[str, ...]) -> None:
+        self._texts = texts
         self._stop = stop
         self._tokens: list[int] = []
         self._decoded_upto = 0
@@ -22,7 +45,9 @@ class TextStream:
 
     def _hold(self) -> int:
         """The length of the longest end of `_held` that begins a stop string."""
-        longest = min(len(self._held), max((len(stop) for stop in self._stop), default=1) - 1)
+        if not self._stop:
+            return 0
+        longest = min(len(self._held), max(map(len, self._stop)) - 1)
         for length in range(longest, 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):
                 return length
@@ -41,7 +66,7 @@ class TextStream:
             self.stopped = True
 
     def _pending(self) -> str:
-        return str(self._tokenizer.decode(self._tokens[self._decoded_upto :], skip_special_tokens=True))
+        return self._texts.decode(self._tokens[self._decoded_upto :])
 
     def push(self, token: int) -> str:
         """The text that is certain after this token. Sets `stopped` once a stop string is complete."""
@@ -61,17 +86,6 @@ class TextStream:
             self._decoded_upto = len(self._tokens)
             self._accept(text)
         return self._take(0)
-
-
-class TokenTexts:
-    """The text of single tokens, and the largest number of bytes that one token stands for."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.most_bytes = max(len(token.encode()) for token in tokenizer.get_vocab())
-
-    def __getitem__(self, token: int) -> str:
-        return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:

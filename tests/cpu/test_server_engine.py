@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from server_example.backend import choose_backend
-from server_example.cache import PAGE_TOKENS
+from server_example.cache import PAGE_TOKENS, LayerCache
 from server_example.engine import Engine, EngineOptions
 from server_example.model.batch import DecodeBatch, PrefillBatch
 from server_example.model.transformer import Transformer
@@ -76,6 +76,33 @@ def test_a_preempted_request_goes_on_where_it_was(demo_folder: Path, late: bool)
         preempted = engine.metrics.registry.get_sample_value("server_preemptions_total")
         assert (preempted or 0) > 0 if cache_pages == few else preempted == 0
     assert found[0] == found[1]
+
+
+def test_logits_that_are_not_numbers_end_one_request(demo_folder: Path) -> None:
+    engine = Engine(demo_folder, choose_backend("cpu"), EngineOptions(max_context=256))
+    params = [SamplingParams(max_tokens=4, ignore_eos=True, temperature=one) for one in (1.0, 0.0)]
+    prefill = engine.model.prefill
+
+    def broken(batch: PrefillBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
+        return torch.full_like(prefill(batch, caches), float("nan"))
+
+    engine.model.prefill = broken  # type: ignore[method-assign]
+    drawn, greedy = answers(engine, PROMPTS[:2], params)
+    assert [event.finish_reason for event in drawn] == ["error"] and "drawn" in str(drawn[0].error)
+    assert greedy[-1].finish_reason == "length" and engine.failure is None
+
+
+def test_metrics_count_every_token_of_a_step(demo_folder: Path) -> None:
+    engine = Engine(demo_folder, choose_backend("cpu"), EngineOptions(max_context=256))
+    answers(engine, PROMPTS, [SamplingParams(max_tokens=8, ignore_eos=True)] * len(PROMPTS))
+    value = engine.metrics.values()
+    of = len(PROMPTS)
+    assert value["server_generated_tokens_total"] == 8 * of
+    assert value["server_time_to_first_token_seconds_count"] == of
+    for sample in ("count", "bucket/+Inf"):
+        assert value[f"server_inter_token_seconds_{sample}"] == 7 * of
+    assert value["server_inter_token_seconds_sum"] > 0
+    assert b'server_inter_token_seconds_bucket{le="0.001"}' in engine.metrics.render()
 
 
 def test_tokens_that_are_told_late_are_the_same(demo_folder: Path) -> None:

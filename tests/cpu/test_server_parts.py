@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from server_example.answers import CompletionForm
-from server_example.cache import DUMMY_PAGE, PAGE_TOKENS, PagePool, pages_for
+from server_example.cache import DUMMY_PAGE, PAGE_TOKENS, BlockTable, PagePool, pages_for
 from server_example.client import Emit, EngineClient
 from server_example.generation import Deadline, Generation
 from server_example.host import Job
@@ -26,7 +26,7 @@ from server_example.protocol import CompletionRequest
 from server_example.sampling import Sampler, SamplingParams, log_probabilities
 from server_example.scheduler import QueueFullError, Request, RequestTooLongError, Scheduler, TokenEvent
 from server_example.settings import SHAKESPEARE
-from server_example.text import TextStream
+from server_example.text import TextStream, TokenTexts
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,15 @@ def test_pool_hands_out_each_page_once_and_never_the_dummy() -> None:
     pool.give_back(pages[:2])
     with pytest.raises(RuntimeError, match="freed twice"):
         pool.give_back(pages[:1])
+
+
+def test_a_block_table_follows_the_pages_of_each_seat() -> None:
+    """Pages may grow in place. A seat's next request has another list, as has one after a preemption."""
+    table, first, second = BlockTable(3, 4), [5], [6, 7]
+    assert table.rows([2, 0], [first, second]).tolist() == [[5, 0, 0, 0], [6, 7, 0, 0]]
+    first += [8, 9]
+    assert table.rows([0, 2], [second, first]).tolist() == [[6, 7, 0, 0], [5, 8, 9, 0]]
+    assert table.rows([0, 2], [[3, 4], [1]]).tolist() == [[3, 4, 0, 0], [1, 0, 0, 0]]
 
 
 def test_admission_is_in_order_and_needs_the_pages_of_the_prompt() -> None:
@@ -232,7 +241,7 @@ def test_log_probabilities_are_those_of_the_model() -> None:
 
 
 def streamed(tokenizer: Tokenizer, tokens: list[int], *stop: str) -> tuple[list[str], bool]:
-    text = TextStream(tokenizer, stop)
+    text = TextStream(TokenTexts(tokenizer), stop)
     pieces = []
     for token in tokens:
         pieces.append(text.push(token))
