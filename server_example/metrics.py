@@ -11,7 +11,6 @@ from itertools import accumulate
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from moe_fp8 import jit
 from server_example.scheduler import Request
@@ -48,8 +47,8 @@ class _CountedHistogram(Collector):
         self._sum += value * count
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        totals = accumulate(self._counts)
-        buckets = [(floatToGoString(bound), total) for bound, total in zip(self._bounds, totals, strict=True)]
+        names = ("+Inf" if bound == math.inf else str(bound) for bound in self._bounds)
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
