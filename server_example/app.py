@@ -73,7 +73,14 @@ class Service:
 
 def create_app(service: Service) -> FastAPI:
     settings = service.settings
-    app = FastAPI(title="moe_fp8 example server", version=moe_fp8.__version__)
+    # FastAPI's pages of documentation load scripts from elsewhere, so there are none.
+    app = FastAPI(
+        title="moe_fp8 example server",
+        version=moe_fp8.__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     add_error_handlers(app)
     key = settings.api_key
     app.add_middleware(
@@ -84,7 +91,11 @@ def create_app(service: Service) -> FastAPI:
     )
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
         )
     # `Gate` checks the key; the dependency only documents it.
     secured = [Depends(HTTPBearer(auto_error=False))] if key is not None else []
@@ -143,6 +154,7 @@ def create_app(service: Service) -> FastAPI:
         _check_model(engine, model)
         return _model(engine)
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: {"description": "The engine has failed"}})
     async def health() -> JSONResponse:
         """Liveness: 503 only after the engine has failed."""
@@ -180,6 +192,7 @@ def create_app(service: Service) -> FastAPI:
     async def stats() -> Response:
         return EventSourceResponse(stats_events(service.ready_engine()), sep="\n")
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     @app.get("/page/{name}", include_in_schema=False)
     async def page(name: str = "index.html") -> Response:

@@ -6,6 +6,7 @@ both.
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import signal
@@ -37,7 +38,9 @@ _STOP_SECONDS = 10
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises `OSError` if the port is in use or the address is not this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=2048)
+    sock = socket.create_server((host, port), family=family, backlog=2048)
+    # asyncio sends small answers at once (TCP_NODELAY) only on sockets that name their protocol.
+    return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=sock.detach())
 
 
 class Refused(Exception):
@@ -122,6 +125,8 @@ def read_settings(arguments: list[str] | None = None) -> Settings:
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    # With the default, a body of very many small lists is searched for garbage ten times while it is parsed.
+    gc.set_threshold(50_000)
     try:
         settings = read_settings()
     except ValidationError as error:
@@ -141,7 +146,10 @@ def main() -> int:
     try:
         process.start()
         engine = service.engine = process.load()
-        print(f"serving {engine.served.name} on {url} (interface: {url}/docs); stop with Ctrl-C", flush=True)
+        print(
+            f"serving {engine.served.name} on {url} (interface: {url}/openapi.json); stop with Ctrl-C",
+            flush=True,
+        )
         process.wait()
         return 0 if engine.failure is None else 1
     except (MoeFp8Error, Refused) as error:

@@ -45,8 +45,14 @@ def test_a_key_is_needed_under_v1_only(server: httpx.Client) -> None:
         assert response.headers["www-authenticate"] == "Bearer"
         assert response.json()["error"]["code"] == "invalid_api_key"
     assert server.get("/v1/models").status_code == 200
-    for open_path in ("/health", "/ready", "/metrics", "/docs"):
+    lower = server.get("/v1/models", headers={"authorization": f"bearer {KEY}"})
+    assert lower.status_code == 200, "the scheme has no case"
+    for open_path in ("/health", "/ready", "/metrics", "/openapi.json"):
         assert httpx.get(f"{server.base_url}{open_path}").status_code == 200
+    for path in ("/", "/health"):
+        assert httpx.head(f"{server.base_url}{path}").status_code == 200
+    for path in ("/docs", "/redoc"):
+        assert httpx.get(f"{server.base_url}{path}").status_code == 404, "it loads scripts from elsewhere"
 
 
 def test_browsers_of_other_origins_get_no_leave(server: httpx.Client) -> None:
@@ -97,6 +103,8 @@ def test_browsers_of_named_origins_get_leave(tmp_path: Path) -> None:
         headers = {"origin": origin, "access-control-request-method": "POST"}
         response = asyncio.run(ask(app, "OPTIONS", "/v1/completions", headers=headers))
         assert response.headers.get("access-control-allow-origin") == allowed
+    busy = asyncio.run(ask(app, "GET", "/metrics", headers={"origin": "https://a.example"}))
+    assert busy.headers["retry-after"] and busy.headers["access-control-expose-headers"] == "Retry-After"
 
 
 def test_an_unforeseen_error_has_the_same_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
