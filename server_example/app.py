@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,16 +154,22 @@ def create_app(service: Service) -> FastAPI:
         return _model(engine)
 
     @app.head("/health", include_in_schema=False)
-    @app.get("/health", responses={503: {"description": "The engine has failed"}})
+    @app.get("/health", responses={503: {"description": "The engine has failed or does not answer"}})
     async def health() -> JSONResponse:
-        """Liveness: 503 only after the engine has failed."""
-        details = {}
+        """Liveness: 503 after the engine has failed, and while it does not answer."""
+        details: dict[str, Any] = {}
+        failure = None
         if service.engine is not None:
-            details["failure"] = service.engine.failure
-            with suppress(EngineStoppedError):
-                details |= await service.engine.call("details")
+            try:
+                details = await service.engine.call("details")
+            except EngineStoppedError as error:
+                failure = str(error)
+            details["failure"] = service.engine.failure or failure
         status = service.status
-        return JSONResponse({"status": status, **details}, status_code=503 if status == "failed" else 200)
+        if status == "ok" and failure is not None:
+            status = "silent"
+        wrong = status in ("failed", "silent")
+        return JSONResponse({"status": status, **details}, status_code=503 if wrong else 200)
 
     @app.get("/ready", responses={503: {"description": "The server is loading, draining or has failed"}})
     async def ready() -> JSONResponse:

@@ -57,6 +57,9 @@ class Settings(BaseSettings):
     )
     request_seconds: float = Field(0.0, ge=0, description="time for a request to finish; 0: no limit")
     drain_seconds: float = Field(30.0, ge=0, description="time for running requests after SIGTERM")
+    engine_seconds: float = Field(
+        10.0, gt=0, description="seconds in which the engine must answer a call, and end its last step"
+    )
     cors_origins: list[str] = Field([], description="origins that browsers may call from; none by default")
 
     def engine_options(self) -> EngineOptions:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,8 +16,12 @@ from pathlib import Path
 
 import httpx
 
+from server_example.app import Service
 from server_example.demo import free_port, start_server, stop_server
+from server_example.serve import Process
+from server_example.settings import Settings
 from tests.demo_model import demo_folder
+from tests.engine_client import connected
 from tests.live_server import server_process
 
 __all__ = ["demo_folder"]
@@ -83,13 +89,36 @@ def test_the_end_of_the_engines_process_is_told(demo_folder: Path) -> None:
             *_, error, done = [line.removeprefix("data: ") for line in lines if line]
         assert done == "[DONE]"
         assert "the engine's process has ended" in json.loads(error)["error"]["message"]
-        health = httpx.get(f"{url}/health")
-        assert health.status_code == 503 and health.json()["status"] == "failed"
-        assert httpx.get(f"{url}/ready").status_code == 503
-        for answer in (httpx.post(f"{url}/v1/completions", json=BODY), httpx.get(f"{url}/metrics")):
-            assert answer.status_code == 503
-            assert "the engine's process has ended" in answer.json()["error"]["message"]
-        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 1, "a supervisor starts it anew"
+
+
+def test_an_engine_that_hangs_is_ended(demo_folder: Path) -> None:
+    """Its clients are told, and nothing waits for ever."""
+    with (
+        server_process(demo_folder, "--engine-seconds", "1", "--drain-seconds", "0.2") as (process, url),
+        ThreadPoolExecutor() as pool,
+    ):
+        (engine,) = [pid for pid, command in children(process.pid).items() if "spawn_main" in command]
+        long = {**BODY, "max_tokens": 900}
+        plain = pool.submit(httpx.post, f"{url}/v1/completions", json=long, timeout=60)
+        with httpx.stream("POST", f"{url}/v1/completions", json={**long, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            while httpx.get(f"{url}/health").json()["running"] < 2:
+                assert process.poll() is None
+            os.kill(engine, signal.SIGSTOP)
+            health = httpx.get(f"{url}/health")
+            assert (health.status_code, health.json()["status"]) == (503, "silent")
+            assert "not answered for 1 s" in health.json()["failure"]
+            for answer in (httpx.get(f"{url}/metrics"), httpx.post(f"{url}/v1/completions", json=BODY)):
+                assert answer.status_code == 503
+            process.send_signal(signal.SIGTERM)
+            *_, error, done = [line.removeprefix("data: ") for line in lines if line]
+        assert done == "[DONE]"
+        assert "not answered for 1 s" in json.loads(error)["error"]["message"]
+        answer = plain.result()
+        assert answer.status_code == 500
+        assert "not answered for 1 s" in answer.json()["error"]["message"]
         assert process.wait(timeout=20) == 1
 
 
@@ -124,6 +153,31 @@ def test_a_signal_while_the_model_loads(demo_folder: Path) -> None:
         assert process.wait(timeout=30) == 0
     finally:
         stop_server(process)
+
+
+def test_the_end_of_the_http_thread_is_noticed(demo_folder: Path) -> None:
+    settings = Settings.model_validate({"model": demo_folder})
+    with socket.socket() as sock:
+        process = Process(Service(settings), sock)
+        process._thread = threading.Thread(target=lambda: None)
+        process._thread.start()
+        with connected(demo_folder) as (_, engine):
+            assert not process.wait(engine)
+
+
+def test_ctrl_c_while_the_engine_imports(demo_folder: Path) -> None:
+    """It reaches the whole group. Only the first process acts on it, and nothing is said."""
+    command = [sys.executable, "-m", "server_example", "--device", "cpu", "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--model", str(demo_folder)], stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        while not any("spawn_main" in command for command in children(process.pid).values()):
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(0.3)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (0, "")
 
 
 def test_the_demo_takes_its_server_with_it(demo_folder: Path) -> None:

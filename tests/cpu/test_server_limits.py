@@ -17,7 +17,9 @@ from fastapi import FastAPI
 
 from server_example import generation
 from server_example.app import Service, create_app
+from server_example.host import Host
 from server_example.settings import Settings
+from server_example.stats import stats_events
 from tests.demo_model import demo_folder
 from tests.engine_client import connected
 from tests.live_server import live_server
@@ -94,6 +96,45 @@ def test_a_server_that_loads_is_alive_but_not_ready(tmp_path: Path) -> None:
     assert refused.status_code == 503
     assert refused.headers["retry-after"]
     assert "loading" in refused.json()["error"]["message"]
+
+
+def test_a_failed_engine_is_told_by_every_route(demo_folder: Path) -> None:
+    """The process ends soon; until then, nothing looks well and nothing hangs."""
+    service = Service(Settings.model_validate({"model": demo_folder}))
+    app = create_app(service)
+
+    async def statistics() -> list[dict[str, str]]:
+        return [event async for event in stats_events(client)]
+
+    with connected(demo_folder) as (_, client):
+        service.engine = client
+        assert client.stop(20)
+        client.failure = "broken on purpose"
+        health = asyncio.run(ask(app, "GET", "/health"))
+        assert (health.status_code, health.json()["status"]) == (503, "failed")
+        assert health.json()["failure"] == "broken on purpose"
+        assert asyncio.run(ask(app, "GET", "/ready")).status_code == 503
+        completion = asyncio.run(ask(app, "POST", "/v1/completions", json={"prompt": "a"}))
+        for answer in (completion, asyncio.run(ask(app, "GET", "/metrics"))):
+            assert answer.status_code == 503
+            assert "broken on purpose" in answer.json()["error"]["message"]
+        assert asyncio.run(statistics()) == [], "the stream ends in order"
+
+
+def test_an_exception_that_no_pipe_carries_is_told_all_the_same(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Local(Exception):
+        """Pickle cannot find it."""
+
+    def fail(self: Host) -> bytes:
+        raise Local("broken on purpose")
+
+    monkeypatch.setattr(Host, "metrics", fail)
+    with connected(demo_folder) as (_, client):
+        with pytest.raises(RuntimeError, match="Local: broken on purpose"):
+            asyncio.run(client.call("metrics"))
+        assert asyncio.run(client.call("details"))["running"] == 0
 
 
 def test_browsers_of_named_origins_get_leave(tmp_path: Path) -> None:
