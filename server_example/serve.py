@@ -19,7 +19,7 @@ from types import FrameType
 
 import uvicorn
 from pydantic import ValidationError
-from pydantic_settings import CliApp
+from pydantic_settings import CliApp, SettingsError
 
 from moe_fp8.errors import MoeFp8Error
 from server_example.app import Service, create_app
@@ -146,6 +146,9 @@ def main() -> int:
             name = str(part["loc"][0])
             option = f"--{name.replace('_', '-')} (or SERVER_EXAMPLE_{name.upper()})"
             print(f"error: {option}: {part['msg']}", file=sys.stderr)
+        return 2
+    except SettingsError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     try:
         sock = listen(settings.host, settings.port)

@@ -63,17 +63,34 @@ def test_options_come_from_the_environment_too(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("SERVER_EXAMPLE_MODEL", str(tmp_path))
     monkeypatch.setenv("SERVER_EXAMPLE_API_KEY", "hush")
     monkeypatch.setenv("SERVER_EXAMPLE_MAX_WAITING", "7")
-    monkeypatch.setenv("SERVER_EXAMPLE_CORS_ORIGINS", '["https://a.example"]')
+    monkeypatch.setenv("SERVER_EXAMPLE_PREFILL_CHUNK", "")
     settings = read_settings(["--max-waiting", "9"])
     assert (settings.model, settings.max_waiting, settings.host) == (tmp_path, 9, "127.0.0.1")
-    assert settings.cors_origins == ["https://a.example"]
     assert settings.api_key is not None and settings.api_key.get_secret_value() == "hush"
     assert "hush" not in repr(settings)
     assert settings.engine_options() == EngineOptions(max_waiting=9)
 
 
+def test_origins_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    origins = ["https://a.example", "http://[::1]:80"]
+    assert read_settings(["--cors-origins", ",".join(origins)]).cors_origins == origins
+    for value, expected in ((", ".join(origins), origins), (origins[0], origins[:1]), ("*", ["*"]), ("", [])):
+        monkeypatch.setenv("SERVER_EXAMPLE_CORS_ORIGINS", value)
+        assert read_settings([]).cors_origins == expected
+    for wrong in ("https://a.example/", "a.example", '["https://a.example"]', "["):
+        said = refused(SERVER_EXAMPLE_CORS_ORIGINS=wrong)
+        assert said.startswith("error: --cors-origins (or SERVER_EXAMPLE_CORS_ORIGINS): ")
+        refused("--cors-origins", wrong)
+
+
 @pytest.mark.parametrize(
-    ("module", "lacking"), [("server_example", "uvicorn"), ("server_example.demo", "httpx")]
+    ("module", "lacking"),
+    [
+        ("server_example", "uvicorn"),
+        ("server_example.demo", "httpx"),
+        ("server_example.perplexity", "tokenizers"),
+        ("server_example.train", "tokenizers"),
+    ],
 )
 def test_a_missing_library_is_named(module: str, lacking: str) -> None:
     code = (
@@ -151,6 +168,8 @@ def test_a_lack_of_gpu_memory_ends_the_start_with_a_remedy(
     kind, _, said = near.recv()
     assert kind == "refused"
     assert "Tried to allocate 3.00 GiB" in said and "lower --cache-pages" in said
+    with pytest.raises(ConfigError, match=r"^memory: .*lower --cache-pages"), explained_memory():
+        torch.empty(1 << 60, dtype=torch.int8)
     with pytest.raises(RuntimeError, match="another"), explained_memory():
         raise RuntimeError("another failure")
 
