@@ -53,10 +53,6 @@ def choose_backend(choice: DeviceChoice = "auto") -> Backend:
         )
     if choice == "cuda":
         raise ConfigError("device", "a Hopper GPU", missing, "use --device cpu for the reference backend")
-    if choice == "auto":
-        logger.warning(
-            "%s: plain torch on the CPU serves, which is slow; --device cuda would refuse", missing
-        )
     reason = "it was asked for" if choice == "cpu" else str(missing)
     return Backend("reference", torch.device("cpu"), 1, "CPU, plain torch", reason)
 

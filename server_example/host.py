@@ -220,7 +220,11 @@ def run_engine(settings: Settings, connection: Connection) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
         backend = choose_backend(settings.device)
-        logger.info("backend: %s on %s (%s)", backend.name, backend.description, backend.reason)
+        said = f"backend: {backend.name} on {backend.description} ({backend.reason})"
+        if backend.name == "reference" and settings.device == "auto":
+            logger.warning("%s, which is slow; --device cuda would refuse", said)
+        else:
+            logger.info(said)
         with explained_memory():
             engine = prepare_engine(settings.model, backend, settings.engine_options())
     except MoeFp8Error as error:

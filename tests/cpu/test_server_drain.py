@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 import httpx
 
 from server_example.app import Service
-from server_example.demo import free_port, start_server, stop_server
+from server_example.demo import PROMPT, free_port, start_server, stop_server
 from server_example.serve import Process
 from server_example.settings import Settings
 from tests.demo_model import demo_folder
@@ -182,19 +183,7 @@ def test_ctrl_c_while_the_engine_imports(demo_folder: Path) -> None:
 
 def test_the_demo_takes_its_server_with_it(demo_folder: Path) -> None:
     port = free_port()
-    # The demo without the compilation of its kernels.
-    code = "import sys, server_example.demo as demo; demo.build_kernels = lambda model: None; demo.main()"
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "--port",
-        str(port),
-        "--max-tokens",
-        "2",
-        "--model",
-        str(demo_folder),
-    ]
+    command = demo_command("--port", str(port), "--max-tokens", "2", "--model", str(demo_folder))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None
         said = ""
@@ -207,3 +196,28 @@ def test_the_demo_takes_its_server_with_it(demo_folder: Path) -> None:
         demo.send_signal(signal.SIGTERM)
         assert demo.wait(timeout=30) == 0
     assert free_port(port) == port
+
+
+def demo_command(*arguments: str) -> list[str]:
+    """The demo without the compilation of its kernels."""
+    code = "import sys, server_example.demo as demo; demo.build_kernels = lambda *_: 0; sys.exit(demo.main())"
+    return [sys.executable, "-c", code, *arguments]
+
+
+def test_the_demos_answer_does_not_repeat_itself() -> None:
+    command = demo_command("--once", "--port", "0")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    start = done.stdout.index(PROMPT)
+    words = done.stdout[start : done.stdout.index(" tokens in ", start)].split()[:-1]
+    most = Counter(zip(*(words[i:] for i in range(4)), strict=False)).most_common(1)
+    assert len(words) > 20 and most[0][1] < 3, done.stdout
+    assert done.stderr.count("which is slow") == 0, "what the demo says first is enough"
+
+
+def test_the_demo_shows_the_message_of_an_error() -> None:
+    done = subprocess.run(
+        demo_command("--once", "--max-tokens", "5000"), capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 1
+    assert "error: status 400: prompt (" in done.stderr and "lower max_tokens" in done.stderr
