@@ -66,7 +66,7 @@ class Settings(BaseSettings):
         10.0, gt=0, description="seconds in which the engine must answer a call, and end its last step"
     )
     cors_origins: Annotated[list[Origin], NoDecode] = Field(
-        [], description="origins that browsers may call from, separated by commas; none by default"
+        [], description="origins such as https://a.example that browsers may call from, separated by commas"
     )
 
     @field_validator("cors_origins", mode="before")
