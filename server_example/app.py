@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,14 @@ class Service:
 
 def create_app(service: Service) -> FastAPI:
     settings = service.settings
-    app = FastAPI(title="moe_fp8 example server", version=moe_fp8.__version__)
+    # FastAPI's pages of documentation load scripts from elsewhere, so there are none.
+    app = FastAPI(
+        title="moe_fp8 example server",
+        version=moe_fp8.__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     add_error_handlers(app)
     key = settings.api_key
     app.add_middleware(
@@ -84,7 +90,11 @@ def create_app(service: Service) -> FastAPI:
     )
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
         )
     # `Gate` checks the key; the dependency only documents it.
     secured = [Depends(HTTPBearer(auto_error=False))] if key is not None else []
@@ -143,16 +153,23 @@ def create_app(service: Service) -> FastAPI:
         _check_model(engine, model)
         return _model(engine)
 
-    @app.get("/health", responses={503: {"description": "The engine has failed"}})
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health", responses={503: {"description": "The engine has failed or does not answer"}})
     async def health() -> JSONResponse:
-        """Liveness: 503 only after the engine has failed."""
-        details = {}
+        """Liveness: 503 after the engine has failed, and while it does not answer."""
+        details: dict[str, Any] = {}
+        failure = None
         if service.engine is not None:
-            details["failure"] = service.engine.failure
-            with suppress(EngineStoppedError):
-                details |= await service.engine.call("details")
+            try:
+                details = await service.engine.call("details")
+            except EngineStoppedError as error:
+                failure = str(error)
+            details["failure"] = service.engine.failure or failure
         status = service.status
-        return JSONResponse({"status": status, **details}, status_code=503 if status == "failed" else 200)
+        if status == "ok" and failure is not None:
+            status = "silent"
+        wrong = status in ("failed", "silent")
+        return JSONResponse({"status": status, **details}, status_code=503 if wrong else 200)
 
     @app.get("/ready", responses={503: {"description": "The server is loading, draining or has failed"}})
     async def ready() -> JSONResponse:
@@ -180,6 +197,7 @@ def create_app(service: Service) -> FastAPI:
     async def stats() -> Response:
         return EventSourceResponse(stats_events(service.ready_engine()), sep="\n")
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     @app.get("/page/{name}", include_in_schema=False)
     async def page(name: str = "index.html") -> Response:

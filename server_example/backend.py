@@ -53,10 +53,6 @@ def choose_backend(choice: DeviceChoice = "auto") -> Backend:
         )
     if choice == "cuda":
         raise ConfigError("device", "a Hopper GPU", missing, "use --device cpu for the reference backend")
-    if choice == "auto":
-        logger.warning(
-            "%s: plain torch on the CPU serves, which is slow; --device cuda would refuse", missing
-        )
     reason = "it was asked for" if choice == "cpu" else str(missing)
     return Backend("reference", torch.device("cpu"), 1, "CPU, plain torch", reason)
 
@@ -80,16 +76,21 @@ def _why_no_hopper() -> str | None:
 
 @contextmanager
 def explained_memory() -> Iterator[None]:
-    """Within it, a lack of GPU memory is a `ConfigError` that says what to do."""
+    """Within it, a lack of memory is a `ConfigError` that says what to do."""
     try:
         yield
-    except RuntimeError as error:
-        if "out of memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        # torch has no class of its own for the CPU's memory.
+        on_cpu = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+        if not on_cpu and "out of memory" not in str(error):
             raise
+        others = "give the server more memory" if on_cpu else "end the processes that nvidia-smi shows"
         raise ConfigError(
-            "GPU memory", "room for the weights, the cache and the graphs", _first_line(error),
-            "lower --cache-pages, --max-batch or --prefill-chunk, or end the processes that nvidia-smi shows",
-        ) from error  # fmt: skip
+            "memory" if on_cpu else "GPU memory",
+            "room for the weights, the cache and the graphs",
+            _first_line(error),
+            f"lower --cache-pages, --max-batch or --prefill-chunk, or {others}",
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -59,8 +59,8 @@ class ChatTemplate:
         """The prompt that asks for the assistant's next message. Raises `ChatTemplateError`."""
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=True, **self._tokens)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise ChatTemplateError(str(error)) from error
+        except Exception as error:  # The template is a program, which may fail in any way.
+            raise ChatTemplateError(str(error) or type(error).__name__) from error
 
 
 def _content(token: Any) -> str:

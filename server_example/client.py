@@ -21,11 +21,19 @@ from server_example.text import TokenTexts
 Emit = Callable[[TokenEvent], None]
 
 
+def _silence(seconds: float) -> str:
+    return f"the engine has not answered for {seconds:g} s"
+
+
 class EngineClient:
     """Calls of one event loop to the engine; events come back on this loop."""
 
-    def __init__(self, folder: Path, served: Served, connection: Connection) -> None:
-        """`folder` is the model's. `connection` must be ready for calls: its first message has been read."""
+    def __init__(self, folder: Path, served: Served, connection: Connection, seconds: float = 10) -> None:
+        """`folder` is the model's. `connection` must be ready for calls: its first message has been read.
+
+        `seconds` is the longest that the engine may take to answer a call.
+        """
+        self._seconds = seconds
         self.served = served
         self.tokenizer = load_tokenizer(folder, served.vocab_size)
         self.token_texts = TokenTexts(self.tokenizer)
@@ -74,13 +82,31 @@ class EngineClient:
 
     async def call(self, name: str, *arguments: Any) -> Any:
         """The result of a method of `Host`. Raises its exception, or `EngineStoppedError`."""
-        return await asyncio.wrap_future(self._ask(name, *arguments))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(self._ask(name, *arguments)), self._seconds)
+        except asyncio.TimeoutError:
+            raise EngineStoppedError(_silence(self._seconds)) from None
 
-    def stop(self, seconds: float) -> None:
-        """Ends open requests with an error. Call it from another thread than the loop's."""
+    def stop(self, seconds: float) -> bool:
+        """Ends open requests with an error. Call it from another thread than the loop's.
+
+        False if the engine does not answer in time, which is a failure. Open requests are told when its
+        process has ended.
+        """
         self._stopped = True
-        with suppress(EngineStoppedError, TimeoutError):
-            self._ask("stop").result(seconds)
+
+        def ask() -> None:
+            with suppress(EngineStoppedError):
+                self._ask("stop").result()
+
+        # If nobody reads the pipe, it may be full, and then not even the question ends.
+        asking = threading.Thread(target=ask, name="stop", daemon=True)
+        asking.start()
+        asking.join(seconds)
+        if asking.is_alive():
+            self.failure = _silence(seconds)
+            return False
+        return True
 
     def _ask(self, name: str, *arguments: Any) -> Future[Any]:
         number, answer = next(self._numbers), Future[Any]()

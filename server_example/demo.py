@@ -18,12 +18,14 @@ with server_extra():
 
     from moe_fp8.errors import MoeFp8Error
     from moe_fp8.warmup import PlanOptions, build_plan, load_model, plan
-    from server_example.backend import choose_backend
+    from server_example.backend import Backend, choose_backend
     from server_example.cache import PAGE_TOKENS
     from server_example.engine import EngineOptions
     from server_example.settings import SHAKESPEARE
 
 PROMPT = "Enter HAMLET and the king"
+#: A small model repeats itself when it always takes the most probable token.
+SAMPLING = {"temperature": 0.8, "seed": 1}
 START_SECONDS = 120.0
 
 
@@ -69,9 +71,8 @@ def stop_server(server: subprocess.Popen[bytes]) -> None:
         server.wait()
 
 
-def build_kernels(model: Path) -> None:
+def build_kernels(model: Path, backend: Backend) -> None:
     """Compiles every kernel that the server would launch on Hopper; needs no GPU."""
-    backend = choose_backend()
     if backend.name == "reference":
         print(
             f"The server will run plain torch on the CPU here: {backend.reason}. The kernels for Hopper\n"
@@ -94,12 +95,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m server_example.demo", description=__doc__)
     parser.add_argument("--once", action="store_true", help="stop the server after one completion")
     parser.add_argument("--model", type=Path, default=SHAKESPEARE, help="default: the small trained model")
-    parser.add_argument("--port", type=int, default=None, help="default: 8000, or any free one with --once")
+    parser.add_argument(
+        "--port", type=int, default=None, help="0: any free one; default: 8000, or 0 with --once"
+    )
     parser.add_argument("--max-tokens", type=int, default=64)
     arguments = parser.parse_args()
     # The server is a process of its own: it must not outlive the demo.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    wanted = arguments.port or (0 if arguments.once else 8000)
+    wanted = (0 if arguments.once else 8000) if arguments.port is None else arguments.port
     try:
         port = free_port(wanted)
     except (OSError, OverflowError) as error:
@@ -108,7 +111,8 @@ def main() -> int:
         print(f"error: port {wanted}: {reason}; choose another with --port (make: PORT=)", file=sys.stderr)
         return 1
     try:
-        build_kernels(arguments.model)
+        backend = choose_backend()
+        build_kernels(arguments.model, backend)
     except MoeFp8Error as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -116,15 +120,18 @@ def main() -> int:
     # The demo asks its server without a key and on this machine, whatever the environment says.
     for name in ("API_KEY", "HOST", "PORT", "MODEL"):
         os.environ.pop(f"SERVER_EXAMPLE_{name}", None)
-    server = start_server(arguments.model, port)
+    # `build_kernels` has said why there is no GPU; the server need not say it again.
+    device = ("--device", "cpu") if backend.name == "reference" else ()
+    server = start_server(arguments.model, port, *device)
     try:
         health = wait_until_ready(server, url)
-        body = {"prompt": PROMPT, "max_tokens": arguments.max_tokens, "temperature": 0}
+        body = {"prompt": PROMPT, "max_tokens": arguments.max_tokens, **SAMPLING}
         start = time.perf_counter()
         response = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
         seconds = time.perf_counter() - start
-        response.raise_for_status()
         answer = response.json()
+        if response.status_code != 200:
+            raise RuntimeError(f"status {response.status_code}: {answer['error']['message']}")
         tokens = answer["usage"]["completion_tokens"]
         print(f"\nPOST {url}/v1/completions  ({health['backend']} backend)")
         print(

@@ -23,7 +23,15 @@ DOCUMENTED = {
 }
 
 _KINDS = {401: "authentication_error", 408: "timeout_error", 429: "overloaded_error", 504: "timeout_error"}
-_RETRY_SECONDS = {429: "1", 503: "5"}
+#: Seconds are for whoever retries. A deadline that passed once would pass again, and OpenAI's client retries
+#: 408 and 504 unless it is told not to.
+_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    408: {"x-should-retry": "false"},
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "5"},
+    504: {"x-should-retry": "false"},
+}
 
 
 class ApiError(Exception):
@@ -41,11 +49,7 @@ class ApiError(Exception):
         self.body = ErrorResponse(error=detail)
 
     def response(self, headers: dict[str, str] | None = None) -> JSONResponse:
-        all_headers = dict(headers or {})
-        if self.status in _RETRY_SECONDS:
-            all_headers["Retry-After"] = _RETRY_SECONDS[self.status]
-        if self.status == 401:
-            all_headers["WWW-Authenticate"] = "Bearer"
+        all_headers = {**(headers or {}), **_HEADERS.get(self.status, {})}
         return JSONResponse(self.body.model_dump(), status_code=self.status, headers=all_headers)
 
 

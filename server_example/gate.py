@@ -22,7 +22,7 @@ class Gate:
         self.app = app
         self.max_body_bytes = max_body_bytes
         self.receive_seconds = receive_seconds
-        self._credentials = None if api_key is None else f"Bearer {api_key}".encode()
+        self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,9 +46,10 @@ class Gate:
         await self.app(scope, replay, send)
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if self._credentials is None or not path.startswith("/v1/"):
+        if self._key is None or not path.startswith("/v1/"):
             return
-        if not hmac.compare_digest(headers.get(b"authorization", b""), self._credentials):
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(key, self._key):
             raise ApiError(401, "Authorization must be 'Bearer' and the server's key", code="invalid_api_key")
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:

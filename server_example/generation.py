@@ -132,6 +132,8 @@ class Generation:
 
     async def submit(self) -> None:
         try:
+            for job in self._jobs:  # A huge prompt does not even travel to the engine.
+                scheduler.check_length(len(job.prompt), job.params.max_tokens, self.engine.served.max_context)
             await self.engine.submit(self._jobs, [partial(self._emit, i) for i in range(len(self._jobs))])
         except scheduler.RequestTooLongError as error:
             chat = isinstance(self.body, ChatRequest)

@@ -7,6 +7,7 @@ other. `EngineClient` is the other end of the pipe.
 from __future__ import annotations
 
 import logging
+import pickle
 import signal
 import threading
 import time
@@ -107,7 +108,7 @@ class Host:
                 try:
                     answer = getattr(self, name)(*arguments)
                 except Exception as error:  # It is the client's.
-                    self._send("error", number, error)
+                    self._send("error", number, _portable(error))
                 else:
                     self._send("answer", number, answer)
         self._outbox.put(None)
@@ -196,19 +197,34 @@ class Host:
                 self._connection.send([message for message in waiting if message is not None])
 
 
+def _portable(error: Exception) -> Exception:
+    """`error`, or its type and text if a pipe cannot carry it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
 def run_engine(settings: Settings, connection: Connection) -> None:
     """The main function of the engine's process.
 
     Its first message is ("ready", 0, `Served`), or ("refused", 0, message) for settings or a machine that it
     cannot serve with.
     """
-    # A signal to the whole group is the HTTP side's: it drains, and then ends this process.
+    # A signal to the whole group is the HTTP side's: it drains, and then ends this process. It started this
+    # one with the signals blocked.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
         backend = choose_backend(settings.device)
-        logger.info("backend: %s on %s (%s)", backend.name, backend.description, backend.reason)
+        said = f"backend: {backend.name} on {backend.description} ({backend.reason})"
+        if backend.name == "reference" and settings.device == "auto":
+            logger.warning("%s, which is slow; --device cuda would refuse", said)
+        else:
+            logger.info(said)
         with explained_memory():
             engine = prepare_engine(settings.model, backend, settings.engine_options())
     except MoeFp8Error as error:

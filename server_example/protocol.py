@@ -47,12 +47,11 @@ def _described(expected: str) -> WrapValidator:
 Text = Annotated[str, AfterValidator(_is_text)]
 TokenId = Annotated[int, Field(ge=0)]
 Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
+#: Even the check of very many tiny prompts would hold up every stream.
+_Several = Field(max_length=1024, fail_fast=True)
 Prompt = Annotated[
-    Text
-    | Annotated[list[Text], Field(fail_fast=True)]
-    | Tokens
-    | Annotated[list[Tokens], Field(fail_fast=True)],
-    _described("a string, a list of strings, a list of token ids >= 0, or a list of such lists"),
+    Text | Annotated[list[Text], _Several] | Tokens | Annotated[list[Tokens], _Several],
+    _described("a string, a list of token ids >= 0, or a list of strings or of such lists, at most 1024"),
 ]
 StopString = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
 Stop = Annotated[
@@ -66,58 +65,22 @@ class _Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    #: Fields that the server does not act on, with the values that ask for no action.
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, body: Any) -> Any:
+    def _known_fields(cls, body: Any) -> Any:
+        if isinstance(body, bytes):
+            raise PydanticCustomError("described", "send content-type: application/json")
         if not isinstance(body, dict):
-            return body
-        return {name: value for name, value in body.items() if value is not None}
-
-
-class StreamOptions(_Body):
-    include_usage: bool = False
-
-
-class GenerationRequest(_Body):
-    """The fields that both kinds of completion have."""
-
-    #: Fields that the server does not act on, with the values that ask for no action.
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "presence_penalty": (0,),
-        "frequency_penalty": (0,),
-        "logit_bias": ({},),
-        "echo": (False,),
-        "best_of": (1,),
-        "suffix": ("",),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "response_format": ({"type": "text"},),
-        "store": (False,),
-        "metadata": ({},),
-    }
-
-    model: Text | None = None
-    temperature: float = Field(default=1.0, ge=0.0, le=2.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
-    stop: Stop | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: int = Field(default=1, ge=1, le=16)
-    user: Text | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = {}
-    ignore_eos: bool = Field(default=False, description="extension: go on after the end-of-text token")
-    timeout: float | None = Field(default=None, gt=0, le=86400, description="extension: seconds to finish in")
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
-        """The OpenAPI document names the neutral values."""
-        schema: dict[str, Any] = handler.resolve_ref_schema(handler(core_schema))
-        for name in cls.NEUTRAL.keys() & schema["properties"].keys():
-            schema["properties"][name]["enum"] = list(cls.NEUTRAL[name])
-        return schema
+            raise PydanticCustomError("described", "must be a JSON object")
+        given = {name: value for name, value in body.items() if value is not None}
+        for name in given:
+            # pydantic would make an error for each of them, and a body has room for very many.
+            if name not in cls.model_fields:
+                raise _of_field(name.encode(errors="backslashreplace").decode(), "unknown field")
+        return given
 
     @field_validator("*")
     @classmethod
@@ -127,6 +90,58 @@ class GenerationRequest(_Body):
             names = " or ".join(map(repr, allowed))
             raise PydanticCustomError("neutral", "this server supports only {names}", {"names": names})
         return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
+        """The OpenAPI document names the neutral values."""
+        schema: dict[str, Any] = handler.resolve_ref_schema(handler(core_schema))
+        for name in cls.NEUTRAL.keys() & schema["properties"].keys():
+            schema["properties"][name]["enum"] = list(cls.NEUTRAL[name])
+        return schema
+
+
+class StreamOptions(_Body):
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class GenerationRequest(_Body):
+    """The fields that both kinds of completion have."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "logit_bias": ({},),
+        "echo": (False,),
+        "best_of": (1,),
+        "suffix": ("",),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True,),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "service_tier": ("auto",),
+        "response_format": ({"type": "text"},),
+        "store": (False,),
+        "metadata": ({},),
+    }
+
+    model: Text | None = None
+    temperature: float = Field(default=1.0, ge=0.0, le=2.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: Stop | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(default=1, ge=1, le=16)
+    user: Text | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[Any, Any] = {}
+    ignore_eos: bool = Field(default=False, description="extension: go on after the end-of-text token")
+    timeout: float | None = Field(default=None, gt=0, le=86400, description="extension: seconds to finish in")
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> GenerationRequest:
@@ -177,9 +192,13 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int = Field(default=0, ge=0, le=20)
     tools: list[Any] = []
     tool_choice: str = "none"
+    parallel_tool_calls: bool = True
+    functions: list[Any] = []
+    modalities: list[Any] = ["text"]
+    service_tier: str = "auto"
     response_format: dict[str, Any] = {"type": "text"}
     store: bool = False
-    metadata: dict[str, str] = {}
+    metadata: dict[Any, Any] = {}
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> ChatRequest:
@@ -191,7 +210,7 @@ class ChatRequest(GenerationRequest):
 
 
 def _of_field(name: str, message: str) -> PydanticCustomError:
-    """An error of the whole body that `field_of` gives to one field."""
+    """An error of an object that `field_of` gives to one of its fields."""
     return PydanticCustomError("field", "{message}", {"message": message, "field": name})
 
 
@@ -199,11 +218,12 @@ def field_of(error: Any) -> str | None:
     """The field that an error of pydantic is about, such as `messages[0].role`."""
     if error["type"] == "json_invalid":
         return None
-    name = str(error.get("ctx", {}).get("field", ""))
-    for part in error["loc"]:
+    field = error.get("ctx", {}).get("field")
+    name = ""
+    for part in (*error["loc"][1:], *([field] if field else [])):  # The first is "body".
         if isinstance(part, int):
             name += f"[{part}]"
-        elif part != "body":
+        else:
             name += f".{part}" if name else part
     return name or None
 

@@ -56,6 +56,22 @@ class RequestTooLongError(Exception):
         return str(self.args[1])
 
 
+def check_length(prompt_tokens: int, max_tokens: int, max_context: int) -> None:
+    """Raises `RequestTooLongError` if a request of so many tokens exceeds the context."""
+    if prompt_tokens >= max_context:
+        raise RequestTooLongError(
+            "prompt",
+            f"the prompt has {prompt_tokens} tokens; the context of {max_context} tokens must also "
+            "hold the completion; shorten the prompt",
+        )
+    if prompt_tokens + max_tokens > max_context:
+        raise RequestTooLongError(
+            "max_tokens",
+            f"prompt ({prompt_tokens} tokens) and max_tokens ({max_tokens}) exceed the context of "
+            f"{max_context} tokens; shorten the prompt or lower max_tokens",
+        )
+
+
 @dataclass(eq=False)
 class Request:
     """`emit` is called from the engine's thread. `context` counts the tokens that are in the cache.
@@ -111,25 +127,10 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
-    def check(self, prompt_tokens: int, max_tokens: int) -> None:
-        """Raises `RequestTooLongError` if the request does not fit the context or the cache."""
-        if prompt_tokens >= self.max_context:
-            raise RequestTooLongError(
-                "prompt",
-                f"the prompt has {prompt_tokens} tokens; the context of {self.max_context} tokens must also "
-                "hold the completion; shorten the prompt",
-            )
-        if prompt_tokens + max_tokens > self.max_context:
-            raise RequestTooLongError(
-                "max_tokens",
-                f"prompt ({prompt_tokens} tokens) and max_tokens ({max_tokens}) exceed the context of "
-                f"{self.max_context} tokens; shorten the prompt or lower max_tokens",
-            )
-
     def submit(self, *requests: Request) -> None:
         """Queues all requests or none. Raises `RequestTooLongError` or `QueueFullError`."""
         for request in requests:
-            self.check(len(request.prompt), request.params.max_tokens)
+            check_length(len(request.prompt), request.params.max_tokens, self.max_context)
         if len(requests) > self.max_waiting:
             raise RequestTooLongError(
                 "n", f"{len(requests)} choices exceed the queue of {self.max_waiting}; ask for fewer"

@@ -6,6 +6,7 @@ both.
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import signal
@@ -13,11 +14,12 @@ import socket
 import sys
 import threading
 import time
+from multiprocessing import resource_tracker
 from types import FrameType
 
 import uvicorn
 from pydantic import ValidationError
-from pydantic_settings import CliApp
+from pydantic_settings import CliApp, SettingsError
 
 from moe_fp8.errors import MoeFp8Error
 from server_example.app import Service, create_app
@@ -30,14 +32,16 @@ logger = logging.getLogger("server_example")
 
 #: Time for the last bytes of answers, once the engine has stopped.
 _FLUSH_SECONDS = 5
-#: Time for the engine's last step, and for the end of its process.
-_STOP_SECONDS = 10
+#: The signals that end the server.
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises `OSError` if the port is in use or the address is not this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=2048)
+    sock = socket.create_server((host, port), family=family, backlog=2048)
+    # asyncio sends small answers at once (TCP_NODELAY) only on sockets that name their protocol.
+    return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=sock.detach())
 
 
 class Refused(Exception):
@@ -67,20 +71,27 @@ class Process:
         self._hurry = threading.Event()
 
     def start(self) -> None:
+        """Starts the HTTP thread and the engine's process."""
+        # multiprocessing's tracker unblocks the signals when it starts, so it starts first.
+        resource_tracker.ensure_running()
+        # The thread and the process inherit the mask: a Ctrl-C interrupts no import there.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         # uvicorn handles signals only on the main thread. It would end streams at once and die of the signal.
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             signal.signal(number, self._on_signal)
         # Whoever gets an answer may send a signal, so the handlers come first.
         self._thread.start()
+        self._engine.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def load(self) -> EngineClient:
-        """Starts the engine's process and waits until it is ready. Raises `Refused` or `EOFError`."""
-        self._engine.start()
+        """Waits until the engine is ready. Raises `Refused` or `EOFError`."""
         self._far_end.close()  # So that the end of the process is the end of the connection.
         kind, _, content = self._connection.recv()
         if kind == "refused":
             raise Refused(content)
-        return EngineClient(self.service.settings.model, content, self._connection)
+        settings = self.service.settings
+        return EngineClient(settings.model, content, self._connection, settings.engine_seconds)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._stop.is_set():
@@ -90,10 +101,12 @@ class Process:
         if self.service.engine is None:
             raise SystemExit(0)  # Nothing to drain: leave the loading.
 
-    def wait(self) -> None:
-        """Returns after a signal. Python handles signals between waits, so each wait has an end."""
-        while not self._stop.wait(0.2) and self._thread.is_alive():
+    def wait(self, engine: EngineClient) -> bool:
+        """True after a signal, False if the engine has failed or the HTTP thread has ended."""
+        # Python handles signals between waits, so each wait has an end.
+        while not self._stop.wait(0.2) and self._thread.is_alive() and engine.failure is None:
             pass
+        return self._stop.is_set()
 
     def shut_down(self) -> None:
         """Drains for the grace time, ends what is left with errors, and ends the HTTP thread."""
@@ -101,16 +114,18 @@ class Process:
         engine = self.service.engine
         if engine is not None:
             end = time.monotonic() + self.service.settings.drain_seconds
-            while engine.busy and engine.alive and time.monotonic() < end and not self._hurry.wait(0.05):
-                pass
-            engine.stop(_STOP_SECONDS)
+            while engine.busy and engine.alive and self._thread.is_alive() and time.monotonic() < end:
+                if self._hurry.wait(0.05):
+                    break
+            if not engine.stop(self.service.settings.engine_seconds):
+                self._engine.kill()  # The end of its pipe tells every request.
         self._server.should_exit = True
         if self._thread.ident is not None:  # A signal may come before its start.
             self._thread.join()
         self._connection.close()
         if self._engine.pid is not None:
             if engine is not None:
-                self._engine.join(_STOP_SECONDS)
+                self._engine.join(self.service.settings.engine_seconds)
             self._engine.kill()
             self._engine.join()
 
@@ -122,6 +137,8 @@ def read_settings(arguments: list[str] | None = None) -> Settings:
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    # With the default, a body of very many small lists is searched for garbage ten times while it is parsed.
+    gc.set_threshold(50_000)
     try:
         settings = read_settings()
     except ValidationError as error:
@@ -129,6 +146,9 @@ def main() -> int:
             name = str(part["loc"][0])
             option = f"--{name.replace('_', '-')} (or SERVER_EXAMPLE_{name.upper()})"
             print(f"error: {option}: {part['msg']}", file=sys.stderr)
+        return 2
+    except SettingsError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     try:
         sock = listen(settings.host, settings.port)
@@ -141,9 +161,11 @@ def main() -> int:
     try:
         process.start()
         engine = service.engine = process.load()
-        print(f"serving {engine.served.name} on {url} (interface: {url}/docs); stop with Ctrl-C", flush=True)
-        process.wait()
-        return 0 if engine.failure is None else 1
+        print(
+            f"serving {engine.served.name} on {url} (interface: {url}/openapi.json); stop with Ctrl-C",
+            flush=True,
+        )
+        in_order = process.wait(engine)
     except (MoeFp8Error, Refused) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -151,3 +173,6 @@ def main() -> int:
         return 1  # The engine's process has told what went wrong.
     finally:
         process.shut_down()
+    if engine.failure is not None:
+        print(f"error: the engine has failed: {engine.failure}", file=sys.stderr)
+    return 0 if in_order and engine.failure is None else 1

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, SecretStr, StringConstraints, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from server_example.cache import PAGE_TOKENS
 from server_example.engine import EngineOptions
 from server_example.model.weights import LoadFormat
 
 _ENGINE = EngineOptions()
+
+Origin = Annotated[str, StringConstraints(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\"]+)$")]
 
 #: The trained model that comes with the example.
 SHAKESPEARE = Path(__file__).parent / "shakespeare"
@@ -24,6 +26,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix="SERVER_EXAMPLE_",
+        env_ignore_empty=True,
         cli_prog_name="moe-fp8 serve",
         cli_kebab_case=True,
         cli_hide_none_type=True,
@@ -42,7 +45,9 @@ class Settings(BaseSettings):
     )
     max_batch: int = Field(_ENGINE.max_batch, ge=1, description="requests decoded together")
     max_context: int = Field(_ENGINE.max_context, ge=2, description="tokens of a request, prompt included")
-    cache_pages: int = Field(_ENGINE.cache_pages, ge=2, description=f"pages of {PAGE_TOKENS} tokens, and one")
+    cache_pages: int = Field(
+        _ENGINE.cache_pages, ge=2, description=f"cache pages of {PAGE_TOKENS} tokens; one is for padding"
+    )
     prefill_chunk: int = Field(_ENGINE.prefill_chunk, ge=1, description="tokens prefilled at once")
     max_waiting: int = Field(_ENGINE.max_waiting, ge=1, description="requests in the queue")
     load_format: LoadFormat = Field(_ENGINE.load_format, description="dummy: random weights, for timing")
@@ -53,11 +58,23 @@ class Settings(BaseSettings):
     )
     max_body_bytes: int = Field(2 << 20, ge=1, description="largest body of a request")
     receive_seconds: float = Field(
-        30.0, gt=0, description="time for a request to arrive, and for a client to take more"
+        30.0, gt=0, description="seconds for a request to arrive, and for a client to take more"
     )
-    request_seconds: float = Field(0.0, ge=0, description="time for a request to finish; 0: no limit")
-    drain_seconds: float = Field(30.0, ge=0, description="time for running requests after SIGTERM")
-    cors_origins: list[str] = Field([], description="origins that browsers may call from; none by default")
+    request_seconds: float = Field(0.0, ge=0, description="seconds for a request to finish; 0: no limit")
+    drain_seconds: float = Field(30.0, ge=0, description="seconds for running requests after SIGTERM")
+    engine_seconds: float = Field(
+        10.0, gt=0, description="seconds in which the engine must answer a call, and end its last step"
+    )
+    cors_origins: Annotated[list[Origin], NoDecode] = Field(
+        [], description="origins such as https://a.example that browsers may call from, separated by commas"
+    )
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _separated(cls, value: Any) -> Any:
+        return (
+            [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+        )
 
     def engine_options(self) -> EngineOptions:
         return EngineOptions(**{option.name: getattr(self, option.name) for option in fields(EngineOptions)})

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 from server_example.client import EngineClient
+from server_example.engine import EngineStoppedError
 from server_example.host import Reading
 
 SECONDS = 0.5
@@ -14,14 +16,15 @@ SECONDS = 0.5
 
 async def stats_events(engine: EngineClient) -> AsyncIterator[dict[str, str]]:
     """One event for each interval until the engine stops; nothing is read while nobody listens."""
-    before: Reading = await engine.call("reading")
-    while True:
-        await asyncio.sleep(SECONDS)
-        if not engine.alive:
-            return  # The end of a drain must not wait for this stream.
-        now: Reading = await engine.call("reading")
-        yield {"data": json.dumps(_figures(engine.served.pages, before, now))}
-        before = now
+    with suppress(EngineStoppedError):
+        before: Reading = await engine.call("reading")
+        while True:
+            await asyncio.sleep(SECONDS)
+            if not engine.alive:
+                return  # The end of a drain must not wait for this stream.
+            now: Reading = await engine.call("reading")
+            yield {"data": json.dumps(_figures(engine.served.pages, before, now))}
+            before = now
 
 
 def _figures(pages: int, before: Reading, now: Reading) -> dict[str, object]:

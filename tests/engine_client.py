@@ -20,7 +20,12 @@ def connected(folder: Path, options: EngineOptions | None = None) -> Iterator[tu
     engine = Engine(folder, choose_backend("cpu"), options or EngineOptions())
     near, far = multiprocessing.Pipe()
     host = Host(engine, far)
-    thread = threading.Thread(target=host.serve)
+
+    def serve() -> None:
+        host.serve()
+        far.close()  # as the end of a process does
+
+    thread = threading.Thread(target=serve)
     thread.start()
     engine.start()
     client = EngineClient(folder, Served.of(engine), near)
@@ -30,4 +35,3 @@ def connected(folder: Path, options: EngineOptions | None = None) -> Iterator[tu
         client.stop(20)
         thread.join(20)
         assert not thread.is_alive()
-        far.close()

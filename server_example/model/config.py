@@ -133,9 +133,13 @@ class ModelConfig(BaseModel):
     def load(cls, folder: Path, **overrides: Any) -> ModelConfig:
         """Reads `folder/config.json`, or a config file, with `overrides` in the place of its fields.
 
+        Fewer layers than the file's take the first of its `mlp_layer_types`.
         Raises `ModelError` with the name of the wrong field.
         """
         raw = {**read_config(folder), **overrides}
+        layers, types = overrides.get("num_hidden_layers"), raw.get("mlp_layer_types")
+        if layers is not None and isinstance(types, list):
+            raw["mlp_layer_types"] = types[:layers]
         try:
             return cls.model_validate(raw)
         except ValidationError as error:

@@ -15,16 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.nn import functional
+from server_example.extra import server_extra
 
-from moe_fp8.errors import ConfigError, MoeFp8Error
-from server_example.model.config import ModelConfig
-from server_example.perplexity import compare, every_backend, report
-from server_example.train.card import model_card
-from server_example.train.data import HELD_OUT, batch_of, encode, make_tokenizer, read_works
-from server_example.train.export import HELD_OUT_TEXT, export
-from server_example.train.model import Phase, TrainedModel
+with server_extra():
+    import torch
+    from torch.nn import functional
+
+    from moe_fp8.errors import ConfigError, MoeFp8Error
+    from server_example.model.config import ModelConfig
+    from server_example.perplexity import compare, every_backend, report
+    from server_example.train.card import model_card
+    from server_example.train.data import HELD_OUT, batch_of, encode, make_tokenizer, read_works
+    from server_example.train.export import HELD_OUT_TEXT, export
+    from server_example.train.model import Phase, TrainedModel
 
 logger = logging.getLogger("server_example.train")
 

@@ -50,6 +50,11 @@ def test_a_template_may_refuse_messages(tmp_path: Path) -> None:
         load(tmp_path, chat_template=OWN).render([{"role": "system", "content": ""}])
 
 
+def test_a_template_may_fail_in_any_way(tmp_path: Path) -> None:
+    with pytest.raises(ChatTemplateError, match="zero"):
+        load(tmp_path, chat_template="{{ 1 / 0 }}").render(USER)
+
+
 def test_a_template_reaches_nothing_of_the_server(tmp_path: Path) -> None:
     with pytest.raises(ChatTemplateError):
         load(tmp_path, chat_template="{{ messages.__class__.__mro__ }}").render(USER)

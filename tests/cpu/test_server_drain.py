@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import httpx
 
-from server_example.demo import free_port, start_server, stop_server
+from server_example.app import Service
+from server_example.demo import PROMPT, free_port, start_server, stop_server, wait_until_ready
+from server_example.serve import Process
+from server_example.settings import Settings
 from tests.demo_model import demo_folder
+from tests.engine_client import connected
 from tests.live_server import server_process
 
 __all__ = ["demo_folder"]
@@ -83,13 +90,36 @@ def test_the_end_of_the_engines_process_is_told(demo_folder: Path) -> None:
             *_, error, done = [line.removeprefix("data: ") for line in lines if line]
         assert done == "[DONE]"
         assert "the engine's process has ended" in json.loads(error)["error"]["message"]
-        health = httpx.get(f"{url}/health")
-        assert health.status_code == 503 and health.json()["status"] == "failed"
-        assert httpx.get(f"{url}/ready").status_code == 503
-        for answer in (httpx.post(f"{url}/v1/completions", json=BODY), httpx.get(f"{url}/metrics")):
-            assert answer.status_code == 503
-            assert "the engine's process has ended" in answer.json()["error"]["message"]
-        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 1, "a supervisor starts it anew"
+
+
+def test_an_engine_that_hangs_is_ended(demo_folder: Path) -> None:
+    """Its clients are told, and nothing waits for ever."""
+    with (
+        server_process(demo_folder, "--engine-seconds", "1", "--drain-seconds", "0.2") as (process, url),
+        ThreadPoolExecutor() as pool,
+    ):
+        (engine,) = [pid for pid, command in children(process.pid).items() if "spawn_main" in command]
+        long = {**BODY, "max_tokens": 900}
+        plain = pool.submit(httpx.post, f"{url}/v1/completions", json=long, timeout=60)
+        with httpx.stream("POST", f"{url}/v1/completions", json={**long, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            while httpx.get(f"{url}/health").json()["running"] < 2:
+                assert process.poll() is None
+            os.kill(engine, signal.SIGSTOP)
+            health = httpx.get(f"{url}/health")
+            assert (health.status_code, health.json()["status"]) == (503, "silent")
+            assert "not answered for 1 s" in health.json()["failure"]
+            for answer in (httpx.get(f"{url}/metrics"), httpx.post(f"{url}/v1/completions", json=BODY)):
+                assert answer.status_code == 503
+            process.send_signal(signal.SIGTERM)
+            *_, error, done = [line.removeprefix("data: ") for line in lines if line]
+        assert done == "[DONE]"
+        assert "not answered for 1 s" in json.loads(error)["error"]["message"]
+        answer = plain.result()
+        assert answer.status_code == 500
+        assert "not answered for 1 s" in answer.json()["error"]["message"]
         assert process.wait(timeout=20) == 1
 
 
@@ -126,21 +156,35 @@ def test_a_signal_while_the_model_loads(demo_folder: Path) -> None:
         stop_server(process)
 
 
+def test_the_end_of_the_http_thread_is_noticed(demo_folder: Path) -> None:
+    settings = Settings.model_validate({"model": demo_folder})
+    with socket.socket() as sock:
+        process = Process(Service(settings), sock)
+        process._thread = threading.Thread(target=lambda: None)
+        process._thread.start()
+        with connected(demo_folder) as (_, engine):
+            assert not process.wait(engine)
+
+
+def test_ctrl_c_while_the_engine_imports(demo_folder: Path) -> None:
+    """It reaches the whole group, and the engine's process leaves it to the first one."""
+    port = free_port()
+    process = start_server(demo_folder, port, "--device", "cpu")
+    try:
+        while not (engines := [pid for pid, line in children(process.pid).items() if "spawn_main" in line]):
+            assert process.poll() is None
+            time.sleep(0.01)
+        for _ in range(10):
+            os.kill(engines[0], signal.SIGINT)
+            time.sleep(0.1)
+        wait_until_ready(process, f"http://127.0.0.1:{port}")
+    finally:
+        stop_server(process)
+
+
 def test_the_demo_takes_its_server_with_it(demo_folder: Path) -> None:
     port = free_port()
-    # The demo without the compilation of its kernels.
-    code = "import sys, server_example.demo as demo; demo.build_kernels = lambda model: None; demo.main()"
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "--port",
-        str(port),
-        "--max-tokens",
-        "2",
-        "--model",
-        str(demo_folder),
-    ]
+    command = demo_command("--port", str(port), "--max-tokens", "2", "--model", str(demo_folder))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None
         said = ""
@@ -153,3 +197,28 @@ def test_the_demo_takes_its_server_with_it(demo_folder: Path) -> None:
         demo.send_signal(signal.SIGTERM)
         assert demo.wait(timeout=30) == 0
     assert free_port(port) == port
+
+
+def demo_command(*arguments: str) -> list[str]:
+    """The demo without the compilation of its kernels."""
+    code = "import sys, server_example.demo as demo; demo.build_kernels = lambda *_: 0; sys.exit(demo.main())"
+    return [sys.executable, "-c", code, *arguments]
+
+
+def test_the_demos_answer_does_not_repeat_itself() -> None:
+    command = demo_command("--once", "--port", "0")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    start = done.stdout.index(PROMPT)
+    words = done.stdout[start : done.stdout.index(" tokens in ", start)].split()[:-1]
+    most = Counter(zip(*(words[i:] for i in range(4)), strict=False)).most_common(1)
+    assert len(words) > 20 and most[0][1] < 3, done.stdout
+    assert done.stderr.count("which is slow") == 0, "what the demo says first is enough"
+
+
+def test_the_demo_shows_the_message_of_an_error() -> None:
+    done = subprocess.run(
+        demo_command("--once", "--max-tokens", "5000"), capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 1
+    assert "error: status 400: prompt (" in done.stderr and "lower max_tokens" in done.stderr

@@ -133,6 +133,29 @@ def test_neutral_values_are_accepted(server: httpx.Client) -> None:
     nothing = ("temperature", "logprobs", "seed", "stop", "n", "stream_options", "user", "suffix", "made_up")
     neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "echo": False, "best_of": 1, "logit_bias": {}}
     complete(server, prompt="a", max_tokens=1, **neutral, **dict.fromkeys(nothing))
+    quiet = {"stream_options": {"include_obfuscation": False}, "service_tier": "auto"}
+    events(server, prompt="a", max_tokens=1, stream_options=quiet["stream_options"])
+    tools = {"parallel_tool_calls": True, "modalities": ["text"], "functions": [], "tools": []}
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "stream": True}
+    assert server.post("/v1/chat/completions", json={**chat, **quiet, **tools}).status_code == 200
+
+
+def test_a_seed_may_be_negative(server: httpx.Client) -> None:
+    texts = [
+        complete(server, prompt="a", max_tokens=9, temperature=1, seed=seed)["choices"][0]["text"]
+        for seed in (-1, 2**63 - 1, -2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_kept_connection_gets_its_answers_at_once(server: httpx.Client) -> None:
+    """Without TCP_NODELAY each waits 40 ms for the client's acknowledgement."""
+    seconds = []
+    for _ in range(30):
+        start = time.monotonic()
+        server.get("/ready")
+        seconds.append(time.monotonic() - start)
+    assert min(seconds[9:]) < 0.02
 
 
 def test_a_prompt_longer_than_a_chunk(server: httpx.Client) -> None:
@@ -179,6 +202,15 @@ def test_a_seed_repeats_and_the_batch_does_not_matter(server: httpx.Client) -> N
         ({"prompt": [5] * TOTAL_PAGES * 64}, 400, "prompt"),
         ({"prompt": ["a"] * 4}, 400, "prompt"),
         ({"prompt": [[5]] * 4}, 400, "prompt"),
+        ({"prompt": ["a"] * 1025}, 400, "prompt"),
+        ({"prompt": "a", "seed": -(2**63) - 1}, 400, "seed"),
+        (
+            {"prompt": "a", "stream": True, "stream_options": {"include_obfuscation": True}},
+            400,
+            "stream_options.include_obfuscation",
+        ),
+        ({"prompt": "a", "made_up": 1, "other": 2}, 400, "made_up"),
+        ({"prompt": "a", "body": 1}, 400, "body"),
         ({"prompt": [[]]}, 400, "prompt"),
         ({"prompt": "a " * 5000}, 400, "prompt"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
@@ -194,7 +226,7 @@ def test_a_seed_repeats_and_the_batch_does_not_matter(server: httpx.Client) -> N
         ({"prompt": "a", "n": 4}, 400, "n"),
         ({"prompt": "a", "stop": "\ud800"}, 400, "stop"),
         ({"prompt": "a", "stream": True, "stream_options": {"other": 1}}, 400, "stream_options.other"),
-        ({"prompt": "a", "\ud800": 1}, 400, None),
+        ({"prompt": "a", "\ud800": 1}, 400, "\\ud800"),
         ({"prompt": "a", "model": "\ud800"}, 400, "model"),
         ({"prompt": "a", "max_tokens": 5000}, 400, "max_tokens"),
         ({"prompt": "a", "temperature": -1}, 400, "temperature"),
@@ -217,12 +249,39 @@ def test_bad_requests_are_refused_by_name(
     assert error["message"]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "a", **{f"f{i}": 1 for i in range(150_000)}},
+        {"prompt": "a", "stream": True, "stream_options": {f"f{i}": 1 for i in range(150_000)}},
+        {"prompt": "a", "logit_bias": {f"f{i}": "" for i in range(150_000)}},
+        {"prompt": [[1]] * 500_000},
+        {"prompt": [1] * 1_000_000},
+    ],
+    ids=["fields", "options", "biases", "prompts", "tokens"],
+)
+def test_a_body_full_of_mistakes_is_refused_at_once(server: httpx.Client, body: dict[str, Any]) -> None:
+    """The check holds up every stream."""
+    content = json.dumps(body, separators=(",", ":"))
+    assert len(content) < 2 << 20
+    seconds = []
+    for _ in range(3):
+        start = time.monotonic()
+        response = server.post(
+            "/v1/completions", content=content, headers={"content-type": "application/json"}
+        )
+        seconds.append(time.monotonic() - start)
+        assert response.status_code == 400, response.text
+    assert min(seconds) < 0.5
+
+
 def test_other_http_errors_have_the_same_form(server: httpx.Client) -> None:
     headers = {"content-type": "application/json"}
     broken = server.post("/v1/completions", content=b"{bad", headers=headers)
     for response, status in (
         (broken, 400),
         (server.get("/nowhere"), 404),
+        (server.get("/health/"), 404),
         (server.get("/v1/completions"), 405),
     ):
         assert response.status_code == status
@@ -237,6 +296,10 @@ def test_the_messages_help(server: httpx.Client) -> None:
     assert message(prompt="a", presence_penalty=1) == "presence_penalty: this server supports only 0"
     assert "the prompt has 2000 tokens" in message(prompt=[1] * 2000)
     assert "ask for fewer" in message(prompt="a", n=4)
+    assert message(prompt="a", made_up=1) == "made_up: unknown field"
+    plain = server.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
+    assert plain.status_code == 400
+    assert plain.json()["error"]["message"] == "send content-type: application/json"
 
 
 def test_the_documentation_names_what_the_server_sends(server: httpx.Client) -> None:

@@ -17,7 +17,9 @@ from fastapi import FastAPI
 
 from server_example import generation
 from server_example.app import Service, create_app
+from server_example.host import Host
 from server_example.settings import Settings
+from server_example.stats import stats_events
 from tests.demo_model import demo_folder
 from tests.engine_client import connected
 from tests.live_server import live_server
@@ -45,8 +47,14 @@ def test_a_key_is_needed_under_v1_only(server: httpx.Client) -> None:
         assert response.headers["www-authenticate"] == "Bearer"
         assert response.json()["error"]["code"] == "invalid_api_key"
     assert server.get("/v1/models").status_code == 200
-    for open_path in ("/health", "/ready", "/metrics", "/docs"):
+    lower = server.get("/v1/models", headers={"authorization": f"bearer {KEY}"})
+    assert lower.status_code == 200, "the scheme has no case"
+    for open_path in ("/health", "/ready", "/metrics", "/openapi.json"):
         assert httpx.get(f"{server.base_url}{open_path}").status_code == 200
+    for path in ("/", "/health"):
+        assert httpx.head(f"{server.base_url}{path}").status_code == 200
+    for path in ("/docs", "/redoc"):
+        assert httpx.get(f"{server.base_url}{path}").status_code == 404, "it loads scripts from elsewhere"
 
 
 def test_browsers_of_other_origins_get_no_leave(server: httpx.Client) -> None:
@@ -90,6 +98,45 @@ def test_a_server_that_loads_is_alive_but_not_ready(tmp_path: Path) -> None:
     assert "loading" in refused.json()["error"]["message"]
 
 
+def test_a_failed_engine_is_told_by_every_route(demo_folder: Path) -> None:
+    """The process ends soon; until then, nothing looks well and nothing hangs."""
+    service = Service(Settings.model_validate({"model": demo_folder}))
+    app = create_app(service)
+
+    async def statistics() -> list[dict[str, str]]:
+        return [event async for event in stats_events(client)]
+
+    with connected(demo_folder) as (_, client):
+        service.engine = client
+        assert client.stop(20)
+        client.failure = "broken on purpose"
+        health = asyncio.run(ask(app, "GET", "/health"))
+        assert (health.status_code, health.json()["status"]) == (503, "failed")
+        assert health.json()["failure"] == "broken on purpose"
+        assert asyncio.run(ask(app, "GET", "/ready")).status_code == 503
+        completion = asyncio.run(ask(app, "POST", "/v1/completions", json={"prompt": "a"}))
+        for answer in (completion, asyncio.run(ask(app, "GET", "/metrics"))):
+            assert answer.status_code == 503
+            assert "broken on purpose" in answer.json()["error"]["message"]
+        assert asyncio.run(statistics()) == [], "the stream ends in order"
+
+
+def test_an_exception_that_no_pipe_carries_is_told_all_the_same(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Local(Exception):
+        """Pickle cannot find it."""
+
+    def fail(self: Host) -> bytes:
+        raise Local("broken on purpose")
+
+    monkeypatch.setattr(Host, "metrics", fail)
+    with connected(demo_folder) as (_, client):
+        with pytest.raises(RuntimeError, match="Local: broken on purpose"):
+            asyncio.run(client.call("metrics"))
+        assert asyncio.run(client.call("details"))["running"] == 0
+
+
 def test_browsers_of_named_origins_get_leave(tmp_path: Path) -> None:
     settings = {"model": tmp_path, "cors_origins": ["https://a.example"], "api_key": KEY}
     app = create_app(Service(Settings.model_validate(settings)))
@@ -97,6 +144,8 @@ def test_browsers_of_named_origins_get_leave(tmp_path: Path) -> None:
         headers = {"origin": origin, "access-control-request-method": "POST"}
         response = asyncio.run(ask(app, "OPTIONS", "/v1/completions", headers=headers))
         assert response.headers.get("access-control-allow-origin") == allowed
+    busy = asyncio.run(ask(app, "GET", "/metrics", headers={"origin": "https://a.example"}))
+    assert busy.headers["retry-after"] and busy.headers["access-control-expose-headers"] == "Retry-After"
 
 
 def test_an_unforeseen_error_has_the_same_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -15,13 +18,15 @@ from tests.live_server import live_server
 __all__ = ["demo_folder"]
 
 MODEL = "shakespeare"
+KEY = "a key of the tests"
+OPTIONS = ("--max-context", "512", "--max-batch", "2", "--max-waiting", "2")
 
 
 @pytest.fixture(scope="module")
 def client(demo_folder: Path) -> Iterator[openai.OpenAI]:
     with (
-        live_server(demo_folder, "--max-context", "512") as server,
-        openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="unused", max_retries=0) as client,
+        live_server(demo_folder, *OPTIONS, "--api-key", KEY) as server,
+        openai.OpenAI(base_url=f"{server.base_url}/v1", api_key=KEY, max_retries=0) as client,
     ):
         yield client
 
@@ -109,6 +114,94 @@ def test_a_chat_without_max_tokens_fills_the_context(client: openai.OpenAI) -> N
     assert answer.choices[0].finish_reason == "length"
 
 
+def health(client: openai.OpenAI) -> dict[str, Any]:
+    return dict(httpx.get(str(client.base_url.join("/health"))).json())
+
+
+def ended(client: openai.OpenAI, reason: str) -> float:
+    """How many requests have ended for this reason."""
+    metrics = httpx.get(str(client.base_url.join("/metrics"))).text
+    found = re.search(rf'^server_requests_total{{reason="{reason}"}} (\S+)$', metrics, re.M)
+    return float(found[1]) if found else 0.0
+
+
+def test_stop_seed_and_top_p(client: openai.OpenAI) -> None:
+    def text(**options: Any) -> str:
+        return (
+            client.completions.create(model=MODEL, prompt="The graph", max_tokens=12, **options)
+            .choices[0]
+            .text
+        )
+
+    whole = text(temperature=0)
+    assert text(temperature=0, stop=["never seen", whole[5:8]]) == whole[: whole.find(whole[5:8])]
+    assert text(seed=3) == text(seed=3) != text(seed=4)
+    assert text(seed=5, top_p=1e-9) == whole, "the most probable token alone"
+    assert text(seed=-3), "any 64-bit integer is a seed"
+
+
+def test_several_prompts(client: openai.OpenAI) -> None:
+    prompts = ["The graph", "In the morning"]
+    both = client.completions.create(model=MODEL, prompt=prompts, max_tokens=5, temperature=0)
+    alone = [
+        client.completions.create(model=MODEL, prompt=prompt, max_tokens=5, temperature=0).choices[0].text
+        for prompt in prompts
+    ]
+    assert [choice.text for choice in both.choices] == alone
+
+
+def test_the_usage_of_a_chat_stream(client: openai.OpenAI) -> None:
+    messages = [openai.types.chat.ChatCompletionUserMessageParam(role="user", content="a")]
+    plain = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=5, temperature=0)
+    *_, last = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=5, temperature=0, stream=True,
+        stream_options={"include_usage": True, "include_obfuscation": False}, parallel_tool_calls=True,
+        service_tier="auto", modalities=["text"], functions=[],
+    )  # fmt: skip
+    assert last.choices == [] and last.usage == plain.usage
+
+
+def test_a_stream_that_is_closed_gives_its_pages_back(client: openai.OpenAI) -> None:
+    before = ended(client, "cancelled")
+    stream = client.completions.create(
+        model=MODEL, prompt="a", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    assert health(client)["free_pages"] < health(client)["total_pages"]
+    stream.close()
+    end = time.monotonic() + 20
+    while health(client)["free_pages"] < health(client)["total_pages"]:
+        assert time.monotonic() < end
+    assert ended(client, "cancelled") == before + 1
+
+
+def test_a_full_queue(client: openai.OpenAI) -> None:
+    long: dict[str, Any] = {"max_tokens": 500, "stream": True, "n": 2, "extra_body": {"ignore_eos": True}}
+    with (
+        client.completions.create(model=MODEL, prompt="a", **long) as running,
+        client.completions.create(model=MODEL, prompt="a", **long),
+    ):
+        next(iter(running))
+        with pytest.raises(openai.RateLimitError) as full:
+            client.completions.create(model=MODEL, prompt="a", n=2)
+    assert (full.value.code, full.value.response.headers["retry-after"]) == ("queue_full", "1")
+
+
+def test_a_wrong_key(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.AuthenticationError) as wrong:
+        client.with_options(api_key="another").models.list()
+    assert wrong.value.code == "invalid_api_key"
+
+
+def test_a_request_that_is_late_is_not_sent_again(client: openai.OpenAI) -> None:
+    before = ended(client, "timeout")
+    late: dict[str, Any] = {"max_tokens": 500, "extra_body": {"timeout": 0.2, "ignore_eos": True}}
+    with pytest.raises(openai.APIStatusError) as error:
+        client.with_options(max_retries=2).completions.create(model=MODEL, prompt="a", **late)
+    assert error.value.status_code == 408
+    assert ended(client, "timeout") == before + 1
+
+
 def test_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model=MODEL, prompt="a", presence_penalty=1)
@@ -128,4 +221,4 @@ def test_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.APIError, match="did not finish in its time"):
         late = {"timeout": 0.2, "ignore_eos": True}
         list(client.completions.create(model=MODEL, prompt="a", max_tokens=500, stream=True, extra_body=late))
-    assert httpx.get(str(client.base_url).replace("/v1/", "/health")).json()["waiting"] == 0
+    assert health(client)["waiting"] == 0

@@ -1,11 +1,13 @@
 """The page in headless Chromium, used by keyboard, against a live server on the reference backend.
 
-It needs a Chromium on the path (Debian: `apt-get install chromium`). With `--screenshots docs/images` it
+It needs a Chromium on the path (Debian: `apt-get install chromium`); with REQUIRE_BROWSER=1 in the
+environment, as in CI, it fails without one. With `--screenshots docs/images` it
 writes the pictures that README and docs show.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -23,7 +25,8 @@ from tests.live_server import live_server
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright (extra: test)")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="needs Chromium on the path, as from `apt-get install chromium`"
+    CHROMIUM is None and not os.environ.get("REQUIRE_BROWSER"),
+    reason="needs Chromium on the path, as from `apt-get install chromium`",
 )
 
 __all__ = ["demo_folder"]
@@ -43,6 +46,7 @@ PROMPT = "Enter HAMLET and the king"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[sync_api.Browser]:
+    assert CHROMIUM is not None, "REQUIRE_BROWSER is set, and there is no Chromium on the path"
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
         sync_api.expect.set_options(timeout=30_000)

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from server_example.answers import CompletionForm
 from server_example.cache import DUMMY_PAGE, PAGE_TOKENS, BlockTable, PagePool, pages_for
 from server_example.client import Emit, EngineClient
+from server_example.errors import ApiError
 from server_example.generation import Deadline, Generation
 from server_example.host import Job
 from server_example.protocol import CompletionRequest
@@ -302,7 +303,10 @@ def test_events_that_wait_for_a_slow_client_become_one_chunk() -> None:
         async def submit(jobs: Sequence[Job], given: Sequence[Emit]) -> None:
             emits.extend(given)
 
-        engine = SimpleNamespace(job_number=lambda: 1, submit=submit, cancel=lambda numbers: None)
+        served = SimpleNamespace(max_context=99)
+        engine = SimpleNamespace(
+            job_number=lambda: 1, submit=submit, cancel=lambda numbers: None, served=served
+        )
         generation = Generation(cast(EngineClient, engine), body, [[1]], Deadline(None, 504))
         await generation.submit()
         first, second = emits
@@ -320,3 +324,13 @@ def test_events_that_wait_for_a_slow_client_become_one_chunk() -> None:
         (0, "abcd", "stop"),
         (1, "xy", "length"),
     ]
+
+
+def test_a_prompt_longer_than_the_context_does_not_travel_to_the_engine() -> None:
+    """The fake engine has no `submit`."""
+    engine = SimpleNamespace(job_number=lambda: 1, served=SimpleNamespace(max_context=99))
+    body = CompletionRequest(prompt="a")
+    generation = Generation(cast(EngineClient, engine), body, [[1] * 99], Deadline(None, 504))
+    with pytest.raises(ApiError, match="the prompt has 99 tokens") as refused:
+        asyncio.run(generation.submit())
+    assert (refused.value.status, refused.value.body.error.code) == (400, "context_length_exceeded")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import re
 import shutil
@@ -63,17 +64,34 @@ def test_options_come_from_the_environment_too(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("SERVER_EXAMPLE_MODEL", str(tmp_path))
     monkeypatch.setenv("SERVER_EXAMPLE_API_KEY", "hush")
     monkeypatch.setenv("SERVER_EXAMPLE_MAX_WAITING", "7")
-    monkeypatch.setenv("SERVER_EXAMPLE_CORS_ORIGINS", '["https://a.example"]')
+    monkeypatch.setenv("SERVER_EXAMPLE_PREFILL_CHUNK", "")
     settings = read_settings(["--max-waiting", "9"])
     assert (settings.model, settings.max_waiting, settings.host) == (tmp_path, 9, "127.0.0.1")
-    assert settings.cors_origins == ["https://a.example"]
     assert settings.api_key is not None and settings.api_key.get_secret_value() == "hush"
     assert "hush" not in repr(settings)
     assert settings.engine_options() == EngineOptions(max_waiting=9)
 
 
+def test_origins_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    origins = ["https://a.example", "http://[::1]:80"]
+    assert read_settings(["--cors-origins", ",".join(origins)]).cors_origins == origins
+    for value, expected in ((", ".join(origins), origins), (origins[0], origins[:1]), ("*", ["*"]), ("", [])):
+        monkeypatch.setenv("SERVER_EXAMPLE_CORS_ORIGINS", value)
+        assert read_settings([]).cors_origins == expected
+    for wrong in ("https://a.example/", "a.example", '["https://a.example"]', "["):
+        said = refused(SERVER_EXAMPLE_CORS_ORIGINS=wrong)
+        assert said.startswith("error: --cors-origins (or SERVER_EXAMPLE_CORS_ORIGINS): ")
+        refused("--cors-origins", wrong)
+
+
 @pytest.mark.parametrize(
-    ("module", "lacking"), [("server_example", "uvicorn"), ("server_example.demo", "httpx")]
+    ("module", "lacking"),
+    [
+        ("server_example", "uvicorn"),
+        ("server_example.demo", "httpx"),
+        ("server_example.perplexity", "tokenizers"),
+        ("server_example.train", "tokenizers"),
+    ],
 )
 def test_a_missing_library_is_named(module: str, lacking: str) -> None:
     code = (
@@ -102,16 +120,13 @@ def test_the_demo_asks_no_other_server() -> None:
     assert done.stderr.startswith(f"error: port {port}: ") and "Traceback" not in done.stderr
 
 
-def test_cuda_is_refused_where_there_is_none(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(ConfigError, match=r"no CUDA device .*'7'.*--device cpu"):
         choose_backend("cuda")
     assert choose_backend("auto").name == "reference"
-    assert "which is slow; --device cuda would refuse" in caplog.text
     monkeypatch.setattr("torch.version.cuda", None)
     with pytest.raises(ConfigError, match="built without CUDA"):
         choose_backend("cuda")
@@ -151,6 +166,8 @@ def test_a_lack_of_gpu_memory_ends_the_start_with_a_remedy(
     kind, _, said = near.recv()
     assert kind == "refused"
     assert "Tried to allocate 3.00 GiB" in said and "lower --cache-pages" in said
+    with pytest.raises(ConfigError, match=r"^memory: .*lower --cache-pages"), explained_memory():
+        torch.empty(1 << 60, dtype=torch.int8)
     with pytest.raises(RuntimeError, match="another"), explained_memory():
         raise RuntimeError("another failure")
 
@@ -160,23 +177,30 @@ def test_the_demo_says_why_it_compiles_without_a_gpu(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(demo, "build_plan", lambda plan: BuildReport((), 0.0))
-    demo.build_kernels(demo_folder)
+    demo.build_kernels(demo_folder, choose_backend())
     said = capsys.readouterr().out
     assert "plain torch on the CPU here" in said and "The kernels for Hopper" in said
 
 
 def test_the_start_prints_the_url(demo_folder: Path) -> None:
-    command = [sys.executable, "-m", "server_example", "--device", "cpu", "--port", "0"]
+    command = [sys.executable, "-m", "server_example", "--port", "0", "--model", str(demo_folder)]
     with subprocess.Popen(
-        [*command, "--model", str(demo_folder)], stdout=subprocess.PIPE, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(CUDA_VISIBLE_DEVICES=""),
     ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         found = re.search(r"http://127\.0\.0\.1:\d+", line)
         assert found is not None, line
         assert httpx.get(f"{found[0]}/ready").status_code == 200
+        assert f"{found[0]}/openapi.json" in line
         process.terminate()
-        assert process.wait(timeout=40) == 0
+        _, said = process.communicate(timeout=40)
+        assert process.returncode == 0
+    assert said.count("which is slow; --device cuda would refuse") == 1
 
 
 @pytest.mark.parametrize(
@@ -197,8 +221,10 @@ def test_a_broken_file_is_named(demo_folder: Path, tmp_path: Path, name: str) ->
 
 
 def test_a_few_layers_with_random_weights(demo_folder: Path, tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.json"):
-        shutil.copy(demo_folder / name, tmp_path)
+    shutil.copy(demo_folder / "tokenizer.json", tmp_path)
+    config = json.loads((demo_folder / "config.json").read_text())
+    config["mlp_layer_types"] = ["dense"] + ["sparse"] * (config["num_hidden_layers"] - 1)  # as transformers
+    (tmp_path / "config.json").write_text(json.dumps(config))
     engine = Engine(
         tmp_path, choose_backend("cpu"), EngineOptions(load_format="dummy", num_hidden_layers=1, max_batch=2)
     )
