@@ -200,7 +200,30 @@ def _table(cls: str, rows: Results) -> str:
         cells += [_number(row[name], 2 if name == "ceiling_share" else 0) for name in figures]
         cells += [f"{row['rel_error']:.1e}" if row["rel_error"] is not None else ""] if checked else []
         lines.append(_line(cells))
-    return "\n".join([*lines, "", *_shares(rows), _measured(rows)])
+    return "\n".join([*lines, "", *_shares(rows), *_clients(rows), _measured(rows)])
+
+
+#: Notes of a row of class http -> columns.
+_SEEN = (
+    "tokens/s",
+    "first token, p50 ms",
+    "first token, p99 ms",
+    "between tokens, p50 ms",
+    "between tokens, p99 ms",
+)
+
+
+def _clients(rows: Results) -> list[str]:
+    """A second table for rows that tell what clients of a server see; the last line is empty."""
+    if "tokens/s" not in rows[0].get("notes", {}):
+        return []
+    header = ["streams", "answer", "steps", *_SEEN, "decode step, us", "replay, us"]
+    lines = ["What clients see, with graphs and without:", "", _line(header), _line(["---"] * len(header))]
+    for row in rows:
+        for steps, notes in (("graph", row["notes"]), ("eager", row["notes"]["eager"])):
+            cells = [str(row["shape"]["streams"]), str(row["shape"]["answer"]), steps]
+            lines.append(_line([*cells, *(_number(notes.get(name)) for name in header[3:])]))
+    return [*lines, ""]
 
 
 def _shares(rows: Results) -> list[str]:

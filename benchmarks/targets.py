@@ -40,6 +40,12 @@ def _time_over_limit(row: Json) -> float | None:
     return row["us"] / (1.12 * floor + 8) if floor else None
 
 
+def _step_over_replay(row: Json) -> float | None:
+    """A decode step under load over the replayed graph alone."""
+    replay = row.get("notes", {}).get("replay, us")
+    return row["us"] / replay if replay else None
+
+
 def _batch_invariant(row: Json) -> float | None:
     invariant = row.get("notes", {}).get(f"{BATCH_INVARIANT} us")
     return row["us"] / invariant if invariant else None
@@ -121,6 +127,14 @@ ABSOLUTE = [
         lambda s: s["tokens"] <= 256,
         each=1.0,
         figure=_time_over_limit,
+        at_most=True,
+    ),
+    Target(
+        "serving over HTTP, 64 streams: decode step under load / its graph alone",
+        "http",
+        lambda s: s["streams"] == 64,
+        each=1.1,
+        figure=_step_over_replay,
         at_most=True,
     ),
     Target(

@@ -153,6 +153,21 @@ def test_shares_of_a_step_become_a_table() -> None:
     assert "Shares" not in report.full([_device(_dense(1, 10.0, 40.0), _full_size(1))])
 
 
+def test_what_clients_see_becomes_a_table_and_a_target() -> None:
+    def seen(us: float, tokens: float) -> dict[str, Any]:
+        return {"tokens/s": tokens, "first token, p50 ms": 12.5, "decode step, us": us}
+
+    shape = {"model": "m", "streams": 64, "prompt": 128, "answer": 512}
+    notes = {**seen(1050.0, 4000.0), "replay, us": 1000.0, "eager": seen(9000.0, 500.0)}
+    device = _device(Row("http", shape, 1050.0, peers={"eager": 9000.0}, notes=notes))
+    text = report.full([device])
+    assert "| 64 | 512 | graph | 4,000 | 12.5 |  |  |  | 1,050 | 1,000 |" in text
+    assert "| 64 | 512 | eager | 500 | 12.5 |  |  |  | 9,000 |  |" in text
+    (line,) = [line for line in report.accounting([device]).splitlines() if "64 streams" in line]
+    assert "1.05" in line and "at most 1.10" in line and line.endswith("yes |")
+    assert "clients" not in report.full([_device(_full_size(1))])
+
+
 def test_shares_of_a_step_become_a_plot_with_a_bar_for_each_batch(tmp_path: Path) -> None:
     device = _device(_full_size(1, torch_matmul=0.7, gemm_fp8=0.3), _full_size(8, gemm_fp8=0.9, idle=0.1))
     (plot,) = plots.plots({**device, "device": "unmeasured"}, tmp_path)
