@@ -97,6 +97,23 @@ class GemmProblem:
 
 
 @dataclass(frozen=True)
+class KGroupedGemmProblem:
+    """D[e] (+)= A[:, ke] @ B[:, ke]^T for the columns ke of each of `num_experts` experts, 1x128 scales on both.
+
+    `m`, `n`: the rows of A and of B.
+    """
+
+    m: int
+    n: int
+    num_experts: int
+    num_sms: int = DEFAULT_NUM_SMS
+
+    def for_selection(self) -> KGroupedGemmProblem:
+        """The problem that the choice of a kernel uses: both numbers of rows are rounded up."""
+        return replace(self, m=selection_extent(self.m), n=selection_extent(self.n), num_experts=1)
+
+
+@dataclass(frozen=True)
 class MqaLogitsProblem:
     """Prefill indexer logits of `num_queries` rows against `num_keys` keys.
 
@@ -307,6 +324,7 @@ class RouteTopkProblem:
 
 Problem: TypeAlias = (
     GemmProblem
+    | KGroupedGemmProblem
     | MqaLogitsProblem
     | PagedMqaLogitsProblem
     | PagedMqaMetadataProblem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe_fp8.heuristics.gemm import costs, table
+from moe_fp8.heuristics.gemm.k_grouped import k_grouped_config, k_grouped_grid, k_grouped_smem_bytes
 from moe_fp8.heuristics.gemm.silu_mul import silu_mul_config, silu_mul_configs, silu_mul_smem_bytes
 from moe_fp8.heuristics.gemm.tiles import (
     TOKEN_TILES,
@@ -21,6 +22,9 @@ __all__ = [
     "gemm_configs",
     "gemm_grid",
     "gemm_smem_bytes",
+    "k_grouped_config",
+    "k_grouped_grid",
+    "k_grouped_smem_bytes",
     "parse_gemm_config",
     "silu_mul_config",
     "silu_mul_configs",

@@ -21,6 +21,8 @@ DEVICE void release_stage(Shared& shared, uint32_t stage, const Read&... read) {
 // before the tensor core gets work. While the tensor core is busy, the scales would wait for shared memory, and then the tensor
 // core would wait for the scales.
 class Accumulator {
+    using Sum = Fragments::Sum;
+
    public:
     DEVICE Accumulator(Shared& shared, int warpgroup) : shared_(shared), warpgroup_(warpgroup) {
         if (kAlternate && warpgroup == 1) ring_.step();
@@ -68,19 +70,23 @@ class Accumulator {
             multiply<kLast>(partial, ring_);
             if (--num_blocks == 0) break;
             collect<0, kLast>(partial);
-            release_stage(shared_, ring_.slot, partial[0], scales);
+            const uint32_t slot = ring_.slot;
+            if constexpr (!kRowScales) release_stage(shared_, slot, partial[0], scales);
             ring_.step();
             const Scales done = scales;
             wait(ring_, scales);
             Fragments::promote<kLast>(sum[kLast], partial, done);
+            if constexpr (kRowScales) release_promoted(slot, sum[0], sum[kLast]);
             broadcast(scales);
             multiply<0>(partial, ring_);
         }
-        first_done(sum[0]);
+        if constexpr (!kRowScales) first_done(sum[0]);
         collect<0, kLast>(partial);
-        release_stage(shared_, ring_.slot, partial[0], scales);
+        const uint32_t slot = ring_.slot;
+        if constexpr (!kRowScales) release_stage(shared_, slot, partial[0], scales);
         ring_.step();
         Fragments::promote<kLast>(sum[kLast], partial, scales);
+        if constexpr (kRowScales) release_promoted(slot, sum[0], sum[kLast]), first_done(sum[0]);
     }
 
     // Lets a tile pass in which this warpgroup owns nothing.
@@ -91,11 +97,7 @@ class Accumulator {
         }
     }
 
-   private:
-    using Sum = Fragments::Sum;
-    using Scales = Fragments::Scales;
-    static constexpr int kLast = kWaves - 1;
-
+    // The sum over no block.
     DEVICE static void clear(Sum (&sum)[kWaves]) {
 #pragma unroll
         for (int wave = 0; wave < kWaves; ++wave) {
@@ -103,6 +105,10 @@ class Accumulator {
             for (int i = 0; i < Fragments::kColumns / 2; ++i) sum[wave][i] = 0.0f;
         }
     }
+
+   private:
+    using Scales = Fragments::Scales;
+    static constexpr int kLast = kWaves - 1;
 
     // This loop is for one fragment. A block is promoted while the next block is multiplied into the other of two partial sums. The
     // block's stage is handed back while loads of the next block's scales are still on their way; they read another stage. Before
@@ -155,19 +161,28 @@ class Accumulator {
             broadcast(scales);
             multiply<0>(partial, ring_);
             collect<0>(partial);
-            release_stage(shared_, ring_.slot, partial[0], scales);
+            const uint32_t slot = ring_.slot;
+            if constexpr (!kRowScales) release_stage(shared_, slot, partial[0], scales);
             ring_.step();
             const Scales done = scales;
             if (--num_blocks > 0) wait(ring_, scales);
             Fragments::promote<0>(sum, partial, done);
+            if constexpr (kRowScales) release_promoted(slot, sum);
             if (num_blocks == 0) return;
         }
     }
 
     DEVICE void finish_block(Sum& sum, const Sum& partial, const Scales& scales) {
-        release_stage(shared_, ring_.slot, scales);
+        if constexpr (!kRowScales) release_stage(shared_, ring_.slot, scales);
         Fragments::promote<0>(sum, partial, scales);
+        if constexpr (kRowScales) release_promoted(ring_.slot, sum);
         step_ring(ring_);
+    }
+
+    // Hands back a stage whose scales were read by the promotions to these sums.
+    template <typename... Sums>
+    DEVICE void release_promoted(uint32_t slot, const Sums&... sums) {
+        release_stage(shared_, slot, typename Fragments::Promoted{sums}...);
     }
 
     DEVICE static void step_ring(Ring& ring) {
@@ -187,11 +202,13 @@ class Accumulator {
             collect<1, 0>(first);
             Fragments::promote<0>(sum[0], first, scales);
             collect<0, kLast>(last);
-            release_stage(shared_, ring_.slot, last[0], scales);
+            const uint32_t slot = ring_.slot;
+            if constexpr (!kRowScales) release_stage(shared_, slot, last[0], scales);
             ring_.step();
             const Scales done = scales;
             if (--num_blocks > 0) wait(ring_, scales);
             Fragments::promote<kLast>(sum[kLast], last, done);
+            if constexpr (kRowScales) release_promoted(slot, sum[0], sum[kLast]);
             if (num_blocks == 0) return;
         }
     }

@@ -225,23 +225,71 @@ struct TokensOnM {
         }
     }
 
-    // It stores fp32. For bf16 it is named but never called.
+    // It stores fp32, or adds to what is there. For bf16 it is named but never called.
     template <typename Out>
-    static DEVICE void store(const Sum& d, Out* out, int64_t stride, const Region& region, int columns) {
+    static DEVICE void store(const Sum& d, Out* out, int64_t stride, const Region& region, int columns, bool add = false) {
         static_assert(sizeof(Out) == 4, "bf16 is staged");
         const int lane = ptx::fresh_lane(), upper = warpgroup_thread() / kWarp * 16 + lane / 4, lower = upper + 8;
         float* pairs = out + lane % 4 * 2;
+        const auto put = [&](float* pair, float x, float y) {
+            if (add) ptx::add_global(pair, x, y);
+            else *reinterpret_cast<float2*>(pair) = make_float2(x, y);
+        };
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {
             if (8 * j < region.left || 8 * j >= min(region.right, columns)) continue;
             if (region.begin <= upper && upper < region.end) {
-                *reinterpret_cast<float2*>(pairs + upper * stride + 8 * j) = make_float2(d[4 * j], d[4 * j + 1]);
+                put(pairs + upper * stride + 8 * j, d[4 * j], d[4 * j + 1]);
             }
             if (region.begin <= lower && lower < region.end) {
-                *reinterpret_cast<float2*>(pairs + lower * stride + 8 * j) = make_float2(d[4 * j + 2], d[4 * j + 3]);
+                put(pairs + lower * stride + 8 * j, d[4 * j + 2], d[4 * j + 3]);
             }
         }
     }
+};
+
+// Tokens and weights both have a scale for each row. A thread's columns have scales of their own, for which there are no registers:
+// `promote` reads them from the stage, so the stage is handed back after it (`Promoted`).
+template <int kBlockM, int kBlockN>
+struct RowScaled : TokensOnM<kBlockM, kBlockN> {
+    using Base = TokensOnM<kBlockM, kBlockN>;
+    using Sum = typename Base::Sum;
+
+    struct Scales {
+        float upper, lower;
+        const float2* weights;  // this thread's columns of the first fragment
+
+        DEVICE void load(const float* token_scales, const float* weight_scales, Owned owned, bool) {
+            const float* source = token_scales + owned.token + Base::upper_token();
+            upper = ptx::load_here(source), lower = ptx::load_here(source + 8);
+            weights = reinterpret_cast<const float2*>(weight_scales + owned.weight) + lane_index() % 4;
+        }
+        DEVICE void broadcast() {}
+        template <typename Visit>
+        DEVICE void each(Visit& visit) const { visit(upper), visit(lower); }
+    };
+
+    template <int kWave>
+    static DEVICE void promote(Sum& sum, const Sum& partial, const Scales& scales) {
+#pragma unroll
+        for (int j = 0; j < Base::template kColumnsOf<kWave> / 8; ++j) {
+            const float2 weight = ptx::load_here(&scales.weights[kWave * Base::kColumns / 2 + 4 * j]);
+            sum[4 * j + 0] += partial[4 * j + 0] * (scales.upper * weight.x);
+            sum[4 * j + 1] += partial[4 * j + 1] * (scales.upper * weight.y);
+            sum[4 * j + 2] += partial[4 * j + 2] * (scales.lower * weight.x);
+            sum[4 * j + 3] += partial[4 * j + 3] * (scales.lower * weight.y);
+        }
+    }
+
+    // A sum that was computed from every scale that `promote` has read.
+    struct Promoted {
+        const Sum& sum;
+        template <typename Visit>
+        DEVICE void each(Visit& visit) const {
+#pragma unroll
+            for (int j = 0; j < Base::kColumns / 8; ++j) visit(sum[4 * j]);
+        }
+    };
 };
 
 }  // namespace moe_fp8::mma
