@@ -65,9 +65,11 @@ class Accumulator {
         owned_ = owned;
         clear(sum);
         while (true) {
+            prepare<0>(scales);
             collect<0, 0>(partial);
             Fragments::promote<0>(sum[0], partial, scales);
             multiply<kLast>(partial, ring_);
+            prepare<kLast>(scales);
             if (--num_blocks == 0) break;
             collect<0, kLast>(partial);
             const uint32_t slot = ring_.slot;
@@ -128,6 +130,7 @@ class Accumulator {
             load(ahead, scales[next]);
             multiply<0>(partial[next], ahead);
             broadcast(scales[next]);
+            prepare<0>(scales[done]);
             collect<1>(partial[done]);
             if constexpr (kStages >= 6) {
                 step_ring(ahead);
@@ -142,9 +145,11 @@ class Accumulator {
         }
         if (block + 1 < num_blocks) {
             step(0, 1);
+            prepare<0>(scales[1]);
             collect<0>(partial[1]);
             finish_block(sum, partial[1], scales[1]);
         } else {
+            prepare<0>(scales[0]);
             collect<0>(partial[0]);
             finish_block(sum, partial[0], scales[0]);
         }
@@ -160,6 +165,7 @@ class Accumulator {
         while (true) {
             broadcast(scales);
             multiply<0>(partial, ring_);
+            prepare<0>(scales);
             collect<0>(partial);
             const uint32_t slot = ring_.slot;
             if constexpr (!kRowScales) release_stage(shared_, slot, partial[0], scales);
@@ -199,8 +205,10 @@ class Accumulator {
             broadcast(scales);
             multiply<0>(first, ring_);
             multiply<kLast>(last, ring_);
+            prepare<0>(scales);
             collect<1, 0>(first);
             Fragments::promote<0>(sum[0], first, scales);
+            prepare<kLast>(scales);
             collect<0, kLast>(last);
             const uint32_t slot = ring_.slot;
             if constexpr (!kRowScales) release_stage(shared_, slot, last[0], scales);
@@ -226,6 +234,12 @@ class Accumulator {
     // stores to be ordered by their barrier.)
     DEVICE static void broadcast(Scales& scales) {
         if constexpr (!kPaired) scales.broadcast();
+    }
+
+    // Reads the first of the scales for which there are no registers over the product.
+    template <int kWave>
+    DEVICE static void prepare(Scales& scales) {
+        if constexpr (kRowScales) scales.template prepare<kWave>();
     }
 
     // Returns the registers of a sum that fragment kWave uses.

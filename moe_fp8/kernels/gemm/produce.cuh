@@ -122,6 +122,18 @@ DEVICE void walk_tiles(const GemmParams& p, Shared& shared, Meeting&& meeting) {
     writer.finish();
 }
 
+#if ROW_SCALES
+// Brings to L2 what a tile's sum is added to, while the last blocks of the tile are multiplied.
+DEVICE void prefetch_addend(const GemmParams& p, const Tile& tile) {
+    const uint32_t bytes = min(kBlockN, p.n - tile.n) * sizeof(float);
+    for (int row = lane_index(); row < tile.end_row; row += kWarp) {
+        const int64_t at = static_cast<int64_t>(tile.expert) * p.m + tile.row + row;
+        ptx::prefetch_l2(static_cast<const float*>(p.out) + at * p.out_stride + tile.n, bytes);
+    }
+    __syncwarp();
+}
+#endif
+
 // The whole warp goes from stage to stage and waits, and one lane of it issues the copies. (If a single lane did all of this, the
 // compiler would put a loop over lanes around every copy, and each loop takes about 150 cycles.)
 DEVICE void produce(const GemmParams& p, Shared& shared, Meeting&& meeting) {
@@ -150,6 +162,9 @@ DEVICE void produce(const GemmParams& p, Shared& shared, Meeting&& meeting) {
                 load_tokens(p, shared, tile, rank, ring.slot, block);
             }
         }
+#if ROW_SCALES
+        if (p.accumulate) prefetch_addend(p, tile);
+#endif
     }
     if (!meeting.joined()) ptx::grid_dependency_wait(), ptx::launch_dependents();
     // The warp waits until the other CTA of a pair has released all stages here, since the arrivals of that CTA must find this
