@@ -185,10 +185,12 @@ class Accumulator {
         step_ring(ring_);
     }
 
-    // Hands back a stage whose scales were read by the promotions to these sums.
+    // Hands back a stage whose scales were read by the promotions to these sums. (Only kRowScales calls it.)
     template <typename... Sums>
     DEVICE void release_promoted(uint32_t slot, const Sums&... sums) {
-        release_stage(shared_, slot, typename Fragments::Promoted{sums}...);
+#if ROW_SCALES
+        release_stage(shared_, slot, Fragments::Promoted{sums}...);
+#endif
     }
 
     DEVICE static void step_ring(Ring& ring) {
@@ -239,7 +241,9 @@ class Accumulator {
     // Reads the first of the scales for which there are no registers over the product.
     template <int kWave>
     DEVICE static void prepare(Scales& scales) {
-        if constexpr (kRowScales) scales.template prepare<kWave>();
+#if ROW_SCALES
+        scales.template prepare<kWave>();
+#endif
     }
 
     // Returns the registers of a sum that fragment kWave uses.

@@ -319,7 +319,7 @@ struct RowScaled : TokensOnM<kBlockM, kBlockN> {
         template <typename Visit>
         DEVICE void each(Visit& visit) const {
 #pragma unroll
-            for (int j = 0; j < Base::kColumns / 8; ++j) visit(sum[4 * j]);
+            for (int j = 0; j < Base::kColumns / 8; j += 2) visit(sum[4 * j], sum[4 * j + 4]);
         }
     };
 };
