@@ -225,35 +225,20 @@ struct TokensOnM {
         }
     }
 
-    // It stores fp32, or adds to what is there. For bf16 it is named but never called.
+    // It stores fp32. For bf16 it is named but never called.
     template <typename Out>
-    static DEVICE void store(const Sum& d, Out* out, int64_t stride, const Region& region, int columns, bool add = false) {
+    static DEVICE void store(const Sum& d, Out* out, int64_t stride, const Region& region, int columns) {
         static_assert(sizeof(Out) == 4, "bf16 is staged");
-        const int lane = ptx::fresh_lane(), upper = warpgroup_thread() / kWarp * 16 + lane / 4;
-        const int right = min(region.right, columns);
-        // What is there is loaded for kAtOnce groups of columns before the first of them is stored, so that a warp seldom waits.
-        constexpr int kGroups = kColumns / 8, kAtOnce = kGroups % 8 == 0 ? 8 : kGroups;
+        const int lane = ptx::fresh_lane(), upper = warpgroup_thread() / kWarp * 16 + lane / 4, lower = upper + 8;
+        float* pairs = out + lane % 4 * 2;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int token = upper + 8 * half;
-            if (token < region.begin || token >= region.end) continue;
-            float2* row = reinterpret_cast<float2*>(out + token * stride) + lane % 4;
-#pragma unroll
-            for (int first = 0; first < kGroups; first += kAtOnce) {
-                float2 there[kAtOnce];
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    const int column = 8 * (first + i);
-                    there[i] = make_float2(0.0f, 0.0f);
-                    if (add && column >= region.left && column < right) there[i] = row[column / 2];
-                }
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    const int column = 8 * (first + i), at = column / 2 + 2 * half;
-                    if (column < region.left || column >= right) continue;
-                    const float2 pair = make_float2(d[at], d[at + 1]);
-                    row[column / 2] = add ? make_float2(there[i].x + pair.x, there[i].y + pair.y) : pair;
-                }
+        for (int j = 0; j < kColumns / 8; ++j) {
+            if (8 * j < region.left || 8 * j >= min(region.right, columns)) continue;
+            if (region.begin <= upper && upper < region.end) {
+                *reinterpret_cast<float2*>(pairs + upper * stride + 8 * j) = make_float2(d[4 * j], d[4 * j + 1]);
+            }
+            if (region.begin <= lower && lower < region.end) {
+                *reinterpret_cast<float2*>(pairs + lower * stride + 8 * j) = make_float2(d[4 * j + 2], d[4 * j + 3]);
             }
         }
     }
@@ -311,6 +296,38 @@ struct RowScaled : TokensOnM<kBlockM, kBlockN> {
             sum[at + 3] += partial[at + 3] * (scales.lower * weights[i].y);
         }
         if constexpr (kMore) promote_from<kWave, kGroup + kAhead>(sum, partial, scales, next);
+    }
+
+    // Stores fp32, or adds to what is there.
+    static DEVICE void store(const Sum& d, float* out, int64_t stride, const typename Base::Region& region, int columns, bool add) {
+        const int lane = ptx::fresh_lane(), upper = warpgroup_thread() / kWarp * 16 + lane / 4;
+        const int right = min(region.right, columns);
+        // What is there is loaded for kAtOnce groups of columns before the first of them is stored, so that a warp seldom waits.
+        constexpr int kGroups = Base::kColumns / 8, kAtOnce = kGroups % 8 == 0 ? 8 : kGroups;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int token = upper + 8 * half;
+            if (token < region.begin || token >= region.end) continue;
+            float2* row = reinterpret_cast<float2*>(out + token * stride) + lane % 4;
+#pragma unroll
+            for (int first = 0; first < kGroups; first += kAtOnce) {
+                float2 there[kAtOnce];
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) {
+                    const int column = 8 * (first + i);
+                    there[i] = make_float2(0.0f, 0.0f);
+                    if (add && column >= region.left && column < right) there[i] = row[column / 2];
+                }
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) {
+                    const int column = 8 * (first + i), at = column / 2 + 2 * half;
+                    if (column < region.left || column >= right) continue;
+                    const float2 pair = make_float2(d[at], d[at + 1]);
+                    row[column / 2] = add ? make_float2(there[i].x + pair.x, there[i].y + pair.y) : pair;
+                }
+            }
+        }
+        __syncwarp();  // `WeightsOnM::store` says why
     }
 
     // A sum that was computed from every scale that `promote` has read.
