@@ -98,9 +98,9 @@ class GemmProblem:
 
 @dataclass(frozen=True)
 class KGroupedGemmProblem:
-    """D[e] (+)= A[:, ke] @ B[:, ke]^T for the columns ke of each of `num_experts` experts, 1x128 scales on both.
+    """D[e] (+)= A[:, ke] @ B[:, ke]^T for the columns ke of each of `num_experts` experts.
 
-    `m`, `n`: the rows of A and of B.
+    `m`, `n`: the rows of A and of B, which both have 1 x 128 scales.
     """
 
     m: int

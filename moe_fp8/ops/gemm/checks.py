@@ -220,10 +220,13 @@ def k_grouped_gemm(
     extent(op, "a", k, "elements along K")
     extent(op, "out", out.shape[0] * m, "rows, those of all experts together")
     rows(op, a=a, b=b, out=out)
-    found = [s if scales.is_mn_major(s) else scales.converted(op, s) for s in (a_scale, b_scale)]
-    if found[0] is a_scale and found[1] is b_scale:
+    found = {
+        name: scale if scales.is_mn_major(scale) else scales.converted(op, scale, name, op)
+        for name, scale in (("a_scale", a_scale), ("b_scale", b_scale))
+    }
+    if found["a_scale"] is a_scale and found["b_scale"] is b_scale:
         return None
-    return a, found[0], b, found[1], offsets, out, accumulate
+    return a, found["a_scale"], b, found["b_scale"], offsets, out, accumulate
 
 
 def addend(op: str, c: Tensor, out: Tensor) -> None:

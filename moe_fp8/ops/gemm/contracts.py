@@ -48,18 +48,19 @@ def masked(masked_m: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
 
 
 def k_grouped(offsets: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
-    """The offsets of K lie in order within the columns, in multiples of 128; all scales that count are finite."""
+    """The offsets of K lie in order within the columns, in multiples of 128; scales that count are finite."""
     op, k = "k_grouped_gemm_fp8", a_scale.shape[1] * _BLOCK
     starts, ends = offsets[:-1], offsets[1:]
-    at = contents.first((ends < starts) | (starts < 0) | (ends > k) | (starts % _BLOCK != 0) | (ends % _BLOCK != 0))
+    unaligned = (starts % _BLOCK != 0) | (ends % _BLOCK != 0)
+    at = contents.first((ends < starts) | (starts < 0) | (ends > k) | unaligned)
     if at is not None:
+        expected = f"multiples of {_BLOCK} that do not fall, from 0 to {k} (columns of a)"
         got = f"{int(starts[at])} to {int(ends[at])} for expert {at[0]}"
-        raise ContractError(
-            op, "offsets", f"multiples of {_BLOCK} that do not fall, at most {k}", got, "pad with zeros", expert=at[0]
-        )
-    used = slice(int(offsets[0]) // _BLOCK, int(offsets[-1]) // _BLOCK)
-    contents.finite(op, "a_scale", a_scale[:, used])
-    contents.finite(op, "b_scale", b_scale[:, used])
+        raise ContractError(op, "offsets", expected, got, "pad each expert with zeros", expert=at[0])
+    blocks = torch.arange(0, k, _BLOCK, device=offsets.device)
+    unused = (blocks < offsets[0]) | (blocks >= offsets[-1])
+    contents.finite(op, "a_scale", a_scale.masked_fill(unused, 0))
+    contents.finite(op, "b_scale", b_scale.masked_fill(unused, 0))
 
 
 def _fail(argument: str, expected: str, got: object, remedy: str, expert: int, row: int) -> NoReturn:
