@@ -339,6 +339,8 @@ _KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
         {
             "moe_fp8::kBlockK": SCALE_BLOCK,
             "static_cast<int>(moe_fp8::sched::Layout::kKOffsets)": K_OFFSETS,
+            "moe_fp8::mma::kReduce": heuristics.K_GROUPED_REDUCE,
+            "moe_fp8::mma::kLoadAndAdd": heuristics.K_GROUPED_LOAD_AND_ADD,
             "moe_fp8::kTokenBox": heuristics.k_grouped_config().token_box,
             "moe_fp8::kWeightBox": heuristics.k_grouped_config().weight_box,
         },

@@ -123,7 +123,8 @@ DEVICE void walk_tiles(const GemmParams& p, Shared& shared, Meeting&& meeting) {
 }
 
 #if ROW_SCALES
-// Brings to L2 what a tile's sum is added to, while the last blocks of the tile are multiplied.
+// Brings to L2 what a tile's sum is added to, while the last blocks of the tile are multiplied. (Prefetches at the tile's begin
+// cost 3 to 13% of a call on an H200.)
 DEVICE void prefetch_addend(const GemmParams& p, const Tile& tile) {
     const uint32_t bytes = min(kBlockN, p.n - tile.n) * sizeof(float);
     for (int row = lane_index(); row < tile.end_row; row += kWarp) {
@@ -163,7 +164,7 @@ DEVICE void produce(const GemmParams& p, Shared& shared, Meeting&& meeting) {
             }
         }
 #if ROW_SCALES
-        if (p.accumulate) prefetch_addend(p, tile);
+        if (p.accumulate == mma::kLoadAndAdd) prefetch_addend(p, tile);
 #endif
     }
     if (!meeting.joined()) ptx::grid_dependency_wait(), ptx::launch_dependents();

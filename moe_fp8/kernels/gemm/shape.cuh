@@ -171,7 +171,7 @@ struct GemmParams {
     int constant_weights;        // no kernel that may still run writes `b`, `b_scale` or `index`
 #if ROW_SCALES
     moe_fp8::TensorMap b_scale_map;  // [K/128, N] fp32, box 1 x kBlockN
-    int accumulate;                  // the product is added to what `out` holds
+    int accumulate;                  // 0, or the way in which the product is added to what `out` holds
 #endif
 #if SILU_MUL
     float limit;                 // of gate and up; infinite for none

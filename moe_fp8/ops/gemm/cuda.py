@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_fp8 import heuristics
 from moe_fp8.jit.tensor_map import encode_2d
 from moe_fp8.ops import launch, scales
 from moe_fp8.ops.arguments import row_stride
@@ -227,6 +228,6 @@ def k_grouped(
         num_experts,
         False,
         row_scales(b_scale, config.block_n),
-        accumulate,
+        heuristics.k_grouped_accumulation(k, num_experts) if accumulate else 0,
     )
     return chosen.spec, chosen.grid, block
