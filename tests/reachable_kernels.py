@@ -13,6 +13,7 @@ from moe_fp8.problems import (
     GemmProblem,
     IndexerCacheProblem,
     IndexerTopkProblem,
+    KGroupedGemmProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
     PagedMqaMetadataProblem,
@@ -39,6 +40,7 @@ def gemm_problems() -> Iterator[Problem]:
         for layout, experts in itertools.product(("m_indices", "psum", "offsets", "masked"), (1, 8, 64, 256)):
             yield GemmProblem(layout, m * experts, n, 2048, experts, m, out_dtype)
             yield GemmProblem(layout, m, n, 2048, experts, None, out_dtype)
+    yield KGroupedGemmProblem(7168, 2048, 8)
 
 
 def indexer_problems() -> Iterator[Problem]:

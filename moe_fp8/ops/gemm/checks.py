@@ -209,15 +209,16 @@ def k_grouped_gemm(
             refuse_dtype(op, name, scale, "float32", "convert UE8M0 scales to float32")
         if scale.shape != (height, k >> 7):
             refuse_shape(op, name, scale, f"{[height, k >> 7]}: one scale per 1 x 128 of {name[0]}")
-    int32_vector(op, "offsets", offsets, out.shape[0] + 1, "the start of each expert's columns, then the end")
-    if out.shape != (out.shape[0], m, n):
+    if out.shape[1:] != (m, n):
         refuse_shape(op, "out", out, f"[E, {m}, {n}]")
+    int32_vector(op, "offsets", offsets, out.shape[0] + 1, "the start of each expert's columns, then the end")
     if out.dtype is not F32:
         refuse_dtype(op, "out", out, "float32")
     devices = {x.get_device() for x in (a, a_scale, b, b_scale, offsets, out)}
     if len(devices) > 1:
         refuse_device(op, a, a_scale=a_scale, b=b, b_scale=b_scale, offsets=offsets, out=out)
     extent(op, "a", k, "elements along K")
+    extent(op, "b", n, "rows")
     extent(op, "out", out.shape[0] * m, "rows, those of all experts together")
     rows(op, a=a, b=b, out=out)
     found = {

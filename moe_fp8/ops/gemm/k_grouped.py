@@ -60,9 +60,10 @@ def k_grouped_gemm_fp8(
     """
     op = "k_grouped_gemm_fp8"
     if out is None:
-        if a.dim() != 2 or b.dim() != 2:
+        if a.dim() != 2 or b.dim() != 2 or offsets.dim() != 1:
             arguments.rank(op, "a", a, "[M, K]", 2)
             arguments.rank(op, "b", b, "[N, K]", 2)
+            arguments.rank(op, "offsets", offsets, "[E+1]", 1)
         shape = (max(offsets.shape[0] - 1, 0), a.shape[0], b.shape[0])
         out = torch.empty(shape, dtype=torch.float32, device=a.device)
     if c is not None and c is not out:
