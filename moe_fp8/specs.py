@@ -234,10 +234,9 @@ def _k_grouped_gemm_spec(config: heuristics.GemmConfig) -> KernelSpec:
 
 
 def select_k_grouped_gemm(problem: KGroupedGemmProblem) -> Selection[heuristics.GemmConfig]:
-    """There is one tile; the number of SMs and of tiles gives the grid."""
-    config = heuristics.k_grouped_config()
-    grid = heuristics.k_grouped_grid(config, problem.m, problem.n, problem.num_experts, problem.num_sms)
-    return Selection(_k_grouped_gemm_spec(config), grid, config)
+    """The mean columns of an expert choose the tile; the number of SMs and of tiles gives the grid."""
+    config = heuristics.k_grouped_config(problem)
+    return Selection(_k_grouped_gemm_spec(config), heuristics.k_grouped_grid(config, problem), config)
 
 
 def select_mqa_logits(problem: MqaLogitsProblem) -> Selection[heuristics.MqaWork]:

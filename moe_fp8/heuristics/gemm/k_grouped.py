@@ -7,6 +7,7 @@ from functools import cache
 
 from moe_fp8.heuristics.gemm.tiles import GemmConfig, gemm_stage_bytes
 from moe_fp8.heuristics.sm90 import BARRIER_BYTES, SMEM_CAPACITY
+from moe_fp8.problems import KGroupedGemmProblem
 
 
 def k_grouped_smem_bytes(config: GemmConfig) -> int:
@@ -20,29 +21,38 @@ def k_grouped_smem_bytes(config: GemmConfig) -> int:
 K_GROUPED_REDUCE, K_GROUPED_LOAD_AND_ADD = 1, 2
 
 #: Columns of an expert from which on memory has the time to add while the next tile is multiplied.
-_REDUCE_COLUMNS = 1536
+_REDUCE_COLUMNS = 2048
 
 
-def k_grouped_accumulation(k: int, num_experts: int) -> int:
-    """The faster way of adding, for `k` columns of all experts together."""
-    return K_GROUPED_REDUCE if k >= _REDUCE_COLUMNS * num_experts else K_GROUPED_LOAD_AND_ADD
+def k_grouped_accumulation(problem: KGroupedGemmProblem) -> int:
+    """The faster way of adding, or 0 if nothing is added to."""
+    if not problem.accumulate:
+        return 0
+    many = problem.for_selection().k >= _REDUCE_COLUMNS
+    return K_GROUPED_REDUCE if many else K_GROUPED_LOAD_AND_ADD
 
 
 @cache
-def k_grouped_config() -> GemmConfig:
-    """Pairs of 128 x 256, with as many stages as fit.
-
-    Scales of single rows are read for each product, so that shared memory bounds the kernel: 128 x 128 takes a
-    tenth longer.
-    """
-    config = GemmConfig(128, 256, 6, 2)
+def _deepest(block_n: int) -> GemmConfig:
+    """Pairs of 128 x `block_n`, with as many stages as fit, at most six."""
+    config = GemmConfig(128, block_n, 6, 2)
     while k_grouped_smem_bytes(config) > SMEM_CAPACITY:
         config = replace(config, num_stages=config.num_stages - 1)
     return config
 
 
-def k_grouped_grid(config: GemmConfig, m: int, n: int, num_experts: int, num_sms: int) -> int:
-    """CTAs of a launch: whole clusters on all SMs, no more than there are units of work."""
-    rows, columns = -(-m // config.block_m), -(-n // config.block_n)
+def k_grouped_config(problem: KGroupedGemmProblem) -> GemmConfig:
+    """The tile of a call.
+
+    Scales of single rows are read for each product, so that shared memory bounds the kernel, and wide tiles
+    read least. But if warps wait for what they add to, narrow tiles are faster.
+    """
+    return _deepest(128 if k_grouped_accumulation(problem) == K_GROUPED_LOAD_AND_ADD else 256)
+
+
+def k_grouped_grid(config: GemmConfig, problem: KGroupedGemmProblem) -> int:
+    """CTAs of a launch: whole clusters on all SMs, no more than there are units of work or their quarters."""
+    rows, columns = -(-problem.m // config.block_m), -(-problem.n // config.block_n)
     pairs = rows // config.pair * columns + rows % config.pair * -(-columns // config.pair)
-    return min(num_sms // config.cluster, pairs * num_experts) * config.cluster
+    units = pairs * problem.num_experts * (4 if config.divided else 1)
+    return min(problem.num_sms // config.cluster, units) * config.cluster

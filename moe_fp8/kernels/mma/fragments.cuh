@@ -306,36 +306,50 @@ struct RowScaled : TokensOnM<kBlockM, kBlockN> {
     static DEVICE void store(const Sum& d, float* out, int64_t stride, const typename Base::Region& region, int columns, int accumulate) {
         const int lane = ptx::fresh_lane(), upper = warpgroup_thread() / kWarp * 16 + lane / 4;
         const int right = min(region.right, columns);
-        // What is there is loaded for kAtOnce groups of columns before the first of them is stored, so that a warp seldom waits.
-        constexpr int kGroups = Base::kColumns / 8, kAtOnce = kGroups % 8 == 0 ? 8 : kGroups;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int token = upper + 8 * half;
             if (token < region.begin || token >= region.end) continue;
             float2* row = reinterpret_cast<float2*>(out + token * stride) + lane % 4;
-#pragma unroll
-            for (int first = 0; first < kGroups; first += kAtOnce) {
-                float2 there[kAtOnce];
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    const int column = 8 * (first + i);
-                    there[i] = make_float2(0.0f, 0.0f);
-                    if (accumulate == kLoadAndAdd && column >= region.left && column < right) there[i] = row[column / 2];
-                }
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    const int column = 8 * (first + i), at = column / 2 + 2 * half;
-                    if (column < region.left || column >= right) continue;
-                    const float2 pair = make_float2(d[at], d[at + 1]);
-                    if (accumulate == kReduce) {
-                        ptx::add_global(&row[column / 2], pair);
-                    } else {
-                        row[column / 2] = accumulate == 0 ? pair : make_float2(there[i].x + pair.x, there[i].y + pair.y);
-                    }
-                }
+            if (accumulate == kReduce) {
+                reduce(d, row, half, region.left, right);
+            } else {
+                store_row(d, row, half, region.left, right, accumulate == kLoadAndAdd);
             }
         }
         __syncwarp();  // `WeightsOnM::store` says why
+    }
+
+    // These two take a thread's pairs of one token, in the columns [left, right).
+    static DEVICE void reduce(const Sum& d, float2* row, int half, int left, int right) {
+#pragma unroll
+        for (int column = 0; column < Base::kColumns; column += 8) {
+            if (column < left || column >= right) continue;
+            const int at = column / 2 + 2 * half;
+            ptx::add_global(&row[column / 2], make_float2(d[at], d[at + 1]));
+        }
+    }
+
+    // What is there is loaded for eight groups of columns before the first of them is stored, so that a warp seldom waits.
+    static DEVICE void store_row(const Sum& d, float2* row, int half, int left, int right, bool add) {
+        constexpr int kGroups = Base::kColumns / 8, kAtOnce = kGroups % 8 == 0 ? 8 : kGroups;
+#pragma unroll
+        for (int first = 0; first < kGroups; first += kAtOnce) {
+            float2 there[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int column = 8 * (first + i);
+                there[i] = make_float2(0.0f, 0.0f);
+                if (add && column >= left && column < right) there[i] = row[column / 2];
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int column = 8 * (first + i), at = column / 2 + 2 * half;
+                if (column < left || column >= right) continue;
+                const float2 pair = make_float2(d[at], d[at + 1]);
+                row[column / 2] = add ? make_float2(there[i].x + pair.x, there[i].y + pair.y) : pair;
+            }
+        }
     }
 
     // A sum that was computed from every scale that `promote` has read.

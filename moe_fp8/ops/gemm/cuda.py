@@ -199,7 +199,7 @@ def k_grouped(
 ) -> Prepared:
     """Prepare a GEMM of ragged K: a [M,K], b [N,K], offsets [E+1], out fp32 [E,M,N]."""
     (m, k), n, num_experts = a.shape, b.shape[0], out.shape[0]
-    problem = KGroupedGemmProblem(m, n, num_experts, launch.num_sms(a.get_device()))
+    problem = KGroupedGemmProblem(m, n, k, num_experts, accumulate, launch.num_sms(a.get_device()))
     chosen = select_k_grouped_gemm(problem)
     config = chosen.config
     block = launch.new_block(K_GROUPED_GEMM)
@@ -228,6 +228,6 @@ def k_grouped(
         num_experts,
         False,
         row_scales(b_scale, config.block_n),
-        heuristics.k_grouped_accumulation(k, num_experts) if accumulate else 0,
+        heuristics.k_grouped_accumulation(problem),
     )
     return chosen.spec, chosen.grid, block
