@@ -100,7 +100,7 @@ class GemmProblem:
 class KGroupedGemmProblem:
     """D[e] (+)= A[:, ke] @ B[:, ke]^T for the columns ke of each of `num_experts` experts.
 
-    `m`, `n`: the rows of A and of B, which both have 1 x 128 scales. `k`: the columns of all experts together.
+    `m`, `n`: the rows of A and of B; both have 1 x 128 scales. `k`: the columns of all experts together.
     `accumulate`: whether D holds values to which the products are added.
     """
 
@@ -112,7 +112,7 @@ class KGroupedGemmProblem:
     num_sms: int = DEFAULT_NUM_SMS
 
     def for_selection(self) -> KGroupedGemmProblem:
-        """The problem that the choice of a kernel uses: one expert with the mean columns, sizes rounded up."""
+        """The problem that the choice of a kernel uses: one expert of the mean columns, all rounded up."""
         mean = selection_extent(-(-self.k // max(1, self.num_experts)))
         m, n = selection_extent(self.m), selection_extent(self.n)
         return replace(self, m=m, n=n, k=mean, num_experts=1)
