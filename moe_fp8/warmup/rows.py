@@ -24,6 +24,7 @@ from moe_fp8.problems import (
     GemmSiluMulProblem,
     IndexerCacheProblem,
     IndexerTopkProblem,
+    KGroupedGemmProblem,
     MoeCombineProblem,
     MoePermuteProblem,
     MqaLogitsProblem,
@@ -51,9 +52,10 @@ class PlanRow:
     """One kernel for one use: the `rows` of this use for which the selector picks `spec` on some device.
 
     `rows` are inclusive ranges. They count rows of A ("M") for "dense", queries or requests for the indexer,
-    and the expected rows of an expert for grouped layouts. `what` names the modules that share the shape;
-    `n`, `k` and `num_experts` are None if they do not apply. `devices` are the devices on which the selector
-    picks the kernel, if its choice depends on the device; "" stands for any device without a measured table.
+    tokens for weight gradients, and the expected rows of an expert for grouped layouts. `what` names the
+    modules that share the shape; `n`, `k` and `num_experts` are None if they do not apply. `devices` are the
+    devices on which the selector picks the kernel, if its choice depends on the device; "" stands for any
+    device without a measured table.
     """
 
     op: str
@@ -255,6 +257,25 @@ def gemm_silu_mul_rows(
             yield PlanRow(
                 "grouped_gemm_silu_mul_fp8", (shape.what,), None, n, k, experts, ranges, spec
             )  # fmt: skip
+
+
+def weight_gradient_rows(
+    shapes: Iterable[GemmShape], bounds: Bounds, options: PlanOptions
+) -> Iterator[PlanRow]:
+    """The rows of `k_grouped_gemm_fp8` for the weights of each GEMM; its K are the tokens."""
+    merged: dict[tuple[int, int, int | None], list[str]] = {}
+    for shape in shapes:
+        merged.setdefault((shape.n, shape.k, shape.num_experts), []).append(shape.what)
+    for (n, k, experts), what in merged.items():
+
+        def gradients(_: int, n: int = n, k: int = k, experts: int | None = experts) -> Iterable[Problem]:
+            for sms in options.sm_budgets:
+                yield KGroupedGemmProblem(n, k, experts or 1, sms)
+
+        tokens = (1, bounds.dense if experts is None else bounds.contiguous)
+        for spec, ranges, _ in _sweep([tokens], gradients):
+            names = tuple(dict.fromkeys(what))
+            yield PlanRow("k_grouped_gemm_fp8", names, None, n, k, experts, ranges, spec)
 
 
 def moe_rows(

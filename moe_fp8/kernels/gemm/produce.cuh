@@ -126,8 +126,9 @@ DEVICE void walk_tiles(const GemmParams& p, Shared& shared, Meeting&& meeting) {
 // Brings to L2 what a tile's sum is added to, while the last blocks of the tile are multiplied. (Prefetches at the tile's begin
 // cost 3 to 13% of a call on an H200.)
 DEVICE void prefetch_addend(const GemmParams& p, const Tile& tile) {
-    const uint32_t bytes = min(kBlockN, p.n - tile.n) * sizeof(float);
-    for (int row = lane_index(); row < tile.end_row; row += kWarp) {
+    // (The second tile of a pair may lie beyond the last column.)
+    const uint32_t bytes = max(min(kBlockN, p.n - tile.n), 0) * sizeof(float);
+    for (int row = lane_index(); bytes > 0 && row < tile.end_row; row += kWarp) {
         const int64_t at = static_cast<int64_t>(tile.expert) * p.m + tile.row + row;
         ptx::prefetch_l2(static_cast<const float*>(p.out) + at * p.out_stride + tile.n, bytes);
     }
