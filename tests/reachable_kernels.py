@@ -40,7 +40,8 @@ def gemm_problems() -> Iterator[Problem]:
         for layout, experts in itertools.product(("m_indices", "psum", "offsets", "masked"), (1, 8, 64, 256)):
             yield GemmProblem(layout, m * experts, n, 2048, experts, m, out_dtype)
             yield GemmProblem(layout, m, n, 2048, experts, None, out_dtype)
-    yield KGroupedGemmProblem(7168, 2048, 8)
+    for k, accumulate in itertools.product((1024, 65536), (False, True)):
+        yield KGroupedGemmProblem(7168, 2048, k, 8, accumulate)
 
 
 def indexer_problems() -> Iterator[Problem]:

@@ -262,18 +262,18 @@ def gemm_silu_mul_rows(
 def weight_gradient_rows(
     shapes: Iterable[GemmShape], bounds: Bounds, options: PlanOptions
 ) -> Iterator[PlanRow]:
-    """The rows of `k_grouped_gemm_fp8` for the weights of each GEMM; its K are the tokens."""
+    """The rows of `k_grouped_gemm_fp8` for the weights of each GEMM; their ranges are of the mean tokens."""
     merged: dict[tuple[int, int, int | None], list[str]] = {}
     for shape in shapes:
         merged.setdefault((shape.n, shape.k, shape.num_experts), []).append(shape.what)
     for (n, k, experts), what in merged.items():
+        local, most = (1, bounds.dense) if experts is None else (experts, bounds.contiguous)
 
-        def gradients(_: int, n: int = n, k: int = k, experts: int | None = experts) -> Iterable[Problem]:
-            for sms in options.sm_budgets:
-                yield KGroupedGemmProblem(n, k, experts or 1, sms)
+        def gradients(mean: int, n: int = n, k: int = k, local: int = local) -> Iterable[Problem]:
+            for accumulate, sms in product((False, True), options.sm_budgets):
+                yield KGroupedGemmProblem(n, k, mean * local, local, accumulate, sms)
 
-        tokens = (1, bounds.dense if experts is None else bounds.contiguous)
-        for spec, ranges, _ in _sweep([tokens], gradients):
+        for spec, ranges, _ in _sweep(_runs(-(-most // local), selection_extent), gradients):
             names = tuple(dict.fromkeys(what))
             yield PlanRow("k_grouped_gemm_fp8", names, None, n, k, experts, ranges, spec)
 

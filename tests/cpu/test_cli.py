@@ -69,7 +69,7 @@ def test_plan_of_weight_gradients(run_json: Json, capsys: pytest.CaptureFixture[
     assert (2048, 768, 128) in {(row["n"], row["k"], row["num_experts"]) for row in rows}
     assert cli.main(["plan", *SMALL, "--weight-gradients", "--rows"]) == 0
     table = capsys.readouterr().out
-    assert "k_offsets" in table and "128 x 2048 x 768" in table
+    assert "k_grouped_gemm_fp8" in table and "128 x 2048 x 768" in table
     assert all(len(line) <= 100 for line in table.splitlines())
 
 

@@ -100,7 +100,8 @@ def any_calls(name: str, used: PlanOptions, draw: st.DrawFn) -> Iterator[Problem
     if width % 128 == 0:
         yield GemmProblem(layout, m, n, k, local, hint, dtype, **server)
         if used.weight_gradients:
-            yield KGroupedGemmProblem(n, k, local, sms)
+            most = tokens * groups * (top + shared) + 127 * local
+            yield KGroupedGemmProblem(n, k, draw(st.integers(1, most)), local, draw(st.booleans()), sms)
     if shared == 0 and config.get("n_shared_experts"):
         cut = 1 if used.shared_tp else used.tp
         part = config["moe_intermediate_size"] * config["n_shared_experts"] // cut
@@ -218,8 +219,13 @@ def test_weight_gradients_are_planned_where_they_are_asked_for() -> None:
             (row.n, row.k, row.num_experts) for row in usual.rows if row.layout in ("dense", "masked")
         }
         for row in rows:
-            assert kernel_spec(KGroupedGemmProblem(row.n or 0, row.k or 0, row.num_experts or 1)) is row.spec
-            assert "block_m=128" in row.config and row.rows[0][0] == 1
+            experts = row.num_experts or 1
+            specs = {
+                kernel_spec(KGroupedGemmProblem(row.n or 0, row.k or 0, mean * experts, experts, accumulate))
+                for mean in row.rows[0]
+                for accumulate in (False, True)
+            }
+            assert row.spec in specs and "block_m=128" in row.config
 
 
 def test_extra_gemms_are_in_the_plan() -> None:

@@ -170,7 +170,10 @@ def any_calls(planned: Plan, draw: st.DrawFn) -> Iterator[Problem]:
     yield gemm_problem(planned, layout, m, shape, hint, draw(st.sampled_from(gemm_table.devices())))
 
     if options.weight_gradients:
-        yield KGroupedGemmProblem(shape.n, shape.k, shape.num_experts or 1, sms)
+        tokens = draw(st.integers(1, most_rows(planned, layout if layout == "dense" else "psum", shape)))
+        yield KGroupedGemmProblem(
+            shape.n, shape.k, tokens, shape.num_experts or 1, draw(st.booleans()), sms
+        )  # fmt: skip
 
     rows = draw(st.integers(1, most_rows(planned, "psum")))
     yield QuantizeProblem(rows, shape.k, model.dtype, draw(st.booleans()), sms)
