@@ -234,8 +234,8 @@ def _k_grouped_gemm_spec(config: heuristics.GemmConfig) -> KernelSpec:
 
 
 def select_k_grouped_gemm(problem: KGroupedGemmProblem) -> Selection[heuristics.GemmConfig]:
-    """There is one tile; the number of SMs and of tiles gives the grid."""
-    config = heuristics.k_grouped_config()
+    """There is one tile, in pairs unless there is a single SM; SMs and tiles give the grid."""
+    config = heuristics.k_grouped_config(cluster=min(2, problem.num_sms))
     grid = heuristics.k_grouped_grid(config, problem.m, problem.n, problem.num_experts, problem.num_sms)
     return Selection(_k_grouped_gemm_spec(config), grid, config)
 

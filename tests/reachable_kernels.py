@@ -40,7 +40,8 @@ def gemm_problems() -> Iterator[Problem]:
         for layout, experts in itertools.product(("m_indices", "psum", "offsets", "masked"), (1, 8, 64, 256)):
             yield GemmProblem(layout, m * experts, n, 2048, experts, m, out_dtype)
             yield GemmProblem(layout, m, n, 2048, experts, None, out_dtype)
-    yield KGroupedGemmProblem(7168, 2048, 8)
+    for sms in (1, 132):
+        yield KGroupedGemmProblem(7168, 2048, 8, sms)
 
 
 def indexer_problems() -> Iterator[Problem]:

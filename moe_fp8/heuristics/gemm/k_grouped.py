@@ -18,7 +18,7 @@ def k_grouped_smem_bytes(config: GemmConfig) -> int:
 
 @cache
 def k_grouped_config(block_n: int = 128, cluster: int = 2) -> GemmConfig:
-    """Pairs of 128 x 128, with as many stages as fit, at most six."""
+    """Tiles of 128 x `block_n`, in clusters of `cluster`, with as many stages as fit, at most six."""
     config = GemmConfig(128, block_n, 6, cluster)
     while k_grouped_smem_bytes(config) > SMEM_CAPACITY:
         config = replace(config, num_stages=config.num_stages - 1)
