@@ -59,6 +59,15 @@ def test_an_addend_of_its_own_stays_as_it_is() -> None:
     assert torch.equal(addend, out)
 
 
+def test_wrong_operands_leave_the_output_as_it_was() -> None:
+    case = k_grouped_case((128, 256), 8, 64)
+    out = torch.ones(case.out_shape())
+    a, *others = case.operands()
+    with pytest.raises(ArgumentError, match="b: expected shape"):
+        k_grouped_gemm_fp8(a[:, :256], *others, c=case.addend(), out=out)
+    assert torch.equal(out, torch.ones_like(out))
+
+
 @pytest.mark.parametrize("change", [lambda c: c[:1], lambda c: c.double(), lambda c: c[0]])
 def test_an_addend_has_the_form_of_the_output(change: object) -> None:
     assert callable(change)

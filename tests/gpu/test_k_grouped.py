@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+import moe_fp8
 from moe_fp8 import k_grouped_gemm_fp8
 from tests import cases
 from tests.k_grouped_cases import check, check_both_modes, k_grouped_case, with_ends
@@ -125,6 +126,18 @@ def test_offsets_of_more_than_31_bits() -> None:
     k_grouped_gemm_fp8(*case.operands(), c=out, out=out)
     last = k_grouped_gemm_fp8(*case.operands()[:4], case.offsets[-2:].contiguous())
     assert cases.relative_error(out[-1], 2 * last[0]) < 1e-6
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 3, 131])
+def test_any_number_of_sms_gives_the_same_bits(num_sms: int) -> None:
+    case = k_grouped_case((384, 0, 1280), 300, 320, "cuda")
+    addend = case.addend()
+    expected = k_grouped_gemm_fp8(*case.operands(), c=addend)
+    moe_fp8.set_num_sms(num_sms)
+    try:
+        assert torch.equal(k_grouped_gemm_fp8(*case.operands(), c=addend), expected)
+    finally:
+        moe_fp8.set_num_sms(None)
 
 
 def test_rows_of_the_output_apart_keep_what_lies_between() -> None:

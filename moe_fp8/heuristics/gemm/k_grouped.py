@@ -33,21 +33,22 @@ def k_grouped_accumulation(problem: KGroupedGemmProblem) -> int:
 
 
 @cache
-def _deepest(block_n: int) -> GemmConfig:
-    """Pairs of 128 x `block_n`, with as many stages as fit, at most six."""
-    config = GemmConfig(128, block_n, 6, 2)
+def _deepest(block_n: int, cluster: int) -> GemmConfig:
+    """Tiles of 128 x `block_n` in such clusters, with as many stages as fit, at most six."""
+    config = GemmConfig(128, block_n, 6, cluster)
     while k_grouped_smem_bytes(config) > SMEM_CAPACITY:
         config = replace(config, num_stages=config.num_stages - 1)
     return config
 
 
 def k_grouped_config(problem: KGroupedGemmProblem) -> GemmConfig:
-    """The tile of a call.
+    """The tile of a call, in pairs unless there is a single SM.
 
     Scales of single rows are read for each product, so that shared memory bounds the kernel, and wide tiles
     read least. But if warps wait for what they add to, narrow tiles are faster.
     """
-    return _deepest(128 if k_grouped_accumulation(problem) == K_GROUPED_LOAD_AND_ADD else 256)
+    narrow = k_grouped_accumulation(problem) == K_GROUPED_LOAD_AND_ADD
+    return _deepest(128 if narrow else 256, min(2, problem.num_sms))
 
 
 def k_grouped_grid(config: GemmConfig, problem: KGroupedGemmProblem) -> int:

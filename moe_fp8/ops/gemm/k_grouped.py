@@ -66,8 +66,12 @@ def k_grouped_gemm_fp8(
             arguments.rank(op, "offsets", offsets, "[E+1]", 1)
         shape = (max(offsets.shape[0] - 1, 0), a.shape[0], b.shape[0])
         out = torch.empty(shape, dtype=torch.float32, device=a.device)
+    operands = (a, a_scale, b, b_scale, offsets, out, c is not None)
     if c is not None and c is not out:
         checks.addend(op, c, out)
+        # Wrong operands must leave `out` as it was. (A compiled call checks them when the op runs.)
+        if not torch.compiler.is_compiling():
+            operands = checks.k_grouped_gemm(*operands) or operands
         out.copy_(c)
-    k_grouped_op(a, a_scale, b, b_scale, offsets, out, c is not None)
+    k_grouped_op(*operands)
     return out
