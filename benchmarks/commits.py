@@ -26,7 +26,7 @@ from typing import IO, Any
 _REPLAYS = 9
 _PAUSE_S = 0.010
 
-_GPU_CLASSES = "dense,contiguous,masked,silu_mul_quantize,mqa_logits,paged_mqa_logits,topk"
+_GPU_CLASSES = "dense,contiguous,masked,k_grouped,silu_mul_quantize,mqa_logits,paged_mqa_logits,topk"
 
 
 class _Failed(Exception):

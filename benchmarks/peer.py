@@ -84,6 +84,24 @@ class DeepGemm:
             (a, a_scale), (b, b_scale), out, masked_m, expected_m, disable_ue8m0_cast=True
         )
 
+    def k_grouped(
+        self,
+        a: Tensor,
+        a_scale: Tensor,
+        b: Tensor,
+        b_scale: Tensor,
+        out: Tensor,
+        sizes: list[int],
+        device_sizes: Tensor,
+    ) -> None:
+        """Add to `out` [E, M, N]. `a` and `b` are flat: each expert's [rows, K_e], one behind the other.
+
+        The scales are those of [M, K] and [N, K]. `device_sizes` has every K_e, as `sizes`.
+        """
+        self._module.k_grouped_fp8_gemm_nt_contiguous(
+            (a, a_scale), (b, b_scale), out, sizes, device_sizes, out
+        )
+
     def mqa_logits(
         self, q: Tensor, k: Tensor, k_scale: Tensor, weights: Tensor, ks: Tensor, ke: Tensor, width: int
     ) -> Tensor:

@@ -14,7 +14,7 @@ import moe_fp8
 
 from . import inputs
 from .repetition import Case, Work
-from .shapes import DenseShape, GroupedShape, SiluMulShape, aligned_starts
+from .shapes import DenseShape, GroupedShape, KGroupedShape, SiluMulShape, aligned_starts
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,20 @@ def masked(shape: GroupedShape, config: str | None = None, out_dtype: str = "bfl
     rows = torch.arange(m_max, device=inputs.DEVICE)
     defined = (rows < masked_m[:, None])[:, :, None]
     return Work(call, (len(counts), m_max, shape.n), getattr(torch, out_dtype), inputs.DEVICE, defined)
+
+
+def k_grouped(shape: KGroupedShape, accumulate: bool = False) -> Work:
+    """With `accumulate` the product is added to values that never change."""
+    counts = shape.counts()
+    offsets = _int32([sum(counts[:expert]) for expert in range(len(counts) + 1)])
+    a, b = inputs.activations(shape.m, sum(counts)), inputs.activations(shape.n, sum(counts))
+    size = (len(counts), shape.m, shape.n)
+    c = torch.randn(size, device=inputs.DEVICE) if accumulate else None
+
+    def call(out: Tensor) -> None:
+        moe_fp8.k_grouped_gemm_fp8(*a, *b, offsets, c=c, out=out)
+
+    return Work(call, size, torch.float32, inputs.DEVICE)
 
 
 def quantize(shape: QuantizeShape, power_of_two: bool = False, in_dtype: str = "bfloat16") -> Work:
@@ -214,6 +228,18 @@ _MASKED = [
     _grouped(GroupedShape("masked", 2, 512, 4096, 7168), "192x128"),
 ]
 
+_K_GROUPED = [
+    Case("k_grouped_gemm_fp8", KGroupedShape(8, 1024, 1536, 2048), k_grouped),
+    Case("k_grouped_gemm_fp8", KGroupedShape(16, 256, 1000, 2112, "zipf", empty=3), k_grouped),
+    Case("k_grouped_gemm_fp8", KGroupedShape(3, 4096, 2176, 1344), k_grouped, {"accumulate": True}),
+    Case(
+        "k_grouped_gemm_fp8",
+        KGroupedShape(32, 512, 768, 2048, "zipf", empty=4),
+        k_grouped,
+        {"accumulate": True},
+    ),
+]
+
 _quantize_weights_and_multiply = partial(quantize_and_multiply, weights=True)
 
 _QUANTIZE = [
@@ -229,4 +255,4 @@ _QUANTIZE = [
     Case("quantize_fp8 of weights + gemm_fp8", DenseShape(1024, 4096, 2048), _quantize_weights_and_multiply),
 ]
 
-CASES = [*_FEW_TOKENS, *_MANY_TOKENS, *_CONTIGUOUS, *_MASKED, *_QUANTIZE]
+CASES = [*_FEW_TOKENS, *_MANY_TOKENS, *_CONTIGUOUS, *_MASKED, *_K_GROUPED, *_QUANTIZE]

@@ -29,6 +29,7 @@ _TITLES = {
     "dense": "`gemm_fp8`",
     "contiguous": "`grouped_gemm_fp8_contiguous`",
     "masked": "`grouped_gemm_fp8_masked`",
+    "k_grouped": "`k_grouped_gemm_fp8`",
     "silu_mul_quantize": "`silu_mul_quantize`",
     "mqa_logits": "`mqa_logits_fp8`",
     "paged_mqa_logits": "`paged_mqa_logits_fp8`",

@@ -29,6 +29,7 @@ CLASSES = (
     "dense",
     "contiguous",
     "masked",
+    "k_grouped",
     "silu_mul_quantize",
     "mqa_logits",
     "paged_mqa_logits",

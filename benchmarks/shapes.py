@@ -40,6 +40,30 @@ class GroupedShape:
 
 
 @dataclass(frozen=True)
+class KGroupedShape:
+    """Weight gradients `[num_experts, m, n]`, of which `empty` experts have no tokens.
+
+    `tokens_per_expert` is the mean over the other experts, padding included; `skew` says how they share all
+    tokens.
+    """
+
+    num_experts: int
+    tokens_per_expert: int
+    m: int
+    n: int
+    skew: Skew = "spread"
+    empty: int = 0
+
+    def counts(self) -> list[int]:
+        """The columns of every expert, multiples of 128; they are the same on every machine."""
+        busy = self.num_experts - self.empty
+        counts = [128 * blocks for blocks in expert_counts(busy, self.tokens_per_expert // 128, self.skew)]
+        for expert in range(self.empty):  # evenly among the others
+            counts.insert((expert + 1) * self.num_experts // self.empty - 1, 0)
+        return counts
+
+
+@dataclass(frozen=True)
 class MqaShape:
     """Causal prefill: query i sees keys up to `context - num_queries + i`, inclusive."""
 
@@ -238,6 +262,26 @@ MASKED = [
     GroupedShape("masked", 8, 512, 4096, 7168, "spread"),
     GroupedShape("masked", 1, 1024, 7168, 2048, "spread"),
     GroupedShape("masked", 6, 1024, 4096, 7168, "spread"),
+]
+
+#: The experts of DeepSeek-V3 (4096 x 7168, 7168 x 2048) and Qwen3-235B (3072 x 4096, 4096 x 1536).
+K_GROUPED = [
+    KGroupedShape(4, 8192, 4096, 7168),
+    KGroupedShape(4, 8192, 7168, 2048, "zipf", empty=1),
+    KGroupedShape(8, 2048, 4096, 7168),
+    KGroupedShape(8, 4096, 7168, 2048, "zipf", empty=1),
+    KGroupedShape(16, 1024, 4096, 7168, "zipf", empty=2),
+    KGroupedShape(16, 2048, 7168, 2048),
+    KGroupedShape(32, 1024, 4096, 7168),
+    KGroupedShape(32, 1024, 7168, 2048, "zipf", empty=4),
+    KGroupedShape(64, 512, 7168, 2048),
+    KGroupedShape(4, 8192, 3072, 4096, "zipf", empty=1),
+    KGroupedShape(8, 4096, 4096, 1536),
+    KGroupedShape(16, 2048, 3072, 4096),
+    KGroupedShape(16, 1024, 4096, 1536, "zipf", empty=2),
+    KGroupedShape(32, 1024, 3072, 4096, "zipf", empty=4),
+    KGroupedShape(64, 512, 4096, 1536),
+    KGroupedShape(64, 512, 3072, 4096, "zipf", empty=8),
 ]
 
 #: The experts of DeepSeek-V3 (2048) and Qwen3-30B (768).

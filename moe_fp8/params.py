@@ -25,6 +25,7 @@ from moe_fp8.problems import SEGMENT_ALIGNMENT, GemmLayout
 from moe_fp8.specs import (
     GEMM_LAYOUTS,
     IN_DTYPES,
+    K_OFFSETS,
     MOE_PLACES,
     QUANTIZE_ROWS,
     QUANTIZE_VALUES,
@@ -91,6 +92,8 @@ GEMM = ParamStruct("GemmParams", *_GEMM_FIELDS)
 GEMM_SILU_MUL = ParamStruct(
     "GemmParams", *_GEMM_FIELDS, "float limit", "pointer out_scale", "int64 out_scale_stride"
 )
+
+K_GROUPED_GEMM = ParamStruct("GemmParams", *_GEMM_FIELDS, "TensorMap b_scale_map", "int accumulate")
 
 MQA_LOGITS = ParamStruct(
     "MqaLogitsParams",
@@ -329,6 +332,16 @@ _KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
                     ("kWeightBox", config.block_n, config.weight_box),
                 )
             },
+        },
+    ),
+    "k_grouped_gemm_fp8": (
+        K_GROUPED_GEMM,
+        {
+            "moe_fp8::kBlockK": SCALE_BLOCK,
+            "static_cast<int>(moe_fp8::sched::Layout::kKOffsets)": K_OFFSETS,
+            "moe_fp8::mma::kReduce": heuristics.K_GROUPED_REDUCE,
+            "moe_fp8::mma::kLoadAndAdd": heuristics.K_GROUPED_LOAD_AND_ADD,
+            **_gemm_boxes(),
         },
     ),
     "mqa_logits_fp8": (MQA_LOGITS, _MQA),

@@ -97,6 +97,28 @@ class GemmProblem:
 
 
 @dataclass(frozen=True)
+class KGroupedGemmProblem:
+    """D[e] (+)= A[:, ke] @ B[:, ke]^T for the columns ke of each of `num_experts` experts.
+
+    `m`, `n`: the rows of A and of B; both have 1 x 128 scales. `k`: the columns of all experts together.
+    `accumulate`: whether D holds values to which the products are added.
+    """
+
+    m: int
+    n: int
+    k: int
+    num_experts: int
+    accumulate: bool = False
+    num_sms: int = DEFAULT_NUM_SMS
+
+    def for_selection(self) -> KGroupedGemmProblem:
+        """The problem that the choice of a kernel uses: one expert of the mean columns, all rounded up."""
+        mean = selection_extent(-(-self.k // max(1, self.num_experts)))
+        m, n = selection_extent(self.m), selection_extent(self.n)
+        return replace(self, m=m, n=n, k=mean, num_experts=1)
+
+
+@dataclass(frozen=True)
 class MqaLogitsProblem:
     """Prefill indexer logits of `num_queries` rows against `num_keys` keys.
 
@@ -307,6 +329,7 @@ class RouteTopkProblem:
 
 Problem: TypeAlias = (
     GemmProblem
+    | KGroupedGemmProblem
     | MqaLogitsProblem
     | PagedMqaLogitsProblem
     | PagedMqaMetadataProblem

@@ -19,6 +19,7 @@ from moe_fp8.problems import (
     GemmSiluMulProblem,
     IndexerCacheProblem,
     IndexerTopkProblem,
+    KGroupedGemmProblem,
     MoeCombineProblem,
     MoePermuteProblem,
     MqaLogitsProblem,
@@ -64,6 +65,9 @@ SILU_ROWS = _SILU_THREADS * SILU_VALUES // SCALE_BLOCK
 
 #: Layout of a GEMM problem -> LAYOUT macro of its kernel.
 GEMM_LAYOUTS = {"dense": 0, "m_indices": 1, "psum": 2, "offsets": 3, "masked": 4}
+
+#: The LAYOUT macro of the GEMM of ragged K.
+K_OFFSETS = 5
 
 
 def _spec(name: str, num_threads: int, smem_bytes: int, cluster_size: int = 1, **defines: int) -> KernelSpec:
@@ -214,6 +218,27 @@ def select_gemm_silu_mul(problem: GemmSiluMulProblem) -> Selection[heuristics.Ge
     return Selection(spec, problem.num_sms, config)
 
 
+@cache
+def _k_grouped_gemm_spec(config: heuristics.GemmConfig) -> KernelSpec:
+    return _spec(
+        "k_grouped_gemm_fp8",
+        config.threads,
+        heuristics.k_grouped_smem_bytes(config),
+        config.cluster,
+        LAYOUT=K_OFFSETS,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        NUM_STAGES=config.num_stages,
+        OUT_FP32=1,
+    )
+
+
+def select_k_grouped_gemm(problem: KGroupedGemmProblem) -> Selection[heuristics.GemmConfig]:
+    """The mean columns of an expert choose the tile; the number of SMs and of tiles gives the grid."""
+    config = heuristics.k_grouped_config(problem)
+    return Selection(_k_grouped_gemm_spec(config), heuristics.k_grouped_grid(config, problem), config)
+
+
 def select_mqa_logits(problem: MqaLogitsProblem) -> Selection[heuristics.MqaWork]:
     """The whole call determines the config; the chunk determines the division into work items."""
     config = heuristics.mqa_config(problem)
@@ -331,6 +356,7 @@ def select_route_topk(problem: RouteTopkProblem) -> Selection[None]:
 
 _SELECTORS: dict[type[Problem], Callable[[Any], Selection[object]]] = {
     GemmProblem: select_gemm,
+    KGroupedGemmProblem: select_k_grouped_gemm,
     MqaLogitsProblem: select_mqa_logits,
     PagedMqaLogitsProblem: select_paged_mqa_logits,
     PagedMqaMetadataProblem: select_paged_mqa_metadata,

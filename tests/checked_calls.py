@@ -10,6 +10,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_fp8.ops import examine, registry
+from moe_fp8.ops.gemm import k_grouped
 from moe_fp8.ops.gemm import public as gemm
 from moe_fp8.ops.indexer import cache, logits, select, topk
 from moe_fp8.ops.moe import public as moe
@@ -38,7 +39,7 @@ class ChecksCounter(TorchDispatchMode):
 def past_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Public functions call their ops directly, so that a dispatch mode sees what the ops call."""
     ops = {op.call: op.run for op in registry.OPS.values()}
-    for module in (gemm, moe, quantize, cache, logits, select, topk):
+    for module in (gemm, k_grouped, moe, quantize, cache, logits, select, topk):
         for name, value in list(vars(module).items()):
             if name.endswith("_op"):
                 monkeypatch.setattr(module, name, ops[value])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import moe_fp8
-from tests import cache_cases, cases, moe_cases, topk_cases
+from tests import cache_cases, cases, k_grouped_cases, moe_cases, topk_cases
 
 Named = dict[str, Tensor]
 
@@ -63,6 +63,12 @@ def _masked_call(given: Named) -> Tensor:
     out = moe_fp8.grouped_gemm_fp8_masked(*_operands(given), given["index"])
     rows = torch.arange(16, device=out.device)
     return torch.where((rows < given["index"][:, None])[..., None], out, 0)
+
+
+def _k_grouped(seed: int, device: str) -> Named:
+    case = k_grouped_cases.k_grouped_case([(128, 0, 384), (256, 256, 0)][seed], 130, 192, device, seed)
+    names = ("a", "a_scale", "b", "b_scale", "offsets")
+    return {**dict(zip(names, case.operands(), strict=True)), "c": case.addend(seed)}
 
 
 def _silu(seed: int, device: str) -> Named:
@@ -174,6 +180,10 @@ CASES = {
             cases.masked_case([(3, 0, 16), (16, 2, 9)][seed], 16, 192, 256, device, seed)
         ),
         _masked_call,
+    ),
+    "k_grouped_gemm_fp8": GraphCase(
+        _k_grouped,
+        lambda given: moe_fp8.k_grouped_gemm_fp8(*_operands(given), given["offsets"], c=given["c"]),
     ),
     "mqa_logits_fp8": GraphCase(
         _mqa, lambda given: moe_fp8.mqa_logits_fp8(*(given[name] for name in _MQA), fill=True)

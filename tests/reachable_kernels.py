@@ -13,6 +13,7 @@ from moe_fp8.problems import (
     GemmProblem,
     IndexerCacheProblem,
     IndexerTopkProblem,
+    KGroupedGemmProblem,
     MqaLogitsProblem,
     PagedMqaLogitsProblem,
     PagedMqaMetadataProblem,
@@ -39,6 +40,8 @@ def gemm_problems() -> Iterator[Problem]:
         for layout, experts in itertools.product(("m_indices", "psum", "offsets", "masked"), (1, 8, 64, 256)):
             yield GemmProblem(layout, m * experts, n, 2048, experts, m, out_dtype)
             yield GemmProblem(layout, m, n, 2048, experts, None, out_dtype)
+    for k, accumulate, sms in itertools.product((1024, 65536), (False, True), (1, 132)):
+        yield KGroupedGemmProblem(7168, 2048, k, 8, accumulate, sms)
 
 
 def indexer_problems() -> Iterator[Problem]:

@@ -7,12 +7,18 @@ fields of the problem.
 from __future__ import annotations
 
 from moe_fp8.heuristics.gemm import (
+    K_GROUPED_LOAD_AND_ADD,
+    K_GROUPED_REDUCE,
     TOKEN_TILES,
     GemmConfig,
     gemm_config,
     gemm_configs,
     gemm_grid,
     gemm_smem_bytes,
+    k_grouped_accumulation,
+    k_grouped_config,
+    k_grouped_grid,
+    k_grouped_smem_bytes,
     parse_gemm_config,
     silu_mul_config,
     silu_mul_configs,
@@ -45,6 +51,8 @@ from moe_fp8.heuristics.topk import (
 )
 
 __all__ = [
+    "K_GROUPED_LOAD_AND_ADD",
+    "K_GROUPED_REDUCE",
     "MQA_BLOCK_KV",
     "MQA_COLUMNS",
     "MQA_MATH_WARPGROUPS",
@@ -64,6 +72,10 @@ __all__ = [
     "gemm_configs",
     "gemm_grid",
     "gemm_smem_bytes",
+    "k_grouped_accumulation",
+    "k_grouped_config",
+    "k_grouped_grid",
+    "k_grouped_smem_bytes",
     "key_box_rows",
     "mqa_config",
     "mqa_division",

@@ -32,7 +32,7 @@ class JitCounters:
 
     `compiles`: kernels that were compiled. `store_hits`: kernels that were read from the store or a bundle.
     `loads`: kernels that were loaded onto a GPU. `misses`: requests for a kernel that was not loaded, after
-    `freeze`. `scale_conversions`: calls of a GEMM whose `a_scale` had to be copied into the MN-major layout.
+    `freeze`. `scale_conversions`: scales of a GEMM's operands that had to be copied into the MN-major layout.
 
     `by_op` holds the same counters for each kernel, by its name; the three GEMMs share "gemm_fp8". Kernels
     that nothing has happened to are left out.
@@ -176,7 +176,7 @@ class KernelRuntime:
             return _snapshot(sum(self._counts.values(), Counter[Event]()), by_op)
 
     def count_scale_conversion(self, op: str) -> None:
-        """Count that a call of the kernel `op` had to copy its `a_scale` into the MN-major layout."""
+        """Count that a call of the kernel `op` had to copy a scale into the MN-major layout."""
         with self._lock:
             self._count(op, "scale_conversions")
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from moe_fp8.ops.gemm import gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked
+from moe_fp8.ops.gemm import (
+    gemm_fp8,
+    grouped_gemm_fp8_contiguous,
+    grouped_gemm_fp8_masked,
+    k_grouped_gemm_fp8,
+)
 from moe_fp8.ops.indexer import (
     indexer_quantize_and_cache,
     indexer_select,
@@ -41,6 +46,7 @@ __all__ = [
     "indexer_topk",
     "indexer_workspace_bytes",
     "interleave_gate_up",
+    "k_grouped_gemm_fp8",
     "moe_combine",
     "moe_permute",
     "moe_workspace_bytes",

@@ -78,12 +78,16 @@ def _count_conversion() -> Callable[[str], None]:
     return count
 
 
-def converted(op: str, scale: Tensor) -> Tensor:
-    """Convert `scale`, which `op` got in another layout, by `to_mn_major`; count and log the conversion."""
-    _count_conversion()("gemm_fp8")  # the kernel of all GEMMs
+def converted(op: str, scale: Tensor, name: str = "a_scale", kernel: str = "gemm_fp8") -> Tensor:
+    """Convert `scale`, which `op` got in another layout, by `to_mn_major`; count and log the conversion.
+
+    `name`: the argument. `kernel`: the kernel that reads the scales, for the count.
+    """
+    _count_conversion()(kernel)
     _log.debug(
-        "%s: a_scale %s with stride %s converted to MN-major; quantize_fp8 writes that layout itself",
+        "%s: %s %s with stride %s converted to MN-major; quantize_fp8 writes that layout itself",
         op,
+        name,
         tuple(scale.shape),
         scale.stride(),
     )

@@ -95,6 +95,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan only what this engine calls (default: every call that the ops serve)",
     )  # fmt: skip
     parser.add_argument(
+        "--weight-gradients", action="store_true",
+        help="plan the weight gradients of every GEMM too, which training computes",
+    )  # fmt: skip
+    parser.add_argument(
         "--gemm", action="append", default=[], metavar="LAYOUT:N:K:EXPERTS",
         help="plan this GEMM too, such as dense:4096:7168 or masked:4096:7168:32; may be repeated",
     )  # fmt: skip

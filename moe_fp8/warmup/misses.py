@@ -109,6 +109,7 @@ def _limits(options: PlanOptions) -> Iterator[dict[str, Any]]:
         "out_dtypes": (("bfloat16", "float32"),),
         "batch_invariant": (True, False),
         "engine": (None,),
+        "weight_gradients": (True,),
         "pad_intermediate": (True,),
         "fuse_shared": (True,),
         "attention_tp": (1,),

@@ -32,7 +32,8 @@ class PlanOptions(Parallelism):
     layout; by default enough for `max_batch` and `next_n`, rounded up to a multiple of 128. `out_dtypes`:
     dtypes of the GEMMs' outputs. `pad_intermediate`: see `gemm_shapes`. `batch_invariant`: whether the server
     runs with MOE_FP8_BATCH_INVARIANT on; the default is this process's setting. `engine`: plan only what this
-    engine calls ("vllm" or "sglang"); None plans every call that the ops serve.
+    engine calls ("vllm" or "sglang"); None plans every call that the ops serve in a forward pass.
+    `weight_gradients`: plan `k_grouped_gemm_fp8` for the weights of every GEMM, which training calls.
     """
 
     max_tokens: int = 16384
@@ -45,6 +46,7 @@ class PlanOptions(Parallelism):
     pad_intermediate: bool = False
     batch_invariant: bool | tuple[bool, ...] = field(default_factory=lambda: settings().batch_invariant)
     engine: str | None = None
+    weight_gradients: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

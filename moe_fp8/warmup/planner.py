@@ -22,6 +22,7 @@ from moe_fp8.warmup.rows import (
     quantize_rows,
     route_rows,
     silu_mul_rows,
+    weight_gradient_rows,
 )
 from moe_fp8.warmup.shapes import GemmShape, Unplanned, gemm_shapes, uneven, unplanned, working_settings
 
@@ -143,6 +144,8 @@ def plan(
         rows += moe_rows(model, shapes, bounds, options)
     if "route_topk" in options.calls.further:
         rows += route_rows(model, options)
+    if options.weight_gradients:
+        rows += weight_gradient_rows(shapes, bounds, options)
     if indexer is not None:
         rows += indexer_rows(model, indexer, options)
     planned = Plan(model, options, tuple(rows), tuple(others))

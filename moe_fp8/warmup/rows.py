@@ -24,6 +24,7 @@ from moe_fp8.problems import (
     GemmSiluMulProblem,
     IndexerCacheProblem,
     IndexerTopkProblem,
+    KGroupedGemmProblem,
     MoeCombineProblem,
     MoePermuteProblem,
     MqaLogitsProblem,
@@ -51,9 +52,10 @@ class PlanRow:
     """One kernel for one use: the `rows` of this use for which the selector picks `spec` on some device.
 
     `rows` are inclusive ranges. They count rows of A ("M") for "dense", queries or requests for the indexer,
-    and the expected rows of an expert for grouped layouts. `what` names the modules that share the shape;
-    `n`, `k` and `num_experts` are None if they do not apply. `devices` are the devices on which the selector
-    picks the kernel, if its choice depends on the device; "" stands for any device without a measured table.
+    tokens for weight gradients, and the expected rows of an expert for grouped layouts. `what` names the
+    modules that share the shape; `n`, `k` and `num_experts` are None if they do not apply. `devices` are the
+    devices on which the selector picks the kernel, if its choice depends on the device; "" stands for any
+    device without a measured table.
     """
 
     op: str
@@ -255,6 +257,25 @@ def gemm_silu_mul_rows(
             yield PlanRow(
                 "grouped_gemm_silu_mul_fp8", (shape.what,), None, n, k, experts, ranges, spec
             )  # fmt: skip
+
+
+def weight_gradient_rows(
+    shapes: Iterable[GemmShape], bounds: Bounds, options: PlanOptions
+) -> Iterator[PlanRow]:
+    """The rows of `k_grouped_gemm_fp8` for the weights of each GEMM; their ranges are of the mean tokens."""
+    merged: dict[tuple[int, int, int | None], list[str]] = {}
+    for shape in shapes:
+        merged.setdefault((shape.n, shape.k, shape.num_experts), []).append(shape.what)
+    for (n, k, experts), what in merged.items():
+        local, most = (1, bounds.dense) if experts is None else (experts, bounds.contiguous)
+
+        def gradients(mean: int, n: int = n, k: int = k, local: int = local) -> Iterable[Problem]:
+            for accumulate, sms in product((False, True), options.sm_budgets):
+                yield KGroupedGemmProblem(n, k, mean * local, local, accumulate, sms)
+
+        for spec, ranges, _ in _sweep(_runs(-(-most // local), selection_extent), gradients):
+            names = tuple(dict.fromkeys(what))
+            yield PlanRow("k_grouped_gemm_fp8", names, None, n, k, experts, ranges, spec)
 
 
 def moe_rows(

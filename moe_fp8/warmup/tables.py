@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_fp8.jit.build import BuildReport
-from moe_fp8.specs import GEMM_LAYOUTS, IN_DTYPES, KernelSpec
+from moe_fp8.specs import GEMM_LAYOUTS, IN_DTYPES, K_OFFSETS, KernelSpec
 from moe_fp8.warmup.planner import Plan
 from moe_fp8.warmup.rows import Ranges
 
@@ -22,7 +22,7 @@ PLAIN_WIDTH = 100
 #: The number of a key's digits that tables show; they are enough to distinguish kernels.
 KEY_DIGITS = 12
 
-_LAYOUT_NAMES = {code: name for name, code in GEMM_LAYOUTS.items()}
+_LAYOUT_NAMES = {code: name for name, code in GEMM_LAYOUTS.items()} | {K_OFFSETS: "k_offsets"}
 _DTYPE_NAMES = {code: name for name, code in IN_DTYPES.items()}
 
 
@@ -127,7 +127,7 @@ def build_table(report: BuildReport) -> Group:
 
 #: The meanings of the columns of kernels.
 _MEANINGS = {
-    "layout": "where the rows of each expert are",
+    "layout": "where the rows of each expert are, or its columns",
     "block m": "rows of A in a tile",
     "block n": "rows of B (weights) in a tile",
     "block q": "query tokens in a tile",
@@ -144,7 +144,7 @@ _MEANINGS = {
     "page size": "keys of a page",
     "cluster size": "blocks of a cluster",
     "threads": "threads of a block",
-    "rows": "rows of A if dense, expected rows of an expert if grouped, else queries or requests",
+    "rows": "rows of A if dense, expected rows of an expert if grouped, else queries, requests or tokens",
     "regs": "registers of a thread",
     "spill bytes": "registers in memory, for each thread",
     "local bytes": "local memory of each thread",

@@ -9,6 +9,7 @@ import torch
 
 from moe_fp8.ops import registry
 from tests import cache_cases, cases
+from tests.k_grouped_cases import k_grouped_case
 
 I32 = torch.int32
 
@@ -108,6 +109,12 @@ def _gemm_silu_mul() -> dict[str, Any]:
     return {**arguments, "offsets": case.index, **options, "q": q, "scale": scale}
 
 
+def _k_grouped() -> dict[str, Any]:
+    case = k_grouped_case((128, 0, 256), 5, 64)
+    names = ("a", "a_scale", "b", "b_scale", "offsets")
+    return {**dict(zip(names, case.operands(), strict=True)), "out": case.poisoned(), "accumulate": False}
+
+
 def _mqa() -> dict[str, Any]:
     names = ("q", "k", "k_scale", "weights", "ks", "ke")
     arguments = dict(zip(names, cases.mqa_case(4, 9, 8).arguments(), strict=True))
@@ -146,6 +153,7 @@ OPS: dict[str, Callable[[], dict[str, Any]]] = {
     "grouped_gemm_fp8_contiguous": _contiguous,
     "grouped_gemm_fp8_masked": _gemm,
     "grouped_gemm_silu_mul_fp8": _gemm_silu_mul,
+    "k_grouped_gemm_fp8": _k_grouped,
     "mqa_logits_fp8": _mqa,
     "_mqa_logits_fp8_chunk": _mqa,
     "paged_mqa_logits_metadata": _metadata,

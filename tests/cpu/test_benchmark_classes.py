@@ -24,6 +24,7 @@ from benchmarks import (
     gemm,
     host,
     inputs,
+    k_grouped,
     logits,
     moe_layer,
     random_shapes,
@@ -38,6 +39,7 @@ from benchmarks.results import ROOT, ResultsFile
 from benchmarks.shapes import (
     DenseShape,
     GroupedShape,
+    KGroupedShape,
     MoeLayerShape,
     MqaShape,
     PagedShape,
@@ -79,6 +81,25 @@ class ReferencePeer:
         masked_m, expected_m = rest
         moe_fp8.grouped_gemm_fp8_masked(a, a_scale, b, b_scale, masked_m, expected_m=expected_m, out=out)
 
+    def k_grouped(
+        self,
+        a: Tensor,
+        a_scale: Tensor,
+        b: Tensor,
+        b_scale: Tensor,
+        out: Tensor,
+        sizes: list[int],
+        device_sizes: Tensor,
+    ) -> None:
+        assert device_sizes.tolist() == sizes
+        whole = []
+        for flat, rows in ((a, out.shape[1]), (b, out.shape[2])):
+            parts = flat.view(torch.uint8).split([rows * size for size in sizes])
+            columns = [part.view(rows, size) for part, size in zip(parts, sizes, strict=True)]
+            whole.append(torch.cat(columns, 1).view(a.dtype))
+        ends = torch.nn.functional.pad(device_sizes.cumsum(0), (1, 0)).int()
+        moe_fp8.k_grouped_gemm_fp8(whole[0], a_scale, whole[1], b_scale, ends, c=out, out=out)
+
     def mqa_logits(
         self, q: Tensor, k: Tensor, k_scale: Tensor, weights: Tensor, ks: Tensor, ke: Tensor, width: int
     ) -> Tensor:
@@ -109,7 +130,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         compare, "alternate", lambda replays, turns: [float(i + 1) for i in range(len(replays))]
     )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for module in (gemm, logits, silu_mul, topk):
+    for module in (gemm, k_grouped, logits, silu_mul, topk):
         monkeypatch.setattr(module, "l2_bytes", lambda: 1)
     for module in (logits, host, startup):
         monkeypatch.setattr(module, "num_sms", lambda: 4)
@@ -129,6 +150,11 @@ SMALL = {
         ],
     ),
     "masked": (gemm, "MASKED", [GroupedShape("masked", 3, 4, 192, 256, "spread")]),
+    "k_grouped": (
+        k_grouped,
+        "K_GROUPED",
+        [KGroupedShape(3, 256, 70, 64), KGroupedShape(6, 512, 5, 128, "zipf", empty=2)],
+    ),
     "mqa_logits": (logits, "MQA_LOGITS", [MqaShape(5, 40, heads=8)]),
     "paged_mqa_logits": (
         logits,
@@ -256,6 +282,14 @@ def test_a_profile_gives_shares_of_its_kernels(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Profile, "events", lambda self: [])
     with pytest.raises(RuntimeError, match="no kernel"):
         full_size._profile(lambda: None)
+
+
+def test_weight_gradients_of_experts_without_tokens() -> None:
+    shape = KGroupedShape(8, 1024, 64, 64, "zipf", empty=2)
+    counts = shape.counts()
+    assert len(counts) == 8 and sum(counts) == 6 * 1024 and not any(count % 128 for count in counts)
+    assert counts[3] == counts[7] == 0 and counts.count(0) == 2
+    assert k_grouped.k_grouped_bytes([256, 0], 64, 128) == 256 * 192 * 1.03125 + 8 * 64 * 128
 
 
 def test_silu_mul_runs_beside_its_parts(

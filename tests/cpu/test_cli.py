@@ -62,6 +62,17 @@ def test_plan_as_json(run_json: Json) -> None:
     assert told["options"]["max_tokens"] == 1
 
 
+def test_plan_of_weight_gradients(run_json: Json, capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = run_json(["plan", *SMALL, "--weight-gradients"])
+    assert code == 0 and told["options"]["weight_gradients"] is True
+    rows = [row for row in told["rows"] if row["op"] == "k_grouped_gemm_fp8"]
+    assert (2048, 768, 128) in {(row["n"], row["k"], row["num_experts"]) for row in rows}
+    assert cli.main(["plan", *SMALL, "--weight-gradients", "--rows"]) == 0
+    table = capsys.readouterr().out
+    assert "k_grouped_gemm_fp8" in table and "128 x 2048 x 768" in table
+    assert all(len(line) <= 100 for line in table.splitlines())
+
+
 def test_plan_tells_what_is_built(built: Path, run_json: Json, capsys: pytest.CaptureFixture[str]) -> None:
     more = ["plan", *SMALL[:2], "--max-tokens", "128", "--max-batch", "1", "--cache-dir", str(built)]
     code, told = run_json(more)

@@ -90,6 +90,14 @@ def test_the_example_of_graphs_runs() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_example_of_weight_gradients_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ops.md").read_text(), re.S)
+    check = "\nexact = torch.stack([dy[:256].T @ x[:256], 0 * gradient[1].bfloat16(), dy[256:].T @ x[256:]])"
+    check += "\nassert (gradient / 2 - exact).norm() / exact.norm() < 0.06"
+    done = subprocess.run([sys.executable, "-c", code + check], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_imports_of_the_examples_work(page: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)

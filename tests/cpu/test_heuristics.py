@@ -9,7 +9,8 @@ import pytest
 from moe_fp8 import heuristics
 from moe_fp8.errors import ConfigError
 from moe_fp8.heuristics.gemm import costs as gemm_costs
-from moe_fp8.problems import GemmLayout, GemmProblem, MqaLogitsProblem
+from moe_fp8.problems import GemmLayout, GemmProblem, KGroupedGemmProblem, MqaLogitsProblem
+from moe_fp8.specs import select_k_grouped_gemm
 
 LAYOUTS: tuple[GemmLayout, ...] = ("dense", "m_indices", "psum", "offsets", "masked")
 ROWS = (1, 7, 8, 9, 20, 64, 65, 100, 128, 129, 300, 1000, 1024, 5000, 16384)
@@ -29,6 +30,22 @@ def test_every_config_fits_the_device(layout: GemmLayout, num_sms: int) -> None:
             assert config.num_stages >= 3
             if config.shares == "k":
                 assert k // config.cluster >= 512
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 3, 78, 131, 132])
+@pytest.mark.parametrize("num_experts", [1, 64])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_ragged_k_has_whole_clusters_on_any_number_of_sms(
+    num_sms: int, num_experts: int, accumulate: bool
+) -> None:
+    for m, n in ((1, 64), (128, 192), (300, 128), (4096, 7168)):
+        problem = KGroupedGemmProblem(m, n, 512 * num_experts, num_experts, accumulate, num_sms)
+        chosen = select_k_grouped_gemm(problem)
+        assert heuristics.k_grouped_smem_bytes(chosen.config) <= heuristics.SMEM_CAPACITY
+        assert 0 < chosen.grid <= num_sms and chosen.grid % chosen.config.cluster == 0
+        tiles = -(-m // 128) * -(-n // 128) * num_experts
+        # A wide tile may come in quarters.
+        assert chosen.grid <= max(8 * tiles, 2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])

@@ -16,6 +16,7 @@ from moe_fp8.ops.indexer import checks as indexer_checks
 from moe_fp8.ops.quantize import checks as quantize_checks
 from moe_fp8.ops.registry import OPS as REGISTERED
 from tests import cache_cases, cases
+from tests.k_grouped_cases import k_grouped_case
 
 I32 = torch.int32
 
@@ -41,6 +42,12 @@ def _masked() -> dict[str, Any]:
     case = cases.masked_case((3, 2), 4, 64, 256)
     arguments = {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale}
     return {**arguments, "masked_m": case.index, "out": case.poisoned()}
+
+
+def _k_grouped() -> dict[str, Any]:
+    case = k_grouped_case((128, 0, 256), 8, 64)
+    names = ("a", "a_scale", "b", "b_scale", "offsets")
+    return {**dict(zip(names, case.operands(), strict=True)), "out": torch.zeros(case.out_shape())}
 
 
 def _mqa() -> dict[str, Any]:
@@ -86,6 +93,7 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "gemm_fp8": (moe_fp8.gemm_fp8, _dense),
     "grouped_gemm_fp8_contiguous": (moe_fp8.grouped_gemm_fp8_contiguous, _contiguous),
     "grouped_gemm_fp8_masked": (moe_fp8.grouped_gemm_fp8_masked, _masked),
+    "k_grouped_gemm_fp8": (moe_fp8.k_grouped_gemm_fp8, _k_grouped),
     "mqa_logits_fp8": (moe_fp8.mqa_logits_fp8, _mqa),
     "paged_mqa_logits_fp8": (moe_fp8.paged_mqa_logits_fp8, _paged),
     "paged_mqa_logits_metadata": (moe_fp8.paged_mqa_logits_metadata, _metadata),
@@ -127,6 +135,37 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("grouped_gemm_fp8_masked", "masked_m", lambda i: i.long()),
     ("grouped_gemm_fp8_masked", "masked_m", lambda i: i[:-1]),
     ("grouped_gemm_fp8_masked", "b", lambda b: b[:1]),
+    *[
+        ("k_grouped_gemm_fp8", argument, change)
+        for argument, change in (
+            ("a", lambda a: a.float()),
+            ("a", lambda a: a[0]),
+            ("a", _strided),
+            ("a", lambda a: a[:, :64]),
+            ("a", lambda a: a[:, :0]),
+            ("a_scale", lambda s: s.double()),
+            ("a_scale", lambda s: s[:, :2]),
+            ("a_scale", lambda s: s[1:]),
+            ("b", lambda b: b.bfloat16()),
+            ("b", lambda b: b[0]),
+            ("b", lambda b: b[:32]),
+            ("b", lambda b: b[:, :128]),
+            ("b", _strided),
+            ("b_scale", lambda s: s.half()),
+            ("b_scale", lambda s: s[:, :2]),
+            ("b_scale", lambda s: s[:1]),
+            ("offsets", lambda i: i.long()),
+            ("offsets", lambda i: i[:-1]),
+            ("offsets", lambda i: i[:, None]),
+            ("offsets", lambda i: i[0]),
+            ("offsets", _strided),
+            ("out", lambda out: out[..., :32]),
+            ("out", lambda out: out[:, 1:]),
+            ("out", lambda out: out[0, 0]),
+            ("out", lambda out: out.bfloat16()),
+            ("out", _strided),
+        )
+    ],
     ("mqa_logits_fp8", "q", lambda q: q.bfloat16()),
     ("mqa_logits_fp8", "q", lambda q: q[0]),
     ("mqa_logits_fp8", "q", _strided),
@@ -230,9 +269,15 @@ def _silu_mul_operands() -> dict[str, Any]:
     return {**arguments, "q": q, "scale": scale, "power_of_two": False}
 
 
+def _addend() -> dict[str, Any]:
+    return {"op": "k_grouped_gemm_fp8", "c": torch.zeros(3, 8, 64), "out": torch.zeros(3, 8, 64)}
+
+
 DEVICES = [
     *[(checks.gemm, _dense, name) for name in ("a_scale", "b", "b_scale", "out")],
     *[(checks.gemm_masked, _masked, name) for name in ("a_scale", "b", "masked_m", "out")],
+    *[(checks.k_grouped_gemm, _k_grouped, name) for name in ("a_scale", "b", "b_scale", "offsets", "out")],
+    (checks.addend, _addend, "c"),
     *[
         (indexer_checks.paged_mqa_logits, _paged, name)
         for name in ("kv_cache", "weights", "block_table", "metadata")
@@ -275,13 +320,19 @@ def test_out_and_out_dtype(op: str) -> None:
         function(**arguments, out_dtype=torch.float16)
 
 
-@pytest.mark.parametrize("op", GEMMS)
-@pytest.mark.parametrize("argument", ["a", "b"])
+@pytest.mark.parametrize(
+    "op, argument",
+    [
+        *[(op, argument) for op in (*GEMMS, "k_grouped_gemm_fp8") for argument in ("a", "b")],
+        ("k_grouped_gemm_fp8", "offsets"),
+    ],
+)
 def test_ranks_are_checked_before_the_output_is_allocated(op: str, argument: str) -> None:
     function, make = OPS[op]
     arguments = make()
     del arguments["out"]
-    arguments[argument] = arguments[argument].reshape(-1)
+    value = arguments[argument]
+    arguments[argument] = value[0] if value.dim() == 1 else value.reshape(-1)
     with pytest.raises(ArgumentError) as caught:
         function(**arguments)
     assert caught.value.argument == argument

@@ -50,6 +50,17 @@ def _masked(experts: int, m: int, n: int) -> None:
     )
 
 
+def _k_grouped(experts: int, m: int, n: int, k: int) -> None:
+    gemm_checks.k_grouped_gemm(
+        _meta(m, k, dtype=F8),
+        _scales(m, k // 128),
+        _meta(n, k, dtype=F8),
+        _scales(n, k // 128),
+        _meta(experts + 1, dtype=I32),
+        _meta(experts, m, n),
+    )
+
+
 def _quantize(m: int, k: int) -> None:
     quantize_checks.quantize(_meta(m, k, dtype=BF16), _meta(m, k, dtype=F8), _scales(m, k // 128), False)
 
@@ -126,6 +137,9 @@ LIMITS: list[tuple[Any, tuple[Any, ...], tuple[Any, ...], str]] = [
     (_dense, (8, 64, MOST // 128 * 128), (8, 64, MOST + 128), "a"),
     (_masked, (2, MOST // 2, 64), (2, MOST // 2 + 1, 64), "a"),
     (_masked, (MOST // 64, 1, 64), (MOST // 64 + 1, 1, 64), "b"),
+    (_k_grouped, (2, MOST // 2, 64, 128), (2, MOST // 2 + 1, 64, 128), "out"),
+    (_k_grouped, (1, 8, MOST // 64 * 64, 128), (1, 8, MOST + 64, 128), "b"),
+    (_k_grouped, (1, 8, 64, MOST // 128 * 128), (1, 8, 64, MOST + 128), "a"),
     (_quantize, (MOST, 128), (MOST + 1, 128), "x"),
     (_quantize, (1, MOST // 128 * 128), (1, MOST + 128), "x"),
     (_silu, (2, MOST // 2, 128), (2, MOST // 2 + 1, 128), "x"),

@@ -237,6 +237,25 @@ def test_a_launch_of_a_gemm_packs_what_the_kernel_reads(
     assert not any(params[564:])
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_launch_of_ragged_k_packs_what_the_kernel_reads(
+    cuda: _Cuda, monkeypatch: pytest.MonkeyPatch, accumulate: bool
+) -> None:
+    maps = iter(range(1, 5))
+    monkeypatch.setattr(cuda.gemm, "encode_2d", lambda *sizes, **kinds: bytes([next(maps)] * 128))
+    arguments = {**OPS["k_grouped_gemm_fp8"](), "accumulate": accumulate}
+    cuda.run("k_grouped_gemm_fp8", arguments)
+    ((grid, _, params),) = cuda.kernel.launches
+    # A pair of CTAs has the only tile of each expert, or a quarter of it if the tile is wide.
+    assert grid == (6 if accumulate else 24)
+    # The sums are stored from registers, so the map of the output stays empty.
+    assert params[:512] == b"".join(bytes([number] * 128) for number in (1, 2, 3, 0))
+    addresses = (arguments["out"].data_ptr(), 0, arguments["offsets"].data_ptr())
+    assert struct.unpack("<4q5i", params[512:564]) == (*addresses, 64, 5, 64, 384, 3, 0)
+    assert params[576:704] == bytes([4] * 128) and not any(params[564:576])
+    assert struct.unpack_from("<i", params, 704) == (2 if accumulate else 0,) and not any(params[708:])
+
+
 def test_the_second_gemm_of_a_layer_reads_weights_early(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, given = importlib.import_module("moe_fp8.ops.moe.layer"), []
     gemm = layer.grouped_gemm_fp8_contiguous

@@ -41,6 +41,11 @@ SERVED: list[tuple[str, str, Change]] = [
             ("a_scale", lambda s: padded_scales(s, 252)),
         )
     ],
+    ("k_grouped_gemm_fp8", "a", lambda a: apart(a, 48)),
+    ("k_grouped_gemm_fp8", "b", lambda b: apart(b, 16)),
+    ("k_grouped_gemm_fp8", "out", lambda out: apart(out, 4)),
+    ("k_grouped_gemm_fp8", "a_scale", lambda s: padded_scales(s, 4)),
+    ("k_grouped_gemm_fp8", "b_scale", lambda s: padded_scales(s, 252)),
     ("mqa_logits_fp8", "q", lambda q: apart(q, 32)),
     ("mqa_logits_fp8", "k", lambda k: apart(k, 16)),
     ("mqa_logits_fp8", "weights", lambda w: apart(w, 4)),
@@ -108,6 +113,14 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     ("grouped_gemm_fp8_masked", "out", experts_apart, "over all leading dimensions"),
     ("grouped_gemm_fp8_masked", "masked_m", lambda m: torch.stack([m, m], 1)[:, 0], "contiguous"),
     ("grouped_gemm_fp8_contiguous", "offsets", lambda i: torch.stack([i, i], 1)[:, 0], "contiguous"),
+    ("k_grouped_gemm_fp8", "a", lambda a: apart(a, 8), "16 bytes"),
+    ("k_grouped_gemm_fp8", "a", lambda a: a[:1].expand(a.shape), "elements or more"),
+    ("k_grouped_gemm_fp8", "b", lambda b: apart(b, 8), "16 bytes"),
+    ("k_grouped_gemm_fp8", "b", lambda b: b[:1].expand(b.shape), "elements or more"),
+    ("k_grouped_gemm_fp8", "out", lambda out: apart(out, 2), "16 bytes"),
+    ("k_grouped_gemm_fp8", "out", lambda out: out[:, :1].expand(out.shape), "elements or more"),
+    ("k_grouped_gemm_fp8", "out", experts_apart, "over all leading dimensions"),
+    ("k_grouped_gemm_fp8", "offsets", lambda i: torch.stack([i, i], 1)[:, 0], "contiguous"),
     ("mqa_logits_fp8", "q", experts_apart, "over all leading dimensions"),
     ("mqa_logits_fp8", "q", lambda q: apart(q, 8), "16 bytes"),
     ("mqa_logits_fp8", "k", lambda k: apart(k, 4), "16 bytes"),
@@ -198,6 +211,18 @@ def test_a_launch_of_a_gemm_takes_the_strides(op: str, maps: tuple[_Cuda, _Maps]
     cuda.run(op, given)
     scale_stride = (given["a"].shape[-2] + 3) // 4 * 4 + 12
     wanted = {"a": 256 + 48, "b": 256 + 16, "a_scale": scale_stride * 4, "out": 72 * 2}
+    assert made.strides == {given[name].data_ptr(): stride for name, stride in wanted.items()}
+    ((_, _, params),) = cuda.kernel.launches
+    assert struct.unpack_from("<q", params, 4 * 128 + 3 * 8) == (72,)
+
+
+def test_a_launch_of_ragged_k_takes_the_strides(maps: tuple[_Cuda, _Maps]) -> None:
+    cuda, made = maps
+    given = LAUNCHED["k_grouped_gemm_fp8"]()
+    given |= {"a": apart(given["a"], 48), "b": apart(given["b"], 16), "out": apart(given["out"], 8)}
+    given |= {"a_scale": padded_scales(given["a_scale"], 12), "b_scale": padded_scales(given["b_scale"], 4)}
+    cuda.run("k_grouped_gemm_fp8", given)
+    wanted = {"a": 384 + 48, "b": 384 + 16, "a_scale": (8 + 12) * 4, "b_scale": (64 + 4) * 4}
     assert made.strides == {given[name].data_ptr(): stride for name, stride in wanted.items()}
     ((_, _, params),) = cuda.kernel.launches
     assert struct.unpack_from("<q", params, 4 * 128 + 3 * 8) == (72,)

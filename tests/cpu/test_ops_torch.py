@@ -13,6 +13,7 @@ import torch
 import moe_fp8
 from moe_fp8.ops.registry import OPS as REGISTERED
 from tests import cache_cases, cases
+from tests.k_grouped_cases import k_grouped_case
 
 
 def _gemm() -> tuple[Any, ...]:
@@ -66,6 +67,11 @@ def _gemm_silu_mul() -> tuple[Any, ...]:
     return *operands, None, 0.5, True, True, q, scale
 
 
+def _k_grouped() -> tuple[Any, ...]:
+    case = k_grouped_case((128, 0, 256), 5, 64)
+    return *case.operands(), case.addend(), True
+
+
 def _permute() -> tuple[Any, ...]:
     a = torch.zeros(10, 256, dtype=torch.float8_e4m3fn)
     a_scale = torch.empty_strided((10, 2), (1, 12)).zero_()
@@ -106,6 +112,7 @@ OPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "quantize_fp8": _quantize,
     "silu_mul_quantize": _silu_mul,
     "grouped_gemm_silu_mul_fp8": _gemm_silu_mul,
+    "k_grouped_gemm_fp8": _k_grouped,
     "moe_permute": _permute,
     "moe_combine": _combine,
     "route_topk": _route,
@@ -134,7 +141,7 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.moe_fp8, name).default, OPS[name]())
 
 
-_WITH_CONFIG = [name for name in OPS if "gemm_fp8" in name]
+_WITH_CONFIG = ("gemm_fp8", "grouped_gemm_fp8_contiguous", "grouped_gemm_fp8_masked")
 
 
 @pytest.mark.parametrize("name", _WITH_CONFIG)

@@ -22,7 +22,15 @@ from benchmarks.repeated_indexer import CacheShape
 from benchmarks.repeated_moe import MoeShape
 from benchmarks.repetition import Case, Repetition, Work, repeat
 from benchmarks.results import RepetitionRow, ResultsFile
-from benchmarks.shapes import DenseShape, GroupedShape, MqaShape, PagedShape, SiluMulShape, TopkShape
+from benchmarks.shapes import (
+    DenseShape,
+    GroupedShape,
+    KGroupedShape,
+    MqaShape,
+    PagedShape,
+    SiluMulShape,
+    TopkShape,
+)
 from moe_fp8 import heuristics
 from moe_fp8.problems import GemmProblem, IndexerTopkProblem, MqaLogitsProblem
 
@@ -204,6 +212,7 @@ def test_rounds_beside_traffic_and_in_graphs(monkeypatch: pytest.MonkeyPatch) ->
 SMALL: dict[type, dict[str, int]] = {
     DenseShape: {"m": 5, "n": 64, "k": 128},
     GroupedShape: {"num_experts": 3, "rows_per_expert": 5, "n": 64, "k": 128},
+    KGroupedShape: {"num_experts": 6, "tokens_per_expert": 256, "m": 5, "n": 64},
     QuantizeShape: {"m": 4, "k": 256},
     SiluMulShape: {"m": 4, "intermediate": 128},
     MqaShape: {"num_queries": 6, "context": 150},

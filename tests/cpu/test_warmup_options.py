@@ -16,6 +16,7 @@ from moe_fp8.problems import (
     GemmLayout,
     GemmProblem,
     IndexerTopkProblem,
+    KGroupedGemmProblem,
     MqaLogitsProblem,
     OutDtype,
     PagedMqaLogitsProblem,
@@ -64,6 +65,7 @@ def options(draw: st.DrawFn) -> PlanOptions:
             )
         ),
         batch_invariant=draw(st.sampled_from([False, True, (False, True)])),
+        weight_gradients=draw(st.booleans()),
     )
 
 
@@ -97,6 +99,9 @@ def any_calls(name: str, used: PlanOptions, draw: st.DrawFn) -> Iterator[Problem
     server: dict[str, Any] = {"num_sms": sms, "device": device, "batch_invariant": invariant}
     if width % 128 == 0:
         yield GemmProblem(layout, m, n, k, local, hint, dtype, **server)
+        if used.weight_gradients:
+            most = tokens * groups * (top + shared) + 127 * local
+            yield KGroupedGemmProblem(n, k, draw(st.integers(1, most)), local, draw(st.booleans()), sms)
     if shared == 0 and config.get("n_shared_experts"):
         cut = 1 if used.shared_tp else used.tp
         part = config["moe_intermediate_size"] * config["n_shared_experts"] // cut
@@ -196,6 +201,31 @@ def test_engines_plan_only_what_they_call() -> None:
     assert set(vllm.specs) <= set(everything.specs)
     assert "indexer.wk" in {layer.what for layer in vllm.unplanned}
     assert not any(layer.lacking for layer in vllm.unplanned)
+
+
+def test_weight_gradients_are_planned_where_they_are_asked_for() -> None:
+    extra = [parse_shape("dense:1024:2048")]
+    for engine in (None, "sglang"):
+        usual, trained = (
+            plan(MODELS["deepseek_v32"], PlanOptions(tp=8, ep=8, engine=engine, **more), extra=extra)
+            for more in ({}, {"weight_gradients": True})
+        )
+        rows = [row for row in trained.rows if row not in usual.rows]
+        assert set(usual.rows) == set(trained.rows) - set(rows)
+        assert {row.op for row in rows} == {"k_grouped_gemm_fp8"}
+        assert not any(row.op == "k_grouped_gemm_fp8" for row in usual.rows)
+        shapes = {(row.n, row.k, row.num_experts) for row in rows}
+        assert shapes == {
+            (row.n, row.k, row.num_experts) for row in usual.rows if row.layout in ("dense", "masked")
+        }
+        for row in rows:
+            experts = row.num_experts or 1
+            specs = {
+                kernel_spec(KGroupedGemmProblem(row.n or 0, row.k or 0, mean * experts, experts, accumulate))
+                for mean in row.rows[0]
+                for accumulate in (False, True)
+            }
+            assert row.spec in specs and "block_m=128" in row.config
 
 
 def test_extra_gemms_are_in_the_plan() -> None:

@@ -23,6 +23,7 @@ from moe_fp8.problems import (
     GemmProblem,
     IndexerCacheProblem,
     IndexerTopkProblem,
+    KGroupedGemmProblem,
     MoeCombineProblem,
     MoePermuteProblem,
     MqaLogitsProblem,
@@ -46,6 +47,7 @@ CASES = {
     "v3-tp16": ("deepseek_v3", PlanOptions(tp=16, max_tokens=2048, num_sms=131)),
     "qwen3-30b": ("qwen3_30b", PlanOptions(max_tokens=2048)),
     "qwen3-30b-invariant": ("qwen3_30b", PlanOptions(max_tokens=512, batch_invariant=True)),
+    "qwen3-30b-trained": ("qwen3_30b", PlanOptions(max_tokens=512, num_sms=112, weight_gradients=True)),
     "qwen3-235b": ("qwen3_235b", PlanOptions(tp=8, ep=8, max_tokens=2048, max_batch=700)),
 }
 
@@ -166,6 +168,12 @@ def any_calls(planned: Plan, draw: st.DrawFn) -> Iterator[Problem]:
     m = draw(st.integers(1, most_rows(planned, layout, shape)))
     hint = draw(st.none() | st.integers(-(2**31), 2**31 - 1))
     yield gemm_problem(planned, layout, m, shape, hint, draw(st.sampled_from(gemm_table.devices())))
+
+    if options.weight_gradients:
+        tokens = draw(st.integers(1, most_rows(planned, layout if layout == "dense" else "psum", shape)))
+        yield KGroupedGemmProblem(
+            shape.n, shape.k, tokens, shape.num_experts or 1, draw(st.booleans()), sms
+        )  # fmt: skip
 
     rows = draw(st.integers(1, most_rows(planned, "psum")))
     yield QuantizeProblem(rows, shape.k, model.dtype, draw(st.booleans()), sms)

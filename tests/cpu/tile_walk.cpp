@@ -1,6 +1,6 @@
 // The walk over tiles (kernels/sched/segments.cuh) on the host (cta_host.h). For random segments it checks that the tiles of all CTAs
-// store every valid row of every column once, under the right expert, and that the two tiles of a pair agree on what they have
-// in common. Prints what is wrong; the exit code is 1 then.
+// store every valid row of every column once, under the right expert and with its range of K, and that the two tiles of a pair agree
+// on what they have in common. Prints what is wrong; the exit code is 1 then.
 #include <map>
 #include <utility>
 
@@ -12,9 +12,19 @@ using namespace moe_fp8::sched;
 
 struct Case {
     std::vector<int> index;
-    std::vector<int> owner;  // expert of each row of `a`, -1 for padding
-    int num_experts, m, n, ctas;
+    std::vector<int> owner;  // expert of each row of the output, -1 for padding
+    int num_experts, m, n, ctas, num_k_blocks = 1;
+
+    // The blocks of K of an expert.
+    template <Layout kLayout>
+    KRange k_range(int expert) const {
+        if (!kKGrouped<kLayout>) return {0, num_k_blocks};
+        const int begin = std::clamp(index[expert] / 128, 0, num_k_blocks);
+        return {begin, std::clamp(index[expert + 1] / 128, begin, num_k_blocks)};
+    }
 };
+
+bool equal(KRange left, KRange right) { return left.begin == right.begin && left.end == right.end; }
 
 std::vector<host::Fiber> lanes = host::fibers();
 
@@ -29,7 +39,8 @@ bool holds(const Case& c) {
     gridDim.x = c.ctas;
     for (int cta = 0; cta < c.ctas; ++cta) {
         host::run(cta, lanes, [&] {
-            TileWalk<kLayout, kBlockM, kBlockN, kPaired, 1, kDivided> walk(c.index.data(), c.num_experts, c.m, c.n, 1, kPaired ? cta % 2 : 0);
+            TileWalk<kLayout, kBlockM, kBlockN, kPaired, 1, kDivided> walk(c.index.data(), c.num_experts, c.m, c.n, c.num_k_blocks,
+                                                                           kPaired ? cta % 2 : 0);
             Tile tile;
             while (walk.next(tile)) {
                 if (threadIdx.x == 0) walks[cta].push_back(tile);
@@ -50,7 +61,9 @@ bool holds(const Case& c) {
                 seen.lower_quarters[kPaired] |= kAligned && tile.row % kBlockM != 0;
                 seen.companions |= tile.end_row == 0;
             }
-            for (int row = tile.row + tile.begin_row; row < tile.row + tile.end_row && tile.n < c.n; ++row) {
+            if (!equal(tile.k_range, c.k_range<kLayout>(tile.expert))) return wrong("another range of K", tile.row, tile.n);
+            const int first_row = (kKGrouped<kLayout> ? tile.expert * c.m : 0) + tile.row;
+            for (int row = first_row + tile.begin_row; row < first_row + tile.end_row && tile.n < c.n; ++row) {
                 if (row >= static_cast<int>(c.owner.size())) return wrong("a store beyond the rows", row, tile.n);
                 // `m_indices` has padding anywhere in a tile, and what is stored there has no meaning.
                 if (c.owner[row] < 0 && kLayout == Layout::kMIndices) continue;
@@ -78,6 +91,7 @@ bool holds(const Case& c) {
                 (left.common == Common::kTokens && !tokens)) {
                 return wrong("nothing in common", left.row, left.n);
             }
+            if (!equal(left.k_range, right.k_range)) return wrong("two ranges of K", left.row, left.n);
         }
     }
     return true;
@@ -91,7 +105,20 @@ bool all_hold(const Case& c, bool only_divided) {
         if (!holds<kLayout, 192, 128, false>(c)) return false;
     }
     return holds<kLayout, 8, 128, false>(c) && holds<kLayout, 16, 128, false>(c) && holds<kLayout, 64, 64, false>(c) &&
-           holds<kLayout, 128, 192, true>(c);
+           holds<kLayout, 128, 128, false>(c) && holds<kLayout, 128, 128, true>(c) && holds<kLayout, 128, 192, true>(c);
+}
+
+// Every expert has the rows [0, m) of its own output, and its count is one of blocks of K. If not `sound`, offsets break the rules.
+bool ragged_k_holds(const std::vector<int>& counts, int m, int n, int ctas, bool only_divided, bool sound) {
+    const int num_experts = static_cast<int>(counts.size());
+    std::vector<int> offsets{0}, owner;
+    for (int expert = 0; expert < num_experts; ++expert) {
+        offsets.push_back(offsets.back() + 128 * counts[expert]);
+        owner.insert(owner.end(), m, expert);
+    }
+    const int num_k_blocks = offsets.back() / 128;
+    if (!sound) std::reverse(offsets.begin(), offsets.end() - 1), offsets.front() = -128, offsets.back() += 1000;
+    return all_hold<Layout::kKOffsets>({offsets, owner, num_experts, m, n, ctas, num_k_blocks}, only_divided);
 }
 
 bool all_layouts_hold(const std::vector<int>& counts, int n, int ctas, int padding, int spare, bool only_divided = false) {
@@ -119,7 +146,8 @@ bool all_layouts_hold(const std::vector<int>& counts, int n, int ctas, int paddi
            all_hold<Layout::kMIndices>({m_indices, m_indices, num_experts, m, n, ctas}, only_divided) &&
            all_hold<Layout::kMasked>({counts, buffers, num_experts, m_max, n, ctas}, only_divided) &&
            all_hold<Layout::kOffsets>({offsets, ragged, num_experts, rows, n, ctas}, only_divided) &&
-           all_hold<Layout::kDense>({{0}, std::vector<int>(rows, 0), 1, rows, n, ctas}, only_divided);
+           all_hold<Layout::kDense>({{0}, std::vector<int>(rows, 0), 1, rows, n, ctas}, only_divided) &&
+           ragged_k_holds(counts, m_max, n, ctas, only_divided, true) && ragged_k_holds(counts, m_max, n, ctas, only_divided, false);
 }
 
 // The CTAs that share a tile along K sum each block of K once, and each of them sums some if there are enough.

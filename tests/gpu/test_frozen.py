@@ -13,9 +13,10 @@ import torch
 import moe_fp8
 from moe_fp8.warmup import Plan, PlanOptions, load_model, load_plan, plan
 from tests import cache_cases, cases
+from tests.k_grouped_cases import k_grouped_case
 
 CONFIG = Path(__file__).parents[1] / "configs" / "deepseek_v32.json"
-OPTIONS = {"tp": 8, "ep": 8, "max_tokens": 1024, "max_batch": 64, "next_n": 2}
+OPTIONS = {"tp": 8, "ep": 8, "max_tokens": 1024, "max_batch": 64, "next_n": 2, "weight_gradients": True}
 DRAWS = 4
 
 
@@ -92,6 +93,17 @@ def run_silu_mul(planned: Plan, device: str, rng: random.Random) -> None:
             )
 
 
+def run_weight_gradients(planned: Plan, device: str, rng: random.Random) -> None:
+    for row in planned.rows:
+        if row.op != "k_grouped_gemm_fp8":
+            continue
+        assert row.n is not None and row.k is not None
+        sizes = [128 * rng.randint(0, 2) for _ in range(row.num_experts or 1)]
+        case = k_grouped_case(sizes, row.n, row.k, device, after=128)
+        out = moe_fp8.k_grouped_gemm_fp8(*case.operands())
+        moe_fp8.k_grouped_gemm_fp8(*case.operands(), c=out, out=out)
+
+
 def run_router(planned: Plan, device: str, rng: random.Random) -> None:
     for row in planned.rows:
         if row.op != "route_topk":
@@ -159,6 +171,10 @@ def test_masked(frozen: Plan) -> None:
 
 def test_silu_mul(frozen: Plan) -> None:
     run_silu_mul(frozen, "cuda", random.Random(6))
+
+
+def test_weight_gradients(frozen: Plan) -> None:
+    run_weight_gradients(frozen, "cuda", random.Random(8))
 
 
 def test_router(frozen: Plan) -> None:

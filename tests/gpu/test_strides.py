@@ -14,6 +14,7 @@ from moe_fp8 import (
     indexer_select,
     indexer_topk,
     jit,
+    k_grouped_gemm_fp8,
     mqa_logits_fp8,
     paged_indexer_select,
     paged_mqa_logits_fp8,
@@ -23,6 +24,7 @@ from moe_fp8 import (
 )
 from moe_fp8.ops.indexer.logits import mqa_logits_chunk_op
 from tests import cases
+from tests.k_grouped_cases import k_grouped_case
 from tests.stride_cases import apart, behind, experts_apart, padded_scales
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -133,6 +135,26 @@ def test_experts_of_one_group_and_of_one_row() -> None:
         scale = padded_scales(case.a_scale, 8)
         grouped_gemm_fp8_masked(a, scale, case.b, case.b_scale, case.index, out=out)
         _check(case, out, expected, before)
+
+
+@pytest.mark.parametrize("m, n", [(1, 64), (5, 192), (300, 576)])
+def test_ragged_k(m: int, n: int) -> None:
+    case = k_grouped_case((256, 0, 128, 640), m, n, "cuda", before=128)
+    operands = (
+        apart(case.a, 48),
+        padded_scales(case.a_scale, 20),
+        apart(case.b, 16),
+        padded_scales(case.b_scale, 252),
+        case.offsets,
+    )
+    before = jit.counters().scale_conversions
+    for c in (None, case.addend()):
+        expected = k_grouped_gemm_fp8(*case.operands(), c=c)
+        out = apart(case.poisoned() if c is None else c, 24)
+        k_grouped_gemm_fp8(*operands, c=c if c is None else out, out=out)
+        assert torch.equal(out, expected)
+        assert behind(out).isnan().all(), "wrote between rows"
+    assert jit.counters().scale_conversions == before
 
 
 @pytest.mark.parametrize("m", [1, 5, 130])

@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from moe_fp8.heuristics.gemm import costs, table
+from moe_fp8.heuristics.gemm.k_grouped import (
+    K_GROUPED_LOAD_AND_ADD,
+    K_GROUPED_REDUCE,
+    k_grouped_accumulation,
+    k_grouped_config,
+    k_grouped_grid,
+    k_grouped_smem_bytes,
+)
 from moe_fp8.heuristics.gemm.silu_mul import silu_mul_config, silu_mul_configs, silu_mul_smem_bytes
 from moe_fp8.heuristics.gemm.tiles import (
     TOKEN_TILES,
@@ -15,12 +23,18 @@ from moe_fp8.heuristics.gemm.tiles import (
 from moe_fp8.problems import GemmProblem
 
 __all__ = [
+    "K_GROUPED_LOAD_AND_ADD",
+    "K_GROUPED_REDUCE",
     "TOKEN_TILES",
     "GemmConfig",
     "gemm_config",
     "gemm_configs",
     "gemm_grid",
     "gemm_smem_bytes",
+    "k_grouped_accumulation",
+    "k_grouped_config",
+    "k_grouped_grid",
+    "k_grouped_smem_bytes",
     "parse_gemm_config",
     "silu_mul_config",
     "silu_mul_configs",

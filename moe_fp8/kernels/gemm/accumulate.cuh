@@ -21,6 +21,8 @@ DEVICE void release_stage(Shared& shared, uint32_t stage, const Read&... read) {
 // before the tensor core gets work. While the tensor core is busy, the scales would wait for shared memory, and then the tensor
 // core would wait for the scales.
 class Accumulator {
+    using Sum = Fragments::Sum;
+
    public:
     DEVICE Accumulator(Shared& shared, int warpgroup) : shared_(shared), warpgroup_(warpgroup) {
         if (kAlternate && warpgroup == 1) ring_.step();
@@ -63,24 +65,30 @@ class Accumulator {
         owned_ = owned;
         clear(sum);
         while (true) {
+            prepare<0>(scales);
             collect<0, 0>(partial);
             Fragments::promote<0>(sum[0], partial, scales);
             multiply<kLast>(partial, ring_);
+            prepare<kLast>(scales);
             if (--num_blocks == 0) break;
             collect<0, kLast>(partial);
-            release_stage(shared_, ring_.slot, partial[0], scales);
+            const uint32_t slot = ring_.slot;
+            if constexpr (!kRowScales) release_stage(shared_, slot, partial[0], scales);
             ring_.step();
             const Scales done = scales;
             wait(ring_, scales);
             Fragments::promote<kLast>(sum[kLast], partial, done);
+            if constexpr (kRowScales) release_promoted(slot, sum[0], sum[kLast]);
             broadcast(scales);
             multiply<0>(partial, ring_);
         }
-        first_done(sum[0]);
+        if constexpr (!kRowScales) first_done(sum[0]);
         collect<0, kLast>(partial);
-        release_stage(shared_, ring_.slot, partial[0], scales);
+        const uint32_t slot = ring_.slot;
+        if constexpr (!kRowScales) release_stage(shared_, slot, partial[0], scales);
         ring_.step();
         Fragments::promote<kLast>(sum[kLast], partial, scales);
+        if constexpr (kRowScales) release_promoted(slot, sum[0], sum[kLast]), first_done(sum[0]);
     }
 
     // Lets a tile pass in which this warpgroup owns nothing.
@@ -91,11 +99,7 @@ class Accumulator {
         }
     }
 
-   private:
-    using Sum = Fragments::Sum;
-    using Scales = Fragments::Scales;
-    static constexpr int kLast = kWaves - 1;
-
+    // The sum over no block.
     DEVICE static void clear(Sum (&sum)[kWaves]) {
 #pragma unroll
         for (int wave = 0; wave < kWaves; ++wave) {
@@ -103,6 +107,10 @@ class Accumulator {
             for (int i = 0; i < Fragments::kColumns / 2; ++i) sum[wave][i] = 0.0f;
         }
     }
+
+   private:
+    using Scales = Fragments::Scales;
+    static constexpr int kLast = kWaves - 1;
 
     // This loop is for one fragment. A block is promoted while the next block is multiplied into the other of two partial sums. The
     // block's stage is handed back while loads of the next block's scales are still on their way; they read another stage. Before
@@ -122,6 +130,7 @@ class Accumulator {
             load(ahead, scales[next]);
             multiply<0>(partial[next], ahead);
             broadcast(scales[next]);
+            prepare<0>(scales[done]);
             collect<1>(partial[done]);
             if constexpr (kStages >= 6) {
                 step_ring(ahead);
@@ -136,9 +145,11 @@ class Accumulator {
         }
         if (block + 1 < num_blocks) {
             step(0, 1);
+            prepare<0>(scales[1]);
             collect<0>(partial[1]);
             finish_block(sum, partial[1], scales[1]);
         } else {
+            prepare<0>(scales[0]);
             collect<0>(partial[0]);
             finish_block(sum, partial[0], scales[0]);
         }
@@ -154,20 +165,32 @@ class Accumulator {
         while (true) {
             broadcast(scales);
             multiply<0>(partial, ring_);
+            prepare<0>(scales);
             collect<0>(partial);
-            release_stage(shared_, ring_.slot, partial[0], scales);
+            const uint32_t slot = ring_.slot;
+            if constexpr (!kRowScales) release_stage(shared_, slot, partial[0], scales);
             ring_.step();
             const Scales done = scales;
             if (--num_blocks > 0) wait(ring_, scales);
             Fragments::promote<0>(sum, partial, done);
+            if constexpr (kRowScales) release_promoted(slot, sum);
             if (num_blocks == 0) return;
         }
     }
 
     DEVICE void finish_block(Sum& sum, const Sum& partial, const Scales& scales) {
-        release_stage(shared_, ring_.slot, scales);
+        if constexpr (!kRowScales) release_stage(shared_, ring_.slot, scales);
         Fragments::promote<0>(sum, partial, scales);
+        if constexpr (kRowScales) release_promoted(ring_.slot, sum);
         step_ring(ring_);
+    }
+
+    // Hands back a stage whose scales were read by the promotions to these sums. (Only kRowScales calls it.)
+    template <typename... Sums>
+    DEVICE void release_promoted(uint32_t slot, const Sums&... sums) {
+#if ROW_SCALES
+        release_stage(shared_, slot, Fragments::Promoted{sums}...);
+#endif
     }
 
     DEVICE static void step_ring(Ring& ring) {
@@ -184,14 +207,18 @@ class Accumulator {
             broadcast(scales);
             multiply<0>(first, ring_);
             multiply<kLast>(last, ring_);
+            prepare<0>(scales);
             collect<1, 0>(first);
             Fragments::promote<0>(sum[0], first, scales);
+            prepare<kLast>(scales);
             collect<0, kLast>(last);
-            release_stage(shared_, ring_.slot, last[0], scales);
+            const uint32_t slot = ring_.slot;
+            if constexpr (!kRowScales) release_stage(shared_, slot, last[0], scales);
             ring_.step();
             const Scales done = scales;
             if (--num_blocks > 0) wait(ring_, scales);
             Fragments::promote<kLast>(sum[kLast], last, done);
+            if constexpr (kRowScales) release_promoted(slot, sum[0], sum[kLast]);
             if (num_blocks == 0) return;
         }
     }
@@ -209,6 +236,14 @@ class Accumulator {
     // stores to be ordered by their barrier.)
     DEVICE static void broadcast(Scales& scales) {
         if constexpr (!kPaired) scales.broadcast();
+    }
+
+    // Reads the first of the scales for which there are no registers over the product.
+    template <int kWave>
+    DEVICE static void prepare(Scales& scales) {
+#if ROW_SCALES
+        scales.template prepare<kWave>();
+#endif
     }
 
     // Returns the registers of a sum that fragment kWave uses.

@@ -117,11 +117,17 @@ DEVICE void store_fragment(const GemmParams& p, Shared& shared, const sched::Til
     const OwnGroups groups(cluster_rank(), warpgroup);  // worked out anew, so as to take no registers over the main loop
     const Fragments::Region region(tile.begin_row - owned.token, tile.end_row - owned.token, groups.first,
                                    min(groups.end, Fragments::kColumnsOf<kWave> / 8));
-    const int row = tile.row + owned.token, column = tile.n + owned.weight + wave * Fragments::kColumns;
+    const int row = (sched::kKGrouped<kLayout> ? tile.expert * p.m : 0) + tile.row + owned.token;
+    const int column = tile.n + owned.weight + wave * Fragments::kColumns;
     if constexpr (kStaged) {
         store_staged<kWave, Fragments>(p, sum, shared.staging[warpgroup], row, column, region);
     } else {
-        Fragments::store(sum, static_cast<Out*>(p.out) + row * p.out_stride + column, p.out_stride, region, p.n - column);
+        Out* out = static_cast<Out*>(p.out) + row * p.out_stride + column;
+#if ROW_SCALES
+        Fragments::store(sum, out, p.out_stride, region, p.n - column, p.accumulate);
+#else
+        Fragments::store(sum, out, p.out_stride, region, p.n - column);
+#endif
     }
 }
 

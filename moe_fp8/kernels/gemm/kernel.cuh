@@ -24,15 +24,16 @@ DEVICE void consume_whole(const GemmParams& p, Shared& shared, int warpgroup, Ac
     Fragments::Scales scales;
     accumulator.begin(owned, partial, scales);
     while (true) {
-        const sched::TileRecord* tile = reader.front();
+        const Record* tile = reader.front();
         accumulator.finish(reader.tile(*tile).k_range.count(), owned, sum, partial, scales, [&](const Fragments::Sum& first) {
             store_fragment<0>(p, shared, *tile, owned, 0, warpgroup, first);
         });
-        const sched::TileRecord* next = reader.second();
+        const Record* next = reader.second();
         if (next == nullptr || Fragments::owned(warpgroup, next->end_row, next->width).fragments < kWaves) return;
+        if (sched::kKGrouped<kLayout> && reader.tile(*next).k_range.count() == 0) return;
         // (If one store served this tile and the last tile, ptxas would make the store wait for the product.)
         accumulator.begin(owned, partial, scales);
-        const sched::TileRecord copy = *tile;
+        const Record copy = *tile;
         reader.pop(copy);
         store_fragment<kWaves - 1>(p, shared, copy, owned, kWaves - 1, warpgroup, sum[kWaves - 1]);
         __syncwarp();  // `WeightsOnM::store` says why
@@ -46,7 +47,7 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup, Meeting&
     uint32_t parts_phase = 0;
     // A tile of one fragment is kept in registers. A tile of two fragments stays in its slot of the ring until it is stored.
     constexpr bool kKept = kWaves == 1;
-    while (const sched::TileRecord* front = reader.front()) {
+    while (const Record* front = reader.front()) {
         const Tile seen = reader.tile(*front);
         if (kKept) reader.pop(seen);
         const mma::Owned owned = Fragments::owned(warpgroup, seen.end_row, seen.width);
@@ -56,7 +57,10 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup, Meeting&
             continue;
         }
         Fragments::Sum sum[kWaves];
-        if (!kBothPartials && owned.fragments == kWaves) {
+        if (sched::kKGrouped<kLayout> && seen.k_range.count() == 0) {
+            accumulator.clear(sum);
+            if (owned.fragments > 1) store_fragment<0>(p, shared, *front, owned, 0, warpgroup, sum[0]);
+        } else if (!kBothPartials && owned.fragments == kWaves) {
             consume_whole(p, shared, warpgroup, accumulator, reader, sum);
         } else {
             accumulator.run(seen.k_range.count(), owned, sum, [&](const Fragments::Sum& first) {
@@ -67,7 +71,7 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup, Meeting&
             add_parts(shared, sum[kWaves - 1], warpgroup, OwnGroups(cluster_rank(), warpgroup), parts_phase);
             parts_phase ^= 1;
         }
-        const sched::TileRecord tile = kKept ? seen : *reader.front();
+        const Record tile = kKept ? Record(seen) : *reader.front();
         if (!kKept) reader.pop(tile);
         store_fragment<kWaves - 1>(p, shared, tile, owned, owned.fragments - 1, warpgroup, sum[kWaves - 1]);
     }
@@ -83,7 +87,7 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup, Meeting&
     TileReader reader = read_tiles(p, shared, cluster_rank());
     Accumulator accumulator(shared, warpgroup);
     const auto later = [](const Fragments::Sum&) {};  // both fragments are stored together
-    while (const sched::TileRecord* front = reader.front()) {
+    while (const Record* front = reader.front()) {
         const mma::Owned owned = Fragments::whole(warpgroup);
         const int num_blocks = reader.tile(*front).k_range.count();
         if (owned.token >= front->end_row) {
@@ -120,6 +124,9 @@ DEVICE void run(const GemmParams& p) {
             ptx::prefetch_tensor_map(&p.b);
             ptx::prefetch_tensor_map(&p.a);
             ptx::prefetch_tensor_map(&p.a_scale);
+#if ROW_SCALES
+            ptx::prefetch_tensor_map(&p.b_scale_map);
+#endif
             if constexpr (kStaged) ptx::prefetch_tensor_map(&p.out_map);
         } else {
             shared.init(warp - 1, NUM_THREADS / kWarp - 1);
@@ -135,7 +142,9 @@ DEVICE void run(const GemmParams& p) {
     if (warp < 4) {
         ptx::registers_release<kCopyRegisters>();
         if (warp == 0) produce(p, shared, Meeting());
-        if (warp == 1) produce_scales(p, shared, Meeting());
+        if constexpr (!kRowScales) {
+            if (warp == 1) produce_scales(p, shared, Meeting());
+        }
         if (warp == 2) walk_tiles(p, shared, Meeting());
         if (warp == 3) Meeting();
     } else {

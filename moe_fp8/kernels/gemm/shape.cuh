@@ -18,6 +18,12 @@ namespace moe_fp8 {
 // Gate and up rows of the weights are interleaved, and SiLU(gate) * up is stored, quantized.
 constexpr bool kSiluMul = SILU_MUL != 0;
 
+#ifndef ROW_SCALES
+#define ROW_SCALES 0
+#endif
+// Weights have a scale for each 1 x 128, as tokens have, and not for each 128 x 128.
+constexpr bool kRowScales = ROW_SCALES != 0;
+
 constexpr sched::Layout kLayout = static_cast<sched::Layout>(LAYOUT);
 constexpr int kBlockM = BLOCK_M;
 constexpr int kBlockN = BLOCK_N;
@@ -28,9 +34,12 @@ constexpr bool kPaired = kCluster > 1 && !SPLIT_K;
 constexpr bool kSplitK = kCluster > 1 && SPLIT_K;
 constexpr int kClusterK = kSplitK ? kCluster : 1;
 static_assert(!kPaired || kCluster == 2, "a pair");
+static_assert(!kRowScales || (!kSplitK && BLOCK_M >= 128), "see RowScaled");
 constexpr uint16_t kEveryone = (1 << kCluster) - 1;
 
-#if BLOCK_M >= 64
+#if ROW_SCALES
+using Fragments = mma::RowScaled<kBlockM, kBlockN>;
+#elif BLOCK_M >= 64
 using Fragments = mma::TokensOnM<kBlockM, kBlockN, kSiluMul>;
 #else
 using Fragments = mma::WeightsOnM<kBlockM, kBlockN, kSiluMul>;
@@ -42,7 +51,7 @@ using Out = uint16_t;  // bf16
 #endif
 constexpr int kWaves = Fragments::kWaves;
 constexpr int kScaleRows = mma::kScaleRows<kBlockN>;
-constexpr int kWeightScales = kBlockN / kScaleRows;  // scales of a tile's weights
+constexpr int kWeightScales = kRowScales ? kBlockN : kBlockN / kScaleRows;  // scales of a tile's weights
 
 // A tile of more than 64 tokens has a math warpgroup for each 64 tokens. A tile of 64 tokens has one for each 64 weight rows, and a
 // tile of fewer tokens has two.
@@ -71,10 +80,11 @@ template <int kWeightRows>
 constexpr bool kPiecesOf = kWeightRows == 256;
 constexpr bool kPieces = kPiecesOf<kBlockN> && !kSiluMul;
 using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kPaired, kClusterK, kPieces>;
-constexpr int kTileReaders = 2 + kMathWarpgroups * 4;  // both producers and the math warps
-using Tiles = sched::TileRing<kTileReaders>;
-using TileWriter = sched::TileWriter<kTileReaders>;
-using TileReader = sched::TileReader<kTileReaders>;
+constexpr int kTileReaders = (kRowScales ? 1 : 2) + kMathWarpgroups * 4;  // the producers and the math warps
+using Record = sched::RecordOf<sched::kKGrouped<kLayout>>::Type;
+using Tiles = sched::TileRing<kTileReaders, Record>;
+using TileWriter = sched::TileWriter<kTileReaders, Record>;
+using TileReader = sched::TileReader<kTileReaders, Record>;
 using sched::Tile;
 
 // A box is the rows that TMA copies at once. Only those boxes of a tile are copied that hold rows of it, since experts' last tiles
@@ -94,7 +104,7 @@ constexpr bool kStagedTogether = kBlockN == 192;
 template <typename Fragments>
 DEVICE constexpr int staging_bytes() {
     if constexpr (kSiluMul) return kBlockM * kBlockK / kMathWarpgroups;  // FP8
-    else if constexpr (!Fragments::kHasStaging) return 1;  // an array must have an element
+    else if constexpr (!Fragments::kHasStaging || (kRowScales && OUT_FP32)) return 1;  // an array must have an element
     else return (kStagedTogether ? kBlockN / Fragments::kBoxRows : Fragments::kBoxes) * Fragments::kStagedBoxBytes;
 }
 
@@ -107,7 +117,7 @@ struct Shared {
     alignas(128) float token_scales[kStages][align_up(kBlockM, 32)];
     // Each warpgroup gets here, from every other part of the sum, the groups that it owns: [part][column group][thread].
     alignas(16) float4 parts[kMathWarpgroups][kParts > 1 ? (kParts - 1) * kMostGroups * kWarpgroup : 1];
-    float weight_scales[kStages][kWeightScales];
+    alignas(kRowScales ? 128 : 4) float weight_scales[kStages][kWeightScales];
     Tiles tiles;
     ptx::Barrier parts_full[kMathWarpgroups];  // the others' parts have come
     // All warpgroups that get parts from this warpgroup have read them. These are the warpgroups of the same number in every CTA,
@@ -125,7 +135,8 @@ struct Shared {
         for (int stage = warp; stage < kStages; stage += num_warps) {
             // One arrival is of the weights' scales. The other is of the warp that announces the bytes of the operands, and some
             // bytes may have come by then. (The walking warp announces them the first time, while the producer copies tokens.)
-            ptx::barrier_init(&full[stage], 2);
+            // (TMA brings scales of single rows, like the operands.)
+            ptx::barrier_init(&full[stage], kRowScales ? 1 : 2);
             ptx::barrier_init(&empty[stage], (kAlternate ? 1 : kMathWarpgroups) * 4 * (kPaired ? 2 : 1));
         }
         if (warp == num_warps - 1) tiles.init();
@@ -158,6 +169,10 @@ struct GemmParams {
     int k;
     int num_experts;
     int constant_weights;        // no kernel that may still run writes `b`, `b_scale` or `index`
+#if ROW_SCALES
+    moe_fp8::TensorMap b_scale_map;  // [K/128, N] fp32, box 1 x kBlockN
+    int accumulate;                  // 0, or the way in which the product is added to what `out` holds
+#endif
 #if SILU_MUL
     float limit;                 // of gate and up; infinite for none
     float* out_scale;            // MN-major, for each 128 of N/2

@@ -244,4 +244,123 @@ struct TokensOnM {
     }
 };
 
+// How a product is added to what memory holds. Memory adds (kReduce) without that a warp waits, but it adds only 1.1 TB/s on an H200.
+// A warp that loads, adds and stores waits for L2. The sum is the same: each element is added to once.
+constexpr int kReduce = 1, kLoadAndAdd = 2;
+
+// Tokens and weights both have a scale for each row. A thread's columns have scales of their own, for which there are no registers:
+// `promote` reads them from the stage, a few groups ahead, so the stage is handed back after it (`Promoted`).
+template <int kBlockM, int kBlockN>
+struct RowScaled : TokensOnM<kBlockM, kBlockN> {
+    using Base = TokensOnM<kBlockM, kBlockN>;
+    using Sum = typename Base::Sum;
+    static constexpr int kAhead = kBlockN > 192 ? 2 : 4;  // groups of columns whose scales are read at once
+
+    struct Scales {
+        float upper, lower;
+        const float2* weights;  // this thread's columns of the first fragment
+        float2 first[kAhead];
+
+        DEVICE void load(const float* token_scales, const float* weight_scales, Owned owned, bool) {
+            const float* source = token_scales + owned.token + Base::upper_token();
+            upper = ptx::load_here(source), lower = ptx::load_here(source + 8);
+            weights = reinterpret_cast<const float2*>(weight_scales + owned.weight) + lane_index() % 4;
+        }
+        DEVICE void broadcast() {}
+        // Reads the scales of fragment kWave from group kGroup on.
+        template <int kWave, int kGroup>
+        DEVICE void read(float2 (&there)[kAhead]) const {
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) there[i] = ptx::load_here(&weights[kWave * Base::kColumns / 2 + 4 * (kGroup + i)]);
+        }
+        // Reads the first scales. They are on their way while the warp waits for the product.
+        template <int kWave>
+        DEVICE void prepare() { read<kWave, 0>(first); }
+        template <typename Visit>
+        DEVICE void each(Visit& visit) const { visit(upper), visit(lower); }
+    };
+
+    template <int kWave>
+    static DEVICE void promote(Sum& sum, const Sum& partial, const Scales& scales) {
+        static_assert(Base::template kColumnsOf<kWave> % (8 * kAhead) == 0, "whole reads");
+        promote_from<kWave, 0>(sum, partial, scales, scales.first);
+    }
+
+    template <int kWave, int kGroup>
+    static DEVICE void promote_from(Sum& sum, const Sum& partial, const Scales& scales, const float2 (&weights)[kAhead]) {
+        constexpr bool kMore = 8 * (kGroup + kAhead) < Base::template kColumnsOf<kWave>;
+        float2 next[kAhead];
+        if constexpr (kMore) scales.template read<kWave, kGroup + kAhead>(next);
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            const int at = 4 * (kGroup + i);
+            sum[at + 0] += partial[at + 0] * (scales.upper * weights[i].x);
+            sum[at + 1] += partial[at + 1] * (scales.upper * weights[i].y);
+            sum[at + 2] += partial[at + 2] * (scales.lower * weights[i].x);
+            sum[at + 3] += partial[at + 3] * (scales.lower * weights[i].y);
+        }
+        if constexpr (kMore) promote_from<kWave, kGroup + kAhead>(sum, partial, scales, next);
+    }
+
+    // Stores fp32, or adds to what is there.
+    static DEVICE void store(const Sum& d, float* out, int64_t stride, const typename Base::Region& region, int columns, int accumulate) {
+        const int lane = ptx::fresh_lane(), upper = warpgroup_thread() / kWarp * 16 + lane / 4;
+        const int right = min(region.right, columns);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int token = upper + 8 * half;
+            if (token < region.begin || token >= region.end) continue;
+            float2* row = reinterpret_cast<float2*>(out + token * stride) + lane % 4;
+            if (accumulate == kReduce) {
+                reduce(d, row, half, region.left, right);
+            } else {
+                store_row(d, row, half, region.left, right, accumulate == kLoadAndAdd);
+            }
+        }
+        __syncwarp();  // `WeightsOnM::store` says why
+    }
+
+    // These two take a thread's pairs of one token, in the columns [left, right).
+    static DEVICE void reduce(const Sum& d, float2* row, int half, int left, int right) {
+#pragma unroll
+        for (int column = 0; column < Base::kColumns; column += 8) {
+            if (column < left || column >= right) continue;
+            const int at = column / 2 + 2 * half;
+            ptx::add_global(&row[column / 2], make_float2(d[at], d[at + 1]));
+        }
+    }
+
+    // What is there is loaded for eight groups of columns before the first of them is stored, so that a warp seldom waits.
+    static DEVICE void store_row(const Sum& d, float2* row, int half, int left, int right, bool add) {
+        constexpr int kGroups = Base::kColumns / 8, kAtOnce = kGroups % 8 == 0 ? 8 : kGroups;
+#pragma unroll
+        for (int first = 0; first < kGroups; first += kAtOnce) {
+            float2 there[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int column = 8 * (first + i);
+                there[i] = make_float2(0.0f, 0.0f);
+                if (add && column >= left && column < right) there[i] = row[column / 2];
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int column = 8 * (first + i), at = column / 2 + 2 * half;
+                if (column < left || column >= right) continue;
+                const float2 pair = make_float2(d[at], d[at + 1]);
+                row[column / 2] = add ? make_float2(there[i].x + pair.x, there[i].y + pair.y) : pair;
+            }
+        }
+    }
+
+    // A sum that was computed from every scale that `promote` has read.
+    struct Promoted {
+        const Sum& sum;
+        template <typename Visit>
+        DEVICE void each(Visit& visit) const {
+#pragma unroll
+            for (int j = 0; j < Base::kColumns / 8; j += 2) visit(sum[4 * j], sum[4 * j + 4]);
+        }
+    };
+};
+
 }  // namespace moe_fp8::mma

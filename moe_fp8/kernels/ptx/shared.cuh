@@ -118,6 +118,11 @@ DEVICE void store_as(uint16_t* element, float value) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(*element) : "f"(value));
 }
 
+// Adds to two neighbouring floats in global memory. Each sum is rounded to nearest even. No later instruction waits for it.
+DEVICE void add_global(float2* pair, const float2& value) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(pair), "f"(value.x), "f"(value.y) : "memory");
+}
+
 // Packs two floats as bf16, rounded to nearest even. `low` lands in the low half.
 DEVICE uint32_t pack_bf16(float low, float high) {
     uint32_t packed;

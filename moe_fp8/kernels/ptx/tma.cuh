@@ -45,6 +45,11 @@ DEVICE void tma_load_3d(const TensorMap* map, Barrier* barrier, void* destinatio
         : "memory");
 }
 
+// Brings `bytes` of global memory to L2; both the address and `bytes` are multiples of 16.
+DEVICE void prefetch_l2(const void* address, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
+}
+
 // Stores a box from shared to global memory, in this thread's current bulk group. x runs along the innermost dimension.
 DEVICE void tma_store_2d(const TensorMap* map, const void* source, int x, int y) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),

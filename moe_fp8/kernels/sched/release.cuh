@@ -29,6 +29,10 @@ class Zero {
     DEVICE void operator()(int value) { (*this)(static_cast<uint32_t>(value)); }
     DEVICE void operator()(float value) { (*this)(__float_as_uint(value)); }
     DEVICE void operator()(float2 value) { (*this)(value.x), (*this)(value.y); }
+    // Two values take one instruction.
+    DEVICE void operator()(float one, float other) {
+        asm("lop3.b32 %0, %0, %1, %2, 0x80;" : "+r"(zero_) : "r"(__float_as_uint(one)), "r"(__float_as_uint(other)));
+    }
     template <typename T, int kCount>
     DEVICE void operator()(const T (&values)[kCount]) {
 #pragma unroll

@@ -6,7 +6,11 @@
 
 namespace moe_fp8::sched {
 
-enum class Layout { kDense = 0, kMIndices = 1, kPsum = 2, kOffsets = 3, kMasked = 4 };
+enum class Layout { kDense = 0, kMIndices = 1, kPsum = 2, kOffsets = 3, kMasked = 4, kKOffsets = 5 };
+
+// In this layout all experts have the same rows, and each has a range of K of its own.
+template <Layout kLayout>
+constexpr bool kKGrouped = kLayout == Layout::kKOffsets;
 
 // TMA reads scales from multiples of 16 bytes along a row, so from every fourth token. A ragged segment's first tile therefore
 // starts up to three rows early, and these rows are left out of its store.
@@ -159,6 +163,21 @@ struct KRange {
 // A tile as a warp holds it: the record, and the blocks of K that the warp's CTA sums.
 struct Tile : TileRecord {
     KRange k_range;
+
+    template <typename Visit>
+    DEVICE void each(Visit& visit) const {
+        TileRecord::each(visit), visit(k_range.begin), visit(k_range.end);
+    }
+};
+
+// What the tile ring holds of a tile. It holds the range of K where the range differs from tile to tile.
+template <bool kRanged>
+struct RecordOf {
+    using Type = TileRecord;
+};
+template <>
+struct RecordOf<true> {
+    using Type = Tile;
 };
 
 // Walks the tiles of one CTA. A unit is one tile, a pair of tiles for a cluster of two (kPaired), or one tile that kClusterK CTAs
@@ -169,8 +188,9 @@ struct Tile : TileRecord {
 template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, int kClusterK, bool kPieces>
 class TileWalk {
    public:
-    // Returns the blocks of K that CTA `cluster_rank` sums of each tile that it takes; K has `num_k_blocks`. The range is the same
-    // for all tiles of the CTA. So the records do not hold it, and the readers of the tiles get it from here (`TileReader`).
+    // Returns the blocks of K that CTA `cluster_rank` sums of each tile that it takes; K has `num_k_blocks`. Unless experts have
+    // ranges of their own, the range is the same for all tiles of the CTA. So the records do not hold it, and the readers of the
+    // tiles get it from here (`TileReader`).
     static DEVICE KRange k_range(int num_k_blocks, uint32_t cluster_rank) {
         const int part = kClusterK > 1 ? static_cast<int>(cluster_rank) : 0;
         return {num_k_blocks * part / kClusterK, num_k_blocks * (part + 1) / kClusterK};
@@ -187,7 +207,7 @@ class TileWalk {
           k_range_(k_range(num_k_blocks, cluster_rank)) {
         if constexpr (kGrouped) window_.start();
         if constexpr (kPieces) {
-            const int units = kGrouped ? window_.total() : Division(m_).units(columns_);
+            const int units = kGrouped ? window_.total() : Division(m_).units(columns_) * (kKGrouped<kLayout> ? num_experts_ : 1);
             const int clusters = static_cast<int>(gridDim.x) / kCtas, last = units % clusters;
             if (2 * last <= clusters) first_piece_ = units - last;
             if (4 * last <= clusters) pieces_ = 4;
@@ -202,6 +222,10 @@ class TileWalk {
             const int unit = in_pieces ? first_piece_ + (unit_ - first_piece_) / pieces_ : unit_;
             if constexpr (kGrouped) {
                 if (!window_.find(unit, segment)) return false;
+            } else if constexpr (kKGrouped<kLayout>) {
+                const int each = Division(m_).units(columns_);
+                segment = {unit / each, unit / each * each, 0, m_};
+                if (segment.expert >= num_experts_) return false;
             } else {
                 segment.num_rows = m_;
                 if (unit >= Division(m_).units(columns_)) return false;
@@ -231,7 +255,7 @@ class TileWalk {
             const int height = in_pieces && pieces_ == 4 ? kBlockM / 2 : kBlockM, above = tile_m * kBlockM + piece / 2 * height;
             unit_ += static_cast<int>(gridDim.x) / kCtas;
 
-            tile.k_range = k_range_;
+            tile.k_range = kKGrouped<kLayout> ? range_of(segment.expert) : k_range_;
             tile.expert = segment.expert;
             tile.row = segment.first_row - early + above;
             tile.begin_row = above == 0 ? early : 0;
@@ -253,11 +277,17 @@ class TileWalk {
     }
 
    private:
-    static constexpr bool kGrouped = kLayout != Layout::kDense && kLayout != Layout::kMIndices;
+    static constexpr bool kGrouped = kLayout != Layout::kDense && kLayout != Layout::kMIndices && !kKGrouped<kLayout>;
     static constexpr int kGroupN = 8;
     static constexpr int kCtas = kPaired ? 2 : kClusterK;
     static_assert(kLayout != Layout::kMIndices || kSegmentAlignment % kBlockM == 0, "a tile must not cross a segment start");
     using Division = sched::Division<kBlockM, kPaired>;
+
+    // Returns the blocks of K of an expert, clamped to those that exist.
+    DEVICE KRange range_of(int expert) const {
+        const int begin = min(max(index_[expert] / kBlockK, 0), k_range_.end);
+        return {begin, max(min(index_[expert + 1] / kBlockK, k_range_.end), begin)};
+    }
 
     // Returns the expert of the rows [row, row + height), or -1 if all of them are padding. A tile lies within one 128-row block,
     // and so within one segment, but padding may stand anywhere in it. `end_row` gets the end of the last row that is not padding.

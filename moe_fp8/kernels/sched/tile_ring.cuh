@@ -10,12 +10,12 @@
 
 namespace moe_fp8::sched {
 
-// Tiles on their way from the walking warp to `kReaders` others.
-template <int kReaders>
+// Tiles on their way from the walking warp to `kReaders` others. A record is a `TileRecord`, or a whole `Tile`.
+template <int kReaders, typename Record>
 struct TileRing {
     static constexpr int kSlots = 4;
 
-    TileRecord tiles[kSlots];
+    Record tiles[kSlots];
     ptx::Barrier full[kSlots];
     ptx::Barrier empty[kSlots];
 
@@ -29,26 +29,26 @@ struct TileRing {
 };
 
 // This is the walking warp's end. The whole warp calls it.
-template <int kReaders>
+template <int kReaders, typename Record>
 class TileWriter {
    public:
-    DEVICE explicit TileWriter(TileRing<kReaders>& ring) : ring_(ring) {}
+    DEVICE explicit TileWriter(TileRing<kReaders, Record>& ring) : ring_(ring) {}
 
     // The cursor's slot is free whenever a call begins: it is free at the start and after each push.
-    DEVICE void push(const TileRecord& tile) {
+    DEVICE void push(const Record& tile) {
         write(tile);
         cursor_.step();
         ptx::barrier_wait(&ring_.empty[cursor_.slot], cursor_.phase ^ 1);
     }
 
     DEVICE void finish() {
-        TileRecord none;
+        Record none;
         none.expert = -1;
         write(none);
     }
 
    private:
-    DEVICE void write(const TileRecord& tile) {
+    DEVICE void write(const Record& tile) {
         if (lane_index() == 0) {
             ring_.tiles[cursor_.slot] = tile;
             ptx::barrier_arrive(&ring_.full[cursor_.slot]);
@@ -56,42 +56,43 @@ class TileWriter {
         __syncwarp();
     }
 
-    TileRing<kReaders>& ring_;
-    RingCursor<TileRing<kReaders>::kSlots> cursor_;
+    TileRing<kReaders, Record>& ring_;
+    RingCursor<TileRing<kReaders, Record>::kSlots> cursor_;
 };
 
 // This is a reading warp's end. The whole warp calls it.
-template <int kReaders>
+template <int kReaders, typename Record>
 class TileReader {
    public:
-    // `k_range` is the range of K of every tile, from `TileWalk::k_range`.
-    DEVICE TileReader(TileRing<kReaders>& ring, KRange k_range) : ring_(ring), k_range_(k_range) {}
+    // `k_range` is the range of K of every tile whose record does not hold it, from `TileWalk::k_range`.
+    DEVICE TileReader(TileRing<kReaders, Record>& ring, KRange k_range) : ring_(ring), k_range_(k_range) {}
 
     // Returns the record of the tile that is next to be taken, or null when there are no more tiles.
-    DEVICE const TileRecord* front() { return at(cursor_); }
+    DEVICE const Record* front() { return at(cursor_); }
 
     // Returns the record of the tile behind it, or null.
-    DEVICE const TileRecord* second() { return at(cursor_.ahead(1)); }
+    DEVICE const Record* second() { return at(cursor_.ahead(1)); }
 
     // Returns the tile whose record is in a slot.
     DEVICE Tile tile(const TileRecord& record) const { return {record, k_range_}; }
+    DEVICE Tile tile(const Tile& record) const { return record; }
 
     // Hands back the slot of the tile at the front. `copy` is a copy of its record.
-    DEVICE void pop(const TileRecord& copy) {
+    DEVICE void pop(const Record& copy) {
         release(&ring_.empty[cursor_.slot], copy);
         cursor_.step();
     }
 
    private:
-    using Cursor = RingCursor<TileRing<kReaders>::kSlots>;
+    using Cursor = RingCursor<TileRing<kReaders, Record>::kSlots>;
 
-    DEVICE const TileRecord* at(const Cursor& cursor) {
+    DEVICE const Record* at(const Cursor& cursor) {
         ptx::barrier_wait(&ring_.full[cursor.slot], cursor.phase);
-        const TileRecord* tile = &ring_.tiles[cursor.slot];
+        const Record* tile = &ring_.tiles[cursor.slot];
         return tile->expert < 0 ? nullptr : tile;
     }
 
-    TileRing<kReaders>& ring_;
+    TileRing<kReaders, Record>& ring_;
     const KRange k_range_;
     Cursor cursor_;
 };

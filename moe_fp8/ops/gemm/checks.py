@@ -181,6 +181,65 @@ def gemm_masked(
     return None if mn_major is a_scale else (a, mn_major, b, b_scale, masked_m, expected_m, out, config)
 
 
+def k_grouped_gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    out: Tensor,
+    accumulate: bool = False,
+) -> Others:
+    """Check operands of the GEMM of ragged K. Returns the arguments with converted scales, if any are."""
+    op = "k_grouped_gemm_fp8"
+    for name, x in (("a", a), ("b", b)):
+        if x.dim() != 2:
+            refuse_shape(op, name, x, "[rows, K]")
+        if x.dtype is not FP8:
+            refuse_dtype(op, name, x, "float8_e4m3fn", "quantize_fp8 makes it")
+    (m, k), n = a.shape, b.shape[0]
+    if limits.refuse_k(k):
+        refuse_shape(op, "a", a, "[M, K] with K a positive multiple of 128", "pad K of a and b with zeros")
+    if limits.refuse_n(n):
+        refuse_shape(op, "b", b, "[N, K] with N a positive multiple of 64", "pad N of b with zero rows")
+    if b.shape[1] != k:
+        refuse_shape(op, "b", b, f"[N, {k}], with the K of a", "b is [N, K]: do not transpose it")
+    for name, scale, height in (("a_scale", a_scale, m), ("b_scale", b_scale, n)):
+        if scale.dtype is not F32:
+            refuse_dtype(op, name, scale, "float32", "convert UE8M0 scales to float32")
+        if scale.shape != (height, k >> 7):
+            refuse_shape(op, name, scale, f"{[height, k >> 7]}: one scale per 1 x 128 of {name[0]}")
+    if out.shape[1:] != (m, n):
+        refuse_shape(op, "out", out, f"[E, {m}, {n}]")
+    int32_vector(op, "offsets", offsets, out.shape[0] + 1, "the start of each expert's columns, then the end")
+    if out.dtype is not F32:
+        refuse_dtype(op, "out", out, "float32")
+    devices = {x.get_device() for x in (a, a_scale, b, b_scale, offsets, out)}
+    if len(devices) > 1:
+        refuse_device(op, a, a_scale=a_scale, b=b, b_scale=b_scale, offsets=offsets, out=out)
+    extent(op, "a", k, "elements along K")
+    extent(op, "b", n, "rows")
+    extent(op, "out", out.shape[0] * m, "rows, those of all experts together")
+    rows(op, a=a, b=b, out=out)
+    found = {
+        name: scale if scales.is_mn_major(scale) else scales.converted(op, scale, name, op)
+        for name, scale in (("a_scale", a_scale), ("b_scale", b_scale))
+    }
+    if found["a_scale"] is a_scale and found["b_scale"] is b_scale:
+        return None
+    return a, found["a_scale"], b, found["b_scale"], offsets, out, accumulate
+
+
+def addend(op: str, c: Tensor, out: Tensor) -> None:
+    """`c` has the shape, dtype and device of `out`."""
+    if c.shape != out.shape:
+        refuse_shape(op, "c", c, f"{list(out.shape)}, as out")
+    if c.dtype is not out.dtype:
+        refuse_dtype(op, "c", c, str(out.dtype).removeprefix("torch."))
+    if c.get_device() != out.get_device():
+        refuse_device(op, out, c=c)
+
+
 def _config(layout: str, a: Tensor, b: Tensor, config: str) -> None:
     """Raise TileError unless `config` names a tile that this GEMM may use. The operands are valid already."""
     # The number of rows has no effect here. int() turns the symbolic sizes of a traced call into numbers.

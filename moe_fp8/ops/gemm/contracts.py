@@ -47,6 +47,22 @@ def masked(masked_m: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
     contents.finite_of_experts(op, "b_scale", b_scale, block=_BLOCK)
 
 
+def k_grouped(offsets: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
+    """The offsets of K lie in order within the columns, in multiples of 128; scales that count are finite."""
+    op, k = "k_grouped_gemm_fp8", a_scale.shape[1] * _BLOCK
+    starts, ends = offsets[:-1], offsets[1:]
+    unaligned = (starts % _BLOCK != 0) | (ends % _BLOCK != 0)
+    at = contents.first((ends < starts) | (starts < 0) | (ends > k) | unaligned)
+    if at is not None:
+        expected = f"multiples of {_BLOCK} that do not fall, from 0 to {k} (columns of a)"
+        got = f"{int(starts[at])} to {int(ends[at])} for expert {at[0]}"
+        raise ContractError(op, "offsets", expected, got, "pad each expert with zeros", expert=at[0])
+    blocks = torch.arange(0, k, _BLOCK, device=offsets.device)
+    unused = (blocks < offsets[0]) | (blocks >= offsets[-1])
+    contents.finite(op, "a_scale", a_scale.masked_fill(unused, 0))
+    contents.finite(op, "b_scale", b_scale.masked_fill(unused, 0))
+
+
 def _fail(argument: str, expected: str, got: object, remedy: str, expert: int, row: int) -> NoReturn:
     raise ContractError(_CONTIGUOUS, argument, expected, got, remedy, expert=expert, row=row)
 

@@ -12,14 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_fp8 import heuristics
 from moe_fp8.jit.tensor_map import encode_2d
 from moe_fp8.ops import launch, scales
 from moe_fp8.ops.arguments import row_stride
 from moe_fp8.ops.launch import Prepared
-from moe_fp8.params import GEMM
-from moe_fp8.problems import GemmLayout, GemmProblem
+from moe_fp8.params import GEMM, K_GROUPED_GEMM
+from moe_fp8.problems import GemmLayout, GemmProblem, KGroupedGemmProblem
 from moe_fp8.settings import settings
-from moe_fp8.specs import KernelSpec, select_gemm
+from moe_fp8.specs import KernelSpec, select_gemm, select_k_grouped_gemm
 
 
 class _GemmPlan(NamedTuple):
@@ -185,3 +186,48 @@ def _gemm(
         constant_weights,
     )
     return plan.spec, plan.grid, block
+
+
+def k_grouped(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    out: Tensor,
+    accumulate: bool,
+) -> Prepared:
+    """Prepare a GEMM of ragged K: a [M,K], b [N,K], offsets [E+1], out fp32 [E,M,N]."""
+    (m, k), n, num_experts = a.shape, b.shape[0], out.shape[0]
+    problem = KGroupedGemmProblem(m, n, k, num_experts, accumulate, launch.num_sms(a.get_device()))
+    chosen = select_k_grouped_gemm(problem)
+    config = chosen.config
+    block = launch.new_block(K_GROUPED_GEMM)
+
+    def values(x: Tensor, box: int) -> bytes:
+        return encode_2d(x.data_ptr(), "uint8", (k, x.shape[0]), row_stride(x), (128, box), l2_promotion=128)
+
+    def row_scales(scale: Tensor, box: int) -> bytes:
+        pitch = scale.stride(-1) if k > 128 else scales.pitch(scale)
+        return encode_2d(scale.data_ptr(), "float32", (scale.shape[0], k >> 7), pitch * 4, (box, 1), 0)
+
+    K_GROUPED_GEMM.pack_into(
+        block.buffer,
+        0,
+        values(a, config.token_box),
+        row_scales(a_scale, config.block_m),
+        values(b, config.weight_box),
+        b"",
+        out.data_ptr(),
+        0,
+        offsets.data_ptr(),
+        row_stride(out),
+        m,
+        n,
+        k,
+        num_experts,
+        False,
+        row_scales(b_scale, config.block_n),
+        heuristics.k_grouped_accumulation(problem),
+    )
+    return chosen.spec, chosen.grid, block

@@ -96,3 +96,23 @@ def gemm_masked(
     for e, count in enumerate(masked_m.tolist()):
         if count > 0:
             gemm(a[e, :count], a_scale[e, :count], b[e], b_scale[e], out[e, :count], compute_dtype)
+
+
+def k_grouped_gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    out: Tensor,
+    accumulate: bool,
+    compute_dtype: torch.dtype = torch.float32,
+) -> None:
+    """out[e] (+)= a[:, ke] @ b[:, ke]^T; a [M,K] and b [N,K] with 1 x 128 scales, offsets [E+1]."""
+    ends = offsets.tolist()
+    for e in range(len(ends) - 1):
+        columns = slice(ends[e], ends[e + 1])
+        groups = slice(ends[e] // SCALE_BLOCK, ends[e + 1] // SCALE_BLOCK)
+        left = dequantize_rows(a[:, columns], a_scale[:, groups], compute_dtype)
+        product = left @ dequantize_rows(b[:, columns], b_scale[:, groups], compute_dtype).T
+        out[e].copy_(out[e].to(compute_dtype) + product if accumulate else product)

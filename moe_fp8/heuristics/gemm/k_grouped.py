@@ -1,0 +1,59 @@
+"""The tile of the GEMM of ragged K. Pure; standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from moe_fp8.heuristics.gemm.tiles import GemmConfig, gemm_stage_bytes
+from moe_fp8.heuristics.sm90 import BARRIER_BYTES, SMEM_CAPACITY
+from moe_fp8.problems import KGroupedGemmProblem
+
+
+def k_grouped_smem_bytes(config: GemmConfig) -> int:
+    """Dynamic shared memory of the kernel: its stages, with scales of every row of both operands."""
+    weight_scales = -(-config.block_n * 4 // 128) * 128
+    stage = gemm_stage_bytes(config.block_m, config.block_n) + weight_scales
+    return BARRIER_BYTES + config.num_stages * stage
+
+
+#: Ways of adding to what memory holds (kReduce, kLoadAndAdd).
+K_GROUPED_REDUCE, K_GROUPED_LOAD_AND_ADD = 1, 2
+
+#: Columns of an expert from which on memory has the time to add while the next tile is multiplied.
+_REDUCE_COLUMNS = 2048
+
+
+def k_grouped_accumulation(problem: KGroupedGemmProblem) -> int:
+    """The faster way of adding, or 0 if nothing is added to."""
+    if not problem.accumulate:
+        return 0
+    many = problem.for_selection().k >= _REDUCE_COLUMNS
+    return K_GROUPED_REDUCE if many else K_GROUPED_LOAD_AND_ADD
+
+
+@cache
+def _deepest(block_n: int, cluster: int) -> GemmConfig:
+    """Tiles of 128 x `block_n` in such clusters, with as many stages as fit, at most six."""
+    config = GemmConfig(128, block_n, 6, cluster)
+    while k_grouped_smem_bytes(config) > SMEM_CAPACITY:
+        config = replace(config, num_stages=config.num_stages - 1)
+    return config
+
+
+def k_grouped_config(problem: KGroupedGemmProblem) -> GemmConfig:
+    """The tile of a call, in pairs unless there is a single SM.
+
+    Scales of single rows are read for each product, so that shared memory bounds the kernel, and wide tiles
+    read least. But if warps wait for what they add to, narrow tiles are faster.
+    """
+    narrow = k_grouped_accumulation(problem) == K_GROUPED_LOAD_AND_ADD
+    return _deepest(128 if narrow else 256, min(2, problem.num_sms))
+
+
+def k_grouped_grid(config: GemmConfig, problem: KGroupedGemmProblem) -> int:
+    """CTAs of a launch: whole clusters on all SMs, no more than there are units of work or their quarters."""
+    rows, columns = -(-problem.m // config.block_m), -(-problem.n // config.block_n)
+    pairs = rows // config.pair * columns + rows % config.pair * -(-columns // config.pair)
+    units = pairs * problem.num_experts * (4 if config.divided else 1)
+    return min(problem.num_sms // config.cluster, units) * config.cluster

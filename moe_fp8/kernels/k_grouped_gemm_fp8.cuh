@@ -1,0 +1,24 @@
+// Block-scaled FP8 GEMM of ragged K: D[e,m,n] (+)= sum_k A[m,k] * B[n,k] over the k of expert e, with a scale for each 1 x 128 of A
+// and of B. These are the weight gradients of an MoE layer, whose K is the tokens of an expert.
+//
+// The kernel is that of gemm_fp8.cuh, which has its map, with these differences. Every expert has the same tiles, and a tile's record
+// holds its range of K. The weights' scales come by TMA, so warp 1 rests and `full` has one arrival. `promote` reads these scales
+// from the stage, for which a thread has no registers:
+//
+//   weight_scales   TMA copies overwrite them after `empty` of the stage. The arrival comes after the promotions and takes a sum that
+//                   was computed from each scale (`Promoted`).
+//
+// An expert without tokens has tiles without blocks: zeros are stored, or nothing is added.
+//
+// The kernel is specialised by BLOCK_M, BLOCK_N, NUM_STAGES, CLUSTER_SIZE and OUT_FP32.
+#pragma once
+
+#define ROW_SCALES 1
+#define SPLIT_K 0
+
+#include "gemm/kernel.cuh"
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CLUSTER_SIZE, 1, 1)
+    k_grouped_gemm_fp8(const __grid_constant__ GemmParams p) {
+    moe_fp8::run(p);
+}
