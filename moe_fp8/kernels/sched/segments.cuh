@@ -283,8 +283,9 @@ class TileWalk {
     static_assert(kLayout != Layout::kMIndices || kSegmentAlignment % kBlockM == 0, "a tile must not cross a segment start");
     using Division = sched::Division<kBlockM, kPaired>;
 
-    // Returns the blocks of K of an expert, clamped to those that exist.
+    // Returns the blocks of K of an expert, clamped to those that exist. Without an index, one expert has all of them.
     DEVICE KRange range_of(int expert) const {
+        if (index_ == nullptr) return k_range_;
         const int begin = min(max(index_[expert] / kBlockK, 0), k_range_.end);
         return {begin, max(min(index_[expert + 1] / kBlockK, k_range_.end), begin)};
     }
