@@ -56,6 +56,12 @@ ALLOWED: tuple[Allowed, ...] = (
         reason="The promoted stage is handed back; the scales are read from the stage after it.",
     ),
     Allowed(
+        "k_grouped_gemm_fp8",
+        arrival="gemm/accumulate.cuh: release_promoted(slot, sum[0], sum[kLast]);",
+        load="gemm/accumulate.cuh: wait(ring_, scales);",
+        reason="The promoted stage is handed back; the tokens' scales are read from the stage after it.",
+    ),
+    Allowed(
         "mqa_logits_fp8",
         arrival="mqa/scores.cuh: sched::release(&shared.key_empty[ring.slot], k_scale);",
         load="mqa/scores.cuh: finish(",
