@@ -1,20 +1,17 @@
 """Every class of the benchmarks on the CPU: it builds its inputs, checks results and stores rows.
 
-The reference ops play the peer behind the peer's own interface. So layouts and scales agree because of the
-way the inputs are built, and not by luck. Only the clock is replaced.
+The reference ops play the peer. Only the clock is replaced.
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._C._autograd import DeviceType
 
 import moe_fp8
 from benchmarks import (
@@ -47,71 +44,8 @@ from benchmarks.shapes import (
     TopkShape,
 )
 from server_example.settings import SHAKESPEARE
+from tests.cpu.benchmark_peer import ReferencePeer
 from tests.cpu.benchmark_rows import ENVIRONMENT, read_rows
-
-
-class ReferencePeer:
-    """The interface of `benchmarks.peer.DeepGemm` over the reference ops."""
-
-    name = "reference"
-
-    def aligned(self, scale: Tensor) -> Tensor:
-        assert moe_fp8.to_mn_major(scale) is scale, "the peer would have to convert these scales"
-        return scale
-
-    def gemm(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> None:
-        moe_fp8.gemm_fp8(a, a_scale, b, b_scale, out=out)
-
-    def grouped_contiguous(
-        self,
-        a: Tensor,
-        a_scale: Tensor,
-        b: Tensor,
-        b_scale: Tensor,
-        out: Tensor,
-        psum: Tensor,
-        m_indices: Tensor | None,
-    ) -> None:
-        layout = {"psum": psum} if m_indices is None else {"m_indices": m_indices}
-        moe_fp8.grouped_gemm_fp8_contiguous(a, a_scale, b, b_scale, **layout, out=out)
-
-    def grouped_masked(
-        self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, *rest: Any
-    ) -> None:
-        masked_m, expected_m = rest
-        moe_fp8.grouped_gemm_fp8_masked(a, a_scale, b, b_scale, masked_m, expected_m=expected_m, out=out)
-
-    def k_grouped(
-        self,
-        a: Tensor,
-        a_scale: Tensor,
-        b: Tensor,
-        b_scale: Tensor,
-        out: Tensor,
-        sizes: list[int],
-        device_sizes: Tensor,
-    ) -> None:
-        assert device_sizes.tolist() == sizes
-        whole = []
-        for flat, rows in ((a, out.shape[1]), (b, out.shape[2])):
-            parts = flat.view(torch.uint8).split([rows * size for size in sizes])
-            columns = [part.view(rows, size) for part, size in zip(parts, sizes, strict=True)]
-            whole.append(torch.cat(columns, 1).view(a.dtype))
-        ends = torch.nn.functional.pad(device_sizes.cumsum(0), (1, 0)).int()
-        moe_fp8.k_grouped_gemm_fp8(whole[0], a_scale, whole[1], b_scale, ends, c=out, out=out)
-
-    def mqa_logits(
-        self, q: Tensor, k: Tensor, k_scale: Tensor, weights: Tensor, ks: Tensor, ke: Tensor, width: int
-    ) -> Tensor:
-        return moe_fp8.mqa_logits_fp8(q, k, k_scale, weights, ks, ke, max_seqlen_k=width)
-
-    def paged_metadata(self, context_lens: Tensor, block_size: int, num_sms: int) -> Tensor:
-        assert context_lens.dim() == 2
-        return moe_fp8.paged_mqa_logits_metadata(context_lens, block_size=block_size, num_sms=num_sms)
-
-    def paged_mqa_logits(self, *arguments: Any) -> Tensor:
-        *operands, width = arguments
-        return moe_fp8.paged_mqa_logits_fp8(*operands, max_context_len=width)
 
 
 @pytest.fixture
@@ -243,45 +177,6 @@ def test_a_step_of_full_size_runs_as_a_graph_and_eagerly(
     assert [row["shape"] for row in rows] == [{**shape, "batch": batch} for batch in (1, 3)]
     assert all(row["us"] > 0 and row["peers"]["eager"] > 0 for row in rows)
     assert all(row["notes"] == {"shares": {}} for row in rows), "there is no kernel on a CPU"
-
-
-def test_a_profile_gives_shares_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Profile:
-        """A profiler that sees two kernels of each replay: 30 us, 10 us of pause, 60 us."""
-
-        def __init__(self, activities: Any) -> None: ...
-
-        def __enter__(self) -> Profile:
-            return self
-
-        def __exit__(self, *error: object) -> None: ...
-
-        def events(self) -> list[Any]:
-            spans = [("indexer_topk", 0, 30), ("gemm_fp8", 40, 100)]
-            return [
-                SimpleNamespace(
-                    name=name,
-                    device_type=kind,
-                    time_range=SimpleNamespace(start=at + start, end=at + end),
-                )
-                for at in range(0, 1000 * len(replays), 1000)
-                for name, start, end in spans
-                for kind in (DeviceType.CUDA, DeviceType.CPU)
-            ]
-
-    replays: list[int] = []
-    monkeypatch.setattr(torch.profiler, "profile", Profile)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(full_size, "_PAUSE", 0)
-    notes = full_size._profile(lambda: replays.append(0))
-    assert len(replays) == 6
-    assert notes == {
-        "shares": {"gemm_fp8, dense": 0.6, "indexer_topk": 0.3, "idle": 0.1},
-        "profiled us": 100,
-    }
-    monkeypatch.setattr(Profile, "events", lambda self: [])
-    with pytest.raises(RuntimeError, match="no kernel"):
-        full_size._profile(lambda: None)
 
 
 def test_weight_gradients_of_experts_without_tokens() -> None:

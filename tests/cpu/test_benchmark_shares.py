@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+from torch._C._autograd import DeviceType
+
+from benchmarks import full_size
 from benchmarks.shares import IDLE, Span, attribute, kinds, shares, steps
 
 
@@ -89,3 +95,42 @@ def test_shares_are_of_all_steps_without_the_pauses() -> None:
     other = [Span("route_topk", 100, 103), Span("Memset", 104, 105)]
     found = shares([one, other])
     assert list(found.items()) == [("route_topk", 0.5), ("torch copy", 0.375), (IDLE, 0.125)]
+
+
+def test_a_profile_gives_shares_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Profile:
+        """A profiler that sees two kernels of each replay: 30 us, 10 us of pause, 60 us."""
+
+        def __init__(self, activities: Any) -> None: ...
+
+        def __enter__(self) -> Profile:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def events(self) -> list[Any]:
+            spans = [("indexer_topk", 0, 30), ("gemm_fp8", 40, 100)]
+            return [
+                SimpleNamespace(
+                    name=name,
+                    device_type=kind,
+                    time_range=SimpleNamespace(start=at + start, end=at + end),
+                )
+                for at in range(0, 1000 * len(replays), 1000)
+                for name, start, end in spans
+                for kind in (DeviceType.CUDA, DeviceType.CPU)
+            ]
+
+    replays: list[int] = []
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(full_size, "_PAUSE", 0)
+    notes = full_size._profile(lambda: replays.append(0))
+    assert len(replays) == 6
+    assert notes == {
+        "shares": {"gemm_fp8, dense": 0.6, "indexer_topk": 0.3, "idle": 0.1},
+        "profiled us": 100,
+    }
+    monkeypatch.setattr(Profile, "events", lambda self: [])
+    with pytest.raises(RuntimeError, match="no kernel"):
+        full_size._profile(lambda: None)
