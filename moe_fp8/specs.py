@@ -229,7 +229,6 @@ def _k_grouped_gemm_spec(config: heuristics.GemmConfig) -> KernelSpec:
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         NUM_STAGES=config.num_stages,
-        OUT_FP32=1,
     )
 
 

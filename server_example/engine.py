@@ -328,7 +328,6 @@ class Engine:
             request.flying -= 1
             if request not in self._open:
                 continue  # Its end was read after this step had begun.
-            told.append(request)
             row = logits.get(at)
             if row is not None and request.params.temperature > 0:
                 try:
@@ -339,6 +338,7 @@ class Engine:
                     continue
                 self._last_tokens[request.seat] = token
             request.generated.append(token)
+            told.append(request)
             self._tell(request, token, row)
         self.metrics.tokens(told)
 

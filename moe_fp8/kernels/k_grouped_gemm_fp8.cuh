@@ -10,10 +10,11 @@
 //
 // An expert without tokens has tiles without blocks: zeros are stored, or nothing is added.
 //
-// The kernel is specialised by BLOCK_M, BLOCK_N, NUM_STAGES, CLUSTER_SIZE and OUT_FP32.
+// The kernel is specialised by LAYOUT, BLOCK_M, BLOCK_N, NUM_STAGES and CLUSTER_SIZE.
 #pragma once
 
 #define ROW_SCALES 1
+#define OUT_FP32 1
 #define SPLIT_K 0
 
 #include "gemm/kernel.cuh"

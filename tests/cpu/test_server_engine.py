@@ -90,6 +90,7 @@ def test_logits_that_are_not_numbers_end_one_request(demo_folder: Path) -> None:
     drawn, greedy = answers(engine, PROMPTS[:2], params)
     assert [event.finish_reason for event in drawn] == ["error"] and "drawn" in str(drawn[0].error)
     assert greedy[-1].finish_reason == "length" and engine.failure is None
+    assert engine.metrics.values()["server_generated_tokens_total"] == 4
 
 
 def test_metrics_count_every_token_of_a_step(demo_folder: Path) -> None:

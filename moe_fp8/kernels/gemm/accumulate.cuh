@@ -207,18 +207,14 @@ class Accumulator {
             broadcast(scales);
             multiply<0>(first, ring_);
             multiply<kLast>(last, ring_);
-            prepare<0>(scales);
             collect<1, 0>(first);
             Fragments::promote<0>(sum[0], first, scales);
-            prepare<kLast>(scales);
             collect<0, kLast>(last);
-            const uint32_t slot = ring_.slot;
-            if constexpr (!kRowScales) release_stage(shared_, slot, last[0], scales);
+            release_stage(shared_, ring_.slot, last[0], scales);
             ring_.step();
             const Scales done = scales;
             if (--num_blocks > 0) wait(ring_, scales);
             Fragments::promote<kLast>(sum[kLast], last, done);
-            if constexpr (kRowScales) release_promoted(slot, sum[0], sum[kLast]);
             if (num_blocks == 0) return;
         }
     }

@@ -34,7 +34,8 @@ constexpr bool kPaired = kCluster > 1 && !SPLIT_K;
 constexpr bool kSplitK = kCluster > 1 && SPLIT_K;
 constexpr int kClusterK = kSplitK ? kCluster : 1;
 static_assert(!kPaired || kCluster == 2, "a pair");
-static_assert(!kRowScales || (!kSplitK && BLOCK_M >= 128), "see RowScaled");
+// (`run_side_by_side` takes no scales of single rows.)
+static_assert(!kRowScales || (!kSplitK && BLOCK_M == 128 && (BLOCK_N == 128 || BLOCK_N == 256)), "see RowScaled");
 constexpr uint16_t kEveryone = (1 << kCluster) - 1;
 
 #if ROW_SCALES
@@ -104,7 +105,7 @@ constexpr bool kStagedTogether = kBlockN == 192;
 template <typename Fragments>
 DEVICE constexpr int staging_bytes() {
     if constexpr (kSiluMul) return kBlockM * kBlockK / kMathWarpgroups;  // FP8
-    else if constexpr (!Fragments::kHasStaging || (kRowScales && OUT_FP32)) return 1;  // an array must have an element
+    else if constexpr (!Fragments::kHasStaging) return 1;  // an array must have an element
     else return (kStagedTogether ? kBlockN / Fragments::kBoxRows : Fragments::kBoxes) * Fragments::kStagedBoxBytes;
 }
 

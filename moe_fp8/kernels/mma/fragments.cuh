@@ -254,6 +254,7 @@ template <int kBlockM, int kBlockN>
 struct RowScaled : TokensOnM<kBlockM, kBlockN> {
     using Base = TokensOnM<kBlockM, kBlockN>;
     using Sum = typename Base::Sum;
+    static constexpr bool kHasStaging = false;
     static constexpr int kAhead = kBlockN > 192 ? 2 : 4;  // groups of columns whose scales are read at once
 
     struct Scales {

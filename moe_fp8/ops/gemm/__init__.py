@@ -1,4 +1,4 @@
-"""Block-scaled FP8 GEMMs: dense, and grouped by expert in the contiguous and masked layouts."""
+"""Block-scaled FP8 GEMMs: dense, grouped by expert (contiguous, masked), and with ragged K by expert."""
 
 from moe_fp8.ops.gemm.k_grouped import k_grouped_gemm_fp8
 from moe_fp8.ops.gemm.public import gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked
