@@ -277,7 +277,7 @@ def _gemm_boxes() -> dict[str, int]:
     for layout in get_args(GemmLayout):
         for config in heuristics.gemm_configs(layout, k=1 << 20):
             boxes[f"moe_fp8::kPiecesOf<{config.block_n}>"] = int(config.divided)
-            boxes[f"moe_fp8::kTokenBoxOf<{config.block_m}>"] = config.token_box
+            boxes[f"moe_fp8::sched::kTokenBoxOf<{config.block_m}>"] = config.token_box
             boxes[f"moe_fp8::kWeightBoxOf<{config.block_n}>"] = config.weight_box
             if config.out_box is not None:
                 box_rows = f"moe_fp8::mma::kBoxRowsOf<{config.block_n}>"
@@ -328,7 +328,7 @@ _KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
                 f"moe_fp8::{name}Of<{tile}>": box
                 for config in heuristics.silu_mul_configs()
                 for name, tile, box in (
-                    ("kTokenBox", config.block_m, config.token_box),
+                    ("sched::kTokenBox", config.block_m, config.token_box),
                     ("kWeightBox", config.block_n, config.weight_box),
                 )
             },

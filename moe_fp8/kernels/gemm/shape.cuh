@@ -88,13 +88,10 @@ using TileWriter = sched::TileWriter<kTileReaders, Record>;
 using TileReader = sched::TileReader<kTileReaders, Record>;
 using sched::Tile;
 
-// A box is the rows that TMA copies at once. Only those boxes of a tile are copied that hold rows of it, since experts' last tiles
-// have few tokens.
-template <int kTokens>
-constexpr int kTokenBoxOf = kTokens < 64 ? kTokens : 64;
+// A box is the rows that TMA copies at once.
 template <int kWeightRows>
 constexpr int kWeightBoxOf = kPiecesOf<kWeightRows> ? kWeightRows / 2 : kWeightRows;
-constexpr int kTokenBox = kTokenBoxOf<kBlockM>, kWeightBox = kWeightBoxOf<kBlockN>;
+constexpr int kTokenBox = sched::kTokenBoxOf<kBlockM>, kWeightBox = kWeightBoxOf<kBlockN>;
 
 // Outputs of some tiles are staged for TMA, which stores kStoredTokens tokens at once.
 constexpr bool kStaged = Fragments::kHasStaging && !OUT_FP32 && !kSiluMul;
