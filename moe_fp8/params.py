@@ -88,12 +88,12 @@ _GEMM_FIELDS = (
     "int num_experts",
     "int constant_weights",
 )
-GEMM = ParamStruct("GemmParams", *_GEMM_FIELDS)
+GEMM = ParamStruct("GemmParams", *_GEMM_FIELDS, "int accumulate")
 GEMM_SILU_MUL = ParamStruct(
     "GemmParams", *_GEMM_FIELDS, "float limit", "pointer out_scale", "int64 out_scale_stride"
 )
 
-K_GROUPED_GEMM = ParamStruct("GemmParams", *_GEMM_FIELDS, "TensorMap b_scale_map", "int accumulate")
+K_GROUPED_GEMM = ParamStruct("GemmParams", *_GEMM_FIELDS, "int accumulate", "TensorMap b_scale_map")
 
 MQA_LOGITS = ParamStruct(
     "MqaLogitsParams",
