@@ -312,6 +312,7 @@ _KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
             "moe_fp8::kBlockK": SCALE_BLOCK,
             "moe_fp8::kSegmentAlignment": SEGMENT_ALIGNMENT,
             "moe_fp8::kWarpgroup": heuristics.WARPGROUP,
+            "moe_fp8::mma::kLoadAndAdd": heuristics.K_GROUPED_LOAD_AND_ADD,
             **{
                 f"static_cast<int>(moe_fp8::sched::Layout::{enumerator})": GEMM_LAYOUTS[layout]
                 for layout, enumerator in _ENUMERATORS.items()
