@@ -57,6 +57,9 @@ def fp8_gemm_nt(
     _demand(a, b, recipe, recipe_a, recipe_b, alpha, epilogue)
     _demand_fp32(c, d)
     (a_values, a_scale), (b_values, b_scale) = a, b
+    if of_rows != (b_scale.shape[:1] == b_values.shape[:1]):
+        shape = "[N, K/128]" if of_rows else "[ceil(N/128), K/128]"
+        raise ArgumentError("fp8_gemm_nt", "b[1]", f"shape {shape}, by the recipe", list(b_scale.shape))
     if not of_rows:
         b_scale = b_scale.contiguous()
     gemm_fp8(a_values, a_scale, b_values, b_scale, c=_addend(c, d), out=d, constant_weights=early_weights())
@@ -177,11 +180,12 @@ def k_grouped_fp8_gemm_nt_contiguous(
 ) -> None:
     """d[e] = c[e] + a_e @ b_e^T for each expert e, by one call of `moe_fp8.gemm_fp8` for each expert.
 
-    a: (fp8 of one dimension: the contiguous `[M, ks_cpu[e]]` of each expert, one behind the other; fp32 scales
-    `[M, sum of ks_cpu / 128]` of any stride). b: the same with N in the place of M. d: fp32 `[E, M, N]`.
-    ks_cpu: K of each expert, on the host, in multiples of 128; 0 is allowed. `grouped_layout`, the same on the
-    device, is not read. c: fp32 `[E, M, N]`, d itself, or None for zeros. Other recipes, `use_psum_layout`,
-    `epilogue`, and an N that 64 does not divide go to the engine's own copy.
+    a: (fp8 of one dimension: the contiguous `[M, ks_cpu[e]]` of each expert, one behind the other; fp32
+    scales `[M, sum of ks_cpu / 128]` of any stride). b: the same with N in the place of M.
+    d: fp32 `[E, M, N]`. c: fp32 `[E, M, N]`, d itself, or None for zeros.
+    ks_cpu: K of each expert, on the host, in multiples of 128; 0 is allowed. `grouped_layout`, the same on
+    the device, is not read.
+    Other recipes, `use_psum_layout`, `epilogue`, and an N that 64 does not divide go to the engine's own copy.
     Raises ArgumentError. Safe to capture; a replay has the same `ks_cpu`.
     """
     if tuple(recipe or ()) != _OF_ROWS or use_psum_layout or ks_cpu is None or epilogue is not None:
