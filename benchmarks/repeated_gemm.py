@@ -56,7 +56,7 @@ def dense(
 def contiguous(
     shape: GroupedShape, config: str | None = None, out_dtype: str = "bfloat16", accumulate: bool = False
 ) -> Work:
-    """Rows between segments belong to no expert and are not defined."""
+    """Rows between segments belong to no expert; they are not defined, or with `accumulate` those of `c`."""
     counts = shape.counts()
     starts = aligned_starts(counts)
     if shape.layout == "offsets":
@@ -76,14 +76,17 @@ def contiguous(
             *a, *b, **layout, expected_m=shape.rows_per_expert, c=c, out=out, config=config
         )
 
-    defined = None if shape.layout == "offsets" else (_int32(owners) >= 0)[:, None]
+    defined = None if shape.layout == "offsets" or accumulate else (_int32(owners) >= 0)[:, None]
     return Work(call, size, getattr(torch, out_dtype), inputs.DEVICE, defined)
 
 
 def masked(
     shape: GroupedShape, config: str | None = None, out_dtype: str = "bfloat16", accumulate: bool = False
 ) -> Work:
-    """Each expert's buffer has room for the longest expert; rows past the expert's count are not defined."""
+    """Each expert's buffer has room for the longest expert.
+
+    Rows past the expert's count are not defined, or with `accumulate` those of `c`.
+    """
     counts = shape.counts()
     m_max = -(-max(counts) // 64) * 64
     a = inputs.expert_activations(len(counts), m_max, shape.k)
@@ -98,7 +101,7 @@ def masked(
         )
 
     rows = torch.arange(m_max, device=inputs.DEVICE)
-    defined = (rows < masked_m[:, None])[:, :, None]
+    defined = None if accumulate else (rows < masked_m[:, None])[:, :, None]
     return Work(call, size, getattr(torch, out_dtype), inputs.DEVICE, defined)
 
 

@@ -185,7 +185,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
     d: fp32 `[E, M, N]`. c: fp32 `[E, M, N]`, d itself, or None for zeros.
     ks_cpu: K of each expert, on the host, in multiples of 128; 0 is allowed. `grouped_layout`, the same on
     the device, is not read.
-    Other recipes, `use_psum_layout`, `epilogue`, and an N that 64 does not divide go to the engine's own copy.
+    Other recipes, `use_psum_layout`, `epilogue`, and an N that 64 does not divide go to the engine's own
+    copy.
     Raises ArgumentError. Safe to capture; a replay has the same `ks_cpu`.
     """
     if tuple(recipe or ()) != _OF_ROWS or use_psum_layout or ks_cpu is None or epilogue is not None:
