@@ -9,9 +9,9 @@
 // is the second level of accumulation: the tensor core's sum over 128 of K enters the fp32 sum times both scales.
 //
 // `store` writes one fragment to `out`, which points at the fragment's first token and first weight row. Only the first `columns`
-// of its weight rows exist. With `accumulate`, fp32 is added to what is there. If tokens are many, bf16 goes through shared memory (kHasStaging): `stage` writes a warp's tokens of
-// one fragment to the warpgroup's staging. There each kBoxRows weight rows have a box of kStagedTokens tokens x kBoxBytes, swizzled
-// as TMA expects it.
+// of its weight rows exist. With `accumulate`, fp32 is added to what is there. If tokens are many, bf16 goes through shared memory
+// (kHasStaging): `stage` writes a warp's tokens of one fragment to the warpgroup's staging. There each kBoxRows weight rows have a
+// box of kStagedTokens tokens x kBoxBytes, swizzled as TMA expects it.
 #pragma once
 
 #include "common/types.cuh"
@@ -250,25 +250,24 @@ struct TokensOnM {
         }
     }
 
-    // It stores fp32, and the bf16 of `RowScaled`. (Other bf16 is staged.)
+    // It stores fp32. For bf16 it is named but never called.
     template <typename Out>
     static DEVICE void store(const Sum& sum, Out* out, int64_t stride, const Region& region, int columns, int accumulate) {
+        static_assert(kAddable<Out>, "bf16 is staged");
         const int lane = ptx::fresh_lane(), upper = warpgroup_thread() / kWarp * 16 + lane / 4, lower = upper + 8;
-        Out* pairs = out + lane % 4 * 2;
+        float* pairs = out + lane % 4 * 2;
         Sum d;
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) d[i] = sum[i];
-        if constexpr (kAddable<Out>) {
-            if (accumulate) add_there(d, pairs, stride, region, upper, columns);
-        }
+        if (accumulate) add_there(d, pairs, stride, region, upper, columns);
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {
             if (8 * j < region.left || 8 * j >= min(region.right, columns)) continue;
             if (region.begin <= upper && upper < region.end) {
-                ptx::store_pair(pairs + upper * stride + 8 * j, make_float2(d[4 * j], d[4 * j + 1]));
+                *reinterpret_cast<float2*>(pairs + upper * stride + 8 * j) = make_float2(d[4 * j], d[4 * j + 1]);
             }
             if (region.begin <= lower && lower < region.end) {
-                ptx::store_pair(pairs + lower * stride + 8 * j, make_float2(d[4 * j + 2], d[4 * j + 3]));
+                *reinterpret_cast<float2*>(pairs + lower * stride + 8 * j) = make_float2(d[4 * j + 2], d[4 * j + 3]);
             }
         }
     }
@@ -376,8 +375,28 @@ struct RowScaled : TokensOnM<kBlockM, kBlockN> {
         __syncwarp();  // `WeightsOnM::store` says why
     }
 
+    // Stores bf16. (N is a multiple of 64. If each group of columns had its own test, ptxas would keep the results in registers.)
     static DEVICE void store(const Sum& d, uint16_t* out, int64_t stride, const typename Base::Region& region, int columns, int) {
-        Base::store(d, out, stride, region, columns, 0);
+        constexpr int kTested = 64;
+        static_assert(kBlockN % kTested == 0, "whole stores");
+        const int lane = ptx::fresh_lane(), upper = warpgroup_thread() / kWarp * 16 + lane / 4;
+        const int right = min(region.right, columns);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int token = upper + 8 * half;
+            if (token < region.begin || token >= region.end) continue;
+            uint32_t* row = reinterpret_cast<uint32_t*>(out + token * stride) + lane % 4;
+#pragma unroll
+            for (int first = 0; first < Base::kColumns; first += kTested) {
+                if (first >= right) continue;
+#pragma unroll
+                for (int column = first; column < first + kTested; column += 8) {
+                    const int at = column / 2 + 2 * half;
+                    row[column / 2] = ptx::pack_bf16(d[at], d[at + 1]);
+                }
+            }
+        }
+        __syncwarp();  // `WeightsOnM::store` says why
     }
 
     // These two take a thread's pairs of one token, in the columns [left, right).

@@ -111,29 +111,23 @@ DEVICE void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
                  : "memory");
 }
 
-// Packs two floats as bf16, rounded to nearest even. `low` lands in the low half.
-DEVICE uint32_t pack_bf16(float low, float high) {
-    uint32_t packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
-
-// These store one element or two of fp32, or of bf16 rounded to nearest even.
+// Stores an element of fp32, or of bf16 rounded to nearest even.
 DEVICE void store_as(float* element, float value) { *element = value; }
 
 DEVICE void store_as(uint16_t* element, float value) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(*element) : "f"(value));
 }
 
-DEVICE void store_pair(float* pair, const float2& value) { *reinterpret_cast<float2*>(pair) = value; }
-
-DEVICE void store_pair(uint16_t* pair, const float2& value) {
-    *reinterpret_cast<uint32_t*>(pair) = pack_bf16(value.x, value.y);
-}
-
 // Adds to two neighbouring floats in global memory. Each sum is rounded to nearest even. No later instruction waits for it.
 DEVICE void add_global(float2* pair, const float2& value) {
     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(pair), "f"(value.x), "f"(value.y) : "memory");
+}
+
+// Packs two floats as bf16, rounded to nearest even. `low` lands in the low half.
+DEVICE uint32_t pack_bf16(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
 }
 
 }  // namespace moe_fp8::ptx
