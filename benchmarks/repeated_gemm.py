@@ -29,17 +29,34 @@ def _int32(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, device=inputs.DEVICE, dtype=torch.int32)
 
 
-def dense(shape: DenseShape, config: str | None = None, out_dtype: str = "bfloat16") -> Work:
-    a, b = inputs.activations(shape.m, shape.k), inputs.weights(shape.n, shape.k)
+def _addend(size: tuple[int, ...], accumulate: bool) -> Tensor | None:
+    """Values that never change, to which products are added."""
+    return torch.randn(size, device=inputs.DEVICE) if accumulate else None
+
+
+def dense(
+    shape: DenseShape,
+    config: str | None = None,
+    out_dtype: str = "bfloat16",
+    accumulate: bool = False,
+    of_rows: bool = False,
+) -> Work:
+    """`of_rows`: both operands have scales of 1 x 128."""
+    a = inputs.activations(shape.m, shape.k)
+    b = inputs.activations(shape.n, shape.k) if of_rows else inputs.weights(shape.n, shape.k)
+    size = (shape.m, shape.n)
+    c = _addend(size, accumulate)
 
     def call(out: Tensor) -> None:
-        moe_fp8.gemm_fp8(*a, *b, out=out, config=config, constant_weights=True)
+        moe_fp8.gemm_fp8(*a, *b, c=c, out=out, config=config, constant_weights=True)
 
-    return Work(call, (shape.m, shape.n), getattr(torch, out_dtype), inputs.DEVICE)
+    return Work(call, size, getattr(torch, out_dtype), inputs.DEVICE)
 
 
-def contiguous(shape: GroupedShape, config: str | None = None, out_dtype: str = "bfloat16") -> Work:
-    """Rows between segments belong to no expert and are not defined."""
+def contiguous(
+    shape: GroupedShape, config: str | None = None, out_dtype: str = "bfloat16", accumulate: bool = False
+) -> Work:
+    """Rows between segments belong to no expert; they are not defined, or with `accumulate` those of `c`."""
     counts = shape.counts()
     starts = aligned_starts(counts)
     if shape.layout == "offsets":
@@ -51,41 +68,49 @@ def contiguous(shape: GroupedShape, config: str | None = None, out_dtype: str = 
     index = {"m_indices": owners, "psum": ends, "offsets": starts}[shape.layout]
     layout: dict[str, Any] = {shape.layout: _int32(index)}
     a, b = inputs.activations(starts[-1], shape.k), inputs.weights(shape.n, shape.k, len(counts))
+    size = (starts[-1], shape.n)
+    c = _addend(size, accumulate)
 
     def call(out: Tensor) -> None:
         moe_fp8.grouped_gemm_fp8_contiguous(
-            *a, *b, **layout, expected_m=shape.rows_per_expert, out=out, config=config
+            *a, *b, **layout, expected_m=shape.rows_per_expert, c=c, out=out, config=config
         )
 
-    defined = None if shape.layout == "offsets" else (_int32(owners) >= 0)[:, None]
-    return Work(call, (starts[-1], shape.n), getattr(torch, out_dtype), inputs.DEVICE, defined)
+    defined = None if shape.layout == "offsets" or accumulate else (_int32(owners) >= 0)[:, None]
+    return Work(call, size, getattr(torch, out_dtype), inputs.DEVICE, defined)
 
 
-def masked(shape: GroupedShape, config: str | None = None, out_dtype: str = "bfloat16") -> Work:
-    """Each expert's buffer has room for the longest expert; rows past the expert's count are not defined."""
+def masked(
+    shape: GroupedShape, config: str | None = None, out_dtype: str = "bfloat16", accumulate: bool = False
+) -> Work:
+    """Each expert's buffer has room for the longest expert.
+
+    Rows past the expert's count are not defined, or with `accumulate` those of `c`.
+    """
     counts = shape.counts()
     m_max = -(-max(counts) // 64) * 64
     a = inputs.expert_activations(len(counts), m_max, shape.k)
     b = inputs.weights(shape.n, shape.k, len(counts))
     masked_m = _int32(counts)
+    size = (len(counts), m_max, shape.n)
+    c = _addend(size, accumulate)
 
     def call(out: Tensor) -> None:
         moe_fp8.grouped_gemm_fp8_masked(
-            *a, *b, masked_m, expected_m=shape.rows_per_expert, out=out, config=config
+            *a, *b, masked_m, expected_m=shape.rows_per_expert, c=c, out=out, config=config
         )
 
     rows = torch.arange(m_max, device=inputs.DEVICE)
-    defined = (rows < masked_m[:, None])[:, :, None]
-    return Work(call, (len(counts), m_max, shape.n), getattr(torch, out_dtype), inputs.DEVICE, defined)
+    defined = None if accumulate else (rows < masked_m[:, None])[:, :, None]
+    return Work(call, size, getattr(torch, out_dtype), inputs.DEVICE, defined)
 
 
 def k_grouped(shape: KGroupedShape, accumulate: bool = False) -> Work:
-    """With `accumulate` the product is added to values that never change."""
     counts = shape.counts()
     offsets = _int32([sum(counts[:expert]) for expert in range(len(counts) + 1)])
     a, b = inputs.activations(shape.m, sum(counts)), inputs.activations(shape.n, sum(counts))
     size = (len(counts), shape.m, shape.n)
-    c = torch.randn(size, device=inputs.DEVICE) if accumulate else None
+    c = _addend(size, accumulate)
 
     def call(out: Tensor) -> None:
         moe_fp8.k_grouped_gemm_fp8(*a, *b, offsets, c=c, out=out)
@@ -240,6 +265,23 @@ _K_GROUPED = [
     ),
 ]
 
+_ADDED: dict[str, Any] = {"out_dtype": "float32", "accumulate": True}
+
+#: Products that are added to fp32, and the dense GEMM of operands that both have scales of 1 x 128.
+_SUMS = [
+    _dense(7, 7168, 2048, "8x64/2k", **_ADDED),
+    _dense(30, 3072, 1536, "32x128", **_ADDED),
+    _dense(64, 7168, 2048, "64x128/2k", **_ADDED),
+    _dense(330, 3072, 1536, "192x96", **_ADDED),
+    _dense(2160, 4096, 2048, "128x256/2p", **_ADDED),
+    _grouped(GroupedShape("offsets", 16, 200, 4096, 4096, "sparse"), **_ADDED),
+    _grouped(GroupedShape("m_indices", 8, 300, 4096, 7168, "zipf"), **_ADDED),
+    _grouped(GroupedShape("masked", 32, 64, 1536, 4096), "64x128", **_ADDED),
+    _dense(1536, 2048, 4096, of_rows=True),
+    _dense(1000, 2112, 1024, of_rows=True, **_ADDED),
+    _dense(2176, 1344, 8192, of_rows=True, **_ADDED),
+]
+
 _quantize_weights_and_multiply = partial(quantize_and_multiply, weights=True)
 
 _QUANTIZE = [
@@ -255,4 +297,4 @@ _QUANTIZE = [
     Case("quantize_fp8 of weights + gemm_fp8", DenseShape(1024, 4096, 2048), _quantize_weights_and_multiply),
 ]
 
-CASES = [*_FEW_TOKENS, *_MANY_TOKENS, *_CONTIGUOUS, *_MASKED, *_K_GROUPED, *_QUANTIZE]
+CASES = [*_FEW_TOKENS, *_MANY_TOKENS, *_CONTIGUOUS, *_MASKED, *_K_GROUPED, *_SUMS, *_QUANTIZE]

@@ -88,12 +88,12 @@ _GEMM_FIELDS = (
     "int num_experts",
     "int constant_weights",
 )
-GEMM = ParamStruct("GemmParams", *_GEMM_FIELDS)
+GEMM = ParamStruct("GemmParams", *_GEMM_FIELDS, "int accumulate")
 GEMM_SILU_MUL = ParamStruct(
     "GemmParams", *_GEMM_FIELDS, "float limit", "pointer out_scale", "int64 out_scale_stride"
 )
 
-K_GROUPED_GEMM = ParamStruct("GemmParams", *_GEMM_FIELDS, "TensorMap b_scale_map", "int accumulate")
+K_GROUPED_GEMM = ParamStruct("GemmParams", *_GEMM_FIELDS, "int accumulate", "TensorMap b_scale_map")
 
 MQA_LOGITS = ParamStruct(
     "MqaLogitsParams",
@@ -312,6 +312,7 @@ _KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
             "moe_fp8::kBlockK": SCALE_BLOCK,
             "moe_fp8::kSegmentAlignment": SEGMENT_ALIGNMENT,
             "moe_fp8::kWarpgroup": heuristics.WARPGROUP,
+            "moe_fp8::mma::kLoadAndAdd": heuristics.K_GROUPED_LOAD_AND_ADD,
             **{
                 f"static_cast<int>(moe_fp8::sched::Layout::{enumerator})": GEMM_LAYOUTS[layout]
                 for layout, enumerator in _ENUMERATORS.items()

@@ -100,8 +100,9 @@ class GemmProblem:
 class KGroupedGemmProblem:
     """D[e] (+)= A[:, ke] @ B[:, ke]^T for the columns ke of each of `num_experts` experts.
 
-    `m`, `n`: the rows of A and of B; both have 1 x 128 scales. `k`: the columns of all experts together.
-    `accumulate`: whether D holds values to which the products are added.
+    `m`, `n`: the rows of A and of B; both have 1 x 128 scales. `k`: the columns of all experts together. One
+    expert is a dense GEMM. `accumulate`: whether D holds values to which the products are added; only fp32 is
+    added to.
     """
 
     m: int
@@ -110,6 +111,7 @@ class KGroupedGemmProblem:
     num_experts: int
     accumulate: bool = False
     num_sms: int = DEFAULT_NUM_SMS
+    out_dtype: OutDtype = "float32"
 
     def for_selection(self) -> KGroupedGemmProblem:
         """The problem that the choice of a kernel uses: one expert of the mean columns, all rounded up."""

@@ -219,7 +219,7 @@ def select_gemm_silu_mul(problem: GemmSiluMulProblem) -> Selection[heuristics.Ge
 
 
 @cache
-def _k_grouped_gemm_spec(config: heuristics.GemmConfig) -> KernelSpec:
+def _k_grouped_gemm_spec(config: heuristics.GemmConfig, out_dtype: str) -> KernelSpec:
     return _spec(
         "k_grouped_gemm_fp8",
         config.threads,
@@ -229,13 +229,15 @@ def _k_grouped_gemm_spec(config: heuristics.GemmConfig) -> KernelSpec:
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         NUM_STAGES=config.num_stages,
+        OUT_FP32=int(out_dtype == "float32"),
     )
 
 
 def select_k_grouped_gemm(problem: KGroupedGemmProblem) -> Selection[heuristics.GemmConfig]:
     """The mean columns of an expert choose the tile; the number of SMs and of tiles gives the grid."""
     config = heuristics.k_grouped_config(problem)
-    return Selection(_k_grouped_gemm_spec(config), heuristics.k_grouped_grid(config, problem), config)
+    spec = _k_grouped_gemm_spec(config, problem.out_dtype)
+    return Selection(spec, heuristics.k_grouped_grid(config, problem), config)
 
 
 def select_mqa_logits(problem: MqaLogitsProblem) -> Selection[heuristics.MqaWork]:

@@ -200,7 +200,7 @@ def run_reference(case: GemmCase, run: tuple[int, int, int]) -> Tensor:
     else:
         a, scale, b, b_scale = case.a, case.a_scale, case.b[e], case.b_scale[e]
     out = torch.empty(end - start, b.shape[0], dtype=F64, device=a.device)
-    gemm_reference.gemm(a[start:end], scale[start:end], b, b_scale, out, F64)
+    gemm_reference.gemm(a[start:end], scale[start:end], b, b_scale, out, compute_dtype=F64)
     return out
 
 

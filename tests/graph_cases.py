@@ -11,6 +11,7 @@ from torch import Tensor
 
 import moe_fp8
 from tests import cache_cases, cases, k_grouped_cases, moe_cases, topk_cases
+from tests.gemm_addend_cases import addend, named_case
 
 Named = dict[str, Tensor]
 
@@ -34,6 +35,11 @@ def _gemm(case: cases.GemmCase) -> Named:
 
 def _operands(given: Named) -> tuple[Tensor, ...]:
     return given["a"], given["a_scale"], given["b"], given["b_scale"]
+
+
+def _with_addend(seed: int, device: str) -> Named:
+    case = named_case("dense", (33,), 192, 256, device, seed)
+    return {**_gemm(case), "c": addend(case, seed)}
 
 
 def _contiguous(layout: str) -> GraphCase:
@@ -170,6 +176,14 @@ CASES = {
     ),
     "gemm_fp8": GraphCase(
         lambda seed, device: _gemm(cases.dense_case(33, 192, 256, device, seed)),
+        lambda given: moe_fp8.gemm_fp8(*_operands(given)),
+    ),
+    "gemm_fp8 that adds": GraphCase(
+        _with_addend,
+        lambda given: moe_fp8.gemm_fp8(*_operands(given), c=given["c"]),
+    ),
+    "gemm_fp8 of rows": GraphCase(
+        lambda seed, device: _gemm(named_case("dense of rows", (33,), 192, 256, device, seed)),
         lambda given: moe_fp8.gemm_fp8(*_operands(given)),
     ),
     "m_indices": _contiguous("m_indices"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -83,6 +83,15 @@ def with_ends(case: KGroupedCase, ends: Sequence[int]) -> KGroupedCase:
         scale[:, : ends[0] // 128] = float("nan")
         scale[:, ends[-1] // 128 :] = float("nan")
     return replace(case, ends=tuple(ends))
+
+
+def flat_operands(case: KGroupedCase, row_major: bool = False) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Both operands as DeepGEMM takes them: values of each expert one behind the other, and the scales."""
+    found = []
+    for values, scale in ((case.a, case.a_scale), (case.b, case.b_scale)):
+        parts = [values.view(torch.uint8)[:, start:end].flatten() for start, end in pairwise(case.ends)]
+        found.append((torch.cat(parts).view(values.dtype), scale.contiguous() if row_major else scale))
+    return tuple(found)
 
 
 def _dequantized(values: Tensor, scale: Tensor, start: int, end: int) -> Tensor:

@@ -42,6 +42,7 @@ def gemm_problems() -> Iterator[Problem]:
             yield GemmProblem(layout, m, n, 2048, experts, None, out_dtype)
     for k, accumulate, sms in itertools.product((1024, 65536), (False, True), (1, 132)):
         yield KGroupedGemmProblem(7168, 2048, k, 8, accumulate, sms)
+        yield KGroupedGemmProblem(7168, 2048, k, 1, num_sms=sms, out_dtype="bfloat16")
 
 
 def indexer_problems() -> Iterator[Problem]:

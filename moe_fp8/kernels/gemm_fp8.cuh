@@ -1,5 +1,5 @@
-// Block-scaled FP8 GEMM, dense and grouped: D[m,n] = sum_k A[m,k] * B[n,k], with a scale for each 1 x 128 of A and
-// each 128 x 128 of B.
+// Block-scaled FP8 GEMM, dense and grouped: D[m,n] (+)= sum_k A[m,k] * B[n,k], with a scale for each 1 x 128 of A and
+// each 128 x 128 of B. Only fp32 is added to.
 //
 // The grid is persistent. In each CTA one warp walks the CTA's tiles, a second warp feeds a ring of stages by TMA, and a third warp
 // adds the weights' scales. (The walking warp copies the weights of the first stages.) One to three math warpgroups share every

@@ -8,13 +8,13 @@
 //   weight_scales   TMA copies overwrite them after `empty` of the stage. The arrival comes after the promotions and takes a sum that
 //                   was computed from each scale (`Promoted`).
 //
-// An expert without tokens has tiles without blocks: zeros are stored, or nothing is added.
+// An expert without tokens has tiles without blocks: zeros are stored, or nothing is added. Without an index there is one expert,
+// which has all of K: this is the dense GEMM of operands that both have scales of single rows.
 //
-// The kernel is specialised by LAYOUT, BLOCK_M, BLOCK_N, NUM_STAGES and CLUSTER_SIZE.
+// The kernel is specialised by LAYOUT, BLOCK_M, BLOCK_N, NUM_STAGES, CLUSTER_SIZE and OUT_FP32.
 #pragma once
 
 #define ROW_SCALES 1
-#define OUT_FP32 1
 #define SPLIT_K 0
 
 #include "gemm/kernel.cuh"

@@ -23,6 +23,11 @@ class Modes:
         cls.usual = num_sms is None and launching
 
 
+def launches(out: torch.Tensor) -> bool:
+    """Whether calls that write `out` do so: within `compile_only` those on a GPU do not."""
+    return Modes.launching or not out.is_cuda
+
+
 def set_num_sms(num_sms: int | None) -> None:
     """From now on, the ops of this process use at most `num_sms` SMs of a GPU; None: all of them.
 

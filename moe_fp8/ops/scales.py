@@ -71,6 +71,14 @@ def to_mn_major(scale: Tensor) -> Tensor:
     return torch.empty_strided(scale.shape, stride, dtype=scale.dtype, device=scale.device).copy_(scale)
 
 
+def of_rows(b: Tensor, b_scale: Tensor) -> bool:
+    """Whether weights [N,K] have a scale for each 1 x 128, as activations have, and not for each 128 x 128.
+
+    N is a multiple of 64, so that scales of blocks are always fewer than rows.
+    """
+    return b_scale.shape[:1] == b.shape[:1]
+
+
 @cache
 def _count_conversion() -> Callable[[str], None]:
     """`count_scale_conversion` of `moe_fp8.jit.runtime`, which the import of the ops alone does not load."""

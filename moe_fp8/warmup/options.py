@@ -33,7 +33,8 @@ class PlanOptions(Parallelism):
     dtypes of the GEMMs' outputs. `pad_intermediate`: see `gemm_shapes`. `batch_invariant`: whether the server
     runs with MOE_FP8_BATCH_INVARIANT on; the default is this process's setting. `engine`: plan only what this
     engine calls ("vllm" or "sglang"); None plans every call that the ops serve in a forward pass.
-    `weight_gradients`: plan `k_grouped_gemm_fp8` for the weights of every GEMM, which training calls.
+    `weight_gradients`: plan `k_grouped_gemm_fp8`, and `gemm_fp8` with scales of 1 x 128 on both operands, for
+    the weights of every GEMM, which training calls.
     """
 
     max_tokens: int = 16384

@@ -262,20 +262,30 @@ def gemm_silu_mul_rows(
 def weight_gradient_rows(
     shapes: Iterable[GemmShape], bounds: Bounds, options: PlanOptions
 ) -> Iterator[PlanRow]:
-    """The rows of `k_grouped_gemm_fp8` for the weights of each GEMM; their ranges are of the mean tokens."""
+    """The rows of `k_grouped_gemm_fp8` for the weights of each GEMM; their ranges are of the mean tokens.
+
+    `gemm_fp8` with scales of 1 x 128 on both operands has the kernels of one expert, and more for bf16.
+    """
     merged: dict[tuple[int, int, int | None], list[str]] = {}
     for shape in shapes:
         merged.setdefault((shape.n, shape.k, shape.num_experts), []).append(shape.what)
     for (n, k, experts), what in merged.items():
         local, most = (1, bounds.dense) if experts is None else (experts, bounds.contiguous)
 
-        def gradients(mean: int, n: int = n, k: int = k, local: int = local) -> Iterable[Problem]:
+        def fp32(mean: int, n: int = n, k: int = k, local: int = local) -> Iterable[Problem]:
             for accumulate, sms in product((False, True), options.sm_budgets):
                 yield KGroupedGemmProblem(n, k, mean * local, local, accumulate, sms)
 
-        for spec, ranges, _ in _sweep(_runs(-(-most // local), selection_extent), gradients):
-            names = tuple(dict.fromkeys(what))
-            yield PlanRow("k_grouped_gemm_fp8", names, None, n, k, experts, ranges, spec)
+        def bf16(mean: int, n: int = n, k: int = k) -> Iterable[Problem]:
+            for sms in options.sm_budgets:
+                yield KGroupedGemmProblem(n, k, mean, 1, False, sms, "bfloat16")
+
+        uses: list[tuple[str, Callable[[int], Iterable[Problem]]]] = [("k_grouped_gemm_fp8", fp32)]
+        if experts is None and "bfloat16" in options.out_dtypes:
+            uses.append(("gemm_fp8", bf16))
+        for op, problems_at in uses:
+            for spec, ranges, _ in _sweep(_runs(-(-most // local), selection_extent), problems_at):
+                yield PlanRow(op, tuple(dict.fromkeys(what)), None, n, k, experts, ranges, spec)
 
 
 def moe_rows(

@@ -85,20 +85,23 @@ def _gemm() -> dict[str, Any]:
         "expected_m": None,
         "out": case.poisoned(),
         "config": None,
+        "accumulate": False,
     }
 
 
 def _dense() -> dict[str, Any]:
     case = cases.dense_case(3, 64, 256)
     arguments = {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale}
-    return {**arguments, "out": case.poisoned(), "config": None, "constant_weights": False}
+    options = {"config": None, "constant_weights": False, "accumulate": False}
+    return {**arguments, "out": case.poisoned(), **options}
 
 
 def _contiguous() -> dict[str, Any]:
     case = cases.contiguous_case("psum", (3, 2), 64, 256)
     arguments = {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale}
     hint = {"index": case.index, "layout": "psum", "expected_m": None}
-    return {**arguments, **hint, "out": case.poisoned(), "config": None, "constant_weights": False}
+    options = {"config": None, "constant_weights": False, "accumulate": False}
+    return {**arguments, **hint, "out": case.poisoned(), **options}
 
 
 def _gemm_silu_mul() -> dict[str, Any]:

@@ -19,12 +19,15 @@ from moe_fp8 import integrations
 from moe_fp8.errors import ArgumentError, ConfigError, UnsupportedError
 from moe_fp8.integrations import vendored
 from tests import cases
+from tests.gemm_addend_cases import named_case
+from tests.k_grouped_cases import check, flat_operands, k_grouped_case
 
 GEMMS = (
     "fp8_gemm_nt",
     "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked",
     "fp8_m_grouped_gemm_nt_masked",
+    "k_grouped_fp8_gemm_nt_contiguous",
 )
 INDEXER = ("fp8_mqa_logits", "fp8_fp4_mqa_logits", "fp8_paged_mqa_logits", "fp8_fp4_paged_mqa_logits")
 
@@ -46,7 +49,14 @@ def copy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The engine's own copy, which records calls of any name it has."""
     module = ModuleType("vllm.third_party.deep_gemm")
     module.calls = []  # type: ignore[attr-defined]
-    for name in ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_masked", "fp8_mqa_logits", "einsum", "set_num_sms"):
+    for name in (
+        "fp8_gemm_nt",
+        "m_grouped_fp8_gemm_nt_masked",
+        *GEMMS[4:],
+        "fp8_mqa_logits",
+        "einsum",
+        "set_num_sms",
+    ):
         setattr(module, name, lambda *given, name=name, **named: module.calls.append((name, given, named)))
     for parent in ("vllm", "vllm.third_party"):
         monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
@@ -192,7 +202,7 @@ def test_dense_accumulates(in_place: bool, deep_gemm: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"recipe": (1, 1, 128)}, r"recipe \(1, 128, 128\)"),
+        ({"recipe": (1, 1, 32)}, "of b of 128 x 128"),
         ({"alpha": 2.0}, "alpha"),
         ({"c": torch.zeros(9, 128, dtype=torch.bfloat16)}, "c is added in fp32"),
     ],
@@ -207,6 +217,74 @@ def test_dense_calls_that_are_not_served(
     del copy.fp8_gemm_nt
     with pytest.raises(UnsupportedError, match=reason):
         deep_gemm.fp8_gemm_nt(*given, **changes)
+
+
+@pytest.mark.parametrize("recipes", [{"recipe": (1, 1, 128)}, {"recipe_a": (1, 128), "recipe_b": (1, 128)}])
+def test_dense_with_scales_of_rows(recipes: dict[str, Any], deep_gemm: ModuleType) -> None:
+    case = named_case("dense of rows", (33,), 192, 256)
+    added = torch.randn(33, 192)
+    for scale in (case.b_scale, case.b_scale.contiguous()):
+        out = case.poisoned(torch.float32)
+        deep_gemm.fp8_gemm_nt((case.a, case.a_scale), (case.b, scale), out, **recipes)
+        cases.check_gemm(case, out)
+        total = added.clone()
+        deep_gemm.fp8_gemm_nt(
+            (case.a, case.a_scale), (case.b, scale), total, c=total.view(33, 192), **recipes
+        )
+        assert torch.equal(total, out + added)
+
+
+@pytest.mark.parametrize("recipe", [None, (1, 128, 128), (1, 1, 128)])
+def test_scales_have_the_shape_of_the_recipe(recipe: Any, deep_gemm: ModuleType) -> None:
+    case = named_case("dense" if recipe == (1, 1, 128) else "dense of rows", (5,), 192, 256)
+    with pytest.raises(ArgumentError, match="by the recipe"):
+        deep_gemm.fp8_gemm_nt((case.a, case.a_scale), (case.b, case.b_scale), case.poisoned(), recipe=recipe)
+
+
+@pytest.mark.parametrize("sizes", [(256, 0, 128, 384), (0, 128), (0, 0)])
+@pytest.mark.parametrize("addend", ["none", "other", "itself", "view"])
+def test_ragged_k(addend: str, sizes: tuple[int, ...], deep_gemm: ModuleType) -> None:
+    case = k_grouped_case(sizes, 36, 192)
+    a, b = flat_operands(case, row_major=addend == "other")
+    c = case.addend()
+    out = c.clone() if addend in ("itself", "view") else case.poisoned()
+    given = {"none": None, "other": c, "itself": out, "view": out.view(out.shape)}[addend]
+    layout = torch.tensor(sizes, dtype=torch.int32)
+    assert deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, out, list(sizes), layout, given) is None
+    check(case, out, None if addend == "none" else c)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recipe": (1, 1, 32)},
+        {"use_psum_layout": True},
+        {"ks_cpu": None},
+        {"ks_cpu": [64, 320]},
+        {"epilogue": 1},
+    ],
+)
+def test_ragged_k_that_is_not_served(
+    changes: dict[str, Any], copy: ModuleType, deep_gemm: ModuleType
+) -> None:
+    case = k_grouped_case((128, 256), 36, 64)
+    a, b = flat_operands(case)
+    given = {"ks_cpu": [128, 256], "grouped_layout": case.offsets} | changes
+    deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, case.poisoned(), **given)
+    assert [call[0] for call in copy.calls] == ["k_grouped_fp8_gemm_nt_contiguous"]
+
+
+@pytest.mark.parametrize("change", ["a", "b_scale", "ks_cpu"])
+def test_ragged_k_that_does_not_fit(change: str, deep_gemm: ModuleType) -> None:
+    case = k_grouped_case((128, 256), 36, 64)
+    (a, a_scale), (b, b_scale) = flat_operands(case)
+    sizes = [128, 128, 128] if change == "ks_cpu" else [128, 256]
+    a, b_scale = a[36 * 128 :] if change == "a" else a, b_scale[:, :2] if change == "b_scale" else b_scale
+    out = case.addend()
+    before = out.clone()
+    with pytest.raises(ArgumentError):
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous((a, a_scale), (b, b_scale), out, sizes, case.offsets, out)
+    assert torch.equal(out, before)
 
 
 def test_a_k_that_128_does_not_divide_is_not_served(deep_gemm: ModuleType) -> None:

@@ -32,6 +32,11 @@ def _dense() -> dict[str, Any]:
     return {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale, "out": out}
 
 
+def _dense_of_rows() -> dict[str, Any]:
+    """b has scales of 1 x 128."""
+    return _dense() | {"b_scale": torch.ones(2, 64).T}
+
+
 def _contiguous() -> dict[str, Any]:
     case = cases.contiguous_case("offsets", (3, 2), 64, 256)
     arguments = {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale}
@@ -93,6 +98,7 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "gemm_fp8": (moe_fp8.gemm_fp8, _dense),
     "grouped_gemm_fp8_contiguous": (moe_fp8.grouped_gemm_fp8_contiguous, _contiguous),
     "grouped_gemm_fp8_masked": (moe_fp8.grouped_gemm_fp8_masked, _masked),
+    "gemm_fp8 of rows": (moe_fp8.gemm_fp8, _dense_of_rows),
     "k_grouped_gemm_fp8": (moe_fp8.k_grouped_gemm_fp8, _k_grouped),
     "mqa_logits_fp8": (moe_fp8.mqa_logits_fp8, _mqa),
     "paged_mqa_logits_fp8": (moe_fp8.paged_mqa_logits_fp8, _paged),
@@ -136,13 +142,27 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("grouped_gemm_fp8_masked", "masked_m", lambda i: i[:-1]),
     ("grouped_gemm_fp8_masked", "b", lambda b: b[:1]),
     *[
+        ("gemm_fp8 of rows", argument, change)
+        for argument, change in (
+            ("a", lambda a: a[:, :64]),
+            ("b", lambda b: b[:, :128]),
+            ("b", _strided),
+            ("b_scale", lambda s: s.half()),
+            ("b_scale", lambda s: s[:, :1]),
+            ("b_scale", lambda s: s[:63]),
+            ("b_scale", lambda s: s[:, 0]),
+            ("b_scale", lambda s: s[None]),
+            ("out", lambda out: out[..., :32]),
+            ("out", lambda out: out.half()),
+        )
+    ],
+    *[
         ("k_grouped_gemm_fp8", argument, change)
         for argument, change in (
             ("a", lambda a: a.float()),
             ("a", lambda a: a[0]),
             ("a", _strided),
             ("a", lambda a: a[:, :64]),
-            ("a", lambda a: a[:, :0]),
             ("a_scale", lambda s: s.double()),
             ("a_scale", lambda s: s[:, :2]),
             ("a_scale", lambda s: s[1:]),
@@ -259,8 +279,9 @@ def test_a_bad_argument_is_named(op: str, argument: str, change: Change) -> None
     with pytest.raises(ArgumentError) as caught:
         function(**arguments)
     error = caught.value
-    assert (error.op, error.argument) == (op, argument)
-    assert f"{op}: {argument}: expected {error.expected}, got {error.got}" in str(error)
+    name = op.partition(" ")[0]
+    assert (error.op, error.argument) == (name, argument)
+    assert f"{name}: {argument}: expected {error.expected}, got {error.got}" in str(error)
 
 
 def _silu_mul_operands() -> dict[str, Any]:
@@ -275,6 +296,7 @@ def _addend() -> dict[str, Any]:
 
 DEVICES = [
     *[(checks.gemm, _dense, name) for name in ("a_scale", "b", "b_scale", "out")],
+    (checks.gemm, _dense_of_rows, "b_scale"),
     *[(checks.gemm_masked, _masked, name) for name in ("a_scale", "b", "masked_m", "out")],
     *[(checks.k_grouped_gemm, _k_grouped, name) for name in ("a_scale", "b", "b_scale", "offsets", "out")],
     (checks.addend, _addend, "c"),

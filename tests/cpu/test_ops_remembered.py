@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import importlib
 import inspect
+import itertools
 import math
 import struct
 from collections.abc import Callable, Iterator
@@ -223,7 +224,7 @@ def test_a_launch_has_the_callers_config(cuda: _Cuda) -> None:
 def test_a_launch_of_a_gemm_packs_what_the_kernel_reads(
     cuda: _Cuda, monkeypatch: pytest.MonkeyPatch, op: str, index: str | None, promise: dict[str, bool]
 ) -> None:
-    maps = iter(range(1, 5))
+    maps = itertools.count(1)
     monkeypatch.setattr(cuda.gemm, "encode_2d", lambda *sizes, **kinds: bytes([next(maps)] * 128))
     arguments = {**OPS[op](), "config": "8x128", **promise}
     cuda.run(op, arguments)
@@ -235,6 +236,8 @@ def test_a_launch_of_a_gemm_packs_what_the_kernel_reads(
     sizes = (out.stride(-2), m, out.shape[-1], k, experts)
     assert struct.unpack("<4q5i", params[512:564]) == (*addresses, *sizes, any(promise.values()))
     assert not any(params[564:])
+    cuda.run(op, arguments | {"out": out.float(), "accumulate": True})
+    assert struct.unpack_from("<i", cuda.kernel.launches[1][2], 564) == (2,)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -252,8 +255,23 @@ def test_a_launch_of_ragged_k_packs_what_the_kernel_reads(
     assert params[:512] == b"".join(bytes([number] * 128) for number in (1, 2, 3, 0))
     addresses = (arguments["out"].data_ptr(), 0, arguments["offsets"].data_ptr())
     assert struct.unpack("<4q5i", params[512:564]) == (*addresses, 64, 5, 64, 384, 3, 0)
-    assert params[576:704] == bytes([4] * 128) and not any(params[564:576])
-    assert struct.unpack_from("<i", params, 704) == (2 if accumulate else 0,) and not any(params[708:])
+    assert struct.unpack_from("<i", params, 564) == (2 if accumulate else 0,)
+    assert params[576:704] == bytes([4] * 128) and not any(params[568:576]) and not any(params[704:])
+
+
+@pytest.mark.parametrize("dtype, accumulate", [("bfloat16", False), ("float32", False), ("float32", True)])
+def test_a_dense_launch_of_scales_of_rows_packs_one_expert(
+    cuda: _Cuda, monkeypatch: pytest.MonkeyPatch, dtype: str, accumulate: bool
+) -> None:
+    monkeypatch.setattr(cuda.gemm, "encode_2d", lambda *sizes, **kinds: b"")
+    out = torch.zeros(3, 64, dtype=getattr(torch, dtype))
+    options = {"out": out, "accumulate": accumulate, "constant_weights": True}
+    cuda.run("gemm_fp8", {**OPS["gemm_fp8"](), "b_scale": torch.ones(2, 64).T, **options})
+    ((grid, _, params),) = cuda.kernel.launches
+    assert grid == (2 if accumulate else 8)
+    assert struct.unpack("<4q6i", params[512:568]) == (
+        out.data_ptr(), 0, 0, 64, 3, 64, 256, 1, 1, 2 if accumulate else 0,
+    )  # fmt: skip
 
 
 def test_the_second_gemm_of_a_layer_reads_weights_early(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,15 @@ def test_opcheck_with_a_config(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", _WITH_CONFIG)
+@pytest.mark.usefixtures("fp8_allclose")
+def test_opcheck_of_an_output_that_is_read(name: str) -> None:
+    *operands, out = OPS[name]()
+    promise = () if name == "grouped_gemm_fp8_masked" else (False,)
+    arguments = (*operands, torch.randn(out.shape), None, *promise, True)
+    torch.library.opcheck(getattr(torch.ops.moe_fp8, name).default, arguments)
+
+
+@pytest.mark.parametrize("name", _WITH_CONFIG)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_bad_config_is_an_error_before_anything_runs(name: str, device: str) -> None:
     arguments = [x.to(device) if isinstance(x, torch.Tensor) else x for x in OPS[name]()]

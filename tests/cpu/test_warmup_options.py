@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -107,6 +108,9 @@ def any_calls(name: str, used: PlanOptions, draw: st.DrawFn) -> Iterator[Problem
         part = config["moe_intermediate_size"] * config["n_shared_experts"] // cut
         # Replicated shared experts get the tokens of one rank.
         yield GemmProblem("dense", tokens, 2 * part, hidden, 1, None, dtype, **server)
+        if used.weight_gradients:
+            accumulate = dtype == "float32" and draw(st.booleans())
+            yield KGroupedGemmProblem(2 * part, hidden, tokens, 1, accumulate, sms, dtype)
     yield QuantizeProblem(tokens, hidden, "bfloat16", draw(st.booleans()), sms)
     if "index_n_heads" in config:
         heads, dim, page = config["index_n_heads"], config["index_head_dim"], chosen(draw, used.block_size)
@@ -212,7 +216,8 @@ def test_weight_gradients_are_planned_where_they_are_asked_for() -> None:
         )
         rows = [row for row in trained.rows if row not in usual.rows]
         assert set(usual.rows) == set(trained.rows) - set(rows)
-        assert {row.op for row in rows} == {"k_grouped_gemm_fp8"}
+        assert {row.op for row in rows} == {"k_grouped_gemm_fp8", "gemm_fp8"}
+        assert all(row.num_experts is None for row in rows if row.op == "gemm_fp8")
         assert not any(row.op == "k_grouped_gemm_fp8" for row in usual.rows)
         shapes = {(row.n, row.k, row.num_experts) for row in rows}
         assert shapes == {
@@ -220,12 +225,15 @@ def test_weight_gradients_are_planned_where_they_are_asked_for() -> None:
         }
         for row in rows:
             experts = row.num_experts or 1
-            specs = {
-                kernel_spec(KGroupedGemmProblem(row.n or 0, row.k or 0, mean * experts, experts, accumulate))
+            bf16 = row.op == "gemm_fp8"
+            problems = [
+                KGroupedGemmProblem(row.n or 0, row.k or 0, mean * experts, experts, accumulate)
                 for mean in row.rows[0]
-                for accumulate in (False, True)
-            }
-            assert row.spec in specs and "block_m=128" in row.config
+                for accumulate in (False, not bf16)
+            ]
+            if bf16:
+                problems = [replace(problem, out_dtype="bfloat16") for problem in problems]
+            assert row.spec in map(kernel_spec, problems) and "block_m=128" in row.config
 
 
 def test_extra_gemms_are_in_the_plan() -> None:

@@ -174,6 +174,8 @@ def any_calls(planned: Plan, draw: st.DrawFn) -> Iterator[Problem]:
         yield KGroupedGemmProblem(
             shape.n, shape.k, tokens, shape.num_experts or 1, draw(st.booleans()), sms
         )  # fmt: skip
+        if shape.num_experts is None and "bfloat16" in options.out_dtypes:
+            yield KGroupedGemmProblem(shape.n, shape.k, tokens, 1, False, sms, "bfloat16")
 
     rows = draw(st.integers(1, most_rows(planned, "psum")))
     yield QuantizeProblem(rows, shape.k, model.dtype, draw(st.booleans()), sms)

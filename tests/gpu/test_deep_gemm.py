@@ -12,6 +12,8 @@ import torch
 import moe_fp8
 from moe_fp8 import integrations
 from tests import cases
+from tests.gemm_addend_cases import addend, check_sum, named_case
+from tests.k_grouped_cases import check, flat_operands, k_grouped_case
 
 WEIGHTS = [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)]
 
@@ -40,6 +42,31 @@ def test_dense_accumulates_in_place(deep_gemm: ModuleType) -> None:
     before = out.clone()
     deep_gemm.fp8_gemm_nt((case.a, case.a_scale), (case.b, case.b_scale), out, c=out)
     cases.check_gemm(case, out - before)
+
+
+@pytest.mark.parametrize("m, n, k", [(100, 2112, 1536), (1536, 2048, 4096)])
+def test_dense_with_scales_of_rows(m: int, n: int, k: int, deep_gemm: ModuleType) -> None:
+    case = named_case("dense of rows", (m,), n, k, "cuda")
+    out = addend(case)
+    before = out.clone()
+    operands = (case.a, case.a_scale), (case.b, case.b_scale)
+    deep_gemm.fp8_gemm_nt(*operands, out, c=out, recipe=(1, 1, 128))
+    check_sum(case, out, before)
+    deep_gemm.fp8_gemm_nt(*operands, out, recipe_a=(1, 128), recipe_b=(1, 128))
+    cases.check_gemm(case, out)
+
+
+@pytest.mark.parametrize("m, n", [(768, 2048), (130, 192)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_ragged_k(in_place: bool, m: int, n: int, deep_gemm: ModuleType) -> None:
+    sizes = [256, 0, 128, 4096, 0, 1408]
+    case = k_grouped_case(sizes, m, n, "cuda")
+    a, b = flat_operands(case)
+    c = case.addend()
+    out = c.clone() if in_place else case.poisoned()
+    on_device = torch.tensor(sizes, dtype=torch.int32, device="cuda")
+    deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, out, sizes, on_device, out if in_place else c)
+    check(case, out, c)
 
 
 @pytest.mark.parametrize("layout", ["m_indices", "psum"])

@@ -13,6 +13,7 @@ import torch
 import moe_fp8
 from moe_fp8.warmup import Plan, PlanOptions, load_model, load_plan, plan
 from tests import cache_cases, cases
+from tests.gemm_addend_cases import call, named_case
 from tests.k_grouped_cases import k_grouped_case
 
 CONFIG = Path(__file__).parents[1] / "configs" / "deepseek_v32.json"
@@ -98,6 +99,11 @@ def run_weight_gradients(planned: Plan, device: str, rng: random.Random) -> None
         if row.op != "k_grouped_gemm_fp8":
             continue
         assert row.n is not None and row.k is not None
+        if row.num_experts is None:
+            dense = named_case("dense of rows", (row.n,), row.k, 128 * rng.randint(1, 8), device)
+            c = call(dense, out_dtype=torch.float32)
+            call(dense, c=c, out=c)
+            call(dense)
         sizes = [128 * rng.randint(0, 2) for _ in range(row.num_experts or 1)]
         case = k_grouped_case(sizes, row.n, row.k, device, after=128)
         out = moe_fp8.k_grouped_gemm_fp8(*case.operands())

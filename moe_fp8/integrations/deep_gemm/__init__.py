@@ -22,6 +22,7 @@ _GEMM_NAMES: dict[str, tuple[str, str]] = {
     "m_grouped_fp8_gemm_nt_masked": ("experts", "m_grouped_fp8_gemm_nt_masked"),
     "m_grouped_fp8_fp4_gemm_nt_masked": ("experts", "m_grouped_fp8_gemm_nt_masked"),
     "fp8_m_grouped_gemm_nt_masked": ("experts", "m_grouped_fp8_gemm_nt_masked"),
+    "k_grouped_fp8_gemm_nt_contiguous": ("experts", "k_grouped_fp8_gemm_nt_contiguous"),
 }
 
 _INDEXER_NAMES = (

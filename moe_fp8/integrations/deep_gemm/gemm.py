@@ -12,14 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_fp8.errors import ArgumentError
 from moe_fp8.integrations.deep_gemm.layout import get_mk_alignment_for_contiguous_layout
 from moe_fp8.integrations.deep_gemm.modes import early_weights
 from moe_fp8.integrations.forwarding import NotServed, or_vendored
-from moe_fp8.ops import gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked
+from moe_fp8.limits import N_MULTIPLE
+from moe_fp8.ops import gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked, to_mn_major
 from moe_fp8.problems import SEGMENT_ALIGNMENT
 
 Pair = tuple[Tensor, Tensor]
 Recipe = Sequence[int] | None
+
+#: The recipe of scales of 1 x 128 on both operands.
+_OF_ROWS = (1, 1, 128)
+_K_GROUPED = "k_grouped_fp8_gemm_nt_contiguous"
 
 
 @or_vendored
@@ -39,21 +45,24 @@ def fp8_gemm_nt(
     """d = a @ b^T, or a @ b^T + c; see `moe_fp8.gemm_fp8` for shapes, strides and errors.
 
     a: (fp8 `[M, K]`, fp32 scales `[M, K/128]` of any stride). b: (fp8 `[N, K]`, fp32 `[ceil(N/128), K/128]`).
-    d: bf16 or fp32 `[M, N]`. c: fp32 `[M, N]`, or d itself; d is then fp32 and one more kernel adds. The
-    other options have no meaning on Hopper, but for recipes other than (1, 128, 128), `alpha` and `epilogue`:
-    such calls, and a K that 128 does not divide, go to the engine's own copy.
+    With the recipe (1, 1, 128), the scales of b are fp32 `[N, K/128]` of any stride too.
+    d: bf16 or fp32 `[M, N]`. c: fp32 `[M, N]`, or d itself; d is then fp32. The other options have no meaning
+    on Hopper, but for further recipes, `alpha` and `epilogue`: such calls, and a K that 128 does not divide,
+    go to the engine's own copy.
     Safe to capture.
     """
+    of_rows = _of_rows(recipe, recipe_a, recipe_b)
+    if of_rows:
+        recipe = recipe_a = recipe_b = None
     _demand(a, b, recipe, recipe_a, recipe_b, alpha, epilogue)
+    _demand_fp32(c, d)
     (a_values, a_scale), (b_values, b_scale) = a, b
-    if c is None:
-        gemm_fp8(a_values, a_scale, b_values, b_scale.contiguous(), out=d, constant_weights=early_weights())
-        return
-    if c.dtype is not torch.float32 or d.dtype is not torch.float32:
-        raise NotServed(f"c is added in fp32, with d in fp32, got {c.dtype} and {d.dtype}")
-    product = torch.empty_like(d) if c.data_ptr() == d.data_ptr() else d
-    gemm_fp8(a_values, a_scale, b_values, b_scale.contiguous(), out=product, constant_weights=early_weights())
-    torch.add(product, c, out=d)
+    if of_rows != (b_scale.shape[:1] == b_values.shape[:1]):
+        shape = "[N, K/128]" if of_rows else "[ceil(N/128), K/128]"
+        raise ArgumentError("fp8_gemm_nt", "b[1]", f"shape {shape}, by the recipe", list(b_scale.shape))
+    if not of_rows:
+        b_scale = b_scale.contiguous()
+    gemm_fp8(a_values, a_scale, b_values, b_scale, c=_addend(c, d), out=d, constant_weights=early_weights())
 
 
 @or_vendored
@@ -156,6 +165,93 @@ def m_grouped_fp8_gemm_nt_masked(
     )
 
 
+@or_vendored
+def k_grouped_fp8_gemm_nt_contiguous(
+    a: Pair,
+    b: Pair,
+    d: Tensor,
+    ks_cpu: Sequence[int] | None,
+    grouped_layout: Tensor,
+    c: Tensor | None = None,
+    recipe: Recipe = (1, 1, 128),
+    compiled_dims: str = "mn",
+    use_psum_layout: bool = False,
+    epilogue: Any = None,
+) -> None:
+    """d[e] = c[e] + a_e @ b_e^T for each expert e, by one call of `moe_fp8.gemm_fp8` for each expert.
+
+    a: (fp8 of one dimension: the contiguous `[M, ks_cpu[e]]` of each expert, one behind the other; fp32
+    scales `[M, sum of ks_cpu / 128]` of any stride). b: the same with N in the place of M.
+    d: fp32 `[E, M, N]`. c: fp32 `[E, M, N]`, d itself, or None for zeros.
+    ks_cpu: K of each expert, on the host, in multiples of 128; 0 is allowed. `grouped_layout`, the same on
+    the device, is not read.
+    Other recipes, `use_psum_layout`, `epilogue`, and an N that 64 does not divide go to the engine's own
+    copy.
+    Raises ArgumentError. Safe to capture; a replay has the same `ks_cpu`.
+    """
+    if tuple(recipe or ()) != _OF_ROWS or use_psum_layout or ks_cpu is None or epilogue is not None:
+        raise NotServed("ragged K needs the recipe (1, 1, 128) and ks_cpu, without psum and epilogue")
+    if (
+        d.dtype is not torch.float32
+        or d.dim() != 3
+        or d.shape[2] % N_MULTIPLE
+        or any(k % 128 for k in ks_cpu)
+    ):
+        raise NotServed("d is fp32 [E, M, N], N a multiple of 64 and each K of 128")
+    _demand_fp32(c, d)
+    num_experts, m, n = d.shape
+    total = sum(ks_cpu)
+    for name, (values, scale), rows in (("a", a, m), ("b", b, n)):
+        if values.numel() != rows * total or not values.is_contiguous():
+            raise ArgumentError(
+                _K_GROUPED, name, f"contiguous, {rows * total} elements", [*values.shape, values.stride()]
+            )
+        if scale.shape != (rows, total // 128):
+            raise ArgumentError(_K_GROUPED, f"{name}[1]", f"shape {[rows, total // 128]}", list(scale.shape))
+    if len(ks_cpu) != num_experts:
+        raise ArgumentError(_K_GROUPED, "ks_cpu", f"{num_experts} numbers, as d has experts", len(ks_cpu))
+    c = _addend(c, d)
+    if c is not None and c is not d:
+        d.copy_(c)
+    a_values, b_values = a[0].view(-1), b[0].view(-1)
+    a_scale, b_scale = to_mn_major(a[1]), to_mn_major(b[1])
+    start = 0
+    for out, k in zip(d, ks_cpu, strict=True):
+        end = start + k
+        if k > 0:
+            groups = slice(start // 128, end // 128)
+            gemm_fp8(
+                a_values[m * start : m * end].view(m, k),
+                a_scale[:, groups],
+                b_values[n * start : n * end].view(n, k),
+                b_scale[:, groups],
+                c=None if c is None else out,
+                out=out,
+            )
+        elif c is None:
+            out.zero_()
+        start = end
+
+
+def _of_rows(recipe: Recipe, recipe_a: Recipe, recipe_b: Recipe) -> bool:
+    """Whether both operands have scales of 1 x 128."""
+    if recipe is not None:
+        return tuple(recipe) == _OF_ROWS and recipe_a is recipe_b is None
+    return recipe_b is not None and tuple(recipe_b) == (1, 128) and tuple(recipe_a or (1, 128)) == (1, 128)
+
+
+def _demand_fp32(c: Tensor | None, d: Tensor) -> None:
+    if c is not None and not (c.dtype is d.dtype is torch.float32):
+        raise NotServed(f"c is added in fp32, with d in fp32, got {c.dtype} and {d.dtype}")
+
+
+def _addend(c: Tensor | None, d: Tensor) -> Tensor | None:
+    """`d` itself if `c` is another name of its elements, else `c`."""
+    if c is None or (c.data_ptr(), c.shape, c.stride()) != (d.data_ptr(), d.shape, d.stride()):
+        return c
+    return d
+
+
 def _demand(
     a: Pair, b: Pair, recipe: Recipe, recipe_a: Recipe, recipe_b: Recipe, alpha: Any, epilogue: Any
 ) -> None:
@@ -171,6 +267,8 @@ def _demand(
         raise NotServed(f"the operands are float8_e4m3fn, got {a[0].dtype} and {b[0].dtype}")
     given = tuple(recipe or (1, 128, 128)), tuple(recipe_a or (1, 128)), tuple(recipe_b or (128, 128))
     if given != ((1, 128, 128), (1, 128), (128, 128)):
-        raise NotServed(f"scales are of 1 x 128 and 128 x 128 (recipe (1, 128, 128)), got {given}")
+        raise NotServed(
+            f"scales of a are of 1 x 128, those of b of 128 x 128 (dense: or 1 x 128), got {given}"
+        )
     if a[0].shape[-1] % 128:
         raise NotServed(f"K is a multiple of 128, got {a[0].shape[-1]}")

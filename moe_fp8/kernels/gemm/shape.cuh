@@ -167,9 +167,11 @@ struct GemmParams {
     int k;
     int num_experts;
     int constant_weights;        // no kernel that may still run writes `b`, `b_scale` or `index`
+#if !SILU_MUL
+    int accumulate;              // 0, or the way in which the product is added to what `out` holds, which is fp32 then
+#endif
 #if ROW_SCALES
     moe_fp8::TensorMap b_scale_map;  // [K/128, N] fp32, box 1 x kBlockN
-    int accumulate;                  // 0, or the way in which the product is added to what `out` holds
 #endif
 #if SILU_MUL
     float limit;                 // of gate and up; infinite for none

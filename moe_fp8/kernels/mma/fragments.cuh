@@ -9,9 +9,9 @@
 // is the second level of accumulation: the tensor core's sum over 128 of K enters the fp32 sum times both scales.
 //
 // `store` writes one fragment to `out`, which points at the fragment's first token and first weight row. Only the first `columns`
-// of its weight rows exist. If tokens are many, bf16 goes through shared memory (kHasStaging): `stage` writes a warp's tokens of
-// one fragment to the warpgroup's staging. There each kBoxRows weight rows have a box of kStagedTokens tokens x kBoxBytes, swizzled
-// as TMA expects it.
+// of its weight rows exist. With `accumulate`, fp32 is added to what is there. If tokens are many, bf16 goes through shared memory
+// (kHasStaging): `stage` writes a warp's tokens of one fragment to the warpgroup's staging. There each kBoxRows weight rows have a
+// box of kStagedTokens tokens x kBoxBytes, swizzled as TMA expects it.
 #pragma once
 
 #include "common/types.cuh"
@@ -30,6 +30,13 @@ DEVICE int staged_chunk(int token, int chunk) {
     static_assert(kBytes == 128 || kBytes == 64, "swizzles of TMA");
     return (chunk ^ (kBytes == 128 ? token % 8 : token / 2 % 4)) * 16;
 }
+
+// How a product is added to what memory holds. Memory adds (kReduce) without that a warp waits, but it adds only 1.1 TB/s on an H200.
+// A warp that loads, adds and stores waits for L2. The sum is the same: each element is added to once.
+constexpr int kReduce = 1, kLoadAndAdd = 2;
+
+template <typename Out>
+constexpr bool kAddable = sizeof(Out) == sizeof(float);
 
 DEVICE int warpgroup_thread() { return static_cast<int>(threadIdx.x) % kWarpgroup; }
 
@@ -109,10 +116,16 @@ struct WeightsOnM {
     // Eight lanes write consecutive weight rows of a token. For so few tokens this is as fast as going through shared memory, and
     // 300 cycles sooner.
     template <typename Out>
-    static DEVICE void store(const Sum& d, Out* out, int64_t stride, const Region& region, int columns) {
+    static DEVICE void store(const Sum& sum, Out* out, int64_t stride, const Region& region, int columns, int accumulate) {
         if (columns <= 0) return;
         const int lane = ptx::fresh_lane();
         Out* row = out + warpgroup_thread() / kWarp * 16 + lane / 4;
+        Sum d;
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; ++i) d[i] = sum[i];
+        if constexpr (kAddable<Out>) {
+            if (accumulate) add_there(d, row, stride, region, lane);
+        }
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
@@ -124,6 +137,18 @@ struct WeightsOnM {
             }
         }
         __syncwarp();  // without it the compiler takes the warp to be diverged, and the main loop's addresses leave the uniform registers
+    }
+
+    // Adds what is there to `d`. All of it is loaded before anything is stored, so that the warp waits once.
+    static DEVICE void add_there(Sum& d, const float* row, int64_t stride, const Region& region, int lane) {
+        Sum there;
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; ++i) {
+            const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
+            there[i] = region.begin <= token && token < region.end ? row[token * stride + i % 4 / 2 * 8] : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; ++i) d[i] += there[i];
     }
 };
 
@@ -227,10 +252,14 @@ struct TokensOnM {
 
     // It stores fp32. For bf16 it is named but never called.
     template <typename Out>
-    static DEVICE void store(const Sum& d, Out* out, int64_t stride, const Region& region, int columns) {
-        static_assert(sizeof(Out) == 4, "bf16 is staged");
+    static DEVICE void store(const Sum& sum, Out* out, int64_t stride, const Region& region, int columns, int accumulate) {
+        static_assert(kAddable<Out>, "bf16 is staged");
         const int lane = ptx::fresh_lane(), upper = warpgroup_thread() / kWarp * 16 + lane / 4, lower = upper + 8;
         float* pairs = out + lane % 4 * 2;
+        Sum d;
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; ++i) d[i] = sum[i];
+        if (accumulate) add_there(d, pairs, stride, region, upper, columns);
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {
             if (8 * j < region.left || 8 * j >= min(region.right, columns)) continue;
@@ -242,11 +271,36 @@ struct TokensOnM {
             }
         }
     }
-};
 
-// How a product is added to what memory holds. Memory adds (kReduce) without that a warp waits, but it adds only 1.1 TB/s on an H200.
-// A warp that loads, adds and stores waits for L2. The sum is the same: each element is added to once.
-constexpr int kReduce = 1, kLoadAndAdd = 2;
+    // Adds what is there to `d`. It is loaded for eight groups of columns at once, so that a warp seldom waits.
+    static DEVICE void add_there(Sum& d, const float* pairs, int64_t stride, const Region& region, int upper, int columns) {
+        constexpr int kGroups = kColumns / 8, kAtOnce = kGroups % 8 == 0 ? 8 : kGroups;
+        const int right = min(region.right, columns);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int token = upper + 8 * half;
+            const bool stored = region.begin <= token && token < region.end;
+            const float* row = pairs + token * stride;
+#pragma unroll
+            for (int first = 0; first < kGroups; first += kAtOnce) {
+                float2 there[kAtOnce];
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) {
+                    const int column = 8 * (first + i);
+                    there[i] = make_float2(0.0f, 0.0f);
+                    if (stored && column >= region.left && column < right) {
+                        there[i] = *reinterpret_cast<const float2*>(row + column);
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) {
+                    const int at = 4 * (first + i) + 2 * half;
+                    d[at] += there[i].x, d[at + 1] += there[i].y;
+                }
+            }
+        }
+    }
+};
 
 // Tokens and weights both have a scale for each row. A thread's columns have scales of their own, for which there are no registers:
 // `promote` reads them from the stage, a few groups ahead, so the stage is handed back after it (`Promoted`).
@@ -316,6 +370,30 @@ struct RowScaled : TokensOnM<kBlockM, kBlockN> {
                 reduce(d, row, half, region.left, right);
             } else {
                 store_row(d, row, half, region.left, right, accumulate == kLoadAndAdd);
+            }
+        }
+        __syncwarp();  // `WeightsOnM::store` says why
+    }
+
+    // Stores bf16. (N is a multiple of 64. If each group of columns had its own test, ptxas would keep the results in registers.)
+    static DEVICE void store(const Sum& d, uint16_t* out, int64_t stride, const typename Base::Region& region, int columns, int) {
+        constexpr int kTested = 64;
+        static_assert(kBlockN % kTested == 0, "whole stores");
+        const int lane = ptx::fresh_lane(), upper = warpgroup_thread() / kWarp * 16 + lane / 4;
+        const int right = min(region.right, columns);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int token = upper + 8 * half;
+            if (token < region.begin || token >= region.end) continue;
+            uint32_t* row = reinterpret_cast<uint32_t*>(out + token * stride) + lane % 4;
+#pragma unroll
+            for (int first = 0; first < Base::kColumns; first += kTested) {
+                if (first >= right) continue;
+#pragma unroll
+                for (int column = first; column < first + kTested; column += 8) {
+                    const int at = column / 2 + 2 * half;
+                    row[column / 2] = ptx::pack_bf16(d[at], d[at + 1]);
+                }
             }
         }
         __syncwarp();  // `WeightsOnM::store` says why

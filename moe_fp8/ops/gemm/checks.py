@@ -29,6 +29,8 @@ from moe_fp8.settings import settings
 
 LAYOUTS = ("m_indices", "psum", "offsets")
 
+_FP32_OUT = "pass out_dtype=torch.float32, or an fp32 out"
+
 
 def _gemm_operands(
     op: str,
@@ -41,8 +43,13 @@ def _gemm_operands(
     experts: tuple[int, ...],
     n: int,
     k: int,
+    accumulate: bool,
+    block: int = 128,
 ) -> Tensor:
-    """Check the rules of all GEMMs, for a [*leading,K] and b [*experts,N,K]; returns `a_scale` MN-major."""
+    """Check the rules of all GEMMs, for a [*leading,K] and b [*experts,N,K]; returns `a_scale` MN-major.
+
+    `block`: the rows of b that share a scale: 128, or 1 with scales of any stride.
+    """
     if a.dtype is not FP8:
         refuse_dtype(op, "a", a, "float8_e4m3fn", "quantize_fp8 makes it")
     if b.dtype is not FP8:
@@ -66,17 +73,19 @@ def _gemm_operands(
     groups = k >> 7
     if a_scale.shape != (*leading, groups):
         refuse_shape(op, "a_scale", a_scale, f"{[*leading, groups]}: one scale per 1 x 128 of a")
-    if b_scale.shape != (*experts, (n + 127) >> 7, groups):
-        blocks = [*experts, (n + 127) >> 7, groups]
-        refuse_shape(op, "b_scale", b_scale, f"{blocks}: one scale per 128 x 128 block of b")
+    if b_scale.shape != (*experts, -(-n // block), groups):
+        blocks = [*experts, -(-n // block), groups]
+        refuse_shape(op, "b_scale", b_scale, f"{blocks}: one scale per {block} x 128 block of b")
     if out.shape != (*leading, n):
         refuse_shape(op, "out", out, f"{[*leading, n]}")
     if out.dtype is not BF16 and out.dtype is not F32:
         refuse_dtype(op, "out", out, "bfloat16 or float32")
+    if accumulate and out.dtype is not F32:
+        refuse_dtype(op, "out", out, "float32, since c is added", _FP32_OUT)
     device = a.get_device()
     if not (device == b.get_device() == a_scale.get_device() == b_scale.get_device() == out.get_device()):
         refuse_device(op, a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
-    if not b_scale.is_contiguous():
+    if block > 1 and not b_scale.is_contiguous():
         refuse_layout(op, "b_scale", b_scale)
     if (
         not (a.is_contiguous() and b.is_contiguous() and out.is_contiguous())
@@ -101,17 +110,25 @@ def gemm(
     out: Tensor,
     config: str | None = None,
     constant_weights: bool = False,
+    accumulate: bool = False,
 ) -> Others:
-    """Check dense operands. If `a_scale` is not MN-major, returns the arguments with converted scales."""
+    """Check dense operands. Returns the arguments with converted scales, if any are."""
     if a.dim() != 2:
         refuse_shape("gemm_fp8", "a", a, "[M, K]")
     if b.dim() != 2:
         refuse_shape("gemm_fp8", "b", b, "[N, K]")
     m, k = a.shape
-    mn_major = _gemm_operands("gemm_fp8", a, a_scale, b, b_scale, out, (m,), (), b.shape[0], k)
+    n, of_rows = b.shape[0], scales.of_rows(b, b_scale)
+    block = 1 if of_rows else 128
+    found = _gemm_operands("gemm_fp8", a, a_scale, b, b_scale, out, (m,), (), n, k, accumulate, block)
     if config is not None:
-        _config("dense", a, b, config)
-    return None if mn_major is a_scale else (a, mn_major, b, b_scale, out, config, constant_weights)
+        _config("dense", a, b, b_scale, config)
+    found_b = b_scale
+    if of_rows and not scales.is_mn_major(b_scale):
+        found_b = scales.converted("gemm_fp8", b_scale, "b_scale")
+    if found is a_scale and found_b is b_scale:
+        return None
+    return a, found, b, found_b, out, config, constant_weights, accumulate
 
 
 def gemm_contiguous(
@@ -125,6 +142,7 @@ def gemm_contiguous(
     out: Tensor,
     config: str | None = None,
     constant_weights: bool = False,
+    accumulate: bool = False,
 ) -> Others:
     """Check operands of the contiguous layouts; returns as `gemm` does."""
     op = "grouped_gemm_fp8_contiguous"
@@ -144,12 +162,12 @@ def gemm_contiguous(
         raise ArgumentError(op, "layout", f"one of {LAYOUTS}", layout)
     if index.get_device() != a.get_device():
         refuse_device(op, a, **{layout: index})
-    mn_major = _gemm_operands(op, a, a_scale, b, b_scale, out, (m,), (num_experts,), n, k)
+    mn_major = _gemm_operands(op, a, a_scale, b, b_scale, out, (m,), (num_experts,), n, k, accumulate)
     if config is not None:
-        _config(layout, a, b, config)
+        _config(layout, a, b, b_scale, config)
     if mn_major is a_scale:
         return None
-    return a, mn_major, b, b_scale, index, layout, expected_m, out, config, constant_weights
+    return a, mn_major, b, b_scale, index, layout, expected_m, out, config, constant_weights, accumulate
 
 
 def gemm_masked(
@@ -161,6 +179,7 @@ def gemm_masked(
     expected_m: int | None,
     out: Tensor,
     config: str | None = None,
+    accumulate: bool = False,
 ) -> Others:
     """Check operands of the masked layout; returns as `gemm` does."""
     op = "grouped_gemm_fp8_masked"
@@ -175,10 +194,13 @@ def gemm_masked(
     if masked_m.get_device() != a.get_device():
         refuse_device(op, a, masked_m=masked_m)
     n = b.shape[1]
-    mn_major = _gemm_operands(op, a, a_scale, b, b_scale, out, (num_experts, m), (num_experts,), n, k)
+    leading, experts = (num_experts, m), (num_experts,)
+    mn_major = _gemm_operands(op, a, a_scale, b, b_scale, out, leading, experts, n, k, accumulate)
     if config is not None:
-        _config("masked", a, b, config)
-    return None if mn_major is a_scale else (a, mn_major, b, b_scale, masked_m, expected_m, out, config)
+        _config("masked", a, b, b_scale, config)
+    if mn_major is a_scale:
+        return None
+    return a, mn_major, b, b_scale, masked_m, expected_m, out, config, accumulate
 
 
 def k_grouped_gemm(
@@ -198,8 +220,8 @@ def k_grouped_gemm(
         if x.dtype is not FP8:
             refuse_dtype(op, name, x, "float8_e4m3fn", "quantize_fp8 makes it")
     (m, k), n = a.shape, b.shape[0]
-    if limits.refuse_k(k):
-        refuse_shape(op, "a", a, "[M, K] with K a positive multiple of 128", "pad K of a and b with zeros")
+    if k % limits.SCALE_BLOCK:
+        refuse_shape(op, "a", a, "[M, K] with K a multiple of 128", "pad K of a and b with zeros")
     if limits.refuse_n(n):
         refuse_shape(op, "b", b, "[N, K] with N a positive multiple of 64", "pad N of b with zero rows")
     if b.shape[1] != k:
@@ -222,7 +244,7 @@ def k_grouped_gemm(
     extent(op, "out", out.shape[0] * m, "rows, those of all experts together")
     rows(op, a=a, b=b, out=out)
     found = {
-        name: scale if scales.is_mn_major(scale) else scales.converted(op, scale, name, op)
+        name: scale if k == 0 or scales.is_mn_major(scale) else scales.converted(op, scale, name, op)
         for name, scale in (("a_scale", a_scale), ("b_scale", b_scale))
     }
     if found["a_scale"] is a_scale and found["b_scale"] is b_scale:
@@ -231,17 +253,27 @@ def k_grouped_gemm(
 
 
 def addend(op: str, c: Tensor, out: Tensor) -> None:
-    """`c` has the shape, dtype and device of `out`."""
+    """`c` and `out` are fp32, of the same shape and on the same device."""
+    if out.dtype is not F32:
+        refuse_dtype(op, "out", out, "float32, since c is added", _FP32_OUT)
+    if c.dtype is not F32:
+        refuse_dtype(op, "c", c, "float32")
     if c.shape != out.shape:
         refuse_shape(op, "c", c, f"{list(out.shape)}, as out")
-    if c.dtype is not out.dtype:
-        refuse_dtype(op, "c", c, str(out.dtype).removeprefix("torch."))
     if c.get_device() != out.get_device():
         refuse_device(op, out, c=c)
 
 
-def _config(layout: str, a: Tensor, b: Tensor, config: str) -> None:
+def _config(layout: str, a: Tensor, b: Tensor, b_scale: Tensor, config: str) -> None:
     """Raise TileError unless `config` names a tile that this GEMM may use. The operands are valid already."""
+    if layout == "dense" and scales.of_rows(b, b_scale):
+        raise ArgumentError(
+            "gemm_fp8",
+            "config",
+            "None where b has scales of 1 x 128",
+            config,
+            "the selector chooses the tile",
+        )
     # The number of rows has no effect here. int() turns the symbolic sizes of a traced call into numbers.
     n, k = int(b.shape[-2]), int(a.shape[-1])
     experts = 1 if layout == "dense" else int(b.shape[0])
@@ -260,6 +292,6 @@ def traced_config(layout: str | None, position: int) -> Callable[..., None]:
 
     def fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *rest: Any) -> None:
         if len(rest) > position and rest[position] is not None:
-            _config(layout or rest[1], a, b, rest[position])
+            _config(layout or rest[1], a, b, b_scale, rest[position])
 
     return fake

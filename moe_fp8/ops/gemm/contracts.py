@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ContractError
-from moe_fp8.ops import contents
+from moe_fp8.ops import contents, scales
 from moe_fp8.problems import SEGMENT_ALIGNMENT
 
 _CONTIGUOUS = "grouped_gemm_fp8_contiguous"
@@ -20,10 +20,10 @@ _CONTIGUOUS = "grouped_gemm_fp8_contiguous"
 _BLOCK = 128
 
 
-def dense(a_scale: Tensor, b_scale: Tensor) -> None:
-    """All scales are finite; a_scale [M,G], b_scale [N/128,G]."""
+def dense(b: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
+    """All scales are finite; a_scale [M,G], b_scale [N/128,G] or [N,G] for b [N,K]."""
     contents.finite("gemm_fp8", "a_scale", a_scale)
-    contents.finite("gemm_fp8", "b_scale", b_scale, block=_BLOCK)
+    contents.finite("gemm_fp8", "b_scale", b_scale, block=1 if scales.of_rows(b, b_scale) else _BLOCK)
 
 
 def contiguous(layout: str, index: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:

@@ -18,7 +18,7 @@ from moe_fp8.ops import launch, scales
 from moe_fp8.ops.arguments import row_stride
 from moe_fp8.ops.launch import Prepared
 from moe_fp8.params import GEMM, K_GROUPED_GEMM
-from moe_fp8.problems import GemmLayout, GemmProblem, KGroupedGemmProblem
+from moe_fp8.problems import GemmLayout, GemmProblem, KGroupedGemmProblem, OutDtype
 from moe_fp8.settings import settings
 from moe_fp8.specs import KernelSpec, select_gemm, select_k_grouped_gemm
 
@@ -96,9 +96,12 @@ def dense(
     out: Tensor,
     config: str | None,
     constant_weights: bool,
+    accumulate: bool,
 ) -> Prepared:
     """Prepare a dense GEMM: a [M,K], b [N,K], out [M,N]."""
-    return _gemm("dense", a, a_scale, b, b_scale, out, None, None, config, constant_weights)
+    if scales.of_rows(b, b_scale):
+        return _of_rows(a, a_scale, b, b_scale, None, out, constant_weights, accumulate)
+    return _gemm("dense", a, a_scale, b, b_scale, out, None, None, config, constant_weights, accumulate)
 
 
 def contiguous(
@@ -112,9 +115,10 @@ def contiguous(
     out: Tensor,
     config: str | None,
     constant_weights: bool,
+    accumulate: bool,
 ) -> Prepared:
     """Prepare a contiguous GEMM: a [M,K], b [E,N,K], out [M,N]; `layout` gives the meaning of `index`."""
-    return _gemm(layout, a, a_scale, b, b_scale, out, index, expected_m, config, constant_weights)
+    return _gemm(layout, a, a_scale, b, b_scale, out, index, expected_m, config, constant_weights, accumulate)
 
 
 def masked(
@@ -126,9 +130,10 @@ def masked(
     expected_m: int | None,
     out: Tensor,
     config: str | None,
+    accumulate: bool,
 ) -> Prepared:
     """Prepare a masked GEMM: a [E,Mmax,K], b [E,N,K], out [E,Mmax,N], masked_m [E]."""
-    return _gemm("masked", a, a_scale, b, b_scale, out, masked_m, expected_m, config)
+    return _gemm("masked", a, a_scale, b, b_scale, out, masked_m, expected_m, config, False, accumulate)
 
 
 def _gemm(
@@ -141,7 +146,8 @@ def _gemm(
     index: Tensor | None,
     expected_m: int | None,
     config: str | None,
-    constant_weights: bool = False,
+    constant_weights: bool,
+    accumulate: bool,
 ) -> Prepared:
     device = a.get_device()
     k = a.shape[-1]
@@ -184,6 +190,7 @@ def _gemm(
         k,
         num_experts,
         constant_weights,
+        heuristics.K_GROUPED_LOAD_AND_ADD if accumulate else 0,
     )
     return plan.spec, plan.grid, block
 
@@ -198,8 +205,24 @@ def k_grouped(
     accumulate: bool,
 ) -> Prepared:
     """Prepare a GEMM of ragged K: a [M,K], b [N,K], offsets [E+1], out fp32 [E,M,N]."""
-    (m, k), n, num_experts = a.shape, b.shape[0], out.shape[0]
-    problem = KGroupedGemmProblem(m, n, k, num_experts, accumulate, launch.num_sms(a.get_device()))
+    return _of_rows(a, a_scale, b, b_scale, offsets, out, False, accumulate)
+
+
+def _of_rows(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor | None,
+    out: Tensor,
+    constant_weights: bool,
+    accumulate: bool,
+) -> Prepared:
+    """Prepare a GEMM of operands that both have scales of rows; without `offsets`, out is [M,N]."""
+    (m, k), n, num_experts = a.shape, b.shape[0], 1 if offsets is None else out.shape[0]
+    out_dtype: OutDtype = "float32" if out.dtype is torch.float32 else "bfloat16"
+    sms = launch.num_sms(a.get_device())
+    problem = KGroupedGemmProblem(m, n, k, num_experts, accumulate, sms, out_dtype)
     chosen = select_k_grouped_gemm(problem)
     config = chosen.config
     block = launch.new_block(K_GROUPED_GEMM)
@@ -220,14 +243,14 @@ def k_grouped(
         b"",
         out.data_ptr(),
         0,
-        offsets.data_ptr(),
+        0 if offsets is None else offsets.data_ptr(),
         row_stride(out),
         m,
         n,
         k,
         num_experts,
-        False,
-        row_scales(b_scale, config.block_n),
+        constant_weights,
         heuristics.k_grouped_accumulation(problem),
+        row_scales(b_scale, config.block_n),
     )
     return chosen.spec, chosen.grid, block

@@ -12,7 +12,17 @@ from torch import Tensor
 
 from moe_fp8.ops import arguments
 from moe_fp8.ops.gemm import checks, contracts, reference
+from moe_fp8.ops.gemm.addend import add_to
+from moe_fp8.ops.modes import launches
 from moe_fp8.ops.registry import register
+
+
+def _empty(a: Tensor, out: Tensor, accumulate: bool) -> bool:
+    """Without columns of any expert, no kernel runs, and products are zero."""
+    if a.shape[1] == 0 and not accumulate and launches(out):
+        out.zero_()
+    return a.shape[1] == 0 or out.numel() == 0
+
 
 k_grouped_op = register(
     "k_grouped_gemm_fp8(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offsets, Tensor(a!) out, "
@@ -21,7 +31,7 @@ k_grouped_op = register(
     contract=lambda a, a_scale, b, b_scale, offsets, out, accumulate: contracts.k_grouped(
         offsets, a_scale, b_scale
     ),
-    empty=lambda a, a_scale, b, b_scale, offsets, out, accumulate: out.numel() == 0,
+    empty=lambda a, a_scale, b, b_scale, offsets, out, accumulate: _empty(a, out, accumulate),
     reference=lambda a, a_scale, b, b_scale, offsets, out, accumulate: reference.k_grouped_gemm(
         a, a_scale, b, b_scale, offsets, out, accumulate
     ),
@@ -50,7 +60,8 @@ def k_grouped_gemm_fp8(
     scales may be any finite number. An expert may have no columns.
     c: fp32 `[E, M, N]`, or None for zeros. It may be `out`, which then accumulates in place.
     out: fp32 `[E, M, N]`, stride `(M*S, S, 1)`, S a multiple of 4, or None to allocate it.
-    K % 128 == 0, N % 64 == 0, M > 0, addresses 16-byte aligned.
+    K % 128 == 0, N % 64 == 0, addresses 16-byte aligned. M = 0 returns at once. K = 0, as on a rank without
+    tokens, launches no kernel: out is c, or zeros.
 
     Returns out. Sums are fp32, and their order depends on nothing: the same call gives the same bits.
     Subnormal sums may be flushed to zero where `c` is given. No host synchronisation; safe to capture: a
@@ -66,12 +77,9 @@ def k_grouped_gemm_fp8(
             arguments.rank(op, "offsets", offsets, "[E+1]", 1)
         shape = (max(offsets.shape[0] - 1, 0), a.shape[0], b.shape[0])
         out = torch.empty(shape, dtype=torch.float32, device=a.device)
-    operands = (a, a_scale, b, b_scale, offsets, out, c is not None)
-    if c is not None and c is not out:
-        checks.addend(op, c, out)
-        # Wrong operands must leave `out` as it was. (A compiled call checks them when the op runs.)
-        if not torch.compiler.is_compiling():
-            operands = checks.k_grouped_gemm(*operands) or operands
-        out.copy_(c)
-    k_grouped_op(*operands)
+    operands = (a, a_scale, b, b_scale, offsets, out)
+    if c is None:
+        k_grouped_op(*operands, False)
+    else:
+        add_to(c, out, op, k_grouped_op, checks.k_grouped_gemm, *operands, True)
     return out

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8.limits import SCALE_BLOCK
+from moe_fp8.ops import scales
 from moe_fp8.ops.quantize.reference import fp8_values
 from moe_fp8.problems import SEGMENT_ALIGNMENT
 
@@ -34,11 +35,13 @@ def gemm(
     b: Tensor,
     b_scale: Tensor,
     out: Tensor,
+    accumulate: bool = False,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """out [M,N] = a [M,K] @ b [N,K]^T, rounded to out's dtype."""
-    product = dequantize_rows(a, a_scale, compute_dtype) @ dequantize_blocks(b, b_scale, compute_dtype).T
-    out.copy_(product)
+    """out [M,N] (+)= a [M,K] @ b [N,K]^T, rounded to out's dtype; b has scales of 128 x 128 or 1 x 128."""
+    dequantize_b = dequantize_rows if scales.of_rows(b, b_scale) else dequantize_blocks
+    product = dequantize_rows(a, a_scale, compute_dtype) @ dequantize_b(b, b_scale, compute_dtype).T
+    out.copy_(out.to(compute_dtype) + product if accumulate else product)
 
 
 def segments(layout: str, index: Tensor) -> list[tuple[int, int, int]]:
@@ -75,12 +78,13 @@ def gemm_contiguous(
     b_scale: Tensor,
     index: Tensor,
     out: Tensor,
+    accumulate: bool = False,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """out[rows of e] = a[rows of e] @ b[e]^T; rows of no expert do not change."""
+    """out[rows of e] (+)= a[rows of e] @ b[e]^T; rows of no expert do not change."""
     for e, start, end in segments(layout, index):
         rows = slice(start, end)
-        gemm(a[rows], a_scale[rows], b[e], b_scale[e], out[rows], compute_dtype)
+        gemm(a[rows], a_scale[rows], b[e], b_scale[e], out[rows], accumulate, compute_dtype)
 
 
 def gemm_masked(
@@ -90,12 +94,14 @@ def gemm_masked(
     b_scale: Tensor,
     masked_m: Tensor,
     out: Tensor,
+    accumulate: bool = False,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """out[e,:masked_m[e]] = a[e,:masked_m[e]] @ b[e]^T; other rows do not change."""
+    """out[e,:masked_m[e]] (+)= a[e,:masked_m[e]] @ b[e]^T; other rows do not change."""
     for e, count in enumerate(masked_m.tolist()):
         if count > 0:
-            gemm(a[e, :count], a_scale[e, :count], b[e], b_scale[e], out[e, :count], compute_dtype)
+            rows = slice(count)
+            gemm(a[e, rows], a_scale[e, rows], b[e], b_scale[e], out[e, rows], accumulate, compute_dtype)
 
 
 def k_grouped_gemm(
@@ -113,6 +119,5 @@ def k_grouped_gemm(
     for e in range(len(ends) - 1):
         columns = slice(ends[e], ends[e + 1])
         groups = slice(ends[e] // SCALE_BLOCK, ends[e + 1] // SCALE_BLOCK)
-        left = dequantize_rows(a[:, columns], a_scale[:, groups], compute_dtype)
-        product = left @ dequantize_rows(b[:, columns], b_scale[:, groups], compute_dtype).T
-        out[e].copy_(out[e].to(compute_dtype) + product if accumulate else product)
+        left, right = (a[:, columns], a_scale[:, groups]), (b[:, columns], b_scale[:, groups])
+        gemm(*left, *right, out[e], accumulate, compute_dtype)
