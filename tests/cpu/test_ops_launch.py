@@ -132,12 +132,12 @@ def test_a_subclass_goes_through_the_dispatcher_whichever_operand_it_is(
     case = cases.dense_case(3, 64, 256)
     operands = [case.a, case.a_scale, case.b, case.b_scale, case.poisoned()]
     gemm = registry.OPS["gemm_fp8"].call
-    gemm(*operands, None, False)
-    gemm(*[torch.nn.Parameter(operand, requires_grad=False) for operand in operands], None, False)
+    gemm(*operands, None, False, False)
+    gemm(*[torch.nn.Parameter(operand, requires_grad=False) for operand in operands], None, False, False)
     assert len(eager) == 2, "parameters are plain tensors"
     operands[argument] = torch.Tensor._make_subclass(Watched, operands[argument])
     Watched.seen = ()
-    gemm(*operands, None, False)
+    gemm(*operands, None, False, False)
     assert Watched.seen == ("moe_fp8::gemm_fp8",)
     assert len(eager) == 2
 
@@ -147,14 +147,14 @@ def test_a_fake_tensor_is_never_launched(eager: list[Call]) -> None:
     case = cases.dense_case(3, 64, 256)
     with FakeTensorMode(allow_non_fake_inputs=True):
         b = torch.empty(64, 256, dtype=torch.float8_e4m3fn)
-    registry.OPS["gemm_fp8"].call(case.a, case.a_scale, b, case.b_scale, case.poisoned(), None, False)
+    registry.OPS["gemm_fp8"].call(case.a, case.a_scale, b, case.b_scale, case.poisoned(), None, False, False)
     assert eager == []
 
 
 @torch.no_grad()
 def test_an_active_profiler_sees_the_ops(eager: list[Call]) -> None:
     case = cases.dense_case(3, 64, 256)
-    arguments = case.a, case.a_scale, case.b, case.b_scale, case.poisoned(), None, False
+    arguments = case.a, case.a_scale, case.b, case.b_scale, case.poisoned(), None, False, False
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         registry.OPS["gemm_fp8"].call(*arguments)
     assert "moe_fp8::gemm_fp8" in {event.key for event in profile.key_averages()}

@@ -18,7 +18,7 @@ struct Case {
     // The blocks of K of an expert.
     template <Layout kLayout>
     KRange k_range(int expert) const {
-        if (!kKGrouped<kLayout>) return {0, num_k_blocks};
+        if (!kKGrouped<kLayout> || index.empty()) return {0, num_k_blocks};
         const int begin = std::clamp(index[expert] / 128, 0, num_k_blocks);
         return {begin, std::clamp(index[expert + 1] / 128, begin, num_k_blocks)};
     }
@@ -117,6 +117,8 @@ bool ragged_k_holds(const std::vector<int>& counts, int m, int n, int ctas, bool
         owner.insert(owner.end(), m, expert);
     }
     const int num_k_blocks = offsets.back() / 128;
+    // Without an index, one expert has all of K.
+    if (num_experts == 1 && !all_hold<Layout::kKOffsets>({{}, owner, 1, m, n, ctas, num_k_blocks}, only_divided)) return false;
     if (!sound) std::reverse(offsets.begin(), offsets.end() - 1), offsets.front() = -128, offsets.back() += 1000;
     return all_hold<Layout::kKOffsets>({offsets, owner, num_experts, m, n, ctas, num_k_blocks}, only_divided);
 }
