@@ -23,6 +23,7 @@ from moe_fp8.problems import (
     MoeCombineProblem,
     MoePermuteProblem,
     MqaLogitsProblem,
+    OutDtype,
     PagedMqaLogitsProblem,
     PagedMqaMetadataProblem,
     Problem,
@@ -219,11 +220,11 @@ def select_gemm_silu_mul(problem: GemmSiluMulProblem) -> Selection[heuristics.Ge
 
 
 @cache
-def _k_grouped_gemm_spec(config: heuristics.GemmConfig, out_dtype: str) -> KernelSpec:
+def _k_grouped_gemm_spec(config: heuristics.GemmConfig, out_dtype: OutDtype) -> KernelSpec:
     return _spec(
         "k_grouped_gemm_fp8",
         config.threads,
-        heuristics.k_grouped_smem_bytes(config),
+        heuristics.k_grouped_smem_bytes(config, out_dtype),
         config.cluster,
         LAYOUT=K_OFFSETS,
         BLOCK_M=config.block_m,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from moe_fp8.heuristics.gemm import (
     K_GROUPED_LOAD_AND_ADD,
     K_GROUPED_REDUCE,
+    K_GROUPED_SUM_BOX,
     TOKEN_TILES,
     GemmConfig,
     gemm_config,
@@ -19,6 +20,7 @@ from moe_fp8.heuristics.gemm import (
     k_grouped_config,
     k_grouped_grid,
     k_grouped_smem_bytes,
+    k_grouped_sums_staged,
     parse_gemm_config,
     silu_mul_config,
     silu_mul_configs,
@@ -53,6 +55,7 @@ from moe_fp8.heuristics.topk import (
 __all__ = [
     "K_GROUPED_LOAD_AND_ADD",
     "K_GROUPED_REDUCE",
+    "K_GROUPED_SUM_BOX",
     "MQA_BLOCK_KV",
     "MQA_COLUMNS",
     "MQA_MATH_WARPGROUPS",
@@ -76,6 +79,7 @@ __all__ = [
     "k_grouped_config",
     "k_grouped_grid",
     "k_grouped_smem_bytes",
+    "k_grouped_sums_staged",
     "key_box_rows",
     "mqa_config",
     "mqa_division",

@@ -2,11 +2,17 @@
 // and of B. These are the weight gradients of an MoE layer, whose K is the tokens of an expert.
 //
 // The kernel is that of gemm_fp8.cuh, which has its map, with these differences. Every expert has the same tiles, and a tile's record
-// holds its range of K. The weights' scales come by TMA, so warp 1 rests and `full` has one arrival. `promote` reads these scales
-// from the stage, for which a thread has no registers:
+// holds its range of K. The weights' scales come by TMA, so `full` has one arrival. `promote` reads these scales from the stage, for
+// which a thread has no registers. fp32 sums of tiles of 128 x 128 go through `staging`, and warp 1 takes them to memory (`move_sums`);
+// otherwise warp 1 rests.
 //
-//   weight_scales   TMA copies overwrite them after `empty` of the stage. The arrival comes after the promotions and takes a sum that
-//                   was computed from each scale (`Promoted`).
+//   weight_scales         TMA copies overwrite them after `empty` of the stage. The arrival comes after the promotions and takes a sum
+//                         that was computed from each scale (`Promoted`).
+//   staging               TMA copies (what is added to) and math warps (sums) overwrite it after `bulk_wait_read`, when TMA has read the
+//                         tile before. Math warps wait for `staging_free`. What they read there they have stored there again before
+//                         they arrive.
+//   staging_free[warpgroup]  1 arrival: warp 1, also for the bytes of its copies. Math warps wait.
+//   staging_full[warpgroup]  4 arrivals, one for each warp of the warpgroup. Warp 1 waits.
 //
 // An expert without tokens has tiles without blocks: zeros are stored, or nothing is added. Without an index there is one expert,
 // which has all of K: this is the dense GEMM of operands that both have scales of single rows.

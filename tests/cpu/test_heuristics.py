@@ -41,7 +41,7 @@ def test_ragged_k_has_whole_clusters_on_any_number_of_sms(
     for m, n in ((1, 64), (128, 192), (300, 128), (4096, 7168)):
         problem = KGroupedGemmProblem(m, n, 512 * num_experts, num_experts, accumulate, num_sms)
         chosen = select_k_grouped_gemm(problem)
-        assert heuristics.k_grouped_smem_bytes(chosen.config) <= heuristics.SMEM_CAPACITY
+        assert heuristics.k_grouped_smem_bytes(chosen.config, problem.out_dtype) <= heuristics.SMEM_CAPACITY
         assert 0 < chosen.grid <= num_sms and chosen.grid % chosen.config.cluster == 0
         tiles = -(-m // 128) * -(-n // 128) * num_experts
         # A wide tile may come in quarters.

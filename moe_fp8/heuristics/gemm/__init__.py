@@ -6,10 +6,12 @@ from moe_fp8.heuristics.gemm import costs, table
 from moe_fp8.heuristics.gemm.k_grouped import (
     K_GROUPED_LOAD_AND_ADD,
     K_GROUPED_REDUCE,
+    K_GROUPED_SUM_BOX,
     k_grouped_accumulation,
     k_grouped_config,
     k_grouped_grid,
     k_grouped_smem_bytes,
+    k_grouped_sums_staged,
 )
 from moe_fp8.heuristics.gemm.silu_mul import silu_mul_config, silu_mul_configs, silu_mul_smem_bytes
 from moe_fp8.heuristics.gemm.tiles import (
@@ -25,6 +27,7 @@ from moe_fp8.problems import GemmProblem
 __all__ = [
     "K_GROUPED_LOAD_AND_ADD",
     "K_GROUPED_REDUCE",
+    "K_GROUPED_SUM_BOX",
     "TOKEN_TILES",
     "GemmConfig",
     "gemm_config",
@@ -35,6 +38,7 @@ __all__ = [
     "k_grouped_config",
     "k_grouped_grid",
     "k_grouped_smem_bytes",
+    "k_grouped_sums_staged",
     "parse_gemm_config",
     "silu_mul_config",
     "silu_mul_configs",

@@ -7,14 +7,23 @@ from functools import cache
 
 from moe_fp8.heuristics.gemm.tiles import GemmConfig, gemm_stage_bytes
 from moe_fp8.heuristics.sm90 import BARRIER_BYTES, SMEM_CAPACITY
-from moe_fp8.problems import KGroupedGemmProblem
+from moe_fp8.problems import KGroupedGemmProblem, OutDtype
+
+#: Columns and rows of fp32 sums that TMA stores at once (kSumColumns, kSumRows).
+K_GROUPED_SUM_BOX = (32, 64)
 
 
-def k_grouped_smem_bytes(config: GemmConfig) -> int:
-    """Dynamic shared memory of the kernel: its stages, with scales of every row of both operands."""
+def k_grouped_sums_staged(config: GemmConfig, out_dtype: OutDtype) -> bool:
+    """Whether sums go through shared memory, and TMA stores them (kSumsByWarp)."""
+    return config.block_n == 128 and out_dtype == "float32"
+
+
+def k_grouped_smem_bytes(config: GemmConfig, out_dtype: OutDtype) -> int:
+    """Dynamic shared memory of the kernel: stages, with scales of every row of both operands, and sums."""
     weight_scales = -(-config.block_n * 4 // 128) * 128
     stage = gemm_stage_bytes(config.block_m, config.block_n) + weight_scales
-    return BARRIER_BYTES + config.num_stages * stage
+    sums = 4 * config.block_m * config.block_n if k_grouped_sums_staged(config, out_dtype) else 0
+    return BARRIER_BYTES + config.num_stages * stage + sums
 
 
 #: Ways of adding to what memory holds (kReduce, kLoadAndAdd).
@@ -22,6 +31,9 @@ K_GROUPED_REDUCE, K_GROUPED_LOAD_AND_ADD = 1, 2
 
 #: Columns of an expert from which on memory has the time to add while the next tile is multiplied.
 _REDUCE_COLUMNS = 2048
+
+#: Columns of an expert from which on wide tiles are faster.
+_WIDE_COLUMNS = 4096
 
 
 def k_grouped_accumulation(problem: KGroupedGemmProblem) -> int:
@@ -33,10 +45,10 @@ def k_grouped_accumulation(problem: KGroupedGemmProblem) -> int:
 
 
 @cache
-def _deepest(block_n: int, cluster: int) -> GemmConfig:
+def _deepest(block_n: int, cluster: int, out_dtype: OutDtype) -> GemmConfig:
     """Tiles of 128 x `block_n` in such clusters, with as many stages as fit, at most six."""
     config = GemmConfig(128, block_n, 6, cluster)
-    while k_grouped_smem_bytes(config) > SMEM_CAPACITY:
+    while k_grouped_smem_bytes(config, out_dtype) > SMEM_CAPACITY:
         config = replace(config, num_stages=config.num_stages - 1)
     return config
 
@@ -45,10 +57,11 @@ def k_grouped_config(problem: KGroupedGemmProblem) -> GemmConfig:
     """The tile of a call, in pairs unless there is a single SM.
 
     Scales of single rows are read for each product, so that shared memory bounds the kernel, and wide tiles
-    read least. But if warps wait for what they add to, narrow tiles are faster.
+    read least. But nothing overlaps their end, while TMA stores the sums of narrow tiles. So the tile depends
+    on the number of blocks of K.
     """
-    narrow = k_grouped_accumulation(problem) == K_GROUPED_LOAD_AND_ADD
-    return _deepest(128 if narrow else 256, min(2, problem.num_sms))
+    wide = problem.for_selection().k >= _WIDE_COLUMNS
+    return _deepest(256 if wide else 128, min(2, problem.num_sms), problem.out_dtype)
 
 
 def k_grouped_grid(config: GemmConfig, problem: KGroupedGemmProblem) -> int:

@@ -82,13 +82,13 @@ class Accumulator {
             broadcast(scales);
             multiply<0>(partial, ring_);
         }
-        if constexpr (!kRowScales) first_done(sum[0]);
+        first_done(sum[0]);
         collect<0, kLast>(partial);
         const uint32_t slot = ring_.slot;
         if constexpr (!kRowScales) release_stage(shared_, slot, partial[0], scales);
         ring_.step();
         Fragments::promote<kLast>(sum[kLast], partial, scales);
-        if constexpr (kRowScales) release_promoted(slot, sum[0], sum[kLast]), first_done(sum[0]);
+        if constexpr (kRowScales) release_promoted(slot, sum[0], sum[kLast]);
     }
 
     // Lets a tile pass in which this warpgroup owns nothing.

@@ -6,6 +6,7 @@
 #include "gemm/produce.cuh"
 #include "gemm/shape.cuh"
 #include "gemm/silu_mul.cuh"
+#include "gemm/sums.cuh"
 
 namespace moe_fp8 {
 
@@ -44,7 +45,7 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup, Meeting&
     meeting.join();
     TileReader reader = read_tiles(p, shared, cluster_rank());
     Accumulator accumulator(shared, warpgroup);
-    uint32_t parts_phase = 0;
+    uint32_t parts_phase = 0, staging_phase = 0;
     // A tile of one fragment is kept in registers. A tile of two fragments stays in its slot of the ring until it is stored.
     constexpr bool kKept = kWaves == 1;
     while (const Record* front = reader.front()) {
@@ -70,6 +71,10 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup, Meeting&
         if constexpr (kParts > 1) {
             add_parts(shared, sum[kWaves - 1], warpgroup, OwnGroups(cluster_rank(), warpgroup), parts_phase);
             parts_phase ^= 1;
+        }
+        if constexpr (kSumsByWarp) {
+            leave_sum(p, shared, warpgroup, sum[0], staging_phase);
+            continue;
         }
         const Record tile = kKept ? Record(seen) : *reader.front();
         if (!kKept) reader.pop(tile);
@@ -127,7 +132,7 @@ DEVICE void run(const GemmParams& p) {
 #if ROW_SCALES
             ptx::prefetch_tensor_map(&p.b_scale_map);
 #endif
-            if constexpr (kStaged) ptx::prefetch_tensor_map(&p.out_map);
+            if constexpr (kStaged || kSumsByWarp) ptx::prefetch_tensor_map(&p.out_map);
         } else {
             shared.init(warp - 1, NUM_THREADS / kWarp - 1);
             ptx::fence_barrier_init();
@@ -144,6 +149,9 @@ DEVICE void run(const GemmParams& p) {
         if (warp == 0) produce(p, shared, Meeting());
         if constexpr (!kRowScales) {
             if (warp == 1) produce_scales(p, shared, Meeting());
+        }
+        if constexpr (kSumsByWarp) {
+            if (warp == 1) move_sums(p, shared, Meeting());
         }
         if (warp == 2) walk_tiles(p, shared, Meeting());
         if (warp == 3) Meeting();

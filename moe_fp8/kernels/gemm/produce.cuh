@@ -122,20 +122,6 @@ DEVICE void walk_tiles(const GemmParams& p, Shared& shared, Meeting&& meeting) {
     writer.finish();
 }
 
-#if ROW_SCALES
-// Brings to L2 what a tile's sum is added to, while the last blocks of the tile are multiplied. (Prefetches at the tile's begin
-// cost 3 to 13% of a call on an H200.)
-DEVICE void prefetch_addend(const GemmParams& p, const Tile& tile) {
-    // (The second tile of a pair may lie beyond the last column.)
-    const uint32_t bytes = max(min(kBlockN, p.n - tile.n), 0) * sizeof(float);
-    for (int row = lane_index(); bytes > 0 && row < tile.end_row; row += kWarp) {
-        const int64_t at = static_cast<int64_t>(tile.expert) * p.m + tile.row + row;
-        ptx::prefetch_l2(static_cast<const float*>(p.out) + at * p.out_stride + tile.n, bytes);
-    }
-    __syncwarp();
-}
-#endif
-
 // The whole warp goes from stage to stage and waits, and one lane of it issues the copies. (If a single lane did all of this, the
 // compiler would put a loop over lanes around every copy, and each loop takes about 150 cycles.)
 DEVICE void produce(const GemmParams& p, Shared& shared, Meeting&& meeting) {
@@ -164,9 +150,6 @@ DEVICE void produce(const GemmParams& p, Shared& shared, Meeting&& meeting) {
                 load_tokens(p, shared, tile, rank, ring.slot, block);
             }
         }
-#if ROW_SCALES
-        if (p.accumulate == mma::kLoadAndAdd) prefetch_addend(p, tile);
-#endif
     }
     if (!meeting.joined()) ptx::grid_dependency_wait(), ptx::launch_dependents();
     // The warp waits until the other CTA of a pair has released all stages here, since the arrivals of that CTA must find this

@@ -51,6 +51,8 @@ using Out = float;
 using Out = uint16_t;  // bf16
 #endif
 constexpr int kWaves = Fragments::kWaves;
+// Math warps leave whole fp32 sums in shared memory, and warp 1 takes them to memory (`move_sums`).
+constexpr bool kSumsByWarp = kRowScales && OUT_FP32 && kBlockN == 128;
 constexpr int kScaleRows = mma::kScaleRows<kBlockN>;
 constexpr int kWeightScales = kRowScales ? kBlockN : kBlockN / kScaleRows;  // scales of a tile's weights
 
@@ -81,7 +83,7 @@ template <int kWeightRows>
 constexpr bool kPiecesOf = kWeightRows == 256;
 constexpr bool kPieces = kPiecesOf<kBlockN> && !kSiluMul;
 using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kPaired, kClusterK, kPieces>;
-constexpr int kTileReaders = (kRowScales ? 1 : 2) + kMathWarpgroups * 4;  // the producers and the math warps
+constexpr int kTileReaders = (kRowScales && !kSumsByWarp ? 1 : 2) + kMathWarpgroups * 4;  // warps 0 and 1 and the math warps
 using Record = sched::RecordOf<sched::kKGrouped<kLayout>>::Type;
 using Tiles = sched::TileRing<kTileReaders, Record>;
 using TileWriter = sched::TileWriter<kTileReaders, Record>;
@@ -102,6 +104,7 @@ constexpr bool kStagedTogether = kBlockN == 192;
 template <typename Fragments>
 DEVICE constexpr int staging_bytes() {
     if constexpr (kSiluMul) return kBlockM * kBlockK / kMathWarpgroups;  // FP8
+    else if constexpr (kSumsByWarp) return 64 * kBlockN * sizeof(float);
     else if constexpr (!Fragments::kHasStaging) return 1;  // an array must have an element
     else return (kStagedTogether ? kBlockN / Fragments::kBoxRows : Fragments::kBoxes) * Fragments::kStagedBoxBytes;
 }
@@ -126,6 +129,8 @@ struct Shared {
     ptx::Barrier empty[kStages];
     // The greatest |SiLU(gate) * up| of each token among each warp's outputs, where a token's outputs are of several warps.
     float maxima[kAcrossWarps ? kMathWarpgroups * 4 : 1][kAcrossWarps ? kBlockM : 1];
+    ptx::Barrier staging_free[kMathWarpgroups];  // a warpgroup's sum may come; what it is added to is there
+    ptx::Barrier staging_full[kMathWarpgroups];  // a warpgroup's sum is there
 
     // One thread of each of `num_warps` warps makes some of the barriers. (If one thread makes them one after another, a barrier
     // takes about 30 cycles. Lanes of one warp take turns, and take longer.)
@@ -138,6 +143,12 @@ struct Shared {
             ptx::barrier_init(&empty[stage], (kAlternate ? 1 : kMathWarpgroups) * 4 * (kPaired ? 2 : 1));
         }
         if (warp == num_warps - 1) tiles.init();
+        if (kSumsByWarp && warp == num_warps - 3) {
+            for (int warpgroup = 0; warpgroup < kMathWarpgroups; ++warpgroup) {
+                ptx::barrier_init(&staging_free[warpgroup], 1);
+                ptx::barrier_init(&staging_full[warpgroup], 4);
+            }
+        }
         if (warp == num_warps - 2) {
             for (int warpgroup = 0; warpgroup < kMathWarpgroups; ++warpgroup) {
                 // Within a CTA every thread arrives; in a cluster parts are sent asynchronously, and a lane arrives for its warp.
@@ -157,7 +168,8 @@ struct GemmParams {
     moe_fp8::TensorMap a;        // [rows, K] fp8, box kTokenBox rows x 128
     moe_fp8::TensorMap a_scale;  // [K/128 (x experts if masked), rows] fp32, box 1 x kBlockM
     moe_fp8::TensorMap b;        // [experts * N, K] fp8, box kWeightBox rows x 128
-    moe_fp8::TensorMap out_map;  // [rows, N] bf16, box kStoredTokens rows x kBoxRows; unused if not kStaged
+    // [rows, N] bf16, box kStoredTokens rows x kBoxRows; or [experts, m, N] fp32, box 1 x 64 x 32, if kSumsByWarp; else unused
+    moe_fp8::TensorMap out_map;
     void* out;                   // [rows, N]
     const float* b_scale;        // [experts, ceil(N/128), K/128]
     const int* index;            // m_indices, psum, offsets or masked_m; null if dense

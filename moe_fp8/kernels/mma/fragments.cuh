@@ -302,6 +302,9 @@ struct TokensOnM {
     }
 };
 
+// Columns of an fp32 sum that lie side by side in shared memory, in rows of 128 bytes that are swizzled as TMA expects it.
+constexpr int kSumColumns = 32;
+
 // Tokens and weights both have a scale for each row. A thread's columns have scales of their own, for which there are no registers:
 // `promote` reads them from the stage, a few groups ahead, so the stage is handed back after it (`Promoted`).
 template <int kBlockM, int kBlockN>
@@ -357,26 +360,50 @@ struct RowScaled : TokensOnM<kBlockM, kBlockN> {
         if constexpr (kMore) promote_from<kWave, kGroup + kAhead>(sum, partial, scales, next);
     }
 
-    // Stores fp32, or adds to what is there.
-    static DEVICE void store(const Sum& d, float* out, int64_t stride, const typename Base::Region& region, int columns, int accumulate) {
+    // Writes a sum to the warpgroup's `staging`, or adds it to what is there.
+    static DEVICE void leave(const Sum& d, uint8_t* staging, bool add) {
+        constexpr int kBoxBytes = 64 * kSumColumns * sizeof(float), kGroups = kSumColumns / 8, kAtOnce = 8;
         const int lane = ptx::fresh_lane(), upper = warpgroup_thread() / kWarp * 16 + lane / 4;
-        const int right = min(region.right, columns);
+        // A thread's pair is a half of a chunk of 16 bytes. Its rows are eight apart, so both have the same swizzle.
+        const int chunk = staged_chunk<128>(lane / 4, lane % 4 / 2);
+        uint8_t* row = staging + upper * 128 + lane % 2 * sizeof(float2);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int token = upper + 8 * half;
-            if (token < region.begin || token >= region.end) continue;
-            float2* row = reinterpret_cast<float2*>(out + token * stride) + lane % 4;
-            if (accumulate == kReduce) {
-                reduce(d, row, half, region.left, right);
-            } else {
-                store_row(d, row, half, region.left, right, accumulate == kLoadAndAdd);
+#pragma unroll
+            for (int first = 0; first < Base::kColumns / 8; first += kAtOnce) {
+                float2 sums[kAtOnce];
+                float2* there[kAtOnce];
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) {
+                    const int j = first + i, at = 4 * j + 2 * half;
+                    there[i] = reinterpret_cast<float2*>(row + j / kGroups * kBoxBytes + half * 8 * 128 + (chunk ^ j % kGroups * 32));
+                    sums[i] = make_float2(d[at], d[at + 1]);
+                }
+                if (add) {
+#pragma unroll
+                    for (int i = 0; i < kAtOnce; ++i) {
+                        const float2 before = *there[i];
+                        sums[i].x += before.x, sums[i].y += before.y;
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) *there[i] = sums[i];
             }
         }
-        __syncwarp();  // `WeightsOnM::store` says why
     }
 
-    // Stores bf16. (N is a multiple of 64. If each group of columns had its own test, ptxas would keep the results in registers.)
-    static DEVICE void store(const Sum& d, uint16_t* out, int64_t stride, const typename Base::Region& region, int columns, int) {
+    // Stores a fragment from registers, or lets memory add it to fp32 (kReduce).
+    template <typename Out>
+    static DEVICE void store(const Sum& d, Out* out, int64_t stride, const typename Base::Region& region, int columns, int accumulate) {
+        if constexpr (kAddable<Out>) {
+            if (accumulate) return store_pairs(d, out, stride, region, columns, [](Out* at, float2 pair) { ptx::add_global(at, pair); });
+        }
+        store_pairs(d, out, stride, region, columns, [](Out* at, float2 pair) { ptx::store_pair_as(at, pair); });
+    }
+
+    // (N is a multiple of 64. If each group of columns had its own test, ptxas would keep the results in registers.)
+    template <typename Out, typename Put>
+    static DEVICE void store_pairs(const Sum& d, Out* out, int64_t stride, const typename Base::Region& region, int columns, Put put) {
         constexpr int kTested = 64;
         static_assert(kBlockN % kTested == 0, "whole stores");
         const int lane = ptx::fresh_lane(), upper = warpgroup_thread() / kWarp * 16 + lane / 4;
@@ -385,50 +412,18 @@ struct RowScaled : TokensOnM<kBlockM, kBlockN> {
         for (int half = 0; half < 2; ++half) {
             const int token = upper + 8 * half;
             if (token < region.begin || token >= region.end) continue;
-            uint32_t* row = reinterpret_cast<uint32_t*>(out + token * stride) + lane % 4;
+            Out* pairs = out + token * stride + lane % 4 * 2;
 #pragma unroll
             for (int first = 0; first < Base::kColumns; first += kTested) {
                 if (first >= right) continue;
 #pragma unroll
                 for (int column = first; column < first + kTested; column += 8) {
                     const int at = column / 2 + 2 * half;
-                    row[column / 2] = ptx::pack_bf16(d[at], d[at + 1]);
+                    put(pairs + column, make_float2(d[at], d[at + 1]));
                 }
             }
         }
         __syncwarp();  // `WeightsOnM::store` says why
-    }
-
-    // These two take a thread's pairs of one token, in the columns [left, right).
-    static DEVICE void reduce(const Sum& d, float2* row, int half, int left, int right) {
-#pragma unroll
-        for (int column = 0; column < Base::kColumns; column += 8) {
-            if (column < left || column >= right) continue;
-            const int at = column / 2 + 2 * half;
-            ptx::add_global(&row[column / 2], make_float2(d[at], d[at + 1]));
-        }
-    }
-
-    // What is there is loaded for eight groups of columns before the first of them is stored, so that a warp seldom waits.
-    static DEVICE void store_row(const Sum& d, float2* row, int half, int left, int right, bool add) {
-        constexpr int kGroups = Base::kColumns / 8, kAtOnce = kGroups % 8 == 0 ? 8 : kGroups;
-#pragma unroll
-        for (int first = 0; first < kGroups; first += kAtOnce) {
-            float2 there[kAtOnce];
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                const int column = 8 * (first + i);
-                there[i] = make_float2(0.0f, 0.0f);
-                if (add && column >= left && column < right) there[i] = row[column / 2];
-            }
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                const int column = 8 * (first + i), at = column / 2 + 2 * half;
-                if (column < left || column >= right) continue;
-                const float2 pair = make_float2(d[at], d[at + 1]);
-                row[column / 2] = add ? make_float2(there[i].x + pair.x, there[i].y + pair.y) : pair;
-            }
-        }
     }
 
     // A sum that was computed from every scale that `promote` has read.

@@ -119,7 +119,7 @@ DEVICE void store_as(uint16_t* element, float value) {
 }
 
 // Adds to two neighbouring floats in global memory. Each sum is rounded to nearest even. No later instruction waits for it.
-DEVICE void add_global(float2* pair, const float2& value) {
+DEVICE void add_global(float* pair, const float2& value) {
     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(pair), "f"(value.x), "f"(value.y) : "memory");
 }
 
@@ -129,5 +129,9 @@ DEVICE uint32_t pack_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
+
+// Stores two neighbouring elements, as `store_as` does.
+DEVICE void store_pair_as(float* pair, const float2& value) { *reinterpret_cast<float2*>(pair) = value; }
+DEVICE void store_pair_as(uint16_t* pair, const float2& value) { *reinterpret_cast<uint32_t*>(pair) = pack_bf16(value.x, value.y); }
 
 }  // namespace moe_fp8::ptx

@@ -45,15 +45,23 @@ DEVICE void tma_load_3d(const TensorMap* map, Barrier* barrier, void* destinatio
         : "memory");
 }
 
-// Brings `bytes` of global memory to L2; both the address and `bytes` are multiples of 16.
-DEVICE void prefetch_l2(const void* address, uint32_t bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
-}
-
 // Stores a box from shared to global memory, in this thread's current bulk group. x runs along the innermost dimension.
 DEVICE void tma_store_2d(const TensorMap* map, const void* source, int x, int y) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                  "r"(shared_address(source)), "r"(x), "r"(y)
+                 : "memory");
+}
+
+DEVICE void tma_store_3d(const TensorMap* map, const void* source, int x, int y, int z) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+                 "r"(shared_address(source)), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
+// Adds a box of shared memory to global memory, element by element.
+DEVICE void tma_add_3d(const TensorMap* map, const void* source, int x, int y, int z) {
+    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+                 "r"(shared_address(source)), "r"(x), "r"(y), "r"(z)
                  : "memory");
 }
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8 import heuristics
-from moe_fp8.jit.tensor_map import encode_2d
+from moe_fp8.jit.tensor_map import encode_2d, encode_tiled
 from moe_fp8.ops import launch, scales
 from moe_fp8.ops.arguments import row_stride
 from moe_fp8.ops.launch import Prepared
@@ -234,17 +234,23 @@ def _of_rows(
         pitch = scale.stride(-1) if k > 128 else scales.pitch(scale)
         return encode_2d(scale.data_ptr(), "float32", (scale.shape[0], k >> 7), pitch * 4, (box, 1), 0)
 
+    out_stride = row_stride(out)
+    sums = b""
+    if heuristics.k_grouped_sums_staged(config, out_dtype):
+        strides = out_stride * 4, m * out_stride * 4
+        box = *heuristics.K_GROUPED_SUM_BOX, 1
+        sums = encode_tiled(out.data_ptr(), "float32", (n, m, num_experts), strides, box)
     K_GROUPED_GEMM.pack_into(
         block.buffer,
         0,
         values(a, config.token_box),
         row_scales(a_scale, config.block_m),
         values(b, config.weight_box),
-        b"",
+        sums,
         out.data_ptr(),
         0,
         0 if offsets is None else offsets.data_ptr(),
-        row_stride(out),
+        out_stride,
         m,
         n,
         k,
