@@ -1,6 +1,6 @@
 // The walk over tiles (kernels/sched/segments.cuh) on the host (cta_host.h). For random segments it checks that the tiles of all CTAs
-// store every valid row of every column once, under the right expert and with its range of K, and that the two tiles of a pair agree
-// on what they have in common. Prints what is wrong; the exit code is 1 then.
+// store every valid row of every column once, under the right expert and with its range of K, that boxes of tokens lie within the
+// tensor, and that the two tiles of a pair agree on what they have in common. Prints what is wrong; the exit code is 1 then.
 #include <map>
 #include <utility>
 
@@ -28,9 +28,9 @@ bool equal(KRange left, KRange right) { return left.begin == right.begin && left
 
 std::vector<host::Fiber> lanes = host::fibers();
 
-// Of tiles in pieces: whether the cases had each kind.
+// Whether the cases had each kind of tile in pieces, and tiles that begin before their rows.
 struct Seen {
-    bool halves = false, lower_quarters[2] = {}, companions = false;
+    bool halves = false, lower_quarters[2] = {}, companions = false, earlier = false;
 } seen;
 
 template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, bool kDivided = false>
@@ -60,6 +60,16 @@ bool holds(const Case& c) {
                 constexpr bool kAligned = kLayout != Layout::kOffsets && kLayout != Layout::kMasked;
                 seen.lower_quarters[kPaired] |= kAligned && tile.row % kBlockM != 0;
                 seen.companions |= tile.end_row == 0;
+            }
+            if (kBlockM >= 64 && !kKGrouped<kLayout>) {
+                // Scales begin at every fourth row, so up to three rows of a box may lie beyond.
+                const int rows = kLayout == Layout::kMasked ? c.num_experts * c.m : c.m;
+                const int end = tile.row + std::max((tile.end_row + 63) / 64 * 64, 64);
+                if (tile.scale_row < 0 || tile.scale_row % 4 != 0) return wrong("scales of no row", tile.row, tile.n);
+                if (end > rows + 3 && tile.scale_row > 3) return wrong("a box beyond the rows", tile.row, tile.n);
+                const int before = kLayout == Layout::kMasked ? tile.expert * c.m : 0;
+                if (tile.row - tile.scale_row != before) return wrong("scales of other rows", tile.row, tile.n);
+                seen.earlier |= tile.begin_row > 3;
             }
             if (!equal(tile.k_range, c.k_range<kLayout>(tile.expert))) return wrong("another range of K", tile.row, tile.n);
             const int first_row = (kKGrouped<kLayout> ? tile.expert * c.m : 0) + tile.row;
@@ -192,6 +202,10 @@ int main() {
                 if (!all_layouts_hold(counts, n, ctas, 0, 3, true)) return 1;
             }
         }
+    }
+    if (!seen.earlier) {
+        std::printf("no tile begins before its rows\n");
+        return 1;
     }
     if (!seen.halves || !seen.lower_quarters[0] || !seen.lower_quarters[1] || !seen.companions) {
         std::printf("kinds of pieces that no case had: halves %d, lower quarters %d and, of pairs, %d, companions %d\n", !seen.halves,

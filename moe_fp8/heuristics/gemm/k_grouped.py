@@ -32,7 +32,7 @@ K_GROUPED_REDUCE, K_GROUPED_LOAD_AND_ADD = 1, 2
 #: Columns of an expert from which on memory has the time to add while the next tile is multiplied.
 _REDUCE_COLUMNS = 2048
 
-#: Columns of an expert from which on wide tiles are faster.
+#: Columns of an expert from which on wide tiles are faster, if nothing is added to.
 _WIDE_COLUMNS = 4096
 
 
@@ -57,10 +57,10 @@ def k_grouped_config(problem: KGroupedGemmProblem) -> GemmConfig:
     """The tile of a call, in pairs unless there is a single SM.
 
     Scales of single rows are read for each product, so that shared memory bounds the kernel, and wide tiles
-    read least. But nothing overlaps their end, while TMA stores the sums of narrow tiles. So the tile depends
-    on the number of blocks of K.
+    read least. But nothing overlaps their end, while TMA loads what sums of narrow tiles are added to, and
+    stores these sums. So the tile depends on the number of blocks of K. Memory adds wide tiles only.
     """
-    wide = problem.for_selection().k >= _WIDE_COLUMNS
+    wide = problem.for_selection().k >= (_REDUCE_COLUMNS if problem.accumulate else _WIDE_COLUMNS)
     return _deepest(256 if wide else 128, min(2, problem.num_sms), problem.out_dtype)
 
 

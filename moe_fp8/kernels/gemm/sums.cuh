@@ -1,8 +1,6 @@
 // Whole fp32 sums on their way to memory (kSumsByWarp). A math warpgroup leaves its sum in its part of `staging` and goes on to its next
-// tile. Warp 1 lets TMA store the sum, or add it to what memory holds.
-//
-// TMA adds 1.1 TB/s (kReduce). If more is needed, warp 1 brings what is there to `staging` while the tile is multiplied, the math
-// warps add to it, and TMA stores (kLoadAndAdd).
+// tile, and warp 1 lets TMA store the sum. If the sum is added to what memory holds, warp 1 brings that to `staging` while the tile is
+// multiplied, and the math warps add there.
 #pragma once
 
 #include "gemm/shape.cuh"
@@ -17,7 +15,7 @@ DEVICE void leave_sum(const GemmParams& p, Shared& shared, int warpgroup, const 
 #if ROW_SCALES
     ptx::barrier_wait(&shared.staging_free[warpgroup], phase);
     phase ^= 1;
-    Fragments::leave(sum, shared.staging[warpgroup], p.accumulate == mma::kLoadAndAdd);
+    Fragments::leave(sum, shared.staging[warpgroup], p.accumulate != 0);
     ptx::fence_async_proxy();
     __syncwarp();
     if (lane_index() == 0) ptx::barrier_arrive(&shared.staging_full[warpgroup]);
@@ -41,7 +39,7 @@ DEVICE void move_sums(const GemmParams& p, Shared& shared, Meeting&& meeting) {
         for (int warpgroup = 0; warpgroup < kMathWarpgroups; ++warpgroup) {
             if (warpgroup * kSumRows >= tile.end_row || !ptx::elect_one()) continue;
             ptx::Barrier& free = shared.staging_free[warpgroup];
-            if (p.accumulate != mma::kLoadAndAdd) {
+            if (!p.accumulate) {
                 ptx::barrier_arrive(&free);
                 continue;
             }
@@ -62,12 +60,7 @@ DEVICE void move_sums(const GemmParams& p, Shared& shared, Meeting&& meeting) {
 #pragma unroll
                 for (int box = 0; box < kSumBoxes; ++box) {
                     const uint8_t* source = shared.staging[warpgroup] + box * kSumBoxBytes;
-                    const int x = tile.n + box * mma::kSumColumns, y = tile.row + warpgroup * kSumRows;
-                    if (p.accumulate == mma::kReduce) {
-                        ptx::tma_add_3d(&p.out_map, source, x, y, tile.expert);
-                    } else {
-                        ptx::tma_store_3d(&p.out_map, source, x, y, tile.expert);
-                    }
+                    ptx::tma_store_3d(&p.out_map, source, tile.n + box * mma::kSumColumns, tile.row + warpgroup * kSumRows, tile.expert);
                 }
                 ptx::bulk_commit();
             }

@@ -58,13 +58,6 @@ DEVICE void tma_store_3d(const TensorMap* map, const void* source, int x, int y,
                  : "memory");
 }
 
-// Adds a box of shared memory to global memory, element by element.
-DEVICE void tma_add_3d(const TensorMap* map, const void* source, int x, int y, int z) {
-    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-                 "r"(shared_address(source)), "r"(x), "r"(y), "r"(z)
-                 : "memory");
-}
-
 // Closes this thread's bulk group.
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
