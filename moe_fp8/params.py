@@ -312,7 +312,6 @@ _KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
             "moe_fp8::kBlockK": SCALE_BLOCK,
             "moe_fp8::kSegmentAlignment": SEGMENT_ALIGNMENT,
             "moe_fp8::kWarpgroup": heuristics.WARPGROUP,
-            "moe_fp8::mma::kLoadAndAdd": heuristics.K_GROUPED_LOAD_AND_ADD,
             **{
                 f"static_cast<int>(moe_fp8::sched::Layout::{enumerator})": GEMM_LAYOUTS[layout]
                 for layout, enumerator in _ENUMERATORS.items()
@@ -340,8 +339,6 @@ _KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
         {
             "moe_fp8::kBlockK": SCALE_BLOCK,
             "static_cast<int>(moe_fp8::sched::Layout::kKOffsets)": K_OFFSETS,
-            "moe_fp8::mma::kReduce": heuristics.K_GROUPED_REDUCE,
-            "moe_fp8::mma::kLoadAndAdd": heuristics.K_GROUPED_LOAD_AND_ADD,
             "moe_fp8::mma::kSumColumns": heuristics.K_GROUPED_SUM_BOX[0],
             "moe_fp8::kSumRows": heuristics.K_GROUPED_SUM_BOX[1],
             **_gemm_boxes(),

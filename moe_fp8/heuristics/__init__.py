@@ -7,8 +7,6 @@ fields of the problem.
 from __future__ import annotations
 
 from moe_fp8.heuristics.gemm import (
-    K_GROUPED_LOAD_AND_ADD,
-    K_GROUPED_REDUCE,
     K_GROUPED_SUM_BOX,
     TOKEN_TILES,
     GemmConfig,
@@ -16,7 +14,6 @@ from moe_fp8.heuristics.gemm import (
     gemm_configs,
     gemm_grid,
     gemm_smem_bytes,
-    k_grouped_accumulation,
     k_grouped_config,
     k_grouped_grid,
     k_grouped_smem_bytes,
@@ -53,8 +50,6 @@ from moe_fp8.heuristics.topk import (
 )
 
 __all__ = [
-    "K_GROUPED_LOAD_AND_ADD",
-    "K_GROUPED_REDUCE",
     "K_GROUPED_SUM_BOX",
     "MQA_BLOCK_KV",
     "MQA_COLUMNS",
@@ -75,7 +70,6 @@ __all__ = [
     "gemm_configs",
     "gemm_grid",
     "gemm_smem_bytes",
-    "k_grouped_accumulation",
     "k_grouped_config",
     "k_grouped_grid",
     "k_grouped_smem_bytes",

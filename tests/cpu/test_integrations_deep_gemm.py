@@ -287,6 +287,36 @@ def test_ragged_k_that_does_not_fit(change: str, deep_gemm: ModuleType) -> None:
     assert torch.equal(out, before)
 
 
+@pytest.mark.parametrize(
+    "form, sizes, argument",
+    [((1, 1, 64), [128, 256], "c"), ((2, 36, 64), [512, -128], "ks_cpu")],
+)
+def test_ragged_k_of_wrong_forms_leaves_the_output(
+    form: tuple[int, ...], sizes: list[int], argument: str, deep_gemm: ModuleType
+) -> None:
+    case = k_grouped_case((128, 256), 36, 64)
+    a, b = flat_operands(case)
+    out = case.addend()
+    before = out.clone()
+    with pytest.raises(ArgumentError) as caught:
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, out, sizes, case.offsets, torch.ones(form))
+    assert caught.value.argument == argument
+    assert torch.equal(out, before)
+
+
+@pytest.mark.parametrize("recipe", [None, (1, 1, 128)])
+def test_a_sum_of_nothing(recipe: Any, deep_gemm: ModuleType) -> None:
+    a = torch.zeros(4, 0, dtype=torch.float8_e4m3fn), torch.ones(4, 0)
+    b = torch.zeros(64, 0, dtype=torch.float8_e4m3fn), torch.ones(64 if recipe else 1, 0)
+    out, c = torch.ones(4, 64), torch.randn(4, 64)
+    deep_gemm.fp8_gemm_nt(a, b, out, c=out, recipe=recipe)
+    assert torch.equal(out, torch.ones(4, 64))
+    deep_gemm.fp8_gemm_nt(a, b, out, c=c, recipe=recipe)
+    assert torch.equal(out, c)
+    deep_gemm.fp8_gemm_nt(a, b, out, recipe=recipe)
+    assert not out.any()
+
+
 def test_a_k_that_128_does_not_divide_is_not_served(deep_gemm: ModuleType) -> None:
     a = torch.zeros(4, 576, dtype=torch.float8_e4m3fn), torch.ones(4, 5)
     b = torch.zeros(64, 576, dtype=torch.float8_e4m3fn), torch.ones(1, 5)
@@ -453,6 +483,24 @@ def test_required_layouts(deep_gemm: ModuleType) -> None:
         transform(blocks, 200, 512, **weights)
     with pytest.raises(UnsupportedError, match="1 x 32"):
         transform(rows, 7, 160, recipe_ab=(1, 32))
+
+
+@pytest.mark.parametrize("name", ["dense", "dense of rows"])
+def test_only_weights_are_read_early(
+    name: str, deep_gemm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, given = importlib.import_module("moe_fp8.integrations.deep_gemm.gemm"), []
+    monkeypatch.setattr(module, "gemm_fp8", lambda *_, **options: given.append(options["constant_weights"]))
+    case = named_case(name, (5,), 192, 256)
+    recipe = (1, 1, 128) if name == "dense of rows" else None
+    strided = torch.stack([case.b_scale, case.b_scale], -1)[..., 0]  # another kernel makes it contiguous
+    deep_gemm.set_pdl(True)
+    try:
+        for scale in (case.b_scale, strided):
+            deep_gemm.fp8_gemm_nt((case.a, case.a_scale), (case.b, scale), case.poisoned(), recipe=recipe)
+    finally:
+        deep_gemm.set_pdl(False)
+    assert given == [name == "dense", False]
 
 
 def test_modes(copy: ModuleType, deep_gemm: ModuleType) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import moe_fp8
 from moe_fp8 import ArgumentError, gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked
@@ -30,6 +31,20 @@ def test_the_product_is_added(name: str) -> None:
     assert torch.equal(call(case, c=torch.stack([c, c], -1)[..., 0]), out)
     assert call(case, c=c, out=c) is c
     assert torch.equal(c, out)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_trace_adds(mode: str) -> None:
+    case = named_case("dense", (5,), 64, 128)
+    operands = addend(case), case.a, case.a_scale, case.b, case.b_scale
+    traced = make_fx(lambda c, *others: gemm_fp8(*others, c=c), tracing_mode=mode)(*operands)
+    assert torch.equal(traced(*operands), gemm_fp8(*operands[1:], c=operands[0]))
+
+
+def test_an_addend_with_gradients_is_copied_without_them() -> None:
+    case = named_case("dense", (3,), 64, 128)
+    out = call(case, c=addend(case).requires_grad_())
+    assert not out.requires_grad
 
 
 @pytest.mark.parametrize("name", NAMES)

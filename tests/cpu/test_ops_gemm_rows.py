@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_fp8 import ArgumentError, ContractError, gemm_fp8, jit, k_grouped_gemm_fp8
+from moe_fp8.ops.gemm import checks
 from tests import cases
 from tests.gemm_addend_cases import addend, call, check_sum, named_case
 
@@ -52,6 +53,15 @@ def test_scales_of_another_layout_are_converted_and_counted(argument: str) -> No
     changed = replace(case, **{argument: getattr(case, argument).contiguous()})
     assert torch.equal(call(changed), expected)
     assert jit.counters().scale_conversions == before + 1
+
+
+def test_scales_that_the_call_converts_are_not_read_early() -> None:
+    case = named_case(NAME, (6,), 64, 256)
+    operands = (case.a, case.a_scale, case.b)
+    out = case.poisoned()
+    assert checks.gemm(*operands, case.b_scale, out, constant_weights=True) is None
+    found = checks.gemm(*operands, case.b_scale.contiguous(), out, constant_weights=True)
+    assert found is not None and found[6] is False
 
 
 def test_no_rows_no_output() -> None:

@@ -237,7 +237,7 @@ def test_a_launch_of_a_gemm_packs_what_the_kernel_reads(
     assert struct.unpack("<4q5i", params[512:564]) == (*addresses, *sizes, any(promise.values()))
     assert not any(params[564:])
     cuda.run(op, arguments | {"out": out.float(), "accumulate": True})
-    assert struct.unpack_from("<i", cuda.kernel.launches[1][2], 564) == (2,)
+    assert struct.unpack_from("<i", cuda.kernel.launches[1][2], 564) == (1,)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -246,16 +246,23 @@ def test_a_launch_of_ragged_k_packs_what_the_kernel_reads(
 ) -> None:
     maps = iter(range(1, 5))
     monkeypatch.setattr(cuda.gemm, "encode_2d", lambda *sizes, **kinds: bytes([next(maps)] * 128))
+    boxes = []
+
+    def encode_sums(pointer: int, dtype: str, *sizes: tuple[int, ...]) -> bytes:
+        boxes.append((pointer, dtype, *sizes))
+        return bytes([9] * 128)
+
+    monkeypatch.setattr(cuda.gemm, "encode_tiled", encode_sums)
     arguments = {**OPS["k_grouped_gemm_fp8"](), "accumulate": accumulate}
     cuda.run("k_grouped_gemm_fp8", arguments)
     ((grid, _, params),) = cuda.kernel.launches
-    # A pair of CTAs has the only tile of each expert, or a quarter of it if the tile is wide.
-    assert grid == (6 if accumulate else 24)
-    # The sums are stored from registers, so the map of the output stays empty.
-    assert params[:512] == b"".join(bytes([number] * 128) for number in (1, 2, 3, 0))
+    assert grid == 6  # a pair of CTAs has the only tile of each expert
+    # TMA stores the sums of narrow tiles.
+    assert boxes == [(arguments["out"].data_ptr(), "float32", (64, 5, 3), (256, 1280), (32, 64, 1))]
+    assert params[:512] == b"".join(bytes([number] * 128) for number in (1, 2, 3, 9))
     addresses = (arguments["out"].data_ptr(), 0, arguments["offsets"].data_ptr())
     assert struct.unpack("<4q5i", params[512:564]) == (*addresses, 64, 5, 64, 384, 3, 0)
-    assert struct.unpack_from("<i", params, 564) == (2 if accumulate else 0,)
+    assert struct.unpack_from("<i", params, 564) == (accumulate,)
     assert params[576:704] == bytes([4] * 128) and not any(params[568:576]) and not any(params[704:])
 
 
@@ -263,14 +270,15 @@ def test_a_launch_of_ragged_k_packs_what_the_kernel_reads(
 def test_a_dense_launch_of_scales_of_rows_packs_one_expert(
     cuda: _Cuda, monkeypatch: pytest.MonkeyPatch, dtype: str, accumulate: bool
 ) -> None:
-    monkeypatch.setattr(cuda.gemm, "encode_2d", lambda *sizes, **kinds: b"")
+    for name in ("encode_2d", "encode_tiled"):
+        monkeypatch.setattr(cuda.gemm, name, lambda *sizes, **kinds: b"")
     out = torch.zeros(3, 64, dtype=getattr(torch, dtype))
     options = {"out": out, "accumulate": accumulate, "constant_weights": True}
     cuda.run("gemm_fp8", {**OPS["gemm_fp8"](), "b_scale": torch.ones(2, 64).T, **options})
     ((grid, _, params),) = cuda.kernel.launches
-    assert grid == (2 if accumulate else 8)
+    assert grid == 2
     assert struct.unpack("<4q6i", params[512:568]) == (
-        out.data_ptr(), 0, 0, 64, 3, 64, 256, 1, 1, 2 if accumulate else 0,
+        out.data_ptr(), 0, 0, 64, 3, 64, 256, 1, 1, accumulate,
     )  # fmt: skip
 
 

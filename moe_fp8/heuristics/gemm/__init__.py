@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from moe_fp8.heuristics.gemm import costs, table
 from moe_fp8.heuristics.gemm.k_grouped import (
-    K_GROUPED_LOAD_AND_ADD,
-    K_GROUPED_REDUCE,
     K_GROUPED_SUM_BOX,
-    k_grouped_accumulation,
     k_grouped_config,
     k_grouped_grid,
     k_grouped_smem_bytes,
@@ -25,8 +22,6 @@ from moe_fp8.heuristics.gemm.tiles import (
 from moe_fp8.problems import GemmProblem
 
 __all__ = [
-    "K_GROUPED_LOAD_AND_ADD",
-    "K_GROUPED_REDUCE",
     "K_GROUPED_SUM_BOX",
     "TOKEN_TILES",
     "GemmConfig",
@@ -34,7 +29,6 @@ __all__ = [
     "gemm_configs",
     "gemm_grid",
     "gemm_smem_bytes",
-    "k_grouped_accumulation",
     "k_grouped_config",
     "k_grouped_grid",
     "k_grouped_smem_bytes",

@@ -26,22 +26,9 @@ def k_grouped_smem_bytes(config: GemmConfig, out_dtype: OutDtype) -> int:
     return BARRIER_BYTES + config.num_stages * stage + sums
 
 
-#: Ways of adding to what memory holds (kReduce, kLoadAndAdd).
-K_GROUPED_REDUCE, K_GROUPED_LOAD_AND_ADD = 1, 2
-
-#: Columns of an expert from which on memory has the time to add while the next tile is multiplied.
-_REDUCE_COLUMNS = 2048
-
-#: Columns of an expert from which on wide tiles are faster, if nothing is added to.
-_WIDE_COLUMNS = 4096
-
-
-def k_grouped_accumulation(problem: KGroupedGemmProblem) -> int:
-    """The faster way of adding, or 0 if nothing is added to."""
-    if not problem.accumulate:
-        return 0
-    many = problem.for_selection().k >= _REDUCE_COLUMNS
-    return K_GROUPED_REDUCE if many else K_GROUPED_LOAD_AND_ADD
+#: Columns of an expert from which on wide tiles are faster. If they are added to what memory holds, L2 adds
+#: them while the next tile is multiplied, which takes it as long as 2,048 columns.
+_WIDE_COLUMNS, _WIDE_COLUMNS_ADDED = 4096, 2048
 
 
 @cache
@@ -57,10 +44,10 @@ def k_grouped_config(problem: KGroupedGemmProblem) -> GemmConfig:
     """The tile of a call, in pairs unless there is a single SM.
 
     Scales of single rows are read for each product, so that shared memory bounds the kernel, and wide tiles
-    read least. But nothing overlaps their end, while TMA loads what sums of narrow tiles are added to, and
-    stores these sums. So the tile depends on the number of blocks of K. Memory adds wide tiles only.
+    read least. But a warp stores them itself, while TMA stores the sums of narrow tiles, and loads what these
+    are added to. So the tile depends on the number of blocks of K.
     """
-    wide = problem.for_selection().k >= (_REDUCE_COLUMNS if problem.accumulate else _WIDE_COLUMNS)
+    wide = problem.for_selection().k >= (_WIDE_COLUMNS_ADDED if problem.accumulate else _WIDE_COLUMNS)
     return _deepest(256 if wide else 128, min(2, problem.num_sms), problem.out_dtype)
 
 

@@ -18,6 +18,8 @@ from moe_fp8.integrations.deep_gemm.modes import early_weights
 from moe_fp8.integrations.forwarding import NotServed, or_vendored
 from moe_fp8.limits import N_MULTIPLE
 from moe_fp8.ops import gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked, to_mn_major
+from moe_fp8.ops.gemm import checks
+from moe_fp8.ops.modes import launches
 from moe_fp8.problems import SEGMENT_ALIGNMENT
 
 Pair = tuple[Tensor, Tensor]
@@ -48,7 +50,7 @@ def fp8_gemm_nt(
     With the recipe (1, 1, 128), the scales of b are fp32 `[N, K/128]` of any stride too.
     d: bf16 or fp32 `[M, N]`. c: fp32 `[M, N]`, or d itself; d is then fp32. The other options have no meaning
     on Hopper, but for further recipes, `alpha` and `epilogue`: such calls, and a K that 128 does not divide,
-    go to the engine's own copy.
+    go to the engine's own copy. With K = 0, d is c, or zeros.
     Safe to capture.
     """
     of_rows = _of_rows(recipe, recipe_a, recipe_b)
@@ -60,9 +62,14 @@ def fp8_gemm_nt(
     if of_rows != (b_scale.shape[:1] == b_values.shape[:1]):
         shape = "[N, K/128]" if of_rows else "[ceil(N/128), K/128]"
         raise ArgumentError("fp8_gemm_nt", "b[1]", f"shape {shape}, by the recipe", list(b_scale.shape))
+    c = _addend(c, d)
+    if a_values.shape[-1] == b_values.shape[-1] == 0:
+        return _sum_of_nothing("fp8_gemm_nt", c, d)
+    # (Operands with scales of rows are no weights, and a kernel that makes scales contiguous may still run.)
+    constant = early_weights() and not of_rows and b_scale.is_contiguous()
     if not of_rows:
         b_scale = b_scale.contiguous()
-    gemm_fp8(a_values, a_scale, b_values, b_scale, c=_addend(c, d), out=d, constant_weights=early_weights())
+    gemm_fp8(a_values, a_scale, b_values, b_scale, c=c, out=d, constant_weights=constant)
 
 
 @or_vendored
@@ -182,11 +189,11 @@ def k_grouped_fp8_gemm_nt_contiguous(
 
     a: (fp8 of one dimension: the contiguous `[M, ks_cpu[e]]` of each expert, one behind the other; fp32
     scales `[M, sum of ks_cpu / 128]` of any stride). b: the same with N in the place of M.
-    d: fp32 `[E, M, N]`. c: fp32 `[E, M, N]`, d itself, or None for zeros.
+    d: fp32 `[E, M, N]`. c: fp32 `[E, M, N]`, d itself, or None for zeros (DeepGEMM demands c).
     ks_cpu: K of each expert, on the host, in multiples of 128; 0 is allowed. `grouped_layout`, the same on
     the device, is not read.
-    Other recipes, `use_psum_layout`, `epilogue`, and an N that 64 does not divide go to the engine's own
-    copy.
+    Other recipes, `use_psum_layout`, `epilogue`, no `ks_cpu`, an N that 64 does not divide, a K that 128 does
+    not divide, and any other c and d go to the engine's own copy.
     Raises ArgumentError. Safe to capture; a replay has the same `ks_cpu`.
     """
     if tuple(recipe or ()) != _OF_ROWS or use_psum_layout or ks_cpu is None or epilogue is not None:
@@ -201,6 +208,9 @@ def k_grouped_fp8_gemm_nt_contiguous(
     _demand_fp32(c, d)
     num_experts, m, n = d.shape
     total = sum(ks_cpu)
+    if len(ks_cpu) != num_experts or any(k < 0 for k in ks_cpu):
+        expected = f"{num_experts} numbers from 0 on, as d has experts"
+        raise ArgumentError(_K_GROUPED, "ks_cpu", expected, list(ks_cpu))
     for name, (values, scale), rows in (("a", a, m), ("b", b, n)):
         if values.numel() != rows * total or not values.is_contiguous():
             raise ArgumentError(
@@ -208,29 +218,29 @@ def k_grouped_fp8_gemm_nt_contiguous(
             )
         if scale.shape != (rows, total // 128):
             raise ArgumentError(_K_GROUPED, f"{name}[1]", f"shape {[rows, total // 128]}", list(scale.shape))
-    if len(ks_cpu) != num_experts:
-        raise ArgumentError(_K_GROUPED, "ks_cpu", f"{num_experts} numbers, as d has experts", len(ks_cpu))
     c = _addend(c, d)
-    if c is not None and c is not d:
-        d.copy_(c)
+    if c is not None:
+        checks.addend(_K_GROUPED, c, d)
     a_values, b_values = a[0].view(-1), b[0].view(-1)
     a_scale, b_scale = to_mn_major(a[1]), to_mn_major(b[1])
     start = 0
-    for out, k in zip(d, ks_cpu, strict=True):
+    for expert, k in enumerate(ks_cpu):
         end = start + k
         if k > 0:
             groups = slice(start // 128, end // 128)
+            out = d[expert]
             gemm_fp8(
                 a_values[m * start : m * end].view(m, k),
                 a_scale[:, groups],
                 b_values[n * start : n * end].view(n, k),
                 b_scale[:, groups],
-                c=None if c is None else out,
+                c=c if c is None else out if c is d else c[expert],
                 out=out,
             )
-        elif c is None:
-            out.zero_()
         start = end
+    for expert, k in enumerate(ks_cpu):  # behind the others, whose operands are checked then
+        if k == 0 and c is not d:
+            _sum_of_nothing(_K_GROUPED, None if c is None else c[expert], d[expert])
 
 
 def _of_rows(recipe: Recipe, recipe_a: Recipe, recipe_b: Recipe) -> bool:
@@ -250,6 +260,18 @@ def _addend(c: Tensor | None, d: Tensor) -> Tensor | None:
     if c is None or (c.data_ptr(), c.shape, c.stride()) != (d.data_ptr(), d.shape, d.stride()):
         return c
     return d
+
+
+def _sum_of_nothing(op: str, c: Tensor | None, d: Tensor) -> None:
+    """`d` becomes `c`, or zeros."""
+    if c is not None:
+        checks.addend(op, c, d)
+    if not launches(d) or c is d:
+        return
+    if c is None:
+        d.zero_()
+    else:
+        d.copy_(c)
 
 
 def _demand(

@@ -37,8 +37,9 @@ def set_num_sms(num_sms: int) -> None:
 def set_pdl(enable: bool) -> None:
     """With True, a dense GEMM reads weights and their scales while the kernel before it still runs.
 
-    An engine says so because its weights do not change while it serves. Without it, only the launch itself
-    overlaps (`constant_weights` of `moe_fp8.gemm_fp8`).
+    This holds for weights with scales of 128 x 128; operands with scales of rows are no weights. An engine
+    says so because its weights do not change while it serves. Without it, only the launch itself overlaps
+    (`constant_weights` of `moe_fp8.gemm_fp8`).
     """
     _Modes.early_weights = bool(enable)
     vendored.set_too("set_pdl", bool(enable))

@@ -83,7 +83,7 @@ template <int kWeightRows>
 constexpr bool kPiecesOf = kWeightRows == 256;
 constexpr bool kPieces = kPiecesOf<kBlockN> && !kSiluMul;
 using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kPaired, kClusterK, kPieces>;
-constexpr int kTileReaders = (kRowScales && !kSumsByWarp ? 1 : 2) + kMathWarpgroups * 4;  // warps 0 and 1 and the math warps
+constexpr int kTileReaders = (kRowScales && !kSumsByWarp ? 1 : 2) + kMathWarpgroups * 4;  // the copying warps, warp 1 if it has work, and the math warps
 using Record = sched::RecordOf<sched::kKGrouped<kLayout>>::Type;
 using Tiles = sched::TileRing<kTileReaders, Record>;
 using TileWriter = sched::TileWriter<kTileReaders, Record>;
@@ -180,7 +180,7 @@ struct GemmParams {
     int num_experts;
     int constant_weights;        // no kernel that may still run writes `b`, `b_scale` or `index`
 #if !SILU_MUL
-    int accumulate;              // 0, or the way in which the product is added to what `out` holds, which is fp32 then
+    int accumulate;              // the product is added to what `out` holds, which is fp32 then
 #endif
 #if ROW_SCALES
     moe_fp8::TensorMap b_scale_map;  // [K/128, N] fp32, box 1 x kBlockN

@@ -298,7 +298,7 @@ class TileWalk {
     }
 
     // A tile's tokens are copied in boxes of kTokenBox, at least one. If the last box reaches beyond the tensor's last row, the tile
-    // begins that many rows earlier, and these rows are left out of its store. (TMA takes 4 cycles and more for each row that does not
+    // begins earlier, if there are rows before it, and these rows are left out of its store. (TMA takes 4 cycles and more for each row that does not
     // exist: 18.9 and not 14.7 us for m211 n4096 k6144 in tiles of 128 x 64.)
     DEVICE void keep_inside(Tile& tile) const {
         const int rows = kLayout == Layout::kMasked ? num_experts_ * m_ : m_;

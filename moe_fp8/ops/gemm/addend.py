@@ -11,6 +11,8 @@ from torch import Tensor
 from moe_fp8.ops.gemm import checks
 from moe_fp8.ops.modes import launches
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
 
 def add_to(
     c: Tensor,
@@ -22,10 +24,11 @@ def add_to(
 ) -> None:
     """Call `op`, which adds to `out`, after `out` got `c`. `check` checks the `operands`."""
     if c is not out:
-        checks.addend(name, c, out)
-        # Wrong operands must leave `out` as it was. (A compiled call checks them when the op runs.)
-        if not torch.compiler.is_compiling():
+        # Wrong operands must leave `out` as it was. (Operands of a traced call are checked when the op runs.)
+        if not (torch.compiler.is_compiling() or _dispatch_modes()):
             operands = check(*operands) or operands
+        checks.addend(name, c, out)
         if launches(out):
-            out.copy_(c)
+            with torch.no_grad():
+                out.copy_(c)
     op(*operands)

@@ -190,7 +190,7 @@ def _gemm(
         k,
         num_experts,
         constant_weights,
-        heuristics.K_GROUPED_LOAD_AND_ADD if accumulate else 0,
+        accumulate,
     )
     return plan.spec, plan.grid, block
 
@@ -256,7 +256,7 @@ def _of_rows(
         k,
         num_experts,
         constant_weights,
-        heuristics.k_grouped_accumulation(problem),
+        accumulate,
         row_scales(b_scale, config.block_n),
     )
     return chosen.spec, chosen.grid, block

@@ -50,7 +50,7 @@ def gemm_fp8(
     b: float8_e4m3fn `[N, K]`. b_scale: fp32 `[ceil(N/128), K/128]`, contiguous, for a scale per 128 x 128; or
     fp32 `[N, K/128]`, MN-major as a_scale is, for a scale per 1 x 128, as gradients of weights have.
     c: fp32 `[M, N]` of any strides, or None for zeros. With c, out is fp32. It may be `out`, which then
-    accumulates in place. One more kernel copies any other c into out first.
+    accumulates in place; any other c shares no memory with out, and one more kernel copies it into out first.
     out: bf16 or fp32 `[M, N]`, or None to allocate it with `out_dtype` (by default bf16, with c fp32).
     Each row of a, b and out is contiguous. Rows are a multiple of 16 bytes apart and do not overlap.
     K % 128 == 0, N % 64 == 0, addresses 16-byte aligned. M = 0 returns at once.
@@ -61,8 +61,8 @@ def gemm_fp8(
     weights loaded long before. The kernel then reads them while the previous kernel ends, which shortens a
     short call (docs/graphs.md, "Launches that overlap"). If the promise is false, the result is wrong.
 
-    Returns out. Accumulates in fp32; the same call gives the same bits, with c too. No host synchronisation;
-    safe to capture.
+    Returns out. Accumulates in fp32; the same call gives the same bits, with c too. With c and scales of
+    1 x 128 on b, subnormal sums may be flushed to zero. No host synchronisation; safe to capture.
     Raises ArgumentError; in checked mode ContractError, which names the row, for a scale that is NaN or
     infinite; TileError for a config that this call may not use; JitMissError after `freeze()` if warmup did
     not cover the shape. Plans do not include configs that callers ask for.
