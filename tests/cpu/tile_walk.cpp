@@ -61,10 +61,10 @@ bool holds(const Case& c) {
                 seen.lower_quarters[kPaired] |= kAligned && tile.row % kBlockM != 0;
                 seen.companions |= tile.end_row == 0;
             }
-            if (kBlockM >= 64 && !kKGrouped<kLayout>) {
+            if (kBlockM >= 64 && !kKGrouped<kLayout> && tile.end_row > 0) {
                 // Scales begin at every fourth row, so up to three rows of a box may lie beyond.
                 const int rows = kLayout == Layout::kMasked ? c.num_experts * c.m : c.m;
-                const int end = tile.row + std::max((tile.end_row + 63) / 64 * 64, 64);
+                const int end = tile.row + (tile.end_row + 63) / 64 * 64;
                 if (tile.scale_row < 0 || tile.scale_row % 4 != 0) return wrong("scales of no row", tile.row, tile.n);
                 if (end > rows + 3 && tile.scale_row > 3) return wrong("a box beyond the rows", tile.row, tile.n);
                 const int before = kLayout == Layout::kMasked ? tile.expert * c.m : 0;
