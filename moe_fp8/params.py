@@ -340,7 +340,7 @@ _KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
             "moe_fp8::kBlockK": SCALE_BLOCK,
             "static_cast<int>(moe_fp8::sched::Layout::kKOffsets)": K_OFFSETS,
             "moe_fp8::mma::kSumColumns": heuristics.K_GROUPED_SUM_BOX[0],
-            "moe_fp8::kSumRows": heuristics.K_GROUPED_SUM_BOX[1],
+            "moe_fp8::mma::kSumRows": heuristics.K_GROUPED_SUM_BOX[1],
             **_gemm_boxes(),
         },
     ),

@@ -218,29 +218,31 @@ def k_grouped_fp8_gemm_nt_contiguous(
             )
         if scale.shape != (rows, total // 128):
             raise ArgumentError(_K_GROUPED, f"{name}[1]", f"shape {[rows, total // 128]}", list(scale.shape))
-    c = _addend(c, d)
     if c is not None:
         checks.addend(_K_GROUPED, c, d)
     a_values, b_values = a[0].view(-1), b[0].view(-1)
     a_scale, b_scale = to_mn_major(a[1]), to_mn_major(b[1])
+    empty: list[tuple[Tensor | None, Tensor]] = []
     start = 0
     for expert, k in enumerate(ks_cpu):
+        out = d[expert]
+        addend = _addend(None if c is None else c[expert], out)
+        if k == 0:
+            empty.append((addend, out))
+            continue
         end = start + k
-        if k > 0:
-            groups = slice(start // 128, end // 128)
-            out = d[expert]
-            gemm_fp8(
-                a_values[m * start : m * end].view(m, k),
-                a_scale[:, groups],
-                b_values[n * start : n * end].view(n, k),
-                b_scale[:, groups],
-                c=c if c is None else out if c is d else c[expert],
-                out=out,
-            )
+        groups = slice(start // 128, end // 128)
+        gemm_fp8(
+            a_values[m * start : m * end].view(m, k),
+            a_scale[:, groups],
+            b_values[n * start : n * end].view(n, k),
+            b_scale[:, groups],
+            c=addend,
+            out=out,
+        )
         start = end
-    for expert, k in enumerate(ks_cpu):  # behind the others, whose operands are checked then
-        if k == 0 and c is not d:
-            _sum_of_nothing(_K_GROUPED, None if c is None else c[expert], d[expert])
+    for addend, out in empty:  # behind the others, whose operands are checked then
+        _sum_of_nothing(_K_GROUPED, addend, out)
 
 
 def _of_rows(recipe: Recipe, recipe_a: Recipe, recipe_b: Recipe) -> bool:

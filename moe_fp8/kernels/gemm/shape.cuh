@@ -83,7 +83,8 @@ template <int kWeightRows>
 constexpr bool kPiecesOf = kWeightRows == 256;
 constexpr bool kPieces = kPiecesOf<kBlockN> && !kSiluMul;
 using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kPaired, kClusterK, kPieces>;
-constexpr int kTileReaders = (kRowScales && !kSumsByWarp ? 1 : 2) + kMathWarpgroups * 4;  // the copying warps, warp 1 if it has work, and the math warps
+// Warp 0, warp 1 unless it rests, and the math warps read the tiles.
+constexpr int kTileReaders = (kRowScales && !kSumsByWarp ? 1 : 2) + kMathWarpgroups * 4;
 using Record = sched::RecordOf<sched::kKGrouped<kLayout>>::Type;
 using Tiles = sched::TileRing<kTileReaders, Record>;
 using TileWriter = sched::TileWriter<kTileReaders, Record>;
@@ -104,7 +105,7 @@ constexpr bool kStagedTogether = kBlockN == 192;
 template <typename Fragments>
 DEVICE constexpr int staging_bytes() {
     if constexpr (kSiluMul) return kBlockM * kBlockK / kMathWarpgroups;  // FP8
-    else if constexpr (kSumsByWarp) return 64 * kBlockN * sizeof(float);
+    else if constexpr (kSumsByWarp) return mma::kSumRows * kBlockN * sizeof(float);
     else if constexpr (!Fragments::kHasStaging) return 1;  // an array must have an element
     else return (kStagedTogether ? kBlockN / Fragments::kBoxRows : Fragments::kBoxes) * Fragments::kStagedBoxBytes;
 }

@@ -8,7 +8,8 @@
 
 namespace moe_fp8 {
 
-constexpr int kSumRows = 64, kSumBoxes = kBlockN / mma::kSumColumns, kSumBoxBytes = kSumRows * mma::kSumColumns * sizeof(float);
+using mma::kSumBoxBytes, mma::kSumColumns, mma::kSumRows;
+constexpr int kSumBoxes = kBlockN / kSumColumns;
 
 // Every math warp calls it with its part of a sum. `phase` is the warpgroup's number of tiles, modulo 2.
 DEVICE void leave_sum(const GemmParams& p, Shared& shared, int warpgroup, const Fragments::Sum& sum, uint32_t& phase) {
@@ -46,7 +47,7 @@ DEVICE void move_sums(const GemmParams& p, Shared& shared, Meeting&& meeting) {
             ptx::barrier_arrive_expect(&free, kSumBoxes * kSumBoxBytes);
 #pragma unroll
             for (int box = 0; box < kSumBoxes; ++box) {
-                ptx::tma_load_3d(&p.out_map, &free, shared.staging[warpgroup] + box * kSumBoxBytes, tile.n + box * mma::kSumColumns,
+                ptx::tma_load_3d(&p.out_map, &free, shared.staging[warpgroup] + box * kSumBoxBytes, tile.n + box * kSumColumns,
                                  tile.row + warpgroup * kSumRows, tile.expert, ptx::CacheHint::kEvictFirst);
             }
         }
@@ -60,7 +61,7 @@ DEVICE void move_sums(const GemmParams& p, Shared& shared, Meeting&& meeting) {
 #pragma unroll
                 for (int box = 0; box < kSumBoxes; ++box) {
                     const uint8_t* source = shared.staging[warpgroup] + box * kSumBoxBytes;
-                    ptx::tma_store_3d(&p.out_map, source, tile.n + box * mma::kSumColumns, tile.row + warpgroup * kSumRows, tile.expert);
+                    ptx::tma_store_3d(&p.out_map, source, tile.n + box * kSumColumns, tile.row + warpgroup * kSumRows, tile.expert);
                 }
                 ptx::bulk_commit();
             }

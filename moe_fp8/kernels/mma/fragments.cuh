@@ -298,8 +298,8 @@ struct TokensOnM {
     }
 };
 
-// Columns of an fp32 sum that lie side by side in shared memory, in rows of 128 bytes that are swizzled as TMA expects it.
-constexpr int kSumColumns = 32;
+// An fp32 sum lies in shared memory in boxes of a warpgroup's rows by so many columns, 128 bytes a row, swizzled as TMA expects it.
+constexpr int kSumRows = 64, kSumColumns = 32, kSumBoxBytes = kSumRows * kSumColumns * sizeof(float);
 
 // Tokens and weights both have a scale for each row. A thread's columns have scales of their own, for which there are no registers:
 // `promote` reads them from the stage, a few groups ahead, so the stage is handed back after it (`Promoted`).
@@ -358,7 +358,7 @@ struct RowScaled : TokensOnM<kBlockM, kBlockN> {
 
     // Writes a sum to the warpgroup's `staging`, or adds it to what is there.
     static DEVICE void leave(const Sum& d, uint8_t* staging, bool add) {
-        constexpr int kBoxBytes = 64 * kSumColumns * sizeof(float), kGroups = kSumColumns / 8, kAtOnce = 8;
+        constexpr int kGroups = kSumColumns / 8, kAtOnce = 8;
         const int lane = ptx::fresh_lane(), upper = warpgroup_thread() / kWarp * 16 + lane / 4;
         // A thread's pair is a half of a chunk of 16 bytes. Its rows are eight apart, so both have the same swizzle.
         const int chunk = staged_chunk<128>(lane / 4, lane % 4 / 2);
@@ -372,7 +372,7 @@ struct RowScaled : TokensOnM<kBlockM, kBlockN> {
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i) {
                     const int j = first + i, at = 4 * j + 2 * half;
-                    there[i] = reinterpret_cast<float2*>(row + j / kGroups * kBoxBytes + half * 8 * 128 + (chunk ^ j % kGroups * 32));
+                    there[i] = reinterpret_cast<float2*>(row + j / kGroups * kSumBoxBytes + half * 8 * 128 + (chunk ^ j % kGroups * 32));
                     sums[i] = make_float2(d[at], d[at + 1]);
                 }
                 if (add) {
