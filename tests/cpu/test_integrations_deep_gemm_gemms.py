@@ -1,0 +1,251 @@
+"""The GEMMs of the module in the place of `deep_gemm`, and which calls go to the engine's own copy."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import moe_fp8
+from moe_fp8.errors import ArgumentError, UnsupportedError
+from tests import cases
+from tests.gemm_addend_cases import named_case
+from tests.k_grouped_cases import check, flat_operands, k_grouped_case
+
+
+def test_dense(deep_gemm: ModuleType) -> None:
+    case = cases.dense_case(33, 192, 256)
+    for scale in (case.a_scale, case.a_scale.contiguous()):
+        out = case.poisoned()
+        assert (
+            deep_gemm.fp8_gemm_nt((case.a, scale), (case.b, case.b_scale), out, None, (1, 128, 128)) is None
+        )
+        cases.check_gemm(case, out)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_dense_accumulates(in_place: bool, deep_gemm: ModuleType) -> None:
+    case = cases.dense_case(9, 128, 256)
+    added = torch.randn(9, 128)
+    out = added.clone() if in_place else torch.empty(9, 128)
+    c = out if in_place else added
+    deep_gemm.fp8_gemm_nt((case.a, case.a_scale), (case.b, case.b_scale), out, c=c)
+    product = moe_fp8.gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, out_dtype=torch.float32)
+    assert torch.equal(out, product + added)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"recipe": (1, 1, 32)}, "of b of 128 x 128"),
+        ({"alpha": 2.0}, "alpha"),
+        ({"c": torch.zeros(9, 128, dtype=torch.bfloat16)}, "c is added in fp32"),
+    ],
+)
+def test_dense_calls_that_are_not_served(
+    changes: dict[str, Any], reason: str, copy: ModuleType, deep_gemm: ModuleType
+) -> None:
+    case = cases.dense_case(9, 128, 256)
+    given = (case.a, case.a_scale), (case.b, case.b_scale), torch.empty(9, 128)
+    deep_gemm.fp8_gemm_nt(*given, **changes)
+    assert [call[0] for call in copy.calls] == ["fp8_gemm_nt"]
+    del copy.fp8_gemm_nt
+    with pytest.raises(UnsupportedError, match=reason):
+        deep_gemm.fp8_gemm_nt(*given, **changes)
+
+
+@pytest.mark.parametrize("recipes", [{"recipe": (1, 1, 128)}, {"recipe_a": (1, 128), "recipe_b": (1, 128)}])
+def test_dense_with_scales_of_rows(recipes: dict[str, Any], deep_gemm: ModuleType) -> None:
+    case = named_case("dense of rows", (33,), 192, 256)
+    added = torch.randn(33, 192)
+    for scale in (case.b_scale, case.b_scale.contiguous()):
+        out = case.poisoned(torch.float32)
+        deep_gemm.fp8_gemm_nt((case.a, case.a_scale), (case.b, scale), out, **recipes)
+        cases.check_gemm(case, out)
+        total = added.clone()
+        deep_gemm.fp8_gemm_nt(
+            (case.a, case.a_scale), (case.b, scale), total, c=total.view(33, 192), **recipes
+        )
+        assert torch.equal(total, out + added)
+
+
+@pytest.mark.parametrize("recipe", [None, (1, 128, 128), (1, 1, 128)])
+def test_scales_have_the_shape_of_the_recipe(recipe: Any, deep_gemm: ModuleType) -> None:
+    case = named_case("dense" if recipe == (1, 1, 128) else "dense of rows", (5,), 192, 256)
+    with pytest.raises(ArgumentError, match="by the recipe"):
+        deep_gemm.fp8_gemm_nt((case.a, case.a_scale), (case.b, case.b_scale), case.poisoned(), recipe=recipe)
+
+
+@pytest.mark.parametrize("sizes", [(256, 0, 128, 384), (0, 128), (0, 0)])
+@pytest.mark.parametrize("addend", ["none", "other", "itself", "view"])
+def test_ragged_k(addend: str, sizes: tuple[int, ...], deep_gemm: ModuleType) -> None:
+    case = k_grouped_case(sizes, 36, 192)
+    a, b = flat_operands(case, row_major=addend == "other")
+    c = case.addend()
+    out = c.clone() if addend in ("itself", "view") else case.poisoned()
+    given = {"none": None, "other": c, "itself": out, "view": out.view(out.shape)}[addend]
+    layout = torch.tensor(sizes, dtype=torch.int32)
+    assert deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, out, list(sizes), layout, given) is None
+    check(case, out, None if addend == "none" else c)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recipe": (1, 1, 32)},
+        {"use_psum_layout": True},
+        {"ks_cpu": None},
+        {"ks_cpu": [64, 320]},
+        {"epilogue": 1},
+    ],
+)
+def test_ragged_k_that_is_not_served(
+    changes: dict[str, Any], copy: ModuleType, deep_gemm: ModuleType
+) -> None:
+    case = k_grouped_case((128, 256), 36, 64)
+    a, b = flat_operands(case)
+    given = {"ks_cpu": [128, 256], "grouped_layout": case.offsets} | changes
+    deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, case.poisoned(), **given)
+    assert [call[0] for call in copy.calls] == ["k_grouped_fp8_gemm_nt_contiguous"]
+
+
+@pytest.mark.parametrize("change", ["a", "b_scale", "ks_cpu"])
+def test_ragged_k_that_does_not_fit(change: str, deep_gemm: ModuleType) -> None:
+    case = k_grouped_case((128, 256), 36, 64)
+    (a, a_scale), (b, b_scale) = flat_operands(case)
+    sizes = [128, 128, 128] if change == "ks_cpu" else [128, 256]
+    a, b_scale = a[36 * 128 :] if change == "a" else a, b_scale[:, :2] if change == "b_scale" else b_scale
+    out = case.addend()
+    before = out.clone()
+    with pytest.raises(ArgumentError):
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous((a, a_scale), (b, b_scale), out, sizes, case.offsets, out)
+    assert torch.equal(out, before)
+
+
+@pytest.mark.parametrize(
+    "form, sizes, argument",
+    [((1, 1, 64), [128, 256], "c"), ((2, 36, 64), [512, -128], "ks_cpu")],
+)
+def test_ragged_k_of_wrong_forms_leaves_the_output(
+    form: tuple[int, ...], sizes: list[int], argument: str, deep_gemm: ModuleType
+) -> None:
+    case = k_grouped_case((128, 256), 36, 64)
+    a, b = flat_operands(case)
+    out = case.addend()
+    before = out.clone()
+    with pytest.raises(ArgumentError) as caught:
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, out, sizes, case.offsets, torch.ones(form))
+    assert caught.value.argument == argument
+    assert torch.equal(out, before)
+
+
+@pytest.mark.parametrize("recipe", [None, (1, 1, 128)])
+def test_a_sum_of_nothing(recipe: Any, deep_gemm: ModuleType) -> None:
+    a = torch.zeros(4, 0, dtype=torch.float8_e4m3fn), torch.ones(4, 0)
+    b = torch.zeros(64, 0, dtype=torch.float8_e4m3fn), torch.ones(64 if recipe else 1, 0)
+    out, c = torch.ones(4, 64), torch.randn(4, 64)
+    deep_gemm.fp8_gemm_nt(a, b, out, c=out, recipe=recipe)
+    assert torch.equal(out, torch.ones(4, 64))
+    deep_gemm.fp8_gemm_nt(a, b, out, c=c, recipe=recipe)
+    assert torch.equal(out, c)
+    deep_gemm.fp8_gemm_nt(a, b, out, recipe=recipe)
+    assert not out.any()
+
+
+def test_a_k_that_128_does_not_divide_is_not_served(deep_gemm: ModuleType) -> None:
+    a = torch.zeros(4, 576, dtype=torch.float8_e4m3fn), torch.ones(4, 5)
+    b = torch.zeros(64, 576, dtype=torch.float8_e4m3fn), torch.ones(1, 5)
+    with pytest.raises(UnsupportedError, match="K is a multiple of 128, got 576"):
+        deep_gemm.fp8_gemm_nt(a, b, torch.empty(4, 64, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("layout", ["m_indices", "psum"])
+def test_contiguous(layout: str, deep_gemm: ModuleType) -> None:
+    case = cases.contiguous_case(layout, (3, 0, 130, 1), 128, 256)
+    out = case.poisoned()
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+        (case.a, case.a_scale), (case.b, case.b_scale), out, case.index, use_psum_layout=layout == "psum",
+        expected_m_for_psum_layout=7, disable_ue8m0_cast=True,
+    )  # fmt: skip
+    cases.check_gemm(case, out)
+
+
+@pytest.mark.parametrize("layout", ["m_indices", "psum"])
+def test_zero_padding_on_request(layout: str, deep_gemm: ModuleType) -> None:
+    case = cases.contiguous_case(layout, (3, 0, 130, 1), 128, 256)
+    operands = (case.a, case.a_scale), (case.b, case.b_scale)
+    expected = case.poisoned()
+    for given in ({}, {"ensure_zero_padding": False}):
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+            *operands, expected, case.index, use_psum_layout=layout == "psum", **given
+        )
+    padding = expected.isnan()
+    assert padding.any() and not padding.all()
+    out = case.poisoned()
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+        *operands, out, case.index, use_psum_layout=layout == "psum", ensure_zero_padding=True
+    )
+    assert torch.equal(out, expected.masked_fill(padding, 0))
+
+
+@pytest.mark.parametrize("layout", ["m_indices", "psum"])
+@pytest.mark.parametrize("alignment", [16, 64, 256])
+def test_contiguous_with_another_alignment(alignment: int, layout: str, deep_gemm: ModuleType) -> None:
+    counts, rows, index, ends = (3, 0, 70, 1), 0, [], []
+    for expert, count in enumerate(counts):
+        ends.append(rows + count)
+        padded = -(-count // alignment) * alignment
+        index += [expert] * count + [-1] * (padded - count)
+        rows += padded
+    gen = cases.generator(3, "cpu")
+    a, a_scale = cases.activations(rows, 256, gen)
+    b, b_scale = cases.weights(4, 128, 256, gen)
+    out = torch.full((rows, 128), float("nan"), dtype=torch.bfloat16)
+    given = torch.tensor(ends if layout == "psum" else index, dtype=torch.int32)
+    before = deep_gemm.get_mk_alignment_for_contiguous_layout()
+    deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
+    try:
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+            (a, a_scale), (b, b_scale), out, given, use_psum_layout=layout == "psum", ensure_zero_padding=True
+        )
+    finally:
+        deep_gemm.set_mk_alignment_for_contiguous_layout(before)
+    assert not out[torch.tensor(index) < 0].any()
+    for expert in range(4):
+        own = torch.tensor(index) == expert
+        expected = moe_fp8.gemm_fp8(a[own], a_scale[own], b[expert], b_scale[expert])
+        assert torch.equal(out[own], expected)
+    with pytest.raises(ArgumentError):
+        deep_gemm.set_mk_alignment_for_contiguous_layout(0)
+
+
+def test_masked(copy: ModuleType, deep_gemm: ModuleType) -> None:
+    case = cases.masked_case((3, 0, 9), 16, 128, 256)
+    for name in ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked"):
+        out = case.poisoned()
+        operands = (case.a, case.a_scale), (case.b, case.b_scale), out
+        getattr(deep_gemm, name)(*operands, masked_m=case.index, expected_m=4)
+        cases.check_gemm(case, out)
+    deep_gemm.m_grouped_fp8_gemm_nt_masked(*operands, case.index, 4, enable_overlap=True, signal=case.index)
+    assert [call[0] for call in copy.calls] == ["m_grouped_fp8_gemm_nt_masked"]
+
+
+@pytest.mark.parametrize("name", ["dense", "dense of rows"])
+def test_only_weights_are_read_early(
+    name: str, deep_gemm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, given = importlib.import_module("moe_fp8.integrations.deep_gemm.gemm"), []
+    monkeypatch.setattr(module, "gemm_fp8", lambda *_, **options: given.append(options["constant_weights"]))
+    case = named_case(name, (5,), 192, 256)
+    recipe = (1, 1, 128) if name == "dense of rows" else None
+    strided = torch.stack([case.b_scale, case.b_scale], -1)[..., 0]  # another kernel makes it contiguous
+    deep_gemm.set_pdl(True)
+    try:
+        for scale in (case.b_scale, strided):
+            deep_gemm.fp8_gemm_nt((case.a, case.a_scale), (case.b, scale), case.poisoned(), recipe=recipe)
+    finally:
+        deep_gemm.set_pdl(False)
+    assert given == [name == "dense", False]
