@@ -42,6 +42,17 @@ DEVICE void load(bool common, const TensorMap& map, ptx::Barrier& full, void* de
     }
 }
 
+// Copies a box of weights, from row `row` on.
+DEVICE void load_box(bool common, const GemmParams& p, ptx::Barrier& full, void* destination, int x, int row, ptx::CacheHint hint) {
+    if constexpr (!kRowScales) {
+        load(common, p.b, full, destination, x, row, hint);
+    } else if (common) {
+        ptx::tma_load_4d_multicast(&p.b, &full, destination, x, row / mma::kQuadRows, kEveryone, hint);
+    } else {
+        ptx::tma_load_4d(&p.b, &full, destination, x, row / mma::kQuadRows, hint);
+    }
+}
+
 // These two copy one stage's weights, and one stage's tokens with their scales.
 DEVICE void load_weights(const GemmParams& p, Shared& shared, const Tile& tile, uint32_t rank, uint32_t stage, int block) {
     const bool common = kPaired && tile.common == sched::Common::kWeights;
@@ -51,7 +62,7 @@ DEVICE void load_weights(const GemmParams& p, Shared& shared, const Tile& tile, 
 #pragma unroll
     for (int i = 0; i < kBlockN; i += kWeightBox) {
         if (i >= copied_weights(tile)) break;
-        load(common, p.b, shared.full[stage], shared.weights[stage] + i * kBlockK, block * kBlockK, row + i, kHint);
+        load_box(common, p, shared.full[stage], shared.weights[stage] + i * kBlockK, block * kBlockK, row + i, kHint);
     }
 #if ROW_SCALES
     load(common, p.b_scale_map, shared.full[stage], shared.weight_scales[stage], tile.n, block, kHint);

@@ -32,6 +32,15 @@ DEVICE float2 load_here(const float2* pointer) {
     return value;
 }
 
+DEVICE float4 load_here(const float4* pointer) {
+    float4 value;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "r"(shared_address(pointer))
+                 : "memory");
+    return value;
+}
+
 DEVICE uint32_t load_shared(uint32_t address) {
     uint32_t value;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
@@ -118,9 +127,11 @@ DEVICE void store_as(uint16_t* element, float value) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(*element) : "f"(value));
 }
 
-// Adds to two neighbouring floats in global memory. Each sum is rounded to nearest even. No later instruction waits for it.
-DEVICE void add_global(float* pair, const float2& value) {
-    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(pair), "f"(value.x), "f"(value.y) : "memory");
+// Adds to four neighbouring floats in global memory. Each sum is rounded to nearest even. No later instruction waits for it.
+DEVICE void add_global(float* quad, const float4& value) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(quad), "f"(value.x), "f"(value.y), "f"(value.z),
+                 "f"(value.w)
+                 : "memory");
 }
 
 // Packs two floats as bf16, rounded to nearest even. `low` lands in the low half.
@@ -130,8 +141,10 @@ DEVICE uint32_t pack_bf16(float low, float high) {
     return packed;
 }
 
-// Stores two neighbouring elements, as `store_as` does.
-DEVICE void store_pair_as(float* pair, const float2& value) { *reinterpret_cast<float2*>(pair) = value; }
-DEVICE void store_pair_as(uint16_t* pair, const float2& value) { *reinterpret_cast<uint32_t*>(pair) = pack_bf16(value.x, value.y); }
+// Stores four neighbouring elements, as `store_as` does.
+DEVICE void store_quad_as(float* quad, const float4& value) { *reinterpret_cast<float4*>(quad) = value; }
+DEVICE void store_quad_as(uint16_t* quad, const float4& value) {
+    *reinterpret_cast<uint2*>(quad) = make_uint2(pack_bf16(value.x, value.y), pack_bf16(value.z, value.w));
+}
 
 }  // namespace moe_fp8::ptx

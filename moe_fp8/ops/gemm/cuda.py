@@ -227,8 +227,8 @@ def _of_rows(
     config = chosen.config
     block = launch.new_block(K_GROUPED_GEMM)
 
-    def values(x: Tensor, box: int) -> bytes:
-        return encode_2d(x.data_ptr(), "uint8", (k, x.shape[0]), row_stride(x), (128, box), l2_promotion=128)
+    quad_rows, even_rows = heuristics.K_GROUPED_WEIGHT_ROWS
+    b_stride = row_stride(b)
 
     def row_scales(scale: Tensor, box: int) -> bytes:
         pitch = scale.stride(-1) if k > 128 else scales.pitch(scale)
@@ -243,9 +243,17 @@ def _of_rows(
     K_GROUPED_GEMM.pack_into(
         block.buffer,
         0,
-        values(a, config.token_box),
+        encode_2d(a.data_ptr(), "uint8", (k, m), row_stride(a), (128, config.token_box), l2_promotion=128),
         row_scales(a_scale, config.block_m),
-        values(b, config.weight_box),
+        # Of each 16 rows the even rows come first.
+        encode_tiled(
+            b.data_ptr(),
+            "uint8",
+            (k, even_rows, quad_rows // even_rows, n // quad_rows),
+            (quad_rows // even_rows * b_stride, b_stride, quad_rows * b_stride),
+            (128, even_rows, quad_rows // even_rows, config.weight_box // quad_rows),
+            l2_promotion=128,
+        ),
         sums,
         out.data_ptr(),
         0,
