@@ -36,9 +36,9 @@ from .device import environment
 from .peer import DeepGemm, load
 from .results import (
     LISTED,
+    OF_A_COMMIT,
     RESULTS,
     SETS,
-    UNSEEN,
     ResultsFile,
     full_commit,
     git_commit,
@@ -83,7 +83,8 @@ def _parser() -> argparse.ArgumentParser:
         choices=[*SETS, "all"],
         default=LISTED,
         help="which shapes; development: seeded draws, 10 replays each; unseen: the same, drawn from the "
-        "hash of the commit that is measured (default: listed)",
+        "hash of the commit that is measured; few_rounds: GEMMs of few tiles, drawn in that way too "
+        "(default: listed)",
     )
     parser.add_argument("--quick", action="store_true", help="every third shape, 5 replays: a smoke test")
     parser.add_argument("--out", type=Path, help="results file (default: benchmarks/results/DEVICE.json)")
@@ -116,7 +117,7 @@ def main() -> int:
         parser.error(f"unknown class {', '.join(unknown)}: choose from {', '.join(RUNNERS)}")
     sets = SETS if options.sets == "all" else (options.sets,)
     try:
-        commit = full_commit(options.commit) if UNSEEN in sets else options.commit or git_commit()
+        commit = full_commit(options.commit) if {*OF_A_COMMIT} & {*sets} else options.commit or git_commit()
     except ValueError as error:
         parser.error(str(error))
     if not torch.cuda.is_available():

@@ -9,7 +9,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from .results import DEVELOPMENT, LISTED, UNSEEN, ResultsFile, Row, four_digits, set_of, shape_dict
+from .results import (
+    DEVELOPMENT,
+    FEW_ROUNDS,
+    LISTED,
+    UNSEEN,
+    ResultsFile,
+    Row,
+    four_digits,
+    set_of,
+    shape_dict,
+)
 from .timing import Call, Replay, alternate
 
 _Shape = TypeVar("_Shape")
@@ -67,14 +77,16 @@ class Session:
         listed: Sequence[_Shape],
         development: Sequence[_Shape],
         unseen: Callable[[str], Sequence[_Shape]],
+        few_rounds: Callable[[str], Sequence[_Shape]] = lambda commit: (),
     ) -> Iterator[tuple[dict[str, Any], _Shape]]:
         """Yield every `step`-th shape of the chosen sets, each with the terms of its row.
 
-        `unseen` draws the shapes of the unseen set from the hash of the measured commit.
+        `unseen` and `few_rounds` draw the shapes of their sets from the hash of the measured commit.
         """
+        draws = {UNSEEN: unseen, FEW_ROUNDS: few_rounds}
         for name in self.sets:
-            if name == UNSEEN:
-                shapes = unseen(str(self.results.environment["commit"]))
+            if name in draws:
+                shapes = draws[name](str(self.results.environment["commit"]))
             else:
                 shapes = {LISTED: listed, DEVELOPMENT: development}[name]
             for shape in shapes[::step]:

@@ -44,22 +44,32 @@ CUBLAS: list[Callable[[list[Quantized], list[Quantized]], Contestant]] = [
 
 
 def run_dense(session: Session, peer: DeepGemm | None, step: int) -> None:
-    for row, shape in _rows("dense", session.shapes(step, DENSE, random_shapes.DENSE, unseen_shapes.dense)):
+    chosen = session.shapes(
+        step, DENSE, random_shapes.DENSE, unseen_shapes.dense, unseen_shapes.few_rounds_dense
+    )
+    for row, shape in _rows("dense", chosen):
         _dense(session, peer, shape, row)
         torch.cuda.empty_cache()
 
 
 def run_contiguous(session: Session, peer: DeepGemm | None, step: int) -> None:
-    chosen = session.shapes(step, CONTIGUOUS, random_shapes.CONTIGUOUS, unseen_shapes.contiguous)
+    chosen = session.shapes(
+        step,
+        CONTIGUOUS,
+        random_shapes.CONTIGUOUS,
+        unseen_shapes.contiguous,
+        unseen_shapes.few_rounds_contiguous,
+    )
     for row, shape in _rows("contiguous", chosen):
         _contiguous(session, peer, shape, row)
         torch.cuda.empty_cache()
 
 
 def run_masked(session: Session, peer: DeepGemm | None, step: int) -> None:
-    for row, shape in _rows(
-        "masked", session.shapes(step, MASKED, random_shapes.MASKED, unseen_shapes.masked)
-    ):
+    chosen = session.shapes(
+        step, MASKED, random_shapes.MASKED, unseen_shapes.masked, unseen_shapes.few_rounds_masked
+    )
+    for row, shape in _rows("masked", chosen):
         _masked(session, peer, shape, row)
         torch.cuda.empty_cache()
 

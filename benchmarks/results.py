@@ -17,7 +17,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 
-LISTED, DEVELOPMENT, UNSEEN = SETS = ("listed", "development", "unseen")
+LISTED, DEVELOPMENT, UNSEEN, FEW_ROUNDS = SETS = ("listed", "development", "unseen", "few_rounds")
+
+#: The sets that are drawn from the hash of the measured commit.
+OF_A_COMMIT = (UNSEEN, FEW_ROUNDS)
 
 #: The name of the development set in older rows.
 _OLD_NAMES = {"random": DEVELOPMENT}
@@ -141,7 +144,8 @@ class ResultsFile:
     class and set always come from one run. In class moe_layer it removes those of the same model, and in
     class engine those of the same model and experts, where starts and steps are two runs. In class repetition
     it removes only the row of the same case and seed. All other rows stay, with one exception: each commit
-    has its own unseen shapes, so a commit's first unseen row removes the unseen rows of all other commits.
+    has its own shapes of the sets unseen and few_rounds, so a commit's first row of such a set removes the
+    set's rows of all other commits.
     Raises ValueError if the file belongs to another device.
     """
 
@@ -179,8 +183,8 @@ class ResultsFile:
 
     def _replaced(self, old: dict[str, Any], group: tuple[str, ...]) -> bool:
         """Whether the first row of `group` takes the place of the row `old`."""
-        both_unseen = group[1] == set_of(old["shape"]) == UNSEEN
-        return _group(old) == group or (both_unseen and old["commit"] != self.environment["commit"])
+        both_drawn = group[1] == set_of(old["shape"]) and group[1] in OF_A_COMMIT
+        return _group(old) == group or (both_drawn and old["commit"] != self.environment["commit"])
 
 
 def _group(row: dict[str, Any]) -> tuple[str, ...]:
@@ -223,9 +227,7 @@ def full_commit(commit: str | None) -> str:
     if commit is None and _git(
         "status", "--porcelain", "--", "moe_fp8", "benchmarks", ":!benchmarks/results"
     ):
-        raise ValueError(
-            "the unseen shapes are drawn from a commit's hash: commit the changes, or give --commit"
-        )
+        raise ValueError("these shapes are drawn from a commit's hash: commit the changes, or give --commit")
     found = _git("rev-parse", "--verify", "--quiet", f"{commit or 'HEAD'}^{{commit}}")
     if not found:
         raise ValueError(

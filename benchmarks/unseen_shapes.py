@@ -1,9 +1,9 @@
-"""The `unseen` set: shapes drawn from the hash of the measured commit.
+"""The sets `unseen` and `few_rounds`: shapes drawn from the hash of the measured commit.
 
 A commit's hash depends on everything in the commit, so nobody can have tuned a commit on its own unseen
 shapes. At least half of the GEMMs have the widths of models that nothing was ever fitted to. Some GEMMs have
-one, two or four experts, whose tiles seldom fill whole rounds of the SMs. This module needs only the standard
-library.
+one, two or four experts, whose tiles seldom fill whole rounds of the SMs. All GEMMs of `few_rounds` are of
+that kind. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ _SHAPES_A_CLASS = 24
 #: Numbers of experts of the additional shapes of a class, and the range of their rows.
 _FEW_EXPERTS = (1, 2, 4, 1, 2, 4)
 _FEW_EXPERTS_ROWS = (200, 2000)
+
+#: The set few_rounds: shapes of a class; the range of dense rows; the ranges of experts and of their rows.
+_FEW_ROUNDS = 20
+_FEW_ROUNDS_DENSE_ROWS = (129, 2048)
+_FEW_ROUNDS_EXPERTS, _FEW_ROUNDS_EXPERT_ROWS = (1, 8), (128, 1024)
 
 _Shape = TypeVar("_Shape")
 
@@ -68,6 +73,24 @@ def masked(commit: str) -> list[GroupedShape]:
     return _grouped(rng, pools, ("masked",), drawn.MOST_MASKED_ROWS, known)
 
 
+def few_rounds_dense(commit: str) -> list[DenseShape]:
+    rng = random.Random(seed(commit) + 6)
+    widths = drawn.dense_widths((MODELS | UNFITTED).values())
+    found: list[DenseShape] = []
+    for _ in range(_FEW_ROUNDS):
+        m = _log_uniform(rng, *_FEW_ROUNDS_DENSE_ROWS)
+        found.append(_new(rng, [DenseShape(m, n, k) for n, k in widths], {*found}))
+    return found
+
+
+def few_rounds_contiguous(commit: str) -> list[GroupedShape]:
+    return _few_experts(random.Random(seed(commit) + 7), drawn.CONTIGUOUS_LAYOUTS)
+
+
+def few_rounds_masked(commit: str) -> list[GroupedShape]:
+    return _few_experts(random.Random(seed(commit) + 8), ("masked",))
+
+
 def topk(commit: str) -> list[TopkShape]:
     return drawn.topk_shapes(random.Random(seed(commit) + 3))
 
@@ -88,11 +111,10 @@ def _grouped(
     known: set[GroupedShape],
 ) -> list[GroupedShape]:
     """Draw shapes with the models' numbers of experts first, then shapes with few experts and many rows."""
-    least, most = map(math.log, _FEW_EXPERTS_ROWS)
     calls: list[tuple[int | None, int]] = [
         (None, rows) for rows in drawn.log_uniform(rng, most_rows, _SHAPES_A_CLASS)
     ]
-    calls += [(experts, round(math.exp(rng.uniform(least, most)))) for experts in _FEW_EXPERTS]
+    calls += [(experts, _log_uniform(rng, *_FEW_EXPERTS_ROWS)) for experts in _FEW_EXPERTS]
     found: list[GroupedShape] = []
     for i, (experts, rows) in enumerate(calls):
         layout, skew = layouts[i % len(layouts)], drawn.SKEWS[i % len(drawn.SKEWS)]
@@ -101,6 +123,21 @@ def _grouped(
         candidates = [GroupedShape(layout, experts or e, rows, n, k, skew) for e, n, k in pool]
         found.append(_new(rng, [shape for shape in candidates if drawn.fits(shape)], {*known, *found}))
     return found
+
+
+def _few_experts(rng: random.Random, layouts: Sequence[Layout]) -> list[GroupedShape]:
+    widths = drawn.expert_widths(drawn.EXPERT_PARALLEL, (MODELS | UNFITTED).values())
+    found: list[GroupedShape] = []
+    for i in range(_FEW_ROUNDS):
+        experts, rows = rng.randint(*_FEW_ROUNDS_EXPERTS), _log_uniform(rng, *_FEW_ROUNDS_EXPERT_ROWS)
+        layout, skew = layouts[i % len(layouts)], drawn.SKEWS[i % len(drawn.SKEWS)]
+        candidates = [GroupedShape(layout, experts, rows, n, k, skew) for _, n, k in widths]
+        found.append(_new(rng, [shape for shape in candidates if drawn.fits(shape)], {*found}))
+    return found
+
+
+def _log_uniform(rng: random.Random, least: int, most: int) -> int:
+    return round(math.exp(rng.uniform(math.log(least), math.log(most))))
 
 
 def _new(rng: random.Random, candidates: Sequence[_Shape], known: set[_Shape]) -> _Shape:

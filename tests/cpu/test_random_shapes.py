@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from benchmarks import gemm, random_shapes, report, shapes, unseen_shapes
-from benchmarks.results import ROOT, UNSEEN, set_of, shape_dict
+from benchmarks.results import FEW_ROUNDS, OF_A_COMMIT, ROOT, UNSEEN, set_of, shape_dict
 from benchmarks.shapes import GroupedShape, aligned_starts
 from benchmarks.timing import plan_rotation
 
@@ -16,6 +16,12 @@ L2 = 60 << 20
 
 #: Hashes of two commits that do not exist.
 COMMITS = ("0123456789" * 4, "fedcba9876" * 4)
+
+FEW_ROUNDS_DRAWS = {
+    "dense": unseen_shapes.few_rounds_dense,
+    "contiguous": unseen_shapes.few_rounds_contiguous,
+    "masked": unseen_shapes.few_rounds_masked,
+}
 
 DRAWS = {
     "dense": unseen_shapes.dense,
@@ -132,6 +138,17 @@ def test_unseen_shapes_include_few_experts_of_many_rows(commit: str) -> None:
             assert sum(200 <= shape.rows_per_expert <= 2000 for shape in few) >= 2
 
 
+@pytest.mark.parametrize("commit", COMMITS)
+def test_sixty_shapes_of_few_rounds(commit: str) -> None:
+    dense, *grouped = (draw(commit) for draw in FEW_ROUNDS_DRAWS.values())
+    assert all(129 <= shape.m <= 2048 for shape in dense) and len(set(dense)) == 20
+    for drawn in grouped:
+        assert len(set(drawn)) == 20
+        assert all(1 <= shape.num_experts <= 8 and 128 <= shape.rows_per_expert <= 1024 for shape in drawn)
+        assert len({shape.num_experts for shape in drawn}) >= 5
+    assert {shape.layout for shape in grouped[0]} == {"m_indices", "psum", "offsets"}
+
+
 @pytest.mark.parametrize(
     ("width", "model"),
     [
@@ -152,9 +169,10 @@ def test_the_widths_of_unfitted_models(width: tuple[int, int], model: str) -> No
 def test_published_unseen_shapes_are_those_of_their_commit() -> None:
     for device in report.load_results():
         for row in device["rows"]:
-            if set_of(row["shape"]) == UNSEEN:
-                drawn = [shape_dict(shape) for shape in DRAWS[row["class"]](row["commit"])]
-                assert {name: value for name, value in row["shape"].items() if name != "set"} in drawn
+            if (name := set_of(row["shape"])) in OF_A_COMMIT:
+                draw = {UNSEEN: DRAWS, FEW_ROUNDS: FEW_ROUNDS_DRAWS}[name][row["class"]]
+                drawn = [shape_dict(shape) for shape in draw(row["commit"])]
+                assert {key: value for key, value in row["shape"].items() if key != "set"} in drawn
 
 
 @pytest.mark.parametrize(
@@ -164,6 +182,8 @@ def test_published_unseen_shapes_are_those_of_their_commit() -> None:
         *random_shapes.MASKED,
         *(shape for commit in COMMITS for shape in unseen_shapes.contiguous(commit)),
         *(shape for commit in COMMITS for shape in unseen_shapes.masked(commit)),
+        *(shape for commit in COMMITS for shape in unseen_shapes.few_rounds_contiguous(commit)),
+        *(shape for commit in COMMITS for shape in unseen_shapes.few_rounds_masked(commit)),
     ],
     ids=str,
 )
