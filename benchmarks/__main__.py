@@ -35,10 +35,12 @@ from .compare import Session
 from .device import environment
 from .peer import DeepGemm, load
 from .results import (
+    DEVELOPMENT,
     LISTED,
     OF_A_COMMIT,
     RESULTS,
     SETS,
+    UNSEEN,
     ResultsFile,
     full_commit,
     git_commit,
@@ -66,7 +68,11 @@ RUNNERS: dict[str, Callable[[Session, DeepGemm | None, int], None]] = {
     "repetition": repeated.run_repetition,
 }
 
-HAVE_DRAWN = ("dense", "contiguous", "masked", "mqa_logits", "paged_mqa_logits", "topk")
+#: Classes that have no more than these sets of shapes; the other classes have listed shapes alone.
+_SETS_OF = {
+    **dict.fromkeys(("dense", "contiguous", "masked"), SETS),
+    **dict.fromkeys(("mqa_logits", "paged_mqa_logits", "topk"), (LISTED, DEVELOPMENT, UNSEEN)),
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--peer", type=Path, help="folder with deep_gemm/ or deep_gemm.zip")
     parser.add_argument(
         "--commit",
-        help="what is measured, where this is not a git clone; for unseen shapes the full hash",
+        help="what is measured, where this is not a git clone; the full hash if shapes are drawn from it",
     )
     parser.add_argument("--seed", type=int, default=20_261)
     parser.add_argument(
@@ -132,8 +138,8 @@ def main() -> int:
         repeated.run_repetition, seconds=options.seconds, seed=options.seed, only=options.only
     )
     for name in classes:
-        if name not in HAVE_DRAWN and LISTED not in sets:
-            print(f"-- {name}: has listed shapes alone", flush=True)
+        if not {*sets} & {*_SETS_OF.get(name, (LISTED,))}:
+            print(f"-- {name}: has no such set of shapes", flush=True)
             continue
         started = time.perf_counter()
         try:

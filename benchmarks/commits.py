@@ -179,7 +179,9 @@ def main() -> int:
         "folders", nargs="+", type=Path, metavar="FOLDER", help="the old commit's and the new commit's"
     )
     parser.add_argument("--class", dest="classes", default=_GPU_CLASSES, help="default: %(default)s")
-    parser.add_argument("--set", dest="sets", default="listed", help="listed, development or both")
+    parser.add_argument(
+        "--set", dest="sets", default="listed", help="listed, development, or both with a comma"
+    )
     parser.add_argument("--every", type=int, default=1, help="time every n-th shape")
     parser.add_argument("--only", default="", help="time the shapes whose name has this part")
     parser.add_argument("--names", nargs=2, default=("old", "new"), help="the two commits' short hashes")
@@ -189,6 +191,8 @@ def main() -> int:
     if options.worker:
         _work(options)
         return 0
+    if others := {*options.sets.split(",")} - {"listed", "development"}:
+        parser.error(f"only listed and development shapes are those of both commits, got {', '.join(others)}")
     if len(options.folders) != 2:
         parser.error("give two folders: the old commit's and the new commit's")
     old, new = options.folders

@@ -2,8 +2,8 @@
 
 A commit's hash depends on everything in the commit, so nobody can have tuned a commit on its own unseen
 shapes. At least half of the GEMMs have the widths of models that nothing was ever fitted to. Some GEMMs have
-one, two or four experts, whose tiles seldom fill whole rounds of the SMs. All GEMMs of `few_rounds` are of
-that kind. This module needs only the standard library.
+one, two or four experts, whose tiles seldom fill whole rounds of the SMs. The GEMMs of `few_rounds` have few
+tiles, too. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ _Shape = TypeVar("_Shape")
 def seed(commit: str) -> int:
     """The seed of a commit: the SHA-256 of its hash. Raises ValueError unless the hash has 40 hex digits."""
     if not re.fullmatch(r"[0-9a-f]{40}", commit):
-        raise ValueError(
-            f"unseen shapes are drawn from a commit's full hash of 40 hex digits, got {commit!r}"
-        )
+        raise ValueError(f"shapes are drawn from a commit's full hash of 40 hex digits, got {commit!r}")
     return int(hashlib.sha256(commit.encode()).hexdigest(), 16)
 
 

@@ -341,8 +341,6 @@ _KERNELS: dict[str, tuple[ParamStruct, dict[str, int]]] = {
             "static_cast<int>(moe_fp8::sched::Layout::kKOffsets)": K_OFFSETS,
             "moe_fp8::mma::kSumColumns": heuristics.K_GROUPED_SUM_BOX[0],
             "moe_fp8::mma::kSumRows": heuristics.K_GROUPED_SUM_BOX[1],
-            "moe_fp8::mma::kQuadRows": heuristics.K_GROUPED_WEIGHT_ROWS[0],
-            "moe_fp8::mma::kEvenRows": heuristics.K_GROUPED_WEIGHT_ROWS[1],
             **_gemm_boxes(),
         },
     ),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from moe_fp8.heuristics.gemm import (
     K_GROUPED_SUM_BOX,
-    K_GROUPED_WEIGHT_ROWS,
     TOKEN_TILES,
     GemmConfig,
     gemm_config,
@@ -52,7 +51,6 @@ from moe_fp8.heuristics.topk import (
 
 __all__ = [
     "K_GROUPED_SUM_BOX",
-    "K_GROUPED_WEIGHT_ROWS",
     "MQA_BLOCK_KV",
     "MQA_COLUMNS",
     "MQA_MATH_WARPGROUPS",

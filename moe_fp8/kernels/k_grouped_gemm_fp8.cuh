@@ -2,9 +2,9 @@
 // and of B. These are the weight gradients of an MoE layer, whose K is the tokens of an expert.
 //
 // The kernel is that of gemm_fp8.cuh, which has its map, with these differences. Every expert has the same tiles, and a tile's record
-// holds its range of K. The weights' scales come by TMA, so `full` has one arrival. `promote` reads these scales from the stage, for
-// which a thread has no registers. fp32 sums of tiles of 128 x 128 go through `staging`, and warp 1 takes them to memory (`move_sums`);
-// otherwise warp 1 rests.
+// holds its range of K. In a stage the even rows of 128 weights come first (`mma::kWoven`). The weights' scales come by TMA, so `full`
+// has one arrival. `promote` reads these scales from the stage, for which a thread has no registers. fp32 sums of tiles of 128 x 128 go
+// through `staging`, and warp 1 takes them to memory (`move_sums`); otherwise warp 1 rests.
 //
 //   weight_scales         TMA copies overwrite them after `empty` of the stage. The arrival comes after the promotions and takes a sum
 //                         that was computed from each scale (`Promoted`).

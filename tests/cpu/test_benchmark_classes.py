@@ -340,15 +340,16 @@ def test_development_shapes_are_rows_of_their_own_set(
     assert run("c", "listed", "development") == [("listed", "c"), *[("development", "c")] * 2]
 
 
-def test_unseen_shapes_are_drawn_from_the_measured_commit(
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("name", "draw"), [("unseen", "dense"), ("few_rounds", "few_rounds_dense")])
+def test_shapes_are_drawn_from_the_measured_commit(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, draw: str
 ) -> None:
-    monkeypatch.setattr(gemm.unseen_shapes, "dense", lambda commit: [DenseShape(len(commit), 64, 128)])
+    monkeypatch.setattr(gemm.unseen_shapes, draw, lambda commit: [DenseShape(len(commit), 64, 128)])
     path = tmp_path / "h200.json"
     results = ResultsFile(path, {**ENVIRONMENT, "commit": "c" * 40})
-    gemm.run_dense(Session(results, replays=1, failures=[], sets=("unseen",)), None, 1)
+    gemm.run_dense(Session(results, replays=1, failures=[], sets=(name,)), None, 1)
     (row,) = read_rows(path)
-    assert row["shape"] == {"m": 40, "n": 64, "k": 128, "set": "unseen"} and row["commit"] == "c" * 40
+    assert row["shape"] == {"m": 40, "n": 64, "k": 128, "set": name} and row["commit"] == "c" * 40
 
 
 def test_cublas_is_a_peer_and_a_ceiling(

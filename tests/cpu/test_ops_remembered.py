@@ -244,26 +244,29 @@ def test_a_launch_of_a_gemm_packs_what_the_kernel_reads(
 def test_a_launch_of_ragged_k_packs_what_the_kernel_reads(
     cuda: _Cuda, monkeypatch: pytest.MonkeyPatch, accumulate: bool
 ) -> None:
-    maps = iter(range(1, 5))
+    maps = iter(range(1, 4))
     monkeypatch.setattr(cuda.gemm, "encode_2d", lambda *sizes, **kinds: bytes([next(maps)] * 128))
     boxes = []
 
-    def encode_sums(pointer: int, dtype: str, *sizes: tuple[int, ...]) -> bytes:
+    def encode(pointer: int, dtype: str, *sizes: tuple[int, ...], l2_promotion: int = 256) -> bytes:
         boxes.append((pointer, dtype, *sizes))
-        return bytes([9] * 128)
+        return bytes([7 + len(boxes)] * 128)
 
-    monkeypatch.setattr(cuda.gemm, "encode_tiled", encode_sums)
+    monkeypatch.setattr(cuda.gemm, "encode_tiled", encode)
     arguments = {**OPS["k_grouped_gemm_fp8"](), "accumulate": accumulate}
     cuda.run("k_grouped_gemm_fp8", arguments)
     ((grid, _, params),) = cuda.kernel.launches
     assert grid == 6  # a pair of CTAs has the only tile of each expert
-    # TMA stores the sums of narrow tiles.
-    assert boxes == [(arguments["out"].data_ptr(), "float32", (64, 5, 3), (256, 1280), (32, 64, 1))]
-    assert params[:512] == b"".join(bytes([number] * 128) for number in (1, 2, 3, 9))
+    # TMA stores the sums of narrow tiles, and loads even rows and odd rows of b apart.
+    assert boxes == [
+        (arguments["out"].data_ptr(), "float32", (64, 5, 3), (256, 1280), (32, 64, 1)),
+        (arguments["b"].data_ptr(), "uint8", (384, 2, 32), (384, 768), (128, 1, 64)),
+    ]
+    assert params[:512] == b"".join(bytes([number] * 128) for number in (1, 2, 9, 8))
     addresses = (arguments["out"].data_ptr(), 0, arguments["offsets"].data_ptr())
     assert struct.unpack("<4q5i", params[512:564]) == (*addresses, 64, 5, 64, 384, 3, 0)
     assert struct.unpack_from("<i", params, 564) == (accumulate,)
-    assert params[576:704] == bytes([4] * 128) and not any(params[568:576]) and not any(params[704:])
+    assert params[576:704] == bytes([3] * 128) and not any(params[568:576]) and not any(params[704:])
 
 
 @pytest.mark.parametrize("dtype, accumulate", [("bfloat16", False), ("float32", False), ("float32", True)])

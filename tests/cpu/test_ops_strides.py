@@ -222,7 +222,8 @@ def test_a_launch_of_ragged_k_takes_the_strides(maps: tuple[_Cuda, _Maps]) -> No
     given |= {"a": apart(given["a"], 48), "b": apart(given["b"], 16), "out": apart(given["out"], 8)}
     given |= {"a_scale": padded_scales(given["a_scale"], 12), "b_scale": padded_scales(given["b_scale"], 4)}
     cuda.run("k_grouped_gemm_fp8", given)
-    wanted: dict[str, Any] = {"a": 384 + 48, "b": 384 + 16, "a_scale": (8 + 12) * 4, "b_scale": (64 + 4) * 4}
+    wanted: dict[str, Any] = {"a": 384 + 48, "a_scale": (8 + 12) * 4, "b_scale": (64 + 4) * 4}
+    wanted["b"] = 384 + 16, 2 * (384 + 16)  # from even rows to odd rows, and from each of these to the next
     wanted["out"] = 72 * 4, 5 * 72 * 4  # of rows, and of experts' outputs of five rows
     assert made.strides == {given[name].data_ptr(): stride for name, stride in wanted.items()}
     ((_, _, params),) = cuda.kernel.launches

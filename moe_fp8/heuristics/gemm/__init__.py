@@ -5,7 +5,6 @@ from __future__ import annotations
 from moe_fp8.heuristics.gemm import costs, table
 from moe_fp8.heuristics.gemm.k_grouped import (
     K_GROUPED_SUM_BOX,
-    K_GROUPED_WEIGHT_ROWS,
     k_grouped_config,
     k_grouped_grid,
     k_grouped_smem_bytes,
@@ -24,7 +23,6 @@ from moe_fp8.problems import GemmProblem
 
 __all__ = [
     "K_GROUPED_SUM_BOX",
-    "K_GROUPED_WEIGHT_ROWS",
     "TOKEN_TILES",
     "GemmConfig",
     "gemm_config",

@@ -12,10 +12,6 @@ from moe_fp8.problems import KGroupedGemmProblem, OutDtype
 #: Columns and rows of fp32 sums that TMA stores at once (kSumColumns, kSumRows).
 K_GROUPED_SUM_BOX = (32, 64)
 
-#: Weight rows that lie in a stage in an order of their own, and the even rows among them, which come first
-#: (kQuadRows, kEvenRows).
-K_GROUPED_WEIGHT_ROWS = (16, 8)
-
 
 def k_grouped_sums_staged(config: GemmConfig, out_dtype: OutDtype) -> bool:
     """Whether sums go through shared memory, and TMA stores them (kSumsByWarp)."""

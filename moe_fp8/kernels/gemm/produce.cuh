@@ -42,14 +42,21 @@ DEVICE void load(bool common, const TensorMap& map, ptx::Barrier& full, void* de
     }
 }
 
-// Copies a box of weights, from row `row` on.
-DEVICE void load_box(bool common, const GemmParams& p, ptx::Barrier& full, void* destination, int x, int row, ptx::CacheHint hint) {
-    if constexpr (!kRowScales) {
-        load(common, p.b, full, destination, x, row, hint);
-    } else if (common) {
-        ptx::tma_load_4d_multicast(&p.b, &full, destination, x, row / mma::kQuadRows, kEveryone, hint);
+// Copies kWeightBox weights, from row `row` on. If they have scales of single rows, the even rows come first (`mma::kWoven`).
+DEVICE void load_box(bool common, const GemmParams& p, ptx::Barrier& full, uint8_t* destination, int x, int row, ptx::CacheHint hint) {
+    if constexpr (kRowScales) {
+        static_assert(!kRowScales || kWeightBox == mma::kWoven, "a box has the rows that are in another order together");
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            uint8_t* half = destination + odd * (kWeightBox / 2) * kBlockK;
+            if (common) {
+                ptx::tma_load_3d_multicast(&p.b, &full, half, x, odd, row / 2, kEveryone, hint);
+            } else {
+                ptx::tma_load_3d(&p.b, &full, half, x, odd, row / 2, hint);
+            }
+        }
     } else {
-        ptx::tma_load_4d(&p.b, &full, destination, x, row / mma::kQuadRows, hint);
+        load(common, p.b, full, destination, x, row, hint);
     }
 }
 

@@ -168,7 +168,7 @@ static_assert(sizeof(Shared) <= SMEM_BYTES && SMEM_BYTES <= sizeof(Shared) + 102
 struct GemmParams {
     moe_fp8::TensorMap a;        // [rows, K] fp8, box kTokenBox rows x 128
     moe_fp8::TensorMap a_scale;  // [K/128 (x experts if masked), rows] fp32, box 1 x kBlockM
-    // [experts * N, K] fp8, box kWeightBox rows x 128; if kRowScales [N/16, 2, 8, K], box kWeightBox/16 x 2 x 8 x 128: see mma::kQuadRows
+    // [experts * N, K] fp8, box kWeightBox rows x 128; if kRowScales [N/2, 2, K], box kWeightBox/2 x 1 x 128
     moe_fp8::TensorMap b;
     // [rows, N] bf16, box kStoredTokens rows x kBoxRows; or [experts, m, N] fp32, box 1 x 64 x 32, if kSumsByWarp; else unused
     moe_fp8::TensorMap out_map;

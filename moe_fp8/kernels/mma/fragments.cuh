@@ -302,9 +302,9 @@ struct TokensOnM {
 constexpr int kSumRows = 64, kSumColumns = 32, kSumBoxBytes = kSumRows * kSumColumns * sizeof(float);
 
 // Weights with a scale for each row lie in a stage in another order, so that a thread has four consecutive weight rows and not twice
-// two. Of each 16 rows the even rows come first: a thread's columns of wgmma, 2q and 2q + 1 of two groups of eight, are rows 4q to
-// 4q + 3, where q is lane % 4. The tensor map of the weights has dimensions for that (kQuadRows, kEvenRows).
-constexpr int kQuadRows = 16, kEvenRows = 8;
+// two. Of each kWoven rows the even rows come first. So a thread's columns of wgmma, 2q and 2q + 1 of group j and of the group that lies
+// kWoven/2 columns further on, are the rows 16j + 4q to 16j + 4q + 3, where q is lane % 4.
+constexpr int kWoven = 128, kQuadRows = 16;
 
 // Tokens and weights both have a scale for each row. A thread's columns have scales of their own, for which there are no registers:
 // `promote` reads them from the stage, a few quads ahead, so the stage is handed back after it (`Promoted`).
@@ -314,6 +314,7 @@ struct RowScaled : TokensOnM<kBlockM, kBlockN> {
     using Sum = typename Base::Sum;
     static constexpr bool kHasStaging = false;
     static constexpr int kQuads = Base::kColumns / kQuadRows;
+    static_assert(Base::kColumns == kWoven && kBlockN % kWoven == 0, "a fragment has the rows that are in another order together");
     static constexpr int kAhead = kBlockN > 192 ? 1 : 2;  // quads whose scales are read at once
 
     struct Scales {
@@ -365,7 +366,7 @@ struct RowScaled : TokensOnM<kBlockM, kBlockN> {
     }
 
     // Returns where a sum has the upper token's product with row `row` of this thread's four rows. The lower token's is two further on.
-    static DEVICE constexpr int index(int quad, int row) { return 8 * quad + row % 2 * 4 + row / 2; }
+    static DEVICE constexpr int index(int quad, int row) { return 4 * quad + row % 2 * (kWoven / 4) + row / 2; }
 
     // The products of this thread's upper (half 0) or lower token with its four rows.
     static DEVICE float4 quad_of(const Sum& d, int quad, int half) {
@@ -376,9 +377,12 @@ struct RowScaled : TokensOnM<kBlockM, kBlockN> {
     // Writes a sum to the warpgroup's `staging`, or adds it to what is there.
     static DEVICE void leave(const Sum& d, uint8_t* staging, bool add) {
         constexpr int kBoxQuads = kSumColumns / kQuadRows, kAtOnce = 4;
+        static_assert(kBoxQuads == 2 && kQuads % kAtOnce == 0, "two quads in each row of a box");
         const int lane = ptx::fresh_lane(), upper = warpgroup_thread() / kWarp * 16 + lane / 4;
-        // A thread's rows are eight apart, so both have the same swizzle.
-        const int chunk = staged_chunk<128>(lane / 4, lane % 4);
+        // A thread's rows are eight apart, so both have the same swizzle. Eight lanes, which are two rows, access shared memory at once.
+        // The odd row takes the two quads of a box in the other order, because both rows would meet the same banks otherwise.
+        const bool swapped = lane / 4 % 2;
+        const int chunk = staged_chunk<128>(lane / 4, lane % 4) ^ (swapped ? 64 : 0);
         uint8_t* row = staging + upper * 128;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -390,7 +394,9 @@ struct RowScaled : TokensOnM<kBlockM, kBlockN> {
                 for (int i = 0; i < kAtOnce; ++i) {
                     const int quad = first + i, box = quad / kBoxQuads * kSumBoxBytes;
                     there[i] = reinterpret_cast<float4*>(row + box + half * 8 * 128 + (chunk ^ quad % kBoxQuads * 64));
-                    sums[i] = quad_of(d, quad, half);
+                    const float4 own = quad_of(d, quad, half), other = quad_of(d, quad ^ 1, half);
+                    sums[i] = make_float4(swapped ? other.x : own.x, swapped ? other.y : own.y, swapped ? other.z : own.z,
+                                          swapped ? other.w : own.w);
                 }
                 if (add) {
 #pragma unroll
@@ -444,7 +450,7 @@ struct RowScaled : TokensOnM<kBlockM, kBlockN> {
         template <typename Visit>
         DEVICE void each(Visit& visit) const {
 #pragma unroll
-            for (int quad = 0; quad < kQuads; quad += 2) visit(sum[8 * quad], sum[8 * quad + 8]);
+            for (int quad = 0; quad < kQuads; quad += 2) visit(sum[4 * quad], sum[4 * quad + 6]);
         }
     };
 };

@@ -45,22 +45,13 @@ DEVICE void tma_load_3d(const TensorMap* map, Barrier* barrier, void* destinatio
         : "memory");
 }
 
-// Loads a box that begins at 0 in the two middle dimensions.
-DEVICE void tma_load_4d(const TensorMap* map, Barrier* barrier, void* destination, int x, int w, CacheHint hint) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1, {%3, %4, %4, %5}], [%2], %6;" ::"r"(shared_address(destination)),
-        "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(0), "r"(w), "l"(hint)
-        : "memory");
-}
-
-// Loads it to every CTA of `mask`, as `tma_load_2d_multicast` does.
-DEVICE void tma_load_4d_multicast(const TensorMap* map, Barrier* barrier, void* destination, int x, int w, uint16_t mask,
+// Loads to the same offset in every CTA of `mask`, as `tma_load_2d_multicast` does.
+DEVICE void tma_load_3d_multicast(const TensorMap* map, Barrier* barrier, void* destination, int x, int y, int z, uint16_t mask,
                                   CacheHint hint) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-        ".L2::cache_hint [%0], [%1, {%3, %4, %4, %5}], [%2], %6, %7;" ::"r"(shared_address(destination)),
-        "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(0), "r"(w), "h"(mask), "l"(hint)
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        ".L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(shared_address(destination)),
+        "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "h"(mask), "l"(hint)
         : "memory");
 }
 

@@ -227,9 +227,6 @@ def _of_rows(
     config = chosen.config
     block = launch.new_block(K_GROUPED_GEMM)
 
-    quad_rows, even_rows = heuristics.K_GROUPED_WEIGHT_ROWS
-    b_stride = row_stride(b)
-
     def row_scales(scale: Tensor, box: int) -> bytes:
         pitch = scale.stride(-1) if k > 128 else scales.pitch(scale)
         return encode_2d(scale.data_ptr(), "float32", (scale.shape[0], k >> 7), pitch * 4, (box, 1), 0)
@@ -245,13 +242,13 @@ def _of_rows(
         0,
         encode_2d(a.data_ptr(), "uint8", (k, m), row_stride(a), (128, config.token_box), l2_promotion=128),
         row_scales(a_scale, config.block_m),
-        # Of each 16 rows the even rows come first.
+        # A box has even rows alone or odd rows alone.
         encode_tiled(
             b.data_ptr(),
             "uint8",
-            (k, even_rows, quad_rows // even_rows, n // quad_rows),
-            (quad_rows // even_rows * b_stride, b_stride, quad_rows * b_stride),
-            (128, even_rows, quad_rows // even_rows, config.weight_box // quad_rows),
+            (k, 2, n // 2),
+            (row_stride(b), 2 * row_stride(b)),
+            (128, 1, config.weight_box // 2),
             l2_promotion=128,
         ),
         sums,
