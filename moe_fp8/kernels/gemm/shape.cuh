@@ -4,6 +4,7 @@
 
 #include "common/types.cuh"
 #include "mma/fragments.cuh"
+#include "mma/row_scaled.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
 #include "sched/ring.cuh"
