@@ -55,7 +55,7 @@ def test_every_kernel_has_its_struct() -> None:
         (QUANTIZE, "common/types.cuh", "kBlockK = 128", "kBlockK = 256"),
         (QUANTIZE, "common/types.cuh", "kBf16 = 0, kFp16 = 1", "kBf16 = 1, kFp16 = 0"),
         # This kernel's own tile is another one: each kernel checks all of them.
-        (GEMM, "sched/segments.cuh", "kTokens < 64 ? kTokens : 64", "kTokens < 32 ? kTokens : 32"),
+        (GEMM, "sched/tile_walk.cuh", "kTokens < 64 ? kTokens : 64", "kTokens < 32 ? kTokens : 32"),
         (GEMM, "gemm/shape.cuh", "kPiecesOf = kWeightRows == 256", "kPiecesOf = kWeightRows > 64"),
         (GEMM, "gemm/shape.cuh", "? kWeightRows / 2 :", "? kWeightRows / 4 :"),
         (GEMM, "gemm/shape.cuh", "kStoredTokens = 16", "kStoredTokens = 8"),

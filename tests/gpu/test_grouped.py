@@ -24,12 +24,15 @@ ROWS: dict[str, tuple[int, ...]] = {
 
 
 def _contiguous(
-    case: cases.GemmCase, dtype: torch.dtype = torch.bfloat16, expected_m: int | None = None
+    case: cases.GemmCase,
+    dtype: torch.dtype = torch.bfloat16,
+    expected_m: int | None = None,
+    config: str | None = None,
 ) -> torch.Tensor:
     out = case.poisoned(dtype)
     index = {case.layout: case.index}
     got = grouped_gemm_fp8_contiguous(
-        case.a, case.a_scale, case.b, case.b_scale, **index, expected_m=expected_m, out=out
+        case.a, case.a_scale, case.b, case.b_scale, **index, expected_m=expected_m, out=out, config=config
     )
     assert got is out
     return out
@@ -76,6 +79,15 @@ def test_contiguous_with_trailing_padding(layout: str) -> None:
 def test_contiguous_of_real_size(layout: str, rows: tuple[int, ...], n: int, k: int) -> None:
     case = cases.contiguous_case(layout, rows, n, k, "cuda")
     cases.check_gemm(case, _contiguous(case))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", [(200, 0, 70, 130) * 20, (300, 5000, 129), (256, 128, 384) * 2])
+def test_contiguous_pairs(layout: str, rows: tuple[int, ...]) -> None:
+    # More segments than lanes, and segments longer than the blocks of 32 lanes.
+    total = sum(-(-count // 128) * 128 for count in rows) + 640
+    case = cases.contiguous_case(layout, rows, 576, 512, "cuda", total=total)
+    cases.check_gemm(case, _contiguous(case, config="128x256/2p"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

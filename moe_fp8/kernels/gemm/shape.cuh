@@ -8,8 +8,8 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
 #include "sched/ring.cuh"
-#include "sched/segments.cuh"
 #include "sched/tile_ring.cuh"
+#include "sched/tile_walk.cuh"
 
 namespace moe_fp8 {
 

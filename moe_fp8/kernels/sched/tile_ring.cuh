@@ -6,7 +6,7 @@
 #include "ptx/mbarrier.cuh"
 #include "sched/release.cuh"
 #include "sched/ring.cuh"
-#include "sched/segments.cuh"
+#include "sched/tile_walk.cuh"
 
 namespace moe_fp8::sched {
 

@@ -1,0 +1,235 @@
+// Division of a GEMM into tiles. A persistent grid walks the tiles of all segments in one fixed order, so empty experts cost nothing.
+#pragma once
+
+#include "sched/segments.cuh"
+
+namespace moe_fp8::sched {
+
+// So many of a tile's tokens TMA copies at once. Only those boxes are copied that hold tokens of the tile, since experts' last tiles
+// have few.
+template <int kTokens>
+constexpr int kTokenBoxOf = kTokens < 64 ? kTokens : 64;
+
+// The two tiles of a pair have this operand in common, and the CTAs take turns to load it for both.
+enum class Common { kNothing, kWeights, kTokens };
+
+// One output tile: kBlockM tokens by kBlockN weight rows. The tile ring holds this part of a tile.
+struct alignas(16) TileRecord {
+    int expert;
+    int row;        // first token, counted over all of `a`
+    int begin_row;  // tokens of the tile to store, counted from `row`; none for the padding half of a pair
+    int end_row;
+    int scale_row;  // first token, counted within its scale matrix
+    int n;          // first weight row
+    int width;      // weight rows
+    Common common;
+
+    template <typename Visit>
+    DEVICE void each(Visit& visit) const {
+        visit(expert), visit(row), visit(begin_row), visit(end_row), visit(scale_row), visit(n), visit(width);
+        visit(static_cast<int>(common));
+    }
+};
+
+// Blocks [begin, end) of K.
+struct KRange {
+    int begin, end;
+    DEVICE int count() const { return end - begin; }
+};
+
+// A tile as a warp holds it: the record, and the blocks of K that the warp's CTA sums.
+struct Tile : TileRecord {
+    KRange k_range;
+
+    template <typename Visit>
+    DEVICE void each(Visit& visit) const {
+        TileRecord::each(visit), visit(k_range.begin), visit(k_range.end);
+    }
+};
+
+// What the tile ring holds of a tile. It holds the range of K where the range differs from tile to tile.
+template <bool kRanged>
+struct RecordOf {
+    using Type = TileRecord;
+};
+template <>
+struct RecordOf<true> {
+    using Type = Tile;
+};
+
+// Walks the tiles of one CTA. A unit is one tile, a pair of tiles for a cluster of two (kPaired), or one tile that kClusterK CTAs
+// share along K. Within a segment units go in groups of kGroupN along N, so that CTAs that run together share tokens and weights in
+// L2. The last group also takes the columns that are left over. If kPieces, a short last round is divided further. If it has no
+// more units than half of the clusters, each cluster takes half of a unit, with half as many weight rows. If it has no more units
+// than a quarter of the clusters, each cluster takes a quarter of a unit, with half as many tokens too.
+template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, int kClusterK, bool kPieces>
+class TileWalk {
+   public:
+    // Returns the blocks of K that CTA `cluster_rank` sums of each tile that it takes; K has `num_k_blocks`. Unless experts have
+    // ranges of their own, the range is the same for all tiles of the CTA. So the records do not hold it, and the readers of the
+    // tiles get it from here (`TileReader`).
+    static DEVICE KRange k_range(int num_k_blocks, uint32_t cluster_rank) {
+        const int part = kClusterK > 1 ? static_cast<int>(cluster_rank) : 0;
+        return {num_k_blocks * part / kClusterK, num_k_blocks * (part + 1) / kClusterK};
+    }
+
+    DEVICE TileWalk(const int* index, int num_experts, int m, int n, int num_k_blocks, uint32_t cluster_rank)
+        : columns_(ceil_div(n, kBlockN)),
+          window_(index, num_experts, m, columns_),
+          index_(index),
+          num_experts_(num_experts),
+          m_(m),
+          rank_(kPaired ? static_cast<int>(cluster_rank) : 0),
+          unit_(static_cast<int>(blockIdx.x) / kCtas),
+          k_range_(k_range(num_k_blocks, cluster_rank)) {
+        if constexpr (kGrouped) window_.start();
+        if constexpr (kPieces) {
+            const int units = kGrouped ? window_.total() : Division(m_).units(columns_) * (kKGrouped<kLayout> ? num_experts_ : 1);
+            const int clusters = static_cast<int>(gridDim.x) / kCtas, last = units % clusters;
+            if (2 * last <= clusters) first_piece_ = units - last;
+            if (4 * last <= clusters) pieces_ = 4;
+        }
+    }
+
+    // Returns false when the work is done. Whole warps call it.
+    DEVICE bool next(Tile& tile) {
+        while (true) {
+            Segment segment;
+            const bool in_pieces = kPieces && unit_ >= first_piece_;
+            const int unit = in_pieces ? first_piece_ + (unit_ - first_piece_) / pieces_ : unit_;
+            if constexpr (kGrouped) {
+                if (!window_.find(unit, segment)) return false;
+            } else if constexpr (kKGrouped<kLayout>) {
+                const int each = Division(m_).units(columns_);
+                segment = {unit / each, unit / each * each, 0, m_};
+                if (segment.expert >= num_experts_) return false;
+            } else {
+                segment.num_rows = m_;
+                if (unit >= Division(m_).units(columns_)) return false;
+            }
+            const int early = segment.first_row % kRowAlignment<kLayout>;
+            const Division division(early + segment.num_rows);
+            const uint32_t local = unit - segment.first_unit, per_group = division.units(kGroupN);
+            // A CTA waits for its first tile, and divisions take long. If there is one row of units, no division is needed: the
+            // tile's column does not depend on how the row is grouped.
+            const bool one_row = division.whole + division.single == 1;
+            const uint32_t last = max(columns_ / kGroupN - 1, 0);
+            const uint32_t group = one_row ? 0 : min(local / per_group, last);
+            const uint32_t in_group = local - group * per_group;
+            const uint32_t width = group < last ? kGroupN : columns_ - last * kGroupN;
+            int tile_m = one_row ? 0 : in_group / width, tile_n = in_group - tile_m * width;
+            tile.common = kPaired ? Common::kWeights : Common::kNothing;
+            if (kPaired && tile_m >= division.whole) {
+                tile_m = 2 * division.whole;
+                tile_n = (in_group - division.whole * width) * 2 + rank_;
+                tile.common = Common::kTokens;
+            } else if (kPaired) {
+                tile_m = tile_m * 2 + rank_;
+            }
+            // Halves are the left and the right half of the weight rows. Quarters are the left and the right half of the upper
+            // tokens, then of the lower tokens.
+            const int piece = in_pieces ? (unit_ - first_piece_) % pieces_ : 0, right = piece % 2;
+            const int height = in_pieces && pieces_ == 4 ? kBlockM / 2 : kBlockM, above = tile_m * kBlockM + piece / 2 * height;
+            unit_ += static_cast<int>(gridDim.x) / kCtas;
+
+            tile.k_range = kKGrouped<kLayout> ? range_of(segment.expert) : k_range_;
+            tile.expert = segment.expert;
+            tile.row = segment.first_row - early + above;
+            tile.begin_row = above == 0 ? early : 0;
+            tile.end_row = min(height, segment.num_rows + early - above);
+            tile.scale_row = kLayout == Layout::kMasked ? above : tile.row;
+            tile.width = in_pieces ? kBlockN / 2 : kBlockN;
+            tile.n = (group * kGroupN + tile_n) * kBlockN + right * tile.width;
+            if constexpr (kLayout == Layout::kMIndices) {
+                if (kPaired && 0 <= tile.expert && tile.expert < num_experts_) {
+                    // The run knows its expert. Only its last block may end with padding, which is left out.
+                    if (above + kBlockM >= segment.num_rows) expert_of(tile.row, height, tile.end_row);
+                } else if (!find_expert(tile, height)) {
+                    continue;
+                }
+            }
+            if (kPieces && tile.end_row <= 0) {
+                // This is the lower half of a tile of few tokens, and has no tokens. If the other half-tile of its pair has some,
+                // it goes along.
+                if (tile.common != Common::kWeights) continue;
+                tile.end_row = 0;
+            }
+            if constexpr (kBlockM >= 64 && !kKGrouped<kLayout>) keep_inside(tile);
+            return true;
+        }
+    }
+
+   private:
+    // In `m_indices` a tile lies within 128 rows and can ask them for their expert, so only pairs need segments: the two tiles of a pair
+    // have their weights in common if they are of one expert. (Looking for segments delays a kernel's first tile by about 0.5 us.)
+    static constexpr bool kGrouped = kLayout != Layout::kDense && !kKGrouped<kLayout> && (kLayout != Layout::kMIndices || kPaired);
+    static constexpr int kGroupN = 8;
+    static constexpr int kTokenBox = kTokenBoxOf<kBlockM>;
+    static constexpr int kCtas = kPaired ? 2 : kClusterK;
+    static_assert(kLayout != Layout::kMIndices || kSegmentAlignment % kBlockM == 0, "a tile must not cross a segment start");
+    using Division = sched::Division<kBlockM, kPaired>;
+
+    // Returns the blocks of K of an expert, clamped to those that exist. Without an index, one expert has all of them.
+    DEVICE KRange range_of(int expert) const {
+        if (index_ == nullptr) return k_range_;
+        const int begin = min(max(index_[expert] / kBlockK, 0), k_range_.end);
+        return {begin, max(min(index_[expert + 1] / kBlockK, k_range_.end), begin)};
+    }
+
+    // A tile's tokens are copied in boxes of kTokenBox. If the last box reaches beyond the tensor's last row, the tile begins earlier,
+    // if there are rows before it, and these rows are left out of its store. (TMA takes 4 cycles and more for each row that does not
+    // exist: 18.9 and not 14.7 us for m211 n4096 k6144 in tiles of 128 x 64.)
+    DEVICE void keep_inside(Tile& tile) const {
+        int beyond = align_up(tile.end_row, kTokenBox) - tile.end_row;
+        if constexpr (kLayout != Layout::kDense) {
+            const int rows = kLayout == Layout::kMasked ? num_experts_ * m_ : m_;
+            beyond = tile.end_row > 0 ? beyond - (rows - tile.row - tile.end_row) : 0;
+        }
+        // (`kRowAlignment` says why scales begin at every fourth row. So up to three rows may lie beyond.)
+        const int earlier = min(beyond, tile.scale_row) / 4 * 4;
+        if (earlier <= 0) return;
+        tile.row -= earlier, tile.scale_row -= earlier, tile.begin_row += earlier, tile.end_row += earlier;
+    }
+
+    // Returns the expert of the rows [row, row + height), or -1 if all of them are padding. A tile lies within one 128-row block,
+    // and so within one segment, but padding may stand anywhere in it. `end_row` gets the end of the last row that is not padding.
+    DEVICE int expert_of(int row, int height, int& end_row) const {
+        int highest = -1;
+        end_row = 0;
+#pragma unroll
+        for (int i = 0; i < kBlockM; i += kWarp) {
+            const int mine = i + lane_index();
+            const int expert = mine < height && row + mine < m_ ? index_[row + mine] : -1;
+            const uint32_t valid = __ballot_sync(0xffffffffu, expert >= 0);
+            if (valid != 0) end_row = i + kWarp - __clz(static_cast<int>(valid));
+            highest = max(highest, expert);
+        }
+        highest = __reduce_max_sync(0xffffffffu, highest);
+        return highest < num_experts_ ? highest : -1;
+    }
+
+    // Returns false if there is nothing to compute. Two tiles above one another may differ in expert, and then they have nothing in
+    // common. A tile of padding goes along with the other tile.
+    DEVICE bool find_expert(Tile& tile, int height) const {
+        tile.expert = expert_of(tile.row, height, tile.end_row);
+        if (tile.common == Common::kWeights) {
+            int others_end;
+            const int other = expert_of(tile.row + (rank_ == 0 ? kBlockM : -kBlockM), height, others_end);
+            if (tile.expert < 0) {
+                tile.expert = other, tile.end_row = 0;
+            } else if (other >= 0 && other != tile.expert) {
+                tile.common = Common::kNothing;
+            }
+        }
+        return tile.expert >= 0;
+    }
+
+    int columns_;
+    SegmentWindow<kLayout, Division> window_;
+    const int* index_;
+    int num_experts_, m_, rank_, unit_;
+    const KRange k_range_;
+    int first_piece_ = 1 << 30, pieces_ = 2;  // units from this number on are taken in so many pieces
+};
+
+}  // namespace moe_fp8::sched
