@@ -107,6 +107,19 @@ def _align(rows: int) -> int:
     return -(-rows // 128) * 128
 
 
+def segments_of(rows: Sequence[int], alignment: int) -> tuple[list[int], list[int]]:
+    """(the end of each expert's rows, the expert of each row); experts start at multiples of `alignment`.
+
+    The rows up to the next multiple belong to expert -1.
+    """
+    ends: list[int] = []
+    owners: list[int] = []
+    for expert, count in enumerate(rows):
+        ends.append(len(owners) + count)
+        owners += [expert] * count + [-1] * (-count % alignment)
+    return ends, owners
+
+
 def layout_of(layout: str, rows: Sequence[int], total: int | None = None) -> tuple[int, list[int]]:
     """(M, contents of the index tensor); expert e has rows[e] rows.
 

@@ -194,12 +194,8 @@ def test_zero_padding_on_request(layout: str, deep_gemm: ModuleType) -> None:
 @pytest.mark.parametrize("layout", ["m_indices", "psum"])
 @pytest.mark.parametrize("alignment", [16, 64, 256])
 def test_contiguous_with_another_alignment(alignment: int, layout: str, deep_gemm: ModuleType) -> None:
-    counts, rows, index, ends = (3, 0, 70, 1), 0, [], []
-    for expert, count in enumerate(counts):
-        ends.append(rows + count)
-        padded = -(-count // alignment) * alignment
-        index += [expert] * count + [-1] * (padded - count)
-        rows += padded
+    ends, index = cases.segments_of((3, 0, 70, 1), alignment)
+    rows = len(index)
     gen = cases.generator(3, "cpu")
     a, a_scale = cases.activations(rows, 256, gen)
     b, b_scale = cases.weights(4, 128, 256, gen)

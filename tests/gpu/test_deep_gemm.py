@@ -100,12 +100,8 @@ def test_zero_padding_on_request(layout: str, deep_gemm: ModuleType) -> None:
 @pytest.mark.parametrize("alignment", [16, 64, 256])
 def test_contiguous_with_another_alignment(alignment: int, layout: str, deep_gemm: ModuleType) -> None:
     counts = [3, 0, 70, 1, 129]
-    rows, index, ends = 0, [], []
-    for expert, count in enumerate(counts):
-        ends.append(rows + count)
-        padded = -(-count // alignment) * alignment
-        index += [expert] * count + [-1] * (padded - count)
-        rows += padded
+    ends, index = cases.segments_of(counts, alignment)
+    rows = len(index)
     gen = cases.generator(3, "cuda")
     a, a_scale = cases.activations(rows, 1024, gen)
     b, b_scale = cases.weights(len(counts), 512, 1024, gen)
