@@ -14,6 +14,7 @@ struct Case {
     std::vector<int> index;
     std::vector<int> owner;  // expert of each row of the output, -1 for padding
     int num_experts, m, n, ctas, num_k_blocks = 1;
+    bool sound = true;  // if not, the index breaks the rules, and only bounds and pairs are checked
 
     // The blocks of K of an expert.
     template <Layout kLayout>
@@ -23,6 +24,17 @@ struct Case {
         return {begin, std::clamp(index[expert + 1] / 128, begin, num_k_blocks)};
     }
 };
+
+// The pairs of 128-row tiles whose weights are the same: those of each run of blocks of one expert. Padding may end a run.
+int pairs_in_runs(const std::vector<int>& owner) {
+    int pairs = 0, run = 0;
+    for (size_t block = 0; block * 128 < owner.size(); ++block) {
+        const bool goes_on = block > 0 && owner[block * 128] >= 0 && owner[block * 128] == owner[block * 128 - 1];
+        run = owner[block * 128] < 0 ? 0 : goes_on ? run + 1 : 1;
+        pairs += run > 0 && run % 2 == 0;
+    }
+    return pairs;
+}
 
 bool equal(KRange left, KRange right) { return left.begin == right.begin && left.end == right.end; }
 
@@ -71,10 +83,12 @@ bool holds(const Case& c) {
                 if (tile.row - tile.scale_row != before) return wrong("scales of other rows", tile.row, tile.n);
                 seen.earlier |= tile.begin_row > 3;
             }
+            if (tile.expert < 0 || tile.expert >= c.num_experts) return wrong("no expert", tile.row, tile.n);
             if (!equal(tile.k_range, c.k_range<kLayout>(tile.expert))) return wrong("another range of K", tile.row, tile.n);
             const int first_row = (kKGrouped<kLayout> ? tile.expert * c.m : 0) + tile.row;
             for (int row = first_row + tile.begin_row; row < first_row + tile.end_row && tile.n < c.n; ++row) {
                 if (row >= static_cast<int>(c.owner.size())) return wrong("a store beyond the rows", row, tile.n);
+                if (!c.sound) continue;
                 // In `m_indices` what is stored to padding has no meaning if rows follow it within the same 128.
                 if (kLayout == Layout::kMIndices && c.owner[row] < 0) {
                     const auto after = c.owner.begin() + row, end = c.owner.begin() + std::min(row / 128 * 128 + 128, c.m);
@@ -88,11 +102,17 @@ bool holds(const Case& c) {
         }
     }
     for (int row = 0; row < static_cast<int>(c.owner.size()); ++row) {
-        for (int column = 0; column < c.n && c.owner[row] >= 0; column += 64) {
+        for (int column = 0; column < c.n && c.owner[row] >= 0 && c.sound; column += 64) {
             if (!stored.count({row, column})) return wrong("no store", row, column);
         }
     }
+    int pairs = 0;
+    bool whole = true;
     for (int cta = 0; kPaired && cta < c.ctas; cta += 2) {
+        for (const Tile& tile : walks[cta]) {
+            pairs += tile.n == 0 && tile.common == Common::kWeights;
+            whole &= tile.width == kBlockN;
+        }
         if (walks[cta].size() != walks[cta + 1].size()) return wrong("a pair out of step", cta, 0);
         for (size_t i = 0; i < walks[cta].size(); ++i) {
             const Tile &left = walks[cta][i], &right = walks[cta + 1][i];
@@ -106,6 +126,9 @@ bool holds(const Case& c) {
             }
             if (!equal(left.k_range, right.k_range)) return wrong("two ranges of K", left.row, left.n);
         }
+    }
+    if (kPaired && kLayout == Layout::kMIndices && c.sound && whole && pairs < pairs_in_runs(c.owner)) {
+        return wrong("pairs that share nothing", 0, 0);
     }
     return true;
 }
@@ -167,6 +190,43 @@ bool all_layouts_hold(const std::vector<int>& counts, int n, int ctas, int paddi
            ragged_k_holds(counts, m_max, n, ctas, only_divided, true) && ragged_k_holds(counts, m_max, n, ctas, only_divided, false);
 }
 
+// `m_indices` in pairs: blocks of 128 rows, each of the expert that `blocks` names (-1 for padding), without the last `short_by` rows. If
+// not `sound`, some rows have experts that do not exist.
+bool runs_hold(const std::vector<int>& blocks, int num_experts, int n, int ctas, int short_by, bool sound, std::mt19937& random) {
+    std::vector<int> owner;
+    for (size_t block = 0; block < blocks.size(); ++block) {
+        const bool last = block + 1 == blocks.size() || blocks[block + 1] != blocks[block];
+        const int rows = last || random() % 8 == 0 ? 1 + random() % 128 : 128;
+        for (int row = 0; row < 128; ++row) owner.push_back(row < rows ? blocks[block] : -1);
+    }
+    owner.resize(owner.size() - short_by);
+    std::vector<int> index = owner;
+    for (int i = 0; i < 40 && !sound; ++i) {
+        const int kinds[] = {num_experts, 1 << 30, -2, -(1 << 30)}, at = random() % index.size();
+        index[i % 2 ? at : at / 128 * 128] = kinds[random() % 4];
+    }
+    const int m = static_cast<int>(index.size());
+    return holds<Layout::kMIndices, 128, 256, true, true>({index, sound ? owner : index, num_experts, m, n, ctas, 1, sound});
+}
+
+// More runs than lanes, runs of more blocks than lanes, experts that come again, padding between them.
+bool all_runs_hold(std::mt19937& random) {
+    for (int round = 0; round < 40; ++round) {
+        std::vector<int> blocks;
+        const int num_experts = 2 + random() % 50, runs = round % 2 ? 30 + random() % 45 : 1 + random() % 8;
+        for (int run = 0; run < runs; ++run) {
+            const int kinds[] = {1, 1, 2, 3, round % 2 ? 4 : static_cast<int>(random() % 70)};
+            const int expert = random() % 6 ? static_cast<int>(random() % num_experts) : -1;
+            blocks.insert(blocks.end(), kinds[random() % 5], expert);
+        }
+        blocks.push_back(0);
+        const int n = 256 * (1 + random() % 3), ctas = 2 * (1 + random() % 8), short_by = random() % 128;
+        if (!runs_hold(blocks, num_experts, n, ctas, short_by, true, random)) return false;
+        if (!runs_hold(blocks, num_experts, n, ctas, short_by, false, random)) return false;
+    }
+    return true;
+}
+
 // The CTAs that share a tile along K sum each block of K once, and each of them sums some if there are enough.
 template <int kClusterK>
 bool shares_hold() {
@@ -188,6 +248,7 @@ bool shares_hold() {
 int main() {
     if (!shares_hold<1>() || !shares_hold<2>() || !shares_hold<3>() || !shares_hold<4>()) return 1;
     std::mt19937 random(1);
+    if (!all_runs_hold(random)) return 1;
     for (int round = 0; round < 12; ++round) {
         const int num_experts = 1 + random() % (round % 4 == 0 ? 70 : 7);
         const int n = 64 * (1 + random() % (round % 3 == 0 ? 100 : 25)), ctas = 2 * (1 + random() % 3);

@@ -102,7 +102,7 @@ class SegmentWindow {
    private:
     static constexpr uint32_t kAll = 0xffffffffu;
     static constexpr bool kRuns = kLayout == Layout::kMIndices;
-    static constexpr int kNone = -2;  // no expert, and no padding
+    static constexpr int kNone = -2;  // stands for a row that does not exist: neither an expert nor padding
 
     // Running totals do not fall, so lanes whose segment ends before `unit` come first.
     DEVICE int num_below(int unit) const { return __popc(__ballot_sync(kAll, unit >= last_unit_)); }
@@ -115,7 +115,7 @@ class SegmentWindow {
     // Whether segments come after the window.
     DEVICE bool more() const { return kRuns ? next_block_ < ceil_div(m_, kSegmentAlignment) : base_ + kWarp < num_experts_; }
 
-    // Reads 32 segments, from segment `base` on.
+    // Reads the next 32 segments, of which the first has the number `base`.
     DEVICE void load(int base) {
         base_ = base;
         first_unit_ = __shfl_sync(kAll, last_unit_, kWarp - 1);
@@ -141,12 +141,13 @@ class SegmentWindow {
         last_unit_ = first_unit_ + units;
     }
 
-    // Finds the next 32 runs of blocks of 128 rows. A run has the same expert in the first row of each block, or padding. An expert's run
-    // ends with padding: only its last block may have padding behind its last row.
+    // Finds the next 32 runs of blocks of 128 rows. The blocks of a run all have the same expert in their first row, or all begin with
+    // padding. Padding behind a block's last row ends an expert's run, so only the last block of a run may end with padding. (A block
+    // that begins with padding may still have rows. `TileWalk::find_expert` asks them.)
     DEVICE void load_runs() {
         const int num_blocks = ceil_div(m_, kSegmentAlignment), lane = lane_index();
         int runs = 0, first = 0, blocks = 0;  // the first block and the number of blocks of this lane's run
-        int before = kNone;                   // the expert of the block before; none begins a run
+        int before = kNone;                   // the first row's expert in the block before; kNone lets a run begin
         while (next_block_ < num_blocks && runs <= kWarp) {
             const int left = min(num_blocks - next_block_, kWarp), *rows = index_ + (next_block_ + lane) * kSegmentAlignment;
             int expert = kNone, row_before = kNone;
@@ -184,7 +185,7 @@ class SegmentWindow {
     int first_unit_ = 0;  // total of the segments before the window
     int last_unit_ = 0;   // total up to this lane's segment, with its own units
     int first_row_ = 0, num_rows_ = 0;
-    // Only of runs: the block of rows behind the window, and the expert of this lane's run, which is none if the run is padding.
+    // Only for runs: the block of rows behind the window, and the expert of this lane's run, or -1 if its blocks begin with padding.
     int next_block_ = 0, expert_ = 0;
 };
 

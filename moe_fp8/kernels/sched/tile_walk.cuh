@@ -142,7 +142,7 @@ class TileWalk {
             tile.n = (group * kGroupN + tile_n) * kBlockN + right * tile.width;
             if constexpr (kLayout == Layout::kMIndices) {
                 if (kPaired && 0 <= tile.expert && tile.expert < num_experts_) {
-                    // The run knows its expert. Only its last block may end with padding, which is left out.
+                    // The run knows its expert. Only its last block may end with padding, so its tile asks for the end of its rows.
                     if (above + kBlockM >= segment.num_rows) expert_of(tile.row, height, tile.end_row);
                 } else if (!find_expert(tile, height)) {
                     continue;
@@ -167,6 +167,7 @@ class TileWalk {
     static constexpr int kTokenBox = kTokenBoxOf<kBlockM>;
     static constexpr int kCtas = kPaired ? 2 : kClusterK;
     static_assert(kLayout != Layout::kMIndices || kSegmentAlignment % kBlockM == 0, "a tile must not cross a segment start");
+    static_assert(kLayout != Layout::kMIndices || !kPaired || kBlockM == kSegmentAlignment, "a run's last block is its last tile");
     using Division = sched::Division<kBlockM, kPaired>;
 
     // Returns the blocks of K of an expert, clamped to those that exist. Without an index, one expert has all of them.
@@ -191,8 +192,9 @@ class TileWalk {
         tile.row -= earlier, tile.scale_row -= earlier, tile.begin_row += earlier, tile.end_row += earlier;
     }
 
-    // Returns the expert of the rows [row, row + height), or -1 if all of them are padding. A tile lies within one 128-row block,
-    // and so within one segment, but padding may stand anywhere in it. `end_row` gets the end of the last row that is not padding.
+    // Returns the expert of the rows [row, row + height), or -1 if all of them are padding or if there is no such expert. A tile lies
+    // within one 128-row block, and so within one segment, but padding may stand anywhere in it. `end_row` gets the end of the last row
+    // that is not padding.
     DEVICE int expert_of(int row, int height, int& end_row) const {
         int highest = -1;
         end_row = 0;
@@ -208,8 +210,8 @@ class TileWalk {
         return highest < num_experts_ ? highest : -1;
     }
 
-    // Returns false if there is nothing to compute. Two tiles above one another may differ in expert, and then they have nothing in
-    // common. A tile of padding goes along with the other tile.
+    // Returns false if there is nothing to compute. The tiles of a pair come here only if their run does not know its expert. They may
+    // differ in expert, and then they have nothing in common. A tile of padding goes along with the other tile.
     DEVICE bool find_expert(Tile& tile, int height) const {
         tile.expert = expert_of(tile.row, height, tile.end_row);
         if (tile.common == Common::kWeights) {
