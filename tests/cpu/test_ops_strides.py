@@ -15,8 +15,8 @@ from moe_fp8 import ArgumentError
 from moe_fp8.jit import counters
 from moe_fp8.ops import arguments, scales
 from tests import cases
+from tests.cpu.accepted_arguments import OPS
 from tests.cpu.op_arguments import OPS as LAUNCHED
-from tests.cpu.test_ops_checks import OPS
 from tests.cpu.test_ops_remembered import _Cuda
 from tests.stride_cases import apart, experts_apart, padded_scales
 

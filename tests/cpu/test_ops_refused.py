@@ -1,0 +1,145 @@
+"""What ops refuse beside single bad arguments: outputs, layouts, alignment, shapes that no kernel serves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import moe_fp8
+from moe_fp8 import ArgumentError, UnsupportedError
+from moe_fp8.ops.registry import OPS as REGISTERED
+from tests import cases
+from tests.cpu import accepted_arguments as accepted
+from tests.cpu.accepted_arguments import GEMMS, I32, OPS, Change, strided
+
+
+@pytest.mark.parametrize("op", GEMMS)
+def test_out_and_out_dtype(op: str) -> None:
+    function, make = OPS[op]
+    arguments = make()
+    with pytest.raises(ArgumentError, match=r"out: expected dtype torch\.float32"):
+        function(**arguments, out_dtype=torch.float32)
+    del arguments["out"]
+    assert function(**arguments, out_dtype=torch.float32).dtype is torch.float32
+    with pytest.raises(ArgumentError, match="out_dtype"):
+        function(**arguments, out_dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    "op, argument",
+    [
+        *[(op, argument) for op in (*GEMMS, "k_grouped_gemm_fp8") for argument in ("a", "b")],
+        ("k_grouped_gemm_fp8", "offsets"),
+    ],
+)
+def test_ranks_are_checked_before_the_output_is_allocated(op: str, argument: str) -> None:
+    function, make = OPS[op]
+    arguments = make()
+    del arguments["out"]
+    value = arguments[argument]
+    arguments[argument] = value[0] if value.dim() == 1 else value.reshape(-1)
+    with pytest.raises(ArgumentError) as caught:
+        function(**arguments)
+    assert caught.value.argument == argument
+
+
+def test_unaligned_addresses_are_refused() -> None:
+    arguments = accepted.dense()
+    storage = torch.zeros(4 * 256 + 1, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    arguments["a"] = storage[1:].view(4, 256)
+    with pytest.raises(ArgumentError, match="a: expected a 16-byte aligned address"):
+        moe_fp8.gemm_fp8(**arguments)
+
+
+def test_exactly_one_layout() -> None:
+    arguments = accepted.contiguous()
+    with pytest.raises(ArgumentError, match="exactly one of the three, got several"):
+        moe_fp8.grouped_gemm_fp8_contiguous(**arguments, psum=arguments["offsets"][1:])
+    with pytest.raises(ArgumentError, match="exactly one of the three, got several"):
+        moe_fp8.grouped_gemm_fp8_contiguous(**arguments, m_indices=arguments["offsets"][1:])
+    del arguments["offsets"]
+    with pytest.raises(ArgumentError, match="exactly one of the three, got none"):
+        moe_fp8.grouped_gemm_fp8_contiguous(**arguments)
+
+
+def test_the_registered_op_checks_too() -> None:
+    case = cases.contiguous_case("psum", (3, 2), 64, 128)
+    with pytest.raises(ArgumentError, match="layout"):
+        REGISTERED["grouped_gemm_fp8_contiguous"].call(
+            case.a, case.a_scale, case.b, case.b_scale, case.index, "ends", None, case.poisoned()
+        )
+    x = torch.zeros(5, 256)
+    q = torch.empty(5, 256, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ArgumentError, match="scale: expected shape"):
+        REGISTERED["quantize_fp8"].call(x, q, torch.empty(5, 3), False)
+    with pytest.raises(ArgumentError, match="q: expected dtype"):
+        REGISTERED["quantize_fp8"].call(x, torch.empty(5, 256), torch.empty(5, 2), False)
+
+
+@pytest.mark.parametrize(
+    "at, change, message",
+    [
+        (0, lambda q: q.float(), "q: expected dtype"),
+        (0, lambda q: q[..., :64], "q: expected shape"),
+        (0, strided, "q: expected a contiguous tensor"),
+        (1, lambda scale: scale.double(), "scale: expected dtype"),
+        (1, lambda scale: scale[:, :2], "scale: expected shape"),
+    ],
+)
+def test_outputs_of_silu_mul(at: int, change: Change, message: str) -> None:
+    arguments = accepted.silu_mul()
+    out = list(arguments["out"])
+    out[at] = change(out[at])
+    with pytest.raises(ArgumentError, match=message):
+        moe_fp8.silu_mul_quantize(**{**arguments, "out": out})
+
+
+def test_experts_of_silu_mul_come_with_their_counts() -> None:
+    x = accepted.silu_mul()["x"]
+    with pytest.raises(ArgumentError, match=r"x: expected shape \[M, 2I\]"):
+        moe_fp8.silu_mul_quantize(x)
+    operands = torch.zeros(6, 128, dtype=torch.float8_e4m3fn), torch.zeros(6, 1)
+    with pytest.raises(ArgumentError, match=r"or pass masked_m"):
+        REGISTERED["silu_mul_quantize"].call(x, None, *operands, False, None)
+    with pytest.raises(ArgumentError, match="as masked_m is given"):
+        REGISTERED["silu_mul_quantize"].call(
+            x.flatten(0, 1), torch.zeros(6, dtype=I32), *operands, False, None
+        )
+
+
+def test_schedules_off_their_alignment_are_refused() -> None:
+    lengths = torch.zeros(3, dtype=I32)
+    shifted = torch.zeros(2 * 5 + 1, dtype=I32)[1:].view(5, 2)
+    with pytest.raises(ArgumentError, match="out: expected an 8-byte aligned address"):
+        REGISTERED["paged_mqa_logits_metadata"].call(lengths, 64, 1, shifted)
+    with pytest.raises(ArgumentError, match="metadata: expected an 8-byte aligned address"):
+        moe_fp8.paged_mqa_logits_fp8(**{**accepted.paged(), "metadata": shifted})
+
+
+def test_shapes_no_kernel_serves() -> None:
+    mqa = accepted.mqa()
+    with pytest.raises(UnsupportedError, match="heads"):
+        moe_fp8.mqa_logits_fp8(**{**mqa, "q": mqa["q"][:, :4].contiguous()})
+    with pytest.raises(UnsupportedError, match="block_size"):
+        moe_fp8.paged_mqa_logits_metadata(torch.zeros(3, dtype=I32), block_size=16, num_sms=4)
+    with pytest.raises(UnsupportedError, match="next_n"):
+        moe_fp8.paged_mqa_logits_metadata(torch.zeros(3, dtype=I32), block_size=64, num_sms=4, next_n=9)
+    cache = accepted.cache()
+    with pytest.raises(UnsupportedError, match="head dimension"):
+        moe_fp8.indexer_quantize_and_cache(**{**cache, "k": cache["k"][:, :96]})
+    with pytest.raises(UnsupportedError, match="block_size"):
+        moe_fp8.indexer_quantize_and_cache(**{**cache, "kv_cache": cache["kv_cache"][:, :16]})
+
+
+def test_widths_of_given_outputs() -> None:
+    with pytest.raises(ArgumentError, match="max_seqlen_k"):
+        moe_fp8.mqa_logits_fp8(**accepted.mqa(), max_seqlen_k=8)
+    with pytest.raises(ArgumentError, match="max_context_len"):
+        moe_fp8.paged_mqa_logits_fp8(**{**accepted.paged(), "max_context_len": 79})
+
+
+@pytest.mark.parametrize("w", [torch.zeros(4), torch.zeros(4, 4, dtype=torch.int32), torch.zeros(0, 128)])
+def test_quantize_blocks_refuses(w: torch.Tensor) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        moe_fp8.quantize_fp8_blocks(w)
+    assert caught.value.argument == "w"
