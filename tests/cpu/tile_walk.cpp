@@ -206,7 +206,7 @@ bool runs_hold(const std::vector<int>& blocks, int num_experts, int n, int ctas,
         index[i % 2 ? at : at / 128 * 128] = kinds[random() % 4];
     }
     const int m = static_cast<int>(index.size());
-    return holds<Layout::kMIndices, 128, 256, true, true>({index, sound ? owner : index, num_experts, m, n, ctas, 1, sound});
+    return holds<Layout::kMIndices, 128, 256, true, true>({index, owner, num_experts, m, n, ctas, 1, sound});
 }
 
 // More runs than lanes, runs of more blocks than lanes, experts that come again, padding between them.

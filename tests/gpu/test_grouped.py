@@ -84,7 +84,7 @@ def test_contiguous_of_real_size(layout: str, rows: tuple[int, ...], n: int, k: 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rows", [(200, 0, 70, 130) * 20, (300, 5000, 129), (256, 128, 384) * 2])
 def test_contiguous_pairs(layout: str, rows: tuple[int, ...]) -> None:
-    # More segments than lanes, and segments longer than the blocks of 32 lanes.
+    # There are more segments than a warp has lanes, or a segment has more blocks of 128 rows than that.
     total = sum(-(-count // 128) * 128 for count in rows) + 640
     case = cases.contiguous_case(layout, rows, 576, 512, "cuda", total=total)
     cases.check_gemm(case, _contiguous(case, config="128x256/2p"))
