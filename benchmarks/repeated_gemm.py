@@ -242,6 +242,7 @@ _CONTIGUOUS = [
     _grouped(GroupedShape("m_indices", 16, 40, 4096, 4096, "spread"), "64x64"),
     _grouped(GroupedShape("m_indices", 8, 300, 4096, 7168, "zipf"), out_dtype="float32"),
     _grouped(GroupedShape("m_indices", 4, 1000, 7168, 2048), "128x256/2p"),
+    _grouped(GroupedShape("m_indices", 3, 387, 4096, 2048, "zipf"), "192x128"),
 ]
 
 _MASKED = [

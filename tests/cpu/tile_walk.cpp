@@ -25,11 +25,12 @@ struct Case {
     }
 };
 
-// The pairs of 128-row tiles whose weights are the same: those of each run of blocks of one expert. Padding may end a run.
+// The pairs of 128-row tiles whose weights are the same: those of each run of blocks of one expert. Padding may end a run. So does every
+// 32nd block, because the walk reads so many at once.
 int pairs_in_runs(const std::vector<int>& owner) {
     int pairs = 0, run = 0;
     for (size_t block = 0; block * 128 < owner.size(); ++block) {
-        const bool goes_on = block > 0 && owner[block * 128] >= 0 && owner[block * 128] == owner[block * 128 - 1];
+        const bool goes_on = block % 32 > 0 && owner[block * 128] >= 0 && owner[block * 128] == owner[block * 128 - 1];
         run = owner[block * 128] < 0 ? 0 : goes_on ? run + 1 : 1;
         pairs += run > 0 && run % 2 == 0;
     }
@@ -137,9 +138,7 @@ template <Layout kLayout>
 bool all_hold(const Case& c, bool only_divided) {
     if (!holds<kLayout, 128, 256, false, true>(c) || !holds<kLayout, 128, 256, true, true>(c)) return false;
     if (only_divided) return true;
-    if constexpr (kLayout != Layout::kMIndices) {  // it has no such tiles
-        if (!holds<kLayout, 192, 128, false>(c)) return false;
-    }
+    if (!holds<kLayout, 192, 128, false>(c)) return false;
     return holds<kLayout, 8, 128, false>(c) && holds<kLayout, 16, 128, false>(c) && holds<kLayout, 64, 64, false>(c) &&
            holds<kLayout, 128, 128, false>(c) && holds<kLayout, 128, 128, true>(c) && holds<kLayout, 128, 192, true>(c);
 }
@@ -190,7 +189,7 @@ bool all_layouts_hold(const std::vector<int>& counts, int n, int ctas, int paddi
            ragged_k_holds(counts, m_max, n, ctas, only_divided, true) && ragged_k_holds(counts, m_max, n, ctas, only_divided, false);
 }
 
-// `m_indices` in pairs: blocks of 128 rows, each of the expert that `blocks` names (-1 for padding), without the last `short_by` rows. If
+// `m_indices` in the tiles that follow runs: blocks of 128 rows, each of the expert that `blocks` names (-1 for padding), without the last `short_by` rows. If
 // not `sound`, some rows have experts that do not exist.
 bool runs_hold(const std::vector<int>& blocks, int num_experts, int n, int ctas, int short_by, bool sound, std::mt19937& random) {
     std::vector<int> owner;
@@ -206,7 +205,8 @@ bool runs_hold(const std::vector<int>& blocks, int num_experts, int n, int ctas,
         index[i % 2 ? at : at / 128 * 128] = kinds[random() % 4];
     }
     const int m = static_cast<int>(index.size());
-    return holds<Layout::kMIndices, 128, 256, true, true>({index, owner, num_experts, m, n, ctas, 1, sound});
+    const Case found{index, owner, num_experts, m, n, ctas, 1, sound};
+    return holds<Layout::kMIndices, 128, 256, true, true>(found) && holds<Layout::kMIndices, 192, 128, false>(found);
 }
 
 // More runs than lanes, runs of more blocks than lanes, experts that come again, padding between them.

@@ -42,13 +42,9 @@ def _case(layout: str, rows: Sequence[int], n: int, k: int) -> cases.GemmCase:
 
 
 def each_layout(*configs: str) -> pytest.MarkDecorator:
-    """Parametrize `layout` and `config`. m_indices has no tiles of 192 tokens.
-
-    Its segments start at multiples of 128 rows.
-    """
-    pairs = [(layout, config) for layout in LAYOUTS for config in configs]
+    """Parametrize `layout` and `config`."""
     return pytest.mark.parametrize(
-        "layout, config", [pair for pair in pairs if pair[0] != "m_indices" or not pair[1].startswith("192x")]
+        "layout, config", [(layout, config) for layout in LAYOUTS for config in configs]
     )
 
 

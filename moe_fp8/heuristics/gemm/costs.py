@@ -238,10 +238,6 @@ def _smallest_tile(rows: int) -> int:
 def _ranked(
     layout: GemmLayout, rows: int, n: int, k: int, experts: int, sms: int, batch_invariant: bool
 ) -> tuple[tuple[GemmConfig, Prediction], ...]:
-    if layout == "m_indices":  # costs as all grouped layouts have, of fewer configs
-        legal = set(gemm_configs(layout, k, batch_invariant))
-        others = _ranked("masked", rows, n, k, experts, sms, batch_invariant)
-        return tuple(one for one in others if one[0] in legal)
     smallest = _smallest_tile(rows)
     found = [
         (config, predict(config, layout, rows, n, k, experts, sms))
@@ -269,8 +265,7 @@ def modelled_rows(problem: GemmProblem) -> int:
 def ranked(problem: GemmProblem) -> tuple[tuple[GemmConfig, Prediction], ...]:
     """Every config that the model considers, the one with the least cost first; a function of the problem."""
     return _ranked(
-        # All grouped layouts have the same costs, and all but m_indices the same configs.
-        problem.layout if problem.layout in ("dense", "m_indices") else "masked",
+        "dense" if problem.layout == "dense" else "masked",  # all grouped layouts have the same costs
         modelled_rows(problem),
         problem.n,
         problem.k,

@@ -20,8 +20,7 @@ _BLOCK_K = 128
 #: along K.
 Shares = Literal["operands", "k"]
 
-#: Token tiles, smallest first. wgmma's N is a multiple of 8. In the `m_indices` layout a segment may start at
-#: any multiple of 128 rows, and a tile must not cross this start.
+#: Token tiles, smallest first. wgmma's N is a multiple of 8.
 TOKEN_TILES = (8, 16, 32, 64, 128, 192)
 
 
@@ -180,8 +179,7 @@ def gemm_configs(layout: GemmLayout, k: int, batch_invariant: bool = False) -> t
     upto_128 = TOKEN_TILES[:-1]
     configs = [_deepest(block_m, 128) for block_m in upto_128] + [_deepest(64, 64)]
     configs += [_deepest(128, block_n) for block_n in (64, 96, 192, 256)] + [_deepest(128, 256, 2)]
-    if layout != "m_indices":
-        configs += [_deepest(192, 96), _deepest(192, 128)]
+    configs += [_deepest(192, 96), _deepest(192, 128)]
     if layout == "dense" and not batch_invariant:
         divided = [_deepest(block_m, 64) for block_m in (8, 16, 32)] + [_deepest(128, 96, 2, "k")]
         for split in (2, 3, 4):

@@ -36,6 +36,8 @@ DEVICE void read_segment(const int* index, int e, int m, int& first_row, int& nu
 // Two of its tiles side by side make a pair that has its tokens in common.
 template <int kBlockM, bool kPaired>
 struct Division {
+    static constexpr int kTileRows = kBlockM;
+
     int whole;   // rows of units
     int single;  // 1 if a row of single tiles follows
 
@@ -54,8 +56,8 @@ struct Segment {
     int num_rows = 0;
 };
 
-// A window has 32 segments, one in each lane: those of 32 experts, or 32 runs of `m_indices`. Whole warps use it. Units are counted
-// over all segments, so that a unit's number says to which segment the unit belongs.
+// A window has up to 32 segments, one in each lane: those of 32 experts, or the runs of 32 blocks of 128 rows in `m_indices`. Whole warps
+// use it. Units are counted over all segments, so that a unit's number says to which segment the unit belongs.
 template <Layout kLayout, typename Division>
 class SegmentWindow {
    public:
@@ -63,15 +65,15 @@ class SegmentWindow {
     DEVICE SegmentWindow(const int* index, int num_experts, int m, int columns)
         : index_(index), num_experts_(num_experts), m_(m), columns_(columns) {}
 
-    // Reads the first 32 segments. This call comes before all others.
+    // Reads the first window. This call comes before all others.
     DEVICE void start() { load(0); }
 
-    // Returns the number of units of all segments. This call comes before `find`.
+    // Returns the number of units of all segments. This call comes before `find`. Runs behind the first window count as one, since
+    // reading them would delay the first tile. Their number is still exact if the number of columns is even.
     DEVICE int total() const {
         if constexpr (kRuns) {
-            SegmentWindow rest = *this;
-            while (rest.more()) rest.load(rest.base_ + kWarp);
-            return __shfl_sync(kAll, rest.last_unit_, kWarp - 1);
+            const int rest = max(m_ - kWarp * kSegmentAlignment, 0);
+            return __shfl_sync(kAll, last_unit_, kWarp - 1) + Division(rest).units(columns_);
         }
         if (num_experts_ <= kWarp) return __shfl_sync(kAll, last_unit_, kWarp - 1);
         int units = 0;
@@ -102,6 +104,7 @@ class SegmentWindow {
    private:
     static constexpr uint32_t kAll = 0xffffffffu;
     static constexpr bool kRuns = kLayout == Layout::kMIndices;
+    static constexpr bool kAcrossBlocks = Division::kTileRows > kSegmentAlignment;
     static constexpr int kNone = -2;  // stands for a row that does not exist: neither an expert nor padding
 
     // Running totals do not fall, so lanes whose segment ends before `unit` come first.
@@ -112,10 +115,12 @@ class SegmentWindow {
         return num_rows > 0 ? Division(first_row % kRowAlignment<kLayout> + num_rows).units(columns_) : 0;
     }
 
-    // Whether segments come after the window.
-    DEVICE bool more() const { return kRuns ? next_block_ < ceil_div(m_, kSegmentAlignment) : base_ + kWarp < num_experts_; }
+    DEVICE int num_blocks() const { return ceil_div(m_, kSegmentAlignment); }
 
-    // Reads the next 32 segments, of which the first has the number `base`.
+    // Whether segments come after the window.
+    DEVICE bool more() const { return base_ + kWarp < (kRuns ? num_blocks() : num_experts_); }
+
+    // Reads the window that begins with the expert or block `base`.
     DEVICE void load(int base) {
         base_ = base;
         first_unit_ = __shfl_sync(kAll, last_unit_, kWarp - 1);
@@ -141,52 +146,44 @@ class SegmentWindow {
         last_unit_ = first_unit_ + units;
     }
 
-    // Finds the next 32 runs of blocks of 128 rows. The blocks of a run all have the same expert in their first row, or all begin with
-    // padding. Padding behind a block's last row ends an expert's run, so only the last block of a run may end with padding. (A block
-    // that begins with padding may still have rows. `TileWalk::find_expert` asks them.)
+    // Finds the runs of blocks of 128 rows in the window. The blocks of a run all have the same expert in their first row, or all begin
+    // with padding. Padding behind a block's last row ends an expert's run, so only the last block of a run may end with padding. A block
+    // that begins with padding may still have rows (`TileWalk::find_expert` asks them), so it is a run of its own if a tile may have rows
+    // of two blocks. A window's first block begins a run, and the lane of a run's first block gets it.
     DEVICE void load_runs() {
-        const int num_blocks = ceil_div(m_, kSegmentAlignment), lane = lane_index();
-        int runs = 0, first = 0, blocks = 0;  // the first block and the number of blocks of this lane's run
-        int before = kNone;                   // the first row's expert in the block before; kNone lets a run begin
-        while (next_block_ < num_blocks && runs <= kWarp) {
-            const int left = min(num_blocks - next_block_, kWarp), *rows = index_ + (next_block_ + lane) * kSegmentAlignment;
-            int expert = kNone, row_before = kNone;
-            if (lane < left) expert = rows[0], row_before = next_block_ + lane > 0 ? rows[-1] : kNone;
-            const int above = __shfl_up_sync(kAll, expert, 1);
-            const bool goes_on = expert == (lane == 0 ? before : above) && (expert < 0 || expert == row_before);
-            const uint32_t begins = __ballot_sync(kAll, lane < left && !goes_on);
-            // Lane `runs + i` gets the run that begins with the bit `i` of those that are set.
-            const int begin = min(lane < runs ? 0 : nth_bit(begins, lane - runs), left);
-            const int overflow = runs + __popc(begins) > kWarp ? nth_bit(begins, kWarp - runs) : left;
-            const int next_begin = __shfl_sync(kAll, begin, (lane + 1) % kWarp), end = lane == kWarp - 1 ? overflow : next_begin;
-            const int of_run = __shfl_sync(kAll, expert, min(begin, kWarp - 1));
-            if (lane >= runs && begin < left) first = next_block_ + begin, expert_ = of_run;
-            if (lane >= runs - 1) blocks += end - begin;
-            runs += __popc(begins);
-            before = __shfl_sync(kAll, expert, kWarp - 1);
-            next_block_ += overflow;
-        }
-        first_row_ = first * kSegmentAlignment, num_rows_ = min(blocks * kSegmentAlignment, m_ - first_row_);
+        const int lane = lane_index(), in_window = min(num_blocks() - base_, kWarp), row = (base_ + lane) * kSegmentAlignment;
+        int expert = kNone, row_before = kNone;
+        if (lane < in_window) expert = index_[row];
+        if (0 < lane && lane < in_window) row_before = index_[row - 1];
+        const int above = __shfl_up_sync(kAll, expert, 1);
+        const bool goes_on = lane > 0 && expert == above && (expert < 0 ? !kAcrossBlocks : expert == row_before);
+        const uint32_t begins = __ballot_sync(kAll, lane < in_window && !goes_on), later = begins >> lane >> 1;
+        const int end = later != 0 ? lane + __ffs(static_cast<int>(later)) : in_window;
+        if (begins >> lane & 1) first_row_ = row, num_rows_ = min((end - lane) * kSegmentAlignment, m_ - row);
+        expert_ = expert;
+        if constexpr (kAcrossBlocks) leave_half_block();
     }
 
-    // Returns the place of the bit before which `before` bits are set, or 32 if no bit is.
-    static DEVICE int nth_bit(uint32_t bits, int before) {
-        int place = 0;
+    // Leaves out the second half of a run's last block if it is padding and a tile would begin with it. After that, the run has as many
+    // tiles as its rows up to the last row that is not padding.
+    DEVICE void leave_half_block() {
+        constexpr int kHalf = kSegmentAlignment / 2;
+        static_assert(Division::kTileRows % kHalf == 0, "a tile begins with a half of a block");
+        const int last_half = max(num_rows_ - 1, 0) / kHalf * kHalf;
+        if (last_half % kSegmentAlignment == 0 || last_half % Division::kTileRows != 0) return;
+        bool padding = true;
 #pragma unroll
-        for (int step = kWarp / 2; step > 0; step /= 2) {
-            if (__popc(bits & ((1u << (place + step)) - 1)) <= before) place += step;
-        }
-        return __popc(bits) > before ? place : kWarp;
+        for (int row = last_half; row < last_half + kHalf; ++row) padding &= row >= num_rows_ || index_[first_row_ + row] < 0;
+        if (padding) num_rows_ = last_half;
     }
 
     const int* index_;
     int num_experts_, m_, columns_;
-    int base_ = 0;        // the window's first segment
+    int base_ = 0;        // the window's first expert, or block of 128 rows
     int first_unit_ = 0;  // total of the segments before the window
     int last_unit_ = 0;   // total up to this lane's segment, with its own units
     int first_row_ = 0, num_rows_ = 0;
-    // Only for runs: the block of rows behind the window, and the expert of this lane's run, or -1 if its blocks begin with padding.
-    int next_block_ = 0, expert_ = 0;
+    int expert_ = 0;  // only for runs: the expert of this lane's run, or below 0 if its blocks begin with padding
 };
 
 }  // namespace moe_fp8::sched

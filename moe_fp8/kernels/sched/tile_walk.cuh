@@ -141,10 +141,11 @@ class TileWalk {
             tile.width = in_pieces ? kBlockN / 2 : kBlockN;
             tile.n = (group * kGroupN + tile_n) * kBlockN + right * tile.width;
             if constexpr (kLayout == Layout::kMIndices) {
-                if (kPaired && 0 <= tile.expert && tile.expert < num_experts_) {
-                    // The run knows its expert. Only its last block may end with padding, so its tile asks for the end of its rows.
-                    if (above + kBlockM >= segment.num_rows) expert_of(tile.row, height, tile.end_row);
-                } else if (!find_expert(tile, height)) {
+                const int rows = kGrouped ? tile.end_row : height;
+                if (kGrouped && 0 <= tile.expert && tile.expert < num_experts_) {
+                    // The run knows its expert. Only its last block may end with padding, so its tiles ask for the end of their rows.
+                    if (above + kBlockM > segment.num_rows - kSegmentAlignment) expert_of(tile.row, rows, tile.end_row);
+                } else if (!find_expert(tile, rows)) {
                     continue;
                 }
             }
@@ -160,14 +161,14 @@ class TileWalk {
     }
 
    private:
-    // In `m_indices` a tile lies within 128 rows and can ask them for their expert, so only pairs need segments: the two tiles of a pair
-    // have their weights in common if they are of one expert. (Looking for segments delays a kernel's first tile by about 0.5 us.)
-    static constexpr bool kGrouped = kLayout != Layout::kDense && !kKGrouped<kLayout> && (kLayout != Layout::kMIndices || kPaired);
+    // In `m_indices` a tile of up to 128 rows lies within a block of 128 and can ask its rows for their expert. So only larger tiles and
+    // pairs, whose tiles have their weights in common if they are of one expert, need segments. (Looking for segments delays a kernel's
+    // first tile by about 0.5 us.)
+    static constexpr bool kAlone = kLayout == Layout::kMIndices && !kPaired && kBlockM <= kSegmentAlignment;
+    static constexpr bool kGrouped = kLayout != Layout::kDense && !kKGrouped<kLayout> && !kAlone;
     static constexpr int kGroupN = 8;
     static constexpr int kTokenBox = kTokenBoxOf<kBlockM>;
     static constexpr int kCtas = kPaired ? 2 : kClusterK;
-    static_assert(kLayout != Layout::kMIndices || kSegmentAlignment % kBlockM == 0, "a tile must not cross a segment start");
-    static_assert(kLayout != Layout::kMIndices || !kPaired || kBlockM == kSegmentAlignment, "a run's last block is its last tile");
     using Division = sched::Division<kBlockM, kPaired>;
 
     // Returns the blocks of K of an expert, clamped to those that exist. Without an index, one expert has all of them.
@@ -192,9 +193,8 @@ class TileWalk {
         tile.row -= earlier, tile.scale_row -= earlier, tile.begin_row += earlier, tile.end_row += earlier;
     }
 
-    // Returns the expert of the rows [row, row + height), or -1 if all of them are padding or if there is no such expert. A tile lies
-    // within one 128-row block, and so within one segment, but padding may stand anywhere in it. `end_row` gets the end of the last row
-    // that is not padding.
+    // Returns the expert of the rows [row, row + height), or -1 if all of them are padding or if there is no such expert. The rows lie
+    // within one segment, but padding may stand anywhere in it. `end_row` gets the end of the last row that is not padding.
     DEVICE int expert_of(int row, int height, int& end_row) const {
         int highest = -1;
         end_row = 0;
