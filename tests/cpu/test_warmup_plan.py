@@ -262,9 +262,17 @@ def test_problems_keep_what_may_decide_and_no_more() -> None:
     masked = selected("masked", 256, 4096, 7168, 8, 20)
     assert (masked.m, masked.expected_m) == (20, 20)
     assert selected("masked", 256, 4096, 7168, 8).expected_m == 256
-    average = selected("psum", 1008, 4096, 7168, 8)
-    assert average == selected("psum", 1001, 4096, 7168, 8, 125)
+    average = selected("offsets", 1008, 4096, 7168, 8)
+    assert average == selected("offsets", 1001, 4096, 7168, 8, 125)
     assert (average.m, average.expected_m) == (1008, 126)
+    for aligned in ("m_indices", "psum"):
+        # Half of each expert's last 128 rows are padding, and experts that have rows have 64 or more.
+        assert selected(aligned, 8 * 320, 4096, 7168, 8).expected_m == 256
+        assert selected(aligned, 8 * 128, 4096, 7168, 8).expected_m == 64
+        assert selected(aligned, 128, 4096, 7168, 8).expected_m == 64
+        assert selected(aligned, 10, 4096, 7168, 8).expected_m == 10
+        assert selected(aligned, 384, 4096, 7168, 1).expected_m == 384
+        assert selected(aligned, 8 * 320, 4096, 7168, 8, 300).expected_m == 304
     for hint in (-5, 0, 1):
         assert selected("offsets", 64, 4096, 7168, 8, hint).expected_m == 1
     assert selected("offsets", 64, 4096, 7168, 8, 2**31).expected_m == 64

@@ -136,7 +136,8 @@ def grouped_gemm_fp8_contiguous(
     psum `[E]`: one past each expert's last row; expert e starts at `align(psum[e-1], 128)`, expert 0 at 0.
     offsets `[E+1]`: expert e has rows `offsets[e]` to `offsets[e+1]`, without alignment or padding.
 
-    expected_m: the expected rows of an expert. It affects only speed; any value is safe.
+    expected_m: the expected rows of an expert, by default the mean of a's rows without the padding to be
+    expected. It affects only speed; any value is safe.
     config: the tile as text (docs/tuning.md), or None. Results are bitwise independent of `expected_m` and
     `config`.
     constant_weights: as in `gemm_fp8`; the promise includes the index tensor.
