@@ -66,14 +66,15 @@ class GemmProblem:
     def rows(self) -> int:
         """The rows that a token tile should cover, rounded by `selection_rows`; 1 or more.
 
-        If `expected_m` is not used, these are all rows for "dense" and "masked", else the mean per expert,
-        without the padding that is to be expected.
+        If `expected_m` is not used, these are all rows for "dense" and "masked", else the mean per expert. In
+        aligned layouts of several experts, the mean leaves out the padding that is to be expected.
         """
         rows = -(-self.m // self._shares)
         if self.expected_m is not None and self.layout != "dense":
             rows = min(self.expected_m, self.m)
         elif self.layout in ("m_indices", "psum") and self.num_experts > 1:
-            # Half of an expert's last 128 rows are padding. An expert that has any rows has 64 on average.
+            # On average, half of an expert's last 128 rows are padding. The mean is taken to be 64 or more,
+            # since experts without rows need no tile.
             half = SEGMENT_ALIGNMENT // 2
             rows = min(max(rows - half, half), self.m)
         return selection_rows(max(1, rows))

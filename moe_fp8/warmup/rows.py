@@ -183,8 +183,8 @@ def _gemm_problems(
     )
 
     def problems_at(rows: int) -> Iterator[GemmProblem]:
-        # As expected_m, `rows` takes every number that fits in a buffer. Without expected_m, the op's mean
-        # rows per expert are among these numbers.
+        # As expected_m, `rows` takes every number that fits in a buffer. The rows that are chosen for without
+        # expected_m are among these numbers.
         m, hint = (rows, None) if experts is None else (limit, rows)
         for device, sms, invariant, dtype in servers:
             yield GemmProblem(

@@ -266,7 +266,7 @@ def test_problems_keep_what_may_decide_and_no_more() -> None:
     assert average == selected("offsets", 1001, 4096, 7168, 8, 125)
     assert (average.m, average.expected_m) == (1008, 126)
     for aligned in ("m_indices", "psum"):
-        # Half of each expert's last 128 rows are padding, and experts that have rows have 64 or more.
+        # On average, half of an expert's last 128 rows are padding, so the choice is for 64 rows or more.
         assert selected(aligned, 8 * 320, 4096, 7168, 8).expected_m == 256
         assert selected(aligned, 8 * 128, 4096, 7168, 8).expected_m == 64
         assert selected(aligned, 128, 4096, 7168, 8).expected_m == 64

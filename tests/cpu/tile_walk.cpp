@@ -189,8 +189,8 @@ bool all_layouts_hold(const std::vector<int>& counts, int n, int ctas, int paddi
            ragged_k_holds(counts, m_max, n, ctas, only_divided, true) && ragged_k_holds(counts, m_max, n, ctas, only_divided, false);
 }
 
-// `m_indices` in the tiles that follow runs: blocks of 128 rows, each of the expert that `blocks` names (-1 for padding), without the last `short_by` rows. If
-// not `sound`, some rows have experts that do not exist.
+// `m_indices` in the tiles that follow runs: blocks of 128 rows, each of the expert that `blocks` names (-1 for padding), without the
+// last `short_by` rows. If not `sound`, some rows have experts that do not exist.
 bool runs_hold(const std::vector<int>& blocks, int num_experts, int n, int ctas, int short_by, bool sound, std::mt19937& random) {
     std::vector<int> owner;
     for (size_t block = 0; block < blocks.size(); ++block) {
@@ -207,6 +207,29 @@ bool runs_hold(const std::vector<int>& blocks, int num_experts, int n, int ctas,
     const int m = static_cast<int>(index.size());
     const Case found{index, owner, num_experts, m, n, ctas, 1, sound};
     return holds<Layout::kMIndices, 128, 256, true, true>(found) && holds<Layout::kMIndices, 192, 128, false>(found);
+}
+
+// Rows [0, m), each of the expert that the function `owner_of` returns (-1 for padding), in the tiles that follow runs.
+template <typename OwnerOf>
+bool rows_hold(int m, int num_experts, int n, int ctas, OwnerOf owner_of) {
+    std::vector<int> owner(m);
+    for (int row = 0; row < m; ++row) owner[row] = owner_of(row);
+    const Case found{owner, owner, num_experts, m, n, ctas};
+    return holds<Layout::kMIndices, 128, 256, true, true>(found) && holds<Layout::kMIndices, 192, 128, false>(found);
+}
+
+// Both blocks of a pair begin with padding, and the second is short. The two tiles must still agree on what they have in common.
+bool short_pairs_hold() {
+    for (const int ctas : {2, 4, 8, 40}) {
+        const auto but_first = [](int row) { return row % 128 == 0 ? -1 : 0; };
+        const auto lower_half = [](int row) { return 72 <= row && row < 128 ? 0 : -1; };
+        const auto two_experts = [](int row) { return 72 <= row && row < 128 ? 0 : row > 128 ? 1 : -1; };
+        for (const int m : {150, 200, 256}) {
+            if (!rows_hold(m, 1, 512, ctas, but_first) || !rows_hold(m, 1, 512, ctas, lower_half)) return false;
+            if (!rows_hold(m, 2, 512, ctas, two_experts)) return false;
+        }
+    }
+    return true;
 }
 
 // More runs than lanes, runs of more blocks than lanes, experts that come again, padding between them.
@@ -248,7 +271,7 @@ bool shares_hold() {
 int main() {
     if (!shares_hold<1>() || !shares_hold<2>() || !shares_hold<3>() || !shares_hold<4>()) return 1;
     std::mt19937 random(1);
-    if (!all_runs_hold(random)) return 1;
+    if (!short_pairs_hold() || !all_runs_hold(random)) return 1;
     for (int round = 0; round < 12; ++round) {
         const int num_experts = 1 + random() % (round % 4 == 0 ? 70 : 7);
         const int n = 64 * (1 + random() % (round % 3 == 0 ? 100 : 25)), ctas = 2 * (1 + random() % 3);

@@ -86,4 +86,4 @@ def find_row(problem: GemmProblem) -> tuple[int, int, GemmConfig] | None:
     try:
         return rows, above, parse_gemm_config(text, problem)
     except TileError:
-        return None  # measured on more SMs, or in a layout with more tiles
+        return None  # measured on more SMs

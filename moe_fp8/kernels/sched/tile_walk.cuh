@@ -141,7 +141,8 @@ class TileWalk {
             tile.width = in_pieces ? kBlockN / 2 : kBlockN;
             tile.n = (group * kGroupN + tile_n) * kBlockN + right * tile.width;
             if constexpr (kLayout == Layout::kMIndices) {
-                const int rows = kGrouped ? tile.end_row : height;
+                // (The two tiles of a pair must ask for the same rows, so a pair does not stop at the last row.)
+                const int rows = kGrouped && !kPaired ? tile.end_row : height;
                 if (kGrouped && 0 <= tile.expert && tile.expert < num_experts_) {
                     // The run knows its expert. Only its last block may end with padding, so its tiles ask for the end of their rows.
                     if (above + kBlockM > segment.num_rows - kSegmentAlignment) expert_of(tile.row, rows, tile.end_row);
