@@ -170,6 +170,7 @@ class TileWalk {
     static constexpr int kGroupN = 8;
     static constexpr int kTokenBox = kTokenBoxOf<kBlockM>;
     static constexpr int kCtas = kPaired ? 2 : kClusterK;
+    static_assert(kLayout != Layout::kMIndices || !kPaired || kBlockM == kSegmentAlignment, "a pair's tiles ask for whole blocks");
     using Division = sched::Division<kBlockM, kPaired>;
 
     // Returns the blocks of K of an expert, clamped to those that exist. Without an index, one expert has all of them.
