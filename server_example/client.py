@@ -115,8 +115,9 @@ class EngineClient:
             with self._sending:
                 self._connection.send((number, name, arguments))
         except OSError:
-            self._answers.pop(number, None)
-            answer.set_exception(self._gone())
+            # If the answer is no longer there, the reader has seen the end, too, and has told it.
+            if self._answers.pop(number, None):
+                answer.set_exception(self._gone())
         return answer
 
     def _gone(self) -> EngineStoppedError:

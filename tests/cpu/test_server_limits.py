@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from server_example import generation
 from server_example.app import Service, create_app
+from server_example.engine import EngineStoppedError
 from server_example.host import Host
 from server_example.settings import Settings
 from server_example.stats import stats_events
@@ -119,6 +120,26 @@ def test_a_failed_engine_is_told_by_every_route(demo_folder: Path) -> None:
             assert answer.status_code == 503
             assert "broken on purpose" in answer.json()["error"]["message"]
         assert asyncio.run(statistics()) == [], "the stream ends in order"
+
+
+def test_an_end_that_reader_and_sender_see_at_once_is_told_once(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pipe:
+        """The engine's process ends after the question is noted and before it is sent."""
+
+        def recv(self) -> None:
+            raise EOFError
+
+        def send(self, message: object) -> None:
+            client._read()
+            raise BrokenPipeError
+
+    with connected(demo_folder) as (_, client):
+        assert client.stop(20)
+        monkeypatch.setattr(client, "_connection", Pipe())
+        with pytest.raises(EngineStoppedError):
+            asyncio.run(client.call("details"))
 
 
 def test_an_exception_that_no_pipe_carries_is_told_all_the_same(
