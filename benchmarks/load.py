@@ -8,10 +8,12 @@ longer for an event than the server does.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
 import socket
+import statistics
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -74,12 +76,14 @@ class Seen:
 
     @property
     def memory_grew(self) -> int:
-        """By how many bytes the server's memory grew from the third quarter of the time to the last.
+        """By how many bytes the server's memory grew from one eighth of the time to the next: the median.
 
-        It compares the least of each: what a step holds for a moment does not count.
+        A leak grows in every eighth, an allocator that takes a new arena in few. Of each eighth, the least
+        counts, so that what a step holds for a moment does not.
         """
-        quarter = len(self.memory) // 4
-        return min(self.memory[-quarter:]) - min(self.memory[2 * quarter : 3 * quarter])
+        eighth = len(self.memory) // 8
+        least = [min(self.memory[first : first + eighth]) for first in range(0, 8 * eighth, eighth)]
+        return int(statistics.median(after - before for before, after in itertools.pairwise(least)))
 
 
 class Answer(Exception):
