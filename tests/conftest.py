@@ -44,10 +44,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before the hook of xdist, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`--dist loadgroup` keeps the tests of a file together, and those that share what is slow to make."""
     for item in items:
-        group = str(item.path)
+        group = item.nodeid.partition("::")[0]
         if "reachable_kernels" in getattr(item, "fixturenames", ()):
             group = "reachable_kernels"
         elif item.path.parent.name == "engines":
