@@ -74,7 +74,10 @@ def run_http(session: Session, peer: DeepGemm | None, step: int) -> None:
     for load, graph, eager, piped, replay_us in zip(
         loads, seen["graph"], seen["eager"], alone, replays, strict=True
     ):
-        if errors := [*graph.errors, *eager.errors]:
+        errors = [*graph.errors, *eager.errors]
+        if not all(_step_seconds(one, "decode")[1] for one in (graph, eager)):
+            errors.append("no decode step without a prefill in the time that is measured")
+        if errors:
             session.fail(f"http, {load.streams} streams", RuntimeError(errors[0]))
             continue
         shape = {

@@ -269,6 +269,7 @@ def test_compile_plan_and_warmup_run_without_a_gpu(
     on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    monkeypatch.setattr(startup, "_COMPILES", 1)
     startup.run_compile(session, None, 24)
     startup.run_plan(session, None, 1)
     monkeypatch.setattr(startup, "_MODEL", ROOT / "tests" / "configs" / "qwen3_30b.json")

@@ -66,8 +66,8 @@ def test_what_goes_wrong_is_an_error(demo_folder: Path) -> None:
 
 
 def test_class_http_compares_graphs_with_eager_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(http, "_LOADS", ((2, 128),))
-    monkeypatch.setattr(http, "_SECONDS", 2.0)
+    monkeypatch.setattr(http, "_LOADS", ((2, 16),))
+    monkeypatch.setattr(http, "_SECONDS", 4.0)
     monkeypatch.setattr("benchmarks.serve._STEPS", 3)
     monkeypatch.setenv("SERVER_EXAMPLE_DEVICE", "cpu")
     session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])

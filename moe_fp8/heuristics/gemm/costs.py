@@ -10,8 +10,7 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
@@ -116,20 +115,37 @@ def tile_name(config: GemmConfig) -> str:
 
 
 #: Numbers of rows, each with the number of experts that have so many.
-Counts = Sequence[tuple[int, int]]
+Counts = tuple[tuple[int, int], ...]
+
+
+class RowTiles(NamedTuple):
+    """The tiles of all experts together along their rows."""
+
+    experts: int  # that have any rows
+    tiles: int
+    units: int  # pairs of tiles, or tiles if a config has no pairs
+    singles: int  # tiles that are left over from pairs
+
+
+@lru_cache(maxsize=4096)
+def row_tiles(counts: Counts, block_m: int, paired: bool) -> RowTiles:
+    """The tiles of `block_m` tokens that experts with `counts` rows have."""
+    experts = tiles = units = singles = 0
+    for rows, number in counts:
+        if rows > 0:
+            of_one = -(-rows // block_m)
+            experts += number
+            tiles += number * of_one
+            units += number * (of_one // 2 if paired else of_one)
+            singles += number * (of_one % 2 if paired else 0)
+    return RowTiles(experts, tiles, units, singles)
 
 
 def work(config: GemmConfig, counts: Counts, n: int, k: int, sms: int, grouped: bool) -> Work:
     """What `config` makes of a GEMM whose experts have `counts` rows."""
     columns = -(-n // config.block_n)
-    busy = tiles = units = 0
-    for rows, experts in counts:
-        if rows > 0:
-            of_one = -(-rows // config.block_m)
-            busy += experts
-            tiles += experts * of_one * columns
-            pairs, single = (of_one // 2, of_one % 2) if config.pair > 1 else (of_one, 0)
-            units += experts * (pairs * columns + single * -(-columns // 2))
+    along = row_tiles(counts, config.block_m, config.pair > 1)
+    units = along.units * columns + along.singles * -(-columns // 2)
     at_once = max(1, _CLUSTERS_OF_132[config.cluster] * sms // 132)
     units = max(1, units)
     rounds, left = divmod(units, at_once)
@@ -146,8 +162,8 @@ def work(config: GemmConfig, counts: Counts, n: int, k: int, sms: int, grouped: 
         share=at_once / units,
         last_share=left / units,
         blocks=-(-k // (SCALE_BLOCK * config.split)),
-        weight_bytes=busy * n * k,
-        again_bytes=(tiles // columns - busy) * n * k,
+        weight_bytes=along.experts * n * k,
+        again_bytes=(along.tiles - along.experts) * n * k,
         elements=config.block_m * config.block_n,
         parts=config.parts,
         grouped=float(grouped),
@@ -216,9 +232,7 @@ def predict(
     found = []
     for counts in spreads:
         made = work(config, counts, n, k, sms, grouped)
-        tiles = sum(of_one * -(-count // config.block_m) for count, of_one in counts) * -(
-            -n // config.block_n
-        )
+        tiles = row_tiles(counts, config.block_m, config.pair > 1).tiles * -(-n // config.block_n)
         rounds = made.rounds + made.last * made.last_share / made.share
         found.append((made.microseconds(fitted, tile_name(config)), tiles, rounds))
     return Prediction(*(fmean(values) for values in zip(*found, strict=True)))
