@@ -123,29 +123,29 @@ class RowTiles(NamedTuple):
 
     experts: int  # that have any rows
     tiles: int
-    units: int  # pairs of tiles, or tiles if a config has no pairs
-    singles: int  # tiles that are left over from pairs
+    groups: int  # whole groups of `pair` tiles
+    singles: int  # tiles that are left over
 
 
 @lru_cache(maxsize=4096)
-def row_tiles(counts: Counts, block_m: int, paired: bool) -> RowTiles:
-    """The tiles of `block_m` tokens that experts with `counts` rows have."""
-    experts = tiles = units = singles = 0
+def row_tiles(counts: Counts, block_m: int, pair: int) -> RowTiles:
+    """The tiles of `block_m` tokens that experts with `counts` rows have; `pair` is 1 or 2."""
+    experts = tiles = groups = singles = 0
     for rows, number in counts:
         if rows > 0:
             of_one = -(-rows // block_m)
             experts += number
             tiles += number * of_one
-            units += number * (of_one // 2 if paired else of_one)
-            singles += number * (of_one % 2 if paired else 0)
-    return RowTiles(experts, tiles, units, singles)
+            groups += number * (of_one // pair)
+            singles += number * (of_one % pair)
+    return RowTiles(experts, tiles, groups, singles)
 
 
 def work(config: GemmConfig, counts: Counts, n: int, k: int, sms: int, grouped: bool) -> Work:
     """What `config` makes of a GEMM whose experts have `counts` rows."""
     columns = -(-n // config.block_n)
-    along = row_tiles(counts, config.block_m, config.pair > 1)
-    units = along.units * columns + along.singles * -(-columns // 2)
+    along = row_tiles(counts, config.block_m, config.pair)
+    units = along.groups * columns + along.singles * -(-columns // 2)
     at_once = max(1, _CLUSTERS_OF_132[config.cluster] * sms // 132)
     units = max(1, units)
     rounds, left = divmod(units, at_once)
@@ -232,7 +232,7 @@ def predict(
     found = []
     for counts in spreads:
         made = work(config, counts, n, k, sms, grouped)
-        tiles = row_tiles(counts, config.block_m, config.pair > 1).tiles * -(-n // config.block_n)
+        tiles = row_tiles(counts, config.block_m, config.pair).tiles * -(-n // config.block_n)
         rounds = made.rounds + made.last * made.last_share / made.share
         found.append((made.microseconds(fitted, tile_name(config)), tiles, rounds))
     return Prediction(*(fmean(values) for values in zip(*found, strict=True)))
