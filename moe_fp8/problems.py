@@ -66,18 +66,31 @@ class GemmProblem:
     def rows(self) -> int:
         """The rows that a token tile should cover, rounded by `selection_rows`; 1 or more.
 
-        If `expected_m` is not used, these are all rows for "dense" and "masked", else the mean per expert. In
-        aligned layouts of several experts, the mean leaves out the padding that is to be expected.
+        If `expected_m` is not used, these are all rows for "dense" and "masked", else the mean per expert. If
+        only `blocks` is known, the mean leaves out the padding that is to be expected.
         """
-        rows = -(-self.m // self._shares)
-        if self.expected_m is not None and self.layout != "dense":
-            rows = min(self.expected_m, self.m)
-        elif self.layout in ("m_indices", "psum") and self.num_experts > 1:
-            # On average, half of an expert's last 128 rows are padding. The mean is taken to be 64 or more,
-            # since experts without rows need no tile.
+        blocks = self.blocks
+        if blocks is not None:
+            # On average, half of an expert's last block is padding. The mean is taken to be 64 or more, since
+            # experts without rows need no tile.
             half = SEGMENT_ALIGNMENT // 2
-            rows = min(max(rows - half, half), self.m)
+            rows = max(-(-blocks * SEGMENT_ALIGNMENT // self.num_experts) - half, half)
+        elif self.expected_m is not None and self.layout != "dense":
+            rows = min(self.expected_m, self.m)
+        else:
+            rows = -(-self.m // self._shares)
         return selection_rows(max(1, rows))
+
+    @property
+    def blocks(self) -> int | None:
+        """The blocks of 128 rows that experts fill, rounded by `selection_rows`, if no more is known of rows.
+
+        Layouts whose segments start at multiples of 128 rows tell this number. None for other layouts, and if
+        `expected_m` is given or there is a single expert.
+        """
+        if self.expected_m is not None or self.num_experts == 1 or self.layout not in ("m_indices", "psum"):
+            return None
+        return selection_rows(max(1, -(-self.m // SEGMENT_ALIGNMENT)))
 
     @property
     def _shares(self) -> int:
@@ -85,15 +98,15 @@ class GemmProblem:
         return 1 if self.layout in ("dense", "masked") else max(1, self.num_experts)
 
     def for_selection(self) -> GemmProblem:
-        """The problem that the choice of a kernel uses: every expert has `rows` rows."""
-        rows = self.rows
+        """The problem that the choice of a kernel uses: with `blocks` blocks, or `rows` rows an expert."""
+        rows, blocks = self.rows, self.blocks
         return GemmProblem(
             self.layout,
-            rows * self._shares,
+            rows * self._shares if blocks is None else blocks * SEGMENT_ALIGNMENT,
             self.n,
             self.k,
             self.num_experts,
-            rows,
+            rows if blocks is None else None,
             self.out_dtype,
             self.num_sms,
             self.device,

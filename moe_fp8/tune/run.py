@@ -19,7 +19,7 @@ from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit.driver import DeviceInfo
 from moe_fp8.jit.runtime import preload
 from moe_fp8.jit.toolchain import nvrtc_version
-from moe_fp8.problems import DEFAULT_NUM_SMS, selection_rows
+from moe_fp8.problems import selection_rows
 from moe_fp8.settings import settings
 from moe_fp8.specs import kernel_spec
 from moe_fp8.tune.fit import fit, held_out, write_constants
@@ -124,13 +124,11 @@ def retable(timings_file: Path, out: Path | None = None) -> str:
 
 def _choice(fitted: gemm_costs.Constants, timing: Timing) -> str:
     """The timed config that the cost model takes to be the fastest."""
-    target, rows = timing.target, timing.rows
+    target = timing.target
+    problem = target.problem(timing.rows)
 
     def cost(config: GemmConfig) -> float:
-        predicted = gemm_costs.predict(
-            config, target.layout, rows, target.n, target.k, target.num_experts, DEFAULT_NUM_SMS, fitted
-        )
-        return predicted.microseconds
+        return gemm_costs.cost(config, problem, fitted)
 
     timed = [config for config in gemm_configs(target.layout, target.k) if str(config) in timing.us]
     return str(min(timed, key=cost))

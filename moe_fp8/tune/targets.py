@@ -48,14 +48,11 @@ def model_targets(
 
 def candidates(problem: GemmProblem, factor: float) -> list[GemmConfig]:
     """The cost model's choice, then the configs that it takes to cost at most `factor` times as much."""
-    rows = problem.rows
     costs = {
-        config: gemm_costs.cost(
-            config, problem.layout, rows, problem.n, problem.k, problem.num_experts, problem.num_sms
-        )
+        config: gemm_costs.cost(config, problem)
         for config in gemm_configs(problem.layout, problem.k)
         if config.cluster <= problem.num_sms
     }
-    chosen = gemm_costs.cheapest(problem.for_selection())
+    chosen = gemm_costs.cheapest(problem)
     limit = factor * min(costs.values())
     return [chosen, *(config for config in costs if config != chosen and costs[config] <= limit)]

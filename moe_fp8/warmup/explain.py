@@ -112,14 +112,10 @@ def explain(
         layout, m, n, k, num_experts, expected_m, num_sms=num_sms, batch_invariant=batch_invariant
     )
     choices = tuple(_choice(replace(problem, device=device)) for device in gemm_table.devices())
-    ranked = dict(gemm_costs.ranked(problem))
-    rows = gemm_costs.modelled_rows(problem)
-    for choice in choices:
-        # A table may name a config that the model does not consider.
-        if choice.config not in ranked:
-            ranked[choice.config] = gemm_costs.predict(
-                choice.config, layout, rows, n, k, num_experts, num_sms
-            )
+    # A table may name a config that the model does not consider.
+    considered = [config for config, _ in gemm_costs.ranked(problem)]
+    considered += [choice.config for choice in choices]
+    predicted = {config: gemm_costs.predict(config, problem) for config in considered}
     candidates = tuple(
         Candidate(
             config,
@@ -127,7 +123,7 @@ def explain(
             gemm_grid(config, layout, m, n, num_sms),
             kernel_spec(replace(problem, config=str(config))),
         )
-        for config, prediction in sorted(ranked.items(), key=lambda one: one[1].microseconds)
+        for config, prediction in sorted(predicted.items(), key=lambda one: one[1].microseconds)
     )
     return Explanation(problem, choices, candidates)
 

@@ -52,7 +52,8 @@ class PlanRow:
     """One kernel for one use: the `rows` of this use for which the selector picks `spec` on some device.
 
     `rows` are inclusive ranges. They count rows of A ("M") for "dense", queries or requests for the indexer,
-    tokens for weight gradients, and the expected rows of an expert for grouped layouts. `what` names the
+    tokens for weight gradients, and the expected rows of an expert for grouped layouts. (Without
+    `expected_m`, the number of blocks chooses among several kernels with the same rows.) `what` names the
     modules that share the shape; `n`, `k` and `num_experts` are None if they do not apply. `devices` are the
     devices on which the selector picks the kernel, if its choice depends on the device; "" stands for any
     device without a measured table.
@@ -182,11 +183,20 @@ def _gemm_problems(
         product(gemm_table.devices(), options.sm_budgets, every(options.batch_invariant), options.out_dtypes)
     )
 
+    # Without expected_m, some layouts tell only how many blocks experts fill. Each number belongs to
+    # the rows that `GemmProblem.rows` expects of an expert then.
+    unhinted: dict[int, list[int]] = {}
+    for blocks, _ in _runs(-(-limit // SEGMENT_ALIGNMENT), selection_rows):
+        problem = GemmProblem(layout, blocks * SEGMENT_ALIGNMENT, n, k, experts or 1)
+        if problem.blocks is not None:
+            unhinted.setdefault(problem.rows, []).append(problem.m)
+
     def problems_at(rows: int) -> Iterator[GemmProblem]:
         # As expected_m, `rows` takes every number that fits in a buffer. The rows that are chosen for without
         # expected_m are among these numbers.
-        m, hint = (rows, None) if experts is None else (limit, rows)
-        for device, sms, invariant, dtype in servers:
+        calls = [(rows, None) if experts is None else (limit, rows)]
+        calls += [(m, None) for m in unhinted.get(selection_rows(rows), ())]
+        for (m, hint), (device, sms, invariant, dtype) in product(calls, servers):
             yield GemmProblem(
                 layout, m, n, k, experts or 1, hint, dtype,
                 num_sms=sms, device=device, batch_invariant=invariant,

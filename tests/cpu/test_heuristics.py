@@ -56,16 +56,43 @@ def test_no_hint_decides_how_a_grouped_sum_is_split(layout: GemmLayout) -> None:
         assert heuristics.gemm_config(problem).parts == 1
 
 
-def test_m_indices_costs_what_the_other_layouts_do() -> None:
-    for rows, n, k, experts in [(3, 4096, 7168, 32), (100, 1536, 2048, 16), (2000, 7168, 2048, 4)]:
-        problem = GemmProblem("m_indices", rows * experts, n, k, experts, rows)
-        ranked = gemm_costs.ranked(problem)
-        for config, predicted in ranked:
-            assert config in heuristics.gemm_configs("m_indices", k)
-            modelled = gemm_costs.modelled_rows(problem)
-            assert predicted == gemm_costs.predict(config, "m_indices", modelled, n, k, experts, 132)
-        costs = [predicted.microseconds for _, predicted in ranked]
-        assert costs == sorted(costs) and len(costs) > 3
+@pytest.mark.parametrize(
+    "rows, n, k, experts", [(3, 4096, 7168, 32), (100, 1536, 2048, 16), (2000, 7168, 2048, 4)]
+)
+def test_all_grouped_layouts_have_the_same_costs(rows: int, n: int, k: int, experts: int) -> None:
+    ranked = gemm_costs.ranked(GemmProblem("masked", rows, n, k, experts))
+    costs = [cost for _, cost in ranked]
+    assert costs == sorted(costs) and len(costs) > 3
+    for layout in LAYOUTS[1:]:
+        problem = GemmProblem(layout, rows * experts, n, k, experts, rows)
+        assert gemm_costs.ranked(problem) == ranked
+        for config, cost in ranked:
+            assert config in heuristics.gemm_configs(layout, k)
+            assert (
+                gemm_costs.predict(config, problem).microseconds == gemm_costs.cost(config, problem) == cost
+            )
+
+
+@pytest.mark.parametrize("experts", [2, 3, 8, 32, 256])
+def test_known_blocks_are_what_experts_are_taken_to_fill(experts: int) -> None:
+    narrow = next(config for config in heuristics.gemm_configs("psum", 7168) if str(config) == "128x64")
+    for blocks in (1, 2, 3, 4, 9, 17, 31, 64):
+        problem = GemmProblem("psum", 128 * blocks, 64, 7168, experts)
+        assert problem.blocks == blocks
+        # Larger numbers are rounded, and many blocks an expert tell only the mean.
+        if blocks <= min(32, 8 * experts):
+            tiles = gemm_costs.predict(narrow, problem).tiles
+            assert 0.9 * blocks <= tiles <= blocks
+        assert problem.rows >= 64
+        # If the mean is known, it decides.
+        assert replace(problem, expected_m=8).blocks is None
+
+
+def test_few_blocks_make_one_round_of_tiles() -> None:
+    # 64 tokens a tile would make six rows of 24 tiles, since the padding of a block is dealt out, too.
+    for layout in ("m_indices", "psum"):
+        config = heuristics.gemm_config(GemmProblem(layout, 384, 3072, 3072, 2))
+        assert config.block_m == 128 and 3 * -(-3072 // config.block_n) <= 132
 
 
 def test_batch_invariant_sums_are_never_divided() -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +149,20 @@ def test_row_ranges_tell_the_kernel_of_every_expectation(planned: Plan, layout: 
         ranges = [(*pair, row.spec) for row in rows_of(planned, shape, layout) for pair in row.rows]
         m = max(last for _, last, _ in ranges)
         assert m >= most
+        unhinted: dict[int, list[int]] = {}
+        for aligned in range(128, m + 1, 128):
+            problem = gemm_problem(planned, layout, aligned, shape)
+            if problem.blocks is not None:
+                unhinted.setdefault(problem.rows, []).append(aligned)
         hints = {hint for first, last, _ in ranges for hint in (first, (first + last) // 2, last, last + 1)}
         for hint in {1, *hints} - {m + 1}:
             specs = {spec for first, last, spec in ranges if first <= hint <= last}
+            calls: list[tuple[int, int | None]] = [(m, hint)]
+            # Without a hint, several numbers of blocks may belong to the same rows.
+            calls += [(aligned, None) for aligned in unhinted.get(selection_rows(hint), ())]
             problems = (
-                gemm_problem(planned, layout, m, shape, hint, device) for device in gemm_table.devices()
+                gemm_problem(planned, layout, rows, shape, expected, device)
+                for (rows, expected), device in product(calls, gemm_table.devices())
             )
             assert {kernel_spec(problem) for problem in problems} == specs, hint
 
@@ -266,11 +276,13 @@ def test_problems_keep_what_may_decide_and_no_more() -> None:
     assert average == selected("offsets", 1001, 4096, 7168, 8, 125)
     assert (average.m, average.expected_m) == (1008, 126)
     for aligned in ("m_indices", "psum"):
-        # On average, half of an expert's last 128 rows are padding, so the choice is for 64 rows or more.
-        assert selected(aligned, 8 * 320, 4096, 7168, 8).expected_m == 256
-        assert selected(aligned, 8 * 128, 4096, 7168, 8).expected_m == 64
-        assert selected(aligned, 128, 4096, 7168, 8).expected_m == 64
-        assert selected(aligned, 10, 4096, 7168, 8).expected_m == 10
+        # The blocks of 128 rows stay. On average, half of an expert's last block is padding, so an expert has
+        # 64 rows or more.
+        for m, blocks, rows in ((8 * 320, 20, 256), (8 * 128, 8, 64), (128, 1, 64), (10, 1, 64)):
+            few = selected(aligned, m, 4096, 7168, 8)
+            assert (few.m, few.expected_m, few.blocks, few.rows) == (128 * blocks, None, blocks, rows)
+            assert replace(few) == few == few.for_selection()
+        assert selected(aligned, 128 * 1025, 4096, 7168, 8).blocks == 1056
         assert selected(aligned, 384, 4096, 7168, 1).expected_m == 384
         assert selected(aligned, 8 * 320, 4096, 7168, 8, 300).expected_m == 304
     for hint in (-5, 0, 1):

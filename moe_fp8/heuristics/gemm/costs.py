@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import random
+from bisect import bisect_right
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 from statistics import NormalDist, fmean
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 
 from moe_fp8.heuristics.gemm.tiles import TOKEN_TILES, GemmConfig, gemm_configs
 from moe_fp8.limits import SCALE_BLOCK
-from moe_fp8.problems import GemmLayout, GemmProblem
+from moe_fp8.problems import SEGMENT_ALIGNMENT, GemmLayout, GemmProblem
 
 #: Where the fitted constants are.
 FILE = Path(__file__).with_name("costs.json")
@@ -176,20 +178,20 @@ def work(config: GemmConfig, counts: Counts, n: int, k: int, sms: int, grouped: 
 #: skewed router.
 _SPREADS = (0.2, 0.7)
 
+#: With more blocks of 128 rows an expert, only the mean of rows decides. (The number of blocks tells little
+#: more then, and planning takes longer with each number that is told apart.)
+_MOST_BLOCKS = 8
+
 #: Experts that are drawn for each spread, in as many draws as these make.
 _DRAWN_EXPERTS = 64
 
 
-@cache
-def _hypotheses(experts: int, rows: int) -> tuple[Counts, ...]:
-    """What experts' rows may be if only their mean is known: draws from log-normal distributions.
+def _draws(experts: int, rows: int) -> Iterator[list[float]]:
+    """Draws from log-normal distributions: the rows of experts, in parts of their mean, which is `rows`.
 
     Of few experts there are several draws, since the number of their tiles is uncertain. Chance adds to a
     spread: a mean of few rows leaves some experts without any. Equal arguments give equal draws.
     """
-    if experts == 1:
-        return (((rows, 1),),)
-    found: list[Counts] = []
     for spread in _SPREADS:
         deviation = math.sqrt(math.log(math.exp(spread**2) + 1 / rows))
         draws = -(-_DRAWN_EXPERTS // experts)
@@ -200,7 +202,36 @@ def _hypotheses(experts: int, rows: int) -> tuple[Counts, ...]:
         for first in range(0, len(points), experts):
             drawn = weights[first : first + experts]
             mean = fmean(drawn)
-            found.append(tuple(Counter(round(rows * weight / mean) for weight in drawn).items()))
+            yield [weight / mean for weight in drawn]
+
+
+def _of_mean(weights: Iterable[float], mean: int) -> Counts:
+    return tuple(Counter(round(mean * weight) for weight in weights).items())
+
+
+@cache
+def _of_rows(experts: int, rows: int) -> tuple[Counts, ...]:
+    """What experts' rows may be if only their mean is known."""
+    if experts == 1:
+        return (((rows, 1),),)
+    return tuple(_of_mean(weights, rows) for weights in _draws(experts, rows))
+
+
+@cache
+def _of_blocks(experts: int, blocks: int) -> tuple[Counts, ...]:
+    """What experts' rows may be if only the number of blocks of 128 rows that they fill is known.
+
+    Each draw has the most rows that fit. If there are fewer blocks than experts, some experts have no rows.
+    """
+    experts = min(experts, blocks)
+    most = SEGMENT_ALIGNMENT * blocks
+    found: list[Counts] = []
+    for weights in _draws(experts, most // experts):
+
+        def filled(mean: int, weights: list[float] = weights) -> int:
+            return sum(-(-round(mean * weight) // SEGMENT_ALIGNMENT) for weight in weights)
+
+        found.append(_of_mean(weights, bisect_right(range(1, most + 1), blocks, key=filled)))
     return tuple(found)
 
 
@@ -212,35 +243,37 @@ class Prediction(NamedTuple):
     rounds: float
 
 
-def predict(
-    config: GemmConfig,
-    layout: GemmLayout,
-    rows: int,
-    n: int,
-    k: int,
-    experts: int,
-    sms: int,
-    fitted: Constants | None = None,
-) -> Prediction:
-    """For `rows` rows of each of `experts` experts: the mean over the hypotheses about their spread.
-
-    `fitted`: other constants than the package's.
-    """
-    grouped = layout != "dense"
-    spreads: tuple[Counts, ...] = _hypotheses(experts, rows) if grouped else (((rows, 1),),)
-    fitted = fitted or constants()
-    found = []
-    for counts in spreads:
-        made = work(config, counts, n, k, sms, grouped)
-        tiles = row_tiles(counts, config.block_m, config.pair).tiles * -(-n // config.block_n)
-        rounds = made.rounds + made.last * made.last_share / made.share
-        found.append((made.microseconds(fitted, tile_name(config)), tiles, rounds))
-    return Prediction(*(fmean(values) for values in zip(*found, strict=True)))
+def predict(config: GemmConfig, problem: GemmProblem) -> Prediction:
+    """The mean over the hypotheses about experts' rows."""
+    problem = modelled(problem)
+    columns = -(-problem.n // config.block_n)
+    tiles, rounds = [], []
+    for counts in _hypotheses(problem):
+        made = _work(config, counts, problem)
+        tiles.append(row_tiles(counts, config.block_m, config.pair).tiles * columns)
+        rounds.append(made.rounds + made.last * made.last_share / made.share)
+    return Prediction(_cost(config, problem, constants()), fmean(tiles), fmean(rounds))
 
 
-def cost(config: GemmConfig, layout: GemmLayout, rows: int, n: int, k: int, experts: int, sms: int) -> float:
-    """Predicted microseconds for `rows` rows of each of `experts` experts."""
-    return predict(config, layout, rows, n, k, experts, sms).microseconds
+def cost(config: GemmConfig, problem: GemmProblem, fitted: Constants | None = None) -> float:
+    """Predicted microseconds: the mean over the hypotheses. `fitted`: other constants than the package's."""
+    return _cost(config, modelled(problem), fitted or constants())
+
+
+def _cost(config: GemmConfig, problem: GemmProblem, fitted: Constants) -> float:
+    tile = tile_name(config)
+    return fmean(_work(config, counts, problem).microseconds(fitted, tile) for counts in _hypotheses(problem))
+
+
+def _work(config: GemmConfig, counts: Counts, problem: GemmProblem) -> Work:
+    return work(config, counts, problem.n, problem.k, problem.num_sms, problem.layout != "dense")
+
+
+def _hypotheses(problem: GemmProblem) -> tuple[Counts, ...]:
+    """What the rows of the experts of a `modelled` problem may be."""
+    if problem.blocks is None:
+        return _of_rows(problem.num_experts, problem.m)
+    return _of_blocks(problem.num_experts, problem.blocks)
 
 
 def _smallest_tile(rows: int) -> int:
@@ -248,45 +281,53 @@ def _smallest_tile(rows: int) -> int:
     return next(tile for tile in TOKEN_TILES if 16 * tile >= min(rows, 1024))
 
 
-@cache
-def _ranked(
-    layout: GemmLayout, rows: int, n: int, k: int, experts: int, sms: int, batch_invariant: bool
-) -> tuple[tuple[GemmConfig, Prediction], ...]:
-    smallest = _smallest_tile(rows)
-    found = [
-        (config, predict(config, layout, rows, n, k, experts, sms))
-        for config in gemm_configs(layout, k, batch_invariant)
-        if config.cluster <= sms and config.block_m >= smallest
-    ]
-    found.sort(key=lambda one: (one[1].microseconds, one[0].block_m, one[0].block_n, one[0].cluster))
-    return tuple(found)
+def modelled(problem: GemmProblem) -> GemmProblem:
+    """The problem that costs are predicted for; all grouped layouts cost the same.
 
-
-def modelled_rows(problem: GemmProblem) -> int:
-    """The rows that costs are predicted for.
-
-    Dense rows are rounded up to whole tiles of the smallest kind considered. A mean of experts' rows is
-    rounded up by at most 1/16, and beyond 4096 the order of the configs no longer changes.
+    `m` counts the rows of a dense GEMM, those of one expert, or those of all blocks if only these are known.
+    Dense rows are rounded up to whole tiles of the smallest kind considered. An expert's rows and a number of
+    blocks are rounded up by at most 1/16. Beyond 4096 rows the order of the configs no longer changes.
     """
-    rows = problem.rows
+    layout: GemmLayout = "masked"
     if problem.layout == "dense":
-        step = _smallest_tile(rows)
-        return -(-rows // step) * step
-    step = max(1, (1 << (rows - 1).bit_length() >> 1) // 16)
-    return min(-(-rows // step) * step, 4096)
-
-
-def ranked(problem: GemmProblem) -> tuple[tuple[GemmConfig, Prediction], ...]:
-    """Every config that the model considers, the one with the least cost first; a function of the problem."""
-    return _ranked(
-        "dense" if problem.layout == "dense" else "masked",  # all grouped layouts have the same costs
-        modelled_rows(problem),
+        layout, step = "dense", _smallest_tile(problem.rows)
+        m = -(-problem.rows // step) * step
+    elif problem.blocks is None or problem.blocks > _MOST_BLOCKS * problem.num_experts:
+        m = min(_coarse(problem.rows), 4096)
+    else:
+        layout, m = "psum", _coarse(problem.blocks) * SEGMENT_ALIGNMENT
+    return GemmProblem(
+        layout,
+        m,
         problem.n,
         problem.k,
         problem.num_experts,
-        problem.num_sms,
-        problem.batch_invariant,
+        num_sms=problem.num_sms,
+        batch_invariant=problem.batch_invariant,
     )
+
+
+def _coarse(size: int) -> int:
+    """`size` rounded up by at most 1/16."""
+    step = max(1, (1 << (size - 1).bit_length() >> 1) // 16)
+    return -(-size // step) * step
+
+
+@cache
+def _ranked(problem: GemmProblem) -> tuple[tuple[GemmConfig, float], ...]:
+    smallest, fitted = _smallest_tile(problem.rows), constants()
+    found = [
+        (config, _cost(config, problem, fitted))
+        for config in gemm_configs(problem.layout, problem.k, problem.batch_invariant)
+        if config.cluster <= problem.num_sms and config.block_m >= smallest
+    ]
+    found.sort(key=lambda one: (one[1], one[0].block_m, one[0].block_n, one[0].cluster))
+    return tuple(found)
+
+
+def ranked(problem: GemmProblem) -> tuple[tuple[GemmConfig, float], ...]:
+    """Every config that the model considers, with its cost; the least cost is first."""
+    return _ranked(modelled(problem))
 
 
 def cheapest(problem: GemmProblem) -> GemmConfig:
