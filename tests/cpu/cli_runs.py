@@ -15,9 +15,20 @@ from moe_fp8.warmup import PlanOptions
 
 QWEN = Path(__file__).parent.parent / "configs" / "qwen3_30b.json"
 
-#: A plan that is quick to build: the smallest plan of the smallest config.
-SMALL = ["--model", str(QWEN), "--max-tokens", "1", "--max-batch", "1", "--num-sms", "132"]
-SMALL_OPTIONS = PlanOptions(max_tokens=1, max_batch=1)
+#: A plan that is quick to build: the smallest plan of the smallest config, for the engine that calls least.
+SMALL = [
+    "--model",
+    str(QWEN),
+    "--engine",
+    "sglang",
+    "--max-tokens",
+    "1",
+    "--max-batch",
+    "1",
+    "--num-sms",
+    "132",
+]
+SMALL_OPTIONS = PlanOptions(engine="sglang", max_tokens=1, max_batch=1)
 
 Json = Callable[[list[str]], tuple[int, dict[str, Any]]]
 

@@ -204,7 +204,7 @@ if sys.argv[2] == "bare":
 from moe_fp8.jit.runtime import _RUNTIME as runtime
 from moe_fp8.warmup import PlanOptions, load_model, load_plan, plan
 runtime._loader = lambda artifact, smem, threads: artifact.cubin
-planned = plan(load_model(sys.argv[1]), PlanOptions(max_tokens=1, max_batch=1))
+planned = plan(load_model(sys.argv[1]), PlanOptions(engine="sglang", max_tokens=1, max_batch=1))
 loaded = load_plan(planned)
 runtime.freeze("strict")
 assert all(runtime.get_kernel(spec).startswith(b"\\x7fELF") for spec in planned.specs)
