@@ -192,8 +192,8 @@ def _gemm_problems(
             unhinted.setdefault(problem.rows, []).append(problem.m)
 
     def problems_at(rows: int) -> Iterator[GemmProblem]:
-        # As expected_m, `rows` takes every number that fits in a buffer. The rows that are chosen for without
-        # expected_m are among these numbers.
+        # As expected_m, `rows` takes every number that fits in a buffer. The means of calls without it are
+        # among these numbers.
         calls = [(rows, None) if experts is None else (limit, rows)]
         calls += [(m, None) for m in unhinted.get(selection_rows(rows), ())]
         for (m, hint), (device, sms, invariant, dtype) in product(calls, servers):

@@ -192,6 +192,9 @@ def _draws(experts: int, rows: int) -> Iterator[list[float]]:
     Of few experts there are several draws, since the number of their tiles is uncertain. Chance adds to a
     spread: a mean of few rows leaves some experts without any. Equal arguments give equal draws.
     """
+    if experts == 1:
+        yield [1.0]
+        return
     for spread in _SPREADS:
         deviation = math.sqrt(math.log(math.exp(spread**2) + 1 / rows))
         draws = -(-_DRAWN_EXPERTS // experts)
@@ -212,8 +215,6 @@ def _of_mean(weights: Iterable[float], mean: int) -> Counts:
 @cache
 def _of_rows(experts: int, rows: int) -> tuple[Counts, ...]:
     """What experts' rows may be if only their mean is known."""
-    if experts == 1:
-        return (((rows, 1),),)
     return tuple(_of_mean(weights, rows) for weights in _draws(experts, rows))
 
 
