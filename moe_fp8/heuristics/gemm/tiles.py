@@ -67,7 +67,9 @@ class GemmConfig:
         """Columns on wgmma's N side that a math warpgroup computes (kColumns)."""
         if self.block_m < 64:
             return self.block_m
-        return 64 if self.block_m == 64 else min(self.block_n, 128)
+        if self.block_m == 64:
+            return 64
+        return self.block_n if self.block_n <= 192 else 128
 
     @cached_property
     def parts(self) -> int:
@@ -117,14 +119,10 @@ def gemm_stage_bytes(block_m: int, block_n: int) -> int:
 
 
 def gemm_staging_bytes(config: GemmConfig) -> int:
-    """Bytes for one bf16 fragment of 64 rows of each math warpgroup.
-
-    With 192 weight rows, a warpgroup stages both its fragments together (kStagedTogether).
-    """
+    """Bytes for one bf16 fragment of 64 rows of each math warpgroup."""
     if config.out_box is None:
         return 0
-    columns = config.block_n if config.block_n == 192 else config.columns
-    return config.math_warpgroups * 64 * columns * 2
+    return config.math_warpgroups * 64 * config.columns * 2
 
 
 def gemm_parts_bytes(config: GemmConfig) -> int:

@@ -7,15 +7,12 @@
 
 namespace moe_fp8 {
 
-// Tells every producer that writes to this stage that this warp has read it.
-template <typename... Read>
-DEVICE void release_stage(Shared& shared, uint32_t stage, const Read&... read) {
-    if constexpr (!kPaired) {
-        sched::release(&shared.empty[stage], read...);
-    } else {
-        sched::release_cluster<kCluster>(&shared.empty[stage], read...);
-    }
-}
+// These are the shared-memory addresses of one stage's parts, as a math thread needs them.
+struct Stage {
+    uint32_t weights, tokens;              // wgmma_address of what the warpgroup owns
+    uint32_t weight_scales, token_scales;  // of the tile; this thread's first
+    uint32_t full, empty;                  // barriers
+};
 
 // Sums the part of one tile that a warpgroup owns, over the tile's range of K: `num_blocks` > 0 stages. A stage's scales are read
 // before the tensor core gets work. While the tensor core is busy, the scales would wait for shared memory, and then the tensor
@@ -39,7 +36,7 @@ class Accumulator {
             next_ ^= num_blocks & 1;
             if (mine > 0) run_block_by_block(mine, sum[kLast]);
         } else if (owned.fragments == 1) {
-            if constexpr (kWaves == 1 && kMathWarpgroups <= 2) {
+            if constexpr (kTwoPartials) {
                 run_block_by_block(num_blocks, sum[kLast]);
             } else {
                 run_one_by_one(num_blocks, sum[kLast]);
@@ -54,9 +51,9 @@ class Accumulator {
     // multiplies. `begin` gives the tensor core the first product. It leaves `partial` and `scales` to `finish`.
     DEVICE void begin(mma::Owned owned, Fragments::Sum& partial, Fragments::Scales& scales) {
         owned_ = owned;
-        wait(ring_, scales);
-        broadcast(scales);
-        multiply<0>(partial, ring_);
+        wait(at(ring_), ring_.phase);
+        load(at(ring_), scales);
+        multiply<0>(partial, at(ring_));
     }
 
     template <typename FirstDone>
@@ -66,29 +63,29 @@ class Accumulator {
         clear(sum);
         while (true) {
             prepare<0>(scales);
-            collect<0, 0>(partial);
+            collect<0>(partial);
             Fragments::promote<0>(sum[0], partial, scales);
-            multiply<kLast>(partial, ring_);
+            multiply<kLast>(partial, at(ring_));
             prepare<kLast>(scales);
             if (--num_blocks == 0) break;
-            collect<0, kLast>(partial);
-            const uint32_t slot = ring_.slot;
-            if constexpr (!kRowScales) release_stage(shared_, slot, partial[0], scales);
+            collect<0>(partial);
+            const Stage stage = at(ring_);
+            if constexpr (!kRowScales) release(stage, partial[0], scales);
             ring_.step();
             const Scales done = scales;
-            wait(ring_, scales);
+            wait(at(ring_), ring_.phase);
+            load(at(ring_), scales);
             Fragments::promote<kLast>(sum[kLast], partial, done);
-            if constexpr (kRowScales) release_promoted(slot, sum[0], sum[kLast]);
-            broadcast(scales);
-            multiply<0>(partial, ring_);
+            if constexpr (kRowScales) release_promoted(stage, sum[0], sum[kLast]);
+            multiply<0>(partial, at(ring_));
         }
         first_done(sum[0]);
-        collect<0, kLast>(partial);
-        const uint32_t slot = ring_.slot;
-        if constexpr (!kRowScales) release_stage(shared_, slot, partial[0], scales);
+        collect<0>(partial);
+        const Stage stage = at(ring_);
+        if constexpr (!kRowScales) release(stage, partial[0], scales);
         ring_.step();
         Fragments::promote<kLast>(sum[kLast], partial, scales);
-        if constexpr (kRowScales) release_promoted(slot, sum[0], sum[kLast]);
+        if constexpr (kRowScales) release_promoted(stage, sum[0], sum[kLast]);
     }
 
     // Lets a tile pass in which this warpgroup owns nothing. (If this loop is unrolled, ptxas takes the warps of a 128 x 192 tile to be
@@ -96,8 +93,9 @@ class Accumulator {
     DEVICE void skip(int num_blocks) {
 #pragma unroll 1
         for (; num_blocks > 0; --num_blocks, ring_.step()) {
-            ptx::barrier_wait(&shared_.full[ring_.slot], ring_.phase);
-            release_stage(shared_, ring_.slot, sched::NothingRead{});
+            const Stage stage = at(ring_);
+            wait(stage, ring_.phase);
+            release(stage, sched::NothingRead{});
         }
     }
 
@@ -114,84 +112,88 @@ class Accumulator {
     using Scales = Fragments::Scales;
     static constexpr int kLast = kWaves - 1;
 
-    // This loop is for one fragment. A block is promoted while the next block is multiplied into the other of two partial sums. The
-    // block's stage is handed back while loads of the next block's scales are still on their way; they read another stage. Before
-    // that the warp looks whether the stage after the next has come. If it has, the products of that stage begin some 40 cycles
-    // sooner. (In a ring of few stages it has not.)
+    // A block's stage, and its products' scales, as long as a loop needs them.
+    struct Block {
+        Stage stage;
+        Sum partial;
+        Scales scales;
+    };
+
+    // This loop is for one fragment. A block is promoted while the next block is multiplied into the other of two partial sums.
     DEVICE void run_block_by_block(int num_blocks, Sum& sum) {
-        Sum partial[2];
-        Scales scales[2];
-        wait(ring_, scales[0]);
-        multiply<0>(partial[0], ring_);
-        broadcast(scales[0]);
+        Block blocks[2];
+        blocks[0].stage = at(ring_);
+        wait(blocks[0].stage, ring_.phase);
+        load(blocks[0].stage, blocks[0].scales);
+        multiply<0>(blocks[0].partial, blocks[0].stage);
+        blocks[0].scales.complete();
+        step_ring(ring_);
+        Stage ahead = at_here(ring_);
         bool come = false;  // whether the next stage has come
-        auto step = [&](int done, int next) {
-            Ring ahead = ring_;
-            step_ring(ahead);
-            if (!come) ptx::barrier_wait(&shared_.full[ahead.slot], ahead.phase);
-            load(ahead, scales[next]);
-            multiply<0>(partial[next], ahead);
-            broadcast(scales[next]);
-            prepare<0>(scales[done]);
-            collect<1>(partial[done]);
-            if constexpr (kStages >= 6) {
-                step_ring(ahead);
-                come = ptx::barrier_done(&shared_.full[ahead.slot], ahead.phase);
-            }
-            finish_block(sum, partial[done], scales[done]);
+        auto step = [&](Block& done, Block& next, bool more) {
+            next.stage = ahead;
+            if (!come) wait(next.stage, ring_.phase);
+            load(next.stage, next.scales);
+            multiply<0>(next.partial, next.stage);
+            next.scales.complete();
+            step_ring(ring_);
+            ahead = at_here(ring_);
+            come = finish_block<1>(sum, done, ahead.full, more);
         };
         int block = 0;
         for (; block + 2 < num_blocks; block += 2) {
-            step(0, 1);
-            step(1, 0);
+            step(blocks[0], blocks[1], true);
+            step(blocks[1], blocks[0], block + 3 < num_blocks);
         }
         if (block + 1 < num_blocks) {
-            step(0, 1);
-            prepare<0>(scales[1]);
-            collect<0>(partial[1]);
-            finish_block(sum, partial[1], scales[1]);
+            step(blocks[0], blocks[1], false);
+            finish_block<0>(sum, blocks[1], ahead.full, false);
         } else {
-            prepare<0>(scales[0]);
-            collect<0>(partial[0]);
-            finish_block(sum, partial[0], scales[0]);
+            finish_block<0>(sum, blocks[0], ahead.full, false);
         }
     }
 
-    // This loop is for one fragment in two cases. If a tile of the kernel can have two fragments, the ring has few stages, so each
-    // stage is handed back before the next block is begun. If there are three warpgroups, they have no registers for a second
-    // partial sum, and each promotes while the others multiply.
+    // This loop is for one fragment whose sum leaves no registers for a second partial sum. Each warpgroup promotes while others
+    // multiply, so the loop is a chain: a stage comes, it is multiplied, and it is promoted. All that does not need to stand in the
+    // chain is done while the product is computed.
     DEVICE void run_one_by_one(int num_blocks, Sum& sum) {
-        Sum partial;
-        Scales scales;
-        wait(ring_, scales);
+        Block block;
+        block.stage = at(ring_);
+        wait(block.stage, ring_.phase);
         while (true) {
-            broadcast(scales);
-            multiply<0>(partial, ring_);
-            prepare<0>(scales);
-            collect<0>(partial);
-            const uint32_t slot = ring_.slot;
-            if constexpr (!kRowScales) release_stage(shared_, slot, partial[0], scales);
+            load(block.stage, block.scales);
+            multiply<0>(block.partial, block.stage);
+            block.scales.complete();
             ring_.step();
-            const Scales done = scales;
-            if (--num_blocks > 0) wait(ring_, scales);
-            Fragments::promote<0>(sum, partial, done);
-            if constexpr (kRowScales) release_promoted(slot, sum);
-            if (num_blocks == 0) return;
+            const Stage next = at_here(ring_);
+            const bool more = --num_blocks > 0;
+            const bool come = finish_block<0>(sum, block, next.full, more);
+            if (!more) return;
+            if (!come) wait(next, ring_.phase);
+            block.stage = next;
         }
     }
 
-    DEVICE void finish_block(Sum& sum, const Sum& partial, const Scales& scales) {
-        if constexpr (!kRowScales) release_stage(shared_, ring_.slot, scales);
-        Fragments::promote<0>(sum, partial, scales);
-        if constexpr (kRowScales) release_promoted(ring_.slot, sum);
-        step_ring(ring_);
+    // Waits for the product that was begun before the last kPending products, hands its stage back and promotes it. If there is
+    // `more`, it meanwhile waits a little for the stage whose barrier is `next`, and returns true if that stage has come.
+    template <int kPending>
+    DEVICE bool finish_block(Sum& sum, Block& block, uint32_t next, bool more) {
+        prepare<0>(block.scales);
+        ptx::Barrier* empty = barrier(block.stage.empty);
+        if constexpr (!kRowScales) empty = sched::after(empty, block.scales);
+        collect<kPending>(block.partial);
+        if constexpr (!kRowScales) arrive(empty);
+        const bool come = ptx::barrier_passed_if(more, barrier(next), ring_.phase);
+        Fragments::promote<0>(sum, block.partial, block.scales);
+        if constexpr (kRowScales) release_promoted(block.stage, sum);
+        return come;
     }
 
     // Hands back a stage whose scales were read by the promotions to these sums. (Only kRowScales calls it.)
     template <typename... Sums>
-    DEVICE void release_promoted(uint32_t slot, const Sums&... sums) {
+    DEVICE static void release_promoted(const Stage& stage, const Sums&... sums) {
 #if ROW_SCALES
-        release_stage(shared_, slot, Fragments::Promoted{sums}...);
+        release(stage, Fragments::Promoted{sums}...);
 #endif
     }
 
@@ -204,36 +206,65 @@ class Accumulator {
     DEVICE void run_side_by_side(int num_blocks, Sum (&sum)[kWaves]) {
         Sum first, last;
         Scales scales;
-        wait(ring_, scales);
+        Stage stage = at(ring_);
+        wait(stage, ring_.phase);
+        load(stage, scales);
         for (;;) {
-            broadcast(scales);
-            multiply<0>(first, ring_);
-            multiply<kLast>(last, ring_);
-            collect<1, 0>(first);
+            multiply<0>(first, stage);
+            multiply<kLast>(last, stage);
+            collect<1>(first);
             Fragments::promote<0>(sum[0], first, scales);
-            collect<0, kLast>(last);
-            release_stage(shared_, ring_.slot, last[0], scales);
+            collect<0>(last);
+            release(stage, last[0], scales);
             ring_.step();
             const Scales done = scales;
-            if (--num_blocks > 0) wait(ring_, scales);
+            if (--num_blocks > 0) {
+                stage = at(ring_);
+                wait(stage, ring_.phase);
+                load(stage, scales);
+            }
             Fragments::promote<kLast>(sum[kLast], last, done);
             if (num_blocks == 0) return;
         }
     }
 
-    DEVICE void wait(const Ring& ring, Scales& scales) {
-        ptx::barrier_wait(&shared_.full[ring.slot], ring.phase);
-        load(ring, scales);
+    DEVICE Stage at(const Ring& ring) const {
+        return {ptx::wgmma_address(shared_.weights[ring.slot] + owned_.weight * kBlockK),
+                ptx::wgmma_address(shared_.tokens[ring.slot] + owned_.token * kBlockK),
+                ptx::shared_address(shared_.weight_scales[ring.slot]),
+                ptx::shared_address(shared_.token_scales[ring.slot] + Fragments::first_token_scale(owned_)),
+                ptx::shared_address(&shared_.full[ring.slot]),
+                ptx::shared_address(&shared_.empty[ring.slot])};
     }
-    DEVICE void load(const Ring& ring, Scales& scales) {
-        scales.load(shared_.token_scales[ring.slot], shared_.weight_scales[ring.slot], owned_, kPaired || lane_index() == 0);
+
+    // The same, worked out where the call stands.
+    DEVICE Stage at_here(const Ring& ring) const {
+        Stage stage = at(ring);
+        asm volatile("" : "+r"(stage.weights), "+r"(stage.tokens), "+r"(stage.weight_scales), "+r"(stage.token_scales),
+                     "+r"(stage.full), "+r"(stage.empty));
+        return stage;
     }
-    // A warp's first lane hands the warp's stages back. So this lane alone reads the weights' scales, which a lane of the producers
-    // stored. (All lanes could read them, since `__syncwarp` comes between. But `__syncwarp` leaves no machine code if the compiler
-    // knows that the warp is converged, and then racecheck reports a race. Pairs store asynchronously, and racecheck takes such
-    // stores to be ordered by their barrier.)
-    DEVICE static void broadcast(Scales& scales) {
-        if constexpr (!kPaired) scales.broadcast();
+
+    DEVICE static ptx::Barrier* barrier(uint32_t address) { return ptx::shared_pointer<ptx::Barrier>(address); }
+
+    DEVICE static void wait(const Stage& stage, uint32_t phase) { ptx::barrier_wait(barrier(stage.full), phase); }
+
+    // Tells every producer that writes to this stage that this warp has read it. `empty` is from `sched::after`.
+    DEVICE static void arrive(ptx::Barrier* empty) {
+        if constexpr (kPaired) {
+            sched::arrive_cluster<kCluster>(empty);
+        } else {
+            ptx::barrier_arrive(empty);
+        }
+    }
+
+    template <typename... Read>
+    DEVICE static void release(const Stage& stage, const Read&... read) {
+        arrive(sched::after(barrier(stage.empty), read...));
+    }
+
+    DEVICE void load(const Stage& stage, Scales& scales) const {
+        scales.load(ptx::shared_pointer<float>(stage.token_scales), ptx::shared_pointer<float>(stage.weight_scales), owned_);
     }
 
     // Reads the first of the scales for which there are no registers over the product.
@@ -244,26 +275,19 @@ class Accumulator {
 #endif
     }
 
-    // Returns the registers of a sum that fragment kWave uses.
     template <int kWave>
-    DEVICE static auto used(Sum& sum) -> float (&)[Fragments::kColumnsOf<kWave> / 2] {
-        return reinterpret_cast<float(&)[Fragments::kColumnsOf<kWave> / 2]>(sum);
-    }
-
-    template <int kWave>
-    DEVICE void multiply(Sum& partial, const Ring& ring) {
-        const uint8_t* weights = shared_.weights[ring.slot] + kWave * Fragments::kWaveRows * kBlockK;
-        const uint8_t* tokens = shared_.tokens[ring.slot];
-        const uint64_t a = ptx::wgmma_descriptor<kBlockK>(Fragments::m_operand(weights, tokens, owned_));
-        const uint64_t b = ptx::wgmma_descriptor<kBlockK>(Fragments::n_operand(weights, tokens, owned_));
-        ptx::Wgmma<Fragments::kColumnsOf<kWave>>::template start<kBlockK / 32>(used<kWave>(partial), a, b);
+    DEVICE static void multiply(Sum& partial, const Stage& stage) {
+        const uint64_t weights = ptx::wgmma_descriptor<kBlockK>(stage.weights + kWave * (Fragments::kWaveRows * kBlockK / 16));
+        const uint64_t tokens = ptx::wgmma_descriptor<kBlockK>(stage.tokens);
+        const uint64_t a = Fragments::kWeightsAreM ? weights : tokens, b = Fragments::kWeightsAreM ? tokens : weights;
+        ptx::Wgmma<Fragments::kColumns>::template start<kBlockK / 32>(partial, a, b);
     }
 
     // Waits for a product that `multiply` began before the last kPending products.
-    template <int kPending, int kWave = 0>
+    template <int kPending>
     DEVICE static void collect(Sum& partial) {
         ptx::wgmma_wait<kPending>();
-        ptx::wgmma_pin(used<kWave>(partial));
+        ptx::wgmma_pin(partial);
     }
 
     Shared& shared_;

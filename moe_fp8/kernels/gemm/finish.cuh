@@ -72,7 +72,7 @@ DEVICE void add_parts(Shared& shared, Fragments::Sum& sum, int warpgroup, const 
 
 // Takes this warp's tokens of a bf16 fragment through `staging` to memory: by TMA if all of the tokens are to be stored, else row
 // by row. `row` and `column` are the fragment's first row and column.
-template <int kWave, typename Fragments>
+template <typename Fragments>
 DEVICE void store_staged(const GemmParams& p, const typename Fragments::Sum& sum, uint8_t* staging, int row, int column,
                          const typename Fragments::Region& region) {
     const int warp = mma::warpgroup_thread() / kWarp, lane = ptx::fresh_lane();
@@ -81,10 +81,9 @@ DEVICE void store_staged(const GemmParams& p, const typename Fragments::Sum& sum
     constexpr int kStagedBoxBytes = Fragments::kStagedBoxBytes;
     const int left = region.left, right = min(region.right, p.n - column);
     const bool whole = to - from == kStoredTokens && (left | right) % kBoxRows == 0;
-    if (kStagedTogether) staging += kWave * Fragments::kBoxes * kStagedBoxBytes;
-    if (kWave == 0 || !kStagedTogether) ptx::bulk_wait_read();
+    ptx::bulk_wait_read();
     __syncwarp();
-    Fragments::template stage<kWave>(sum, staging);
+    Fragments::stage(sum, staging);
     ptx::fence_async_proxy();
     __syncwarp();
     if (whole) {
@@ -109,18 +108,15 @@ DEVICE void store_staged(const GemmParams& p, const typename Fragments::Sum& sum
     }
 }
 
-// Stores fragment kWave of this warpgroup's part of `tile`, or the column groups of it that the warpgroup owns. The fragment lies
-// where fragment `wave` does: a single fragment of a wide tile is taken for the last fragment, and lies where the first would.
-template <int kWave>
+// Stores fragment `wave` of this warpgroup's part of `tile`, or the column groups of it that the warpgroup owns.
 DEVICE void store_fragment(const GemmParams& p, Shared& shared, const sched::TileRecord& tile, mma::Owned owned, int wave,
                            int warpgroup, const Fragments::Sum& sum) {
     const OwnGroups groups(cluster_rank(), warpgroup);  // worked out anew, so as to take no registers over the main loop
-    const Fragments::Region region(tile.begin_row - owned.token, tile.end_row - owned.token, groups.first,
-                                   min(groups.end, Fragments::kColumnsOf<kWave> / 8));
+    const Fragments::Region region(tile.begin_row - owned.token, tile.end_row - owned.token, groups.first, groups.end);
     const int row = (sched::kKGrouped<kLayout> ? tile.expert * p.m : 0) + tile.row + owned.token;
     const int column = tile.n + owned.weight + wave * Fragments::kColumns;
     if constexpr (kStaged) {
-        store_staged<kWave, Fragments>(p, sum, shared.staging[warpgroup], row, column, region);
+        store_staged<Fragments>(p, sum, shared.staging[warpgroup], row, column, region);
     } else {
         Out* out = static_cast<Out*>(p.out) + row * p.out_stride + column;
 #if OUT_FP32

@@ -27,7 +27,7 @@ DEVICE void consume_whole(const GemmParams& p, Shared& shared, int warpgroup, Ac
     while (true) {
         const Record* tile = reader.front();
         accumulator.finish(reader.tile(*tile).k_range.count(), owned, sum, partial, scales, [&](const Fragments::Sum& first) {
-            store_fragment<0>(p, shared, *tile, owned, 0, warpgroup, first);
+            store_fragment(p, shared, *tile, owned, 0, warpgroup, first);
         });
         const Record* next = reader.second();
         if (next == nullptr || Fragments::owned(warpgroup, next->end_row, next->width).fragments < kWaves) return;
@@ -36,7 +36,7 @@ DEVICE void consume_whole(const GemmParams& p, Shared& shared, int warpgroup, Ac
         accumulator.begin(owned, partial, scales);
         const Record copy = *tile;
         reader.pop(copy);
-        store_fragment<kWaves - 1>(p, shared, copy, owned, kWaves - 1, warpgroup, sum[kWaves - 1]);
+        store_fragment(p, shared, copy, owned, kWaves - 1, warpgroup, sum[kWaves - 1]);
         __syncwarp();  // `WeightsOnM::store` says why
     }
 }
@@ -60,12 +60,12 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup, Meeting&
         Fragments::Sum sum[kWaves];
         if (sched::kKGrouped<kLayout> && seen.k_range.count() == 0) {
             accumulator.clear(sum);
-            if (owned.fragments > 1) store_fragment<0>(p, shared, *front, owned, 0, warpgroup, sum[0]);
+            if (owned.fragments > 1) store_fragment(p, shared, *front, owned, 0, warpgroup, sum[0]);
         } else if (!kBothPartials && owned.fragments == kWaves) {
             consume_whole(p, shared, warpgroup, accumulator, reader, sum);
         } else {
             accumulator.run(seen.k_range.count(), owned, sum, [&](const Fragments::Sum& first) {
-                store_fragment<0>(p, shared, *front, owned, 0, warpgroup, first);
+                store_fragment(p, shared, *front, owned, 0, warpgroup, first);
             });
         }
         if constexpr (kParts > 1) {
@@ -78,7 +78,7 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup, Meeting&
         }
         const Record tile = kKept ? Record(seen) : *reader.front();
         if (!kKept) reader.pop(tile);
-        store_fragment<kWaves - 1>(p, shared, tile, owned, owned.fragments - 1, warpgroup, sum[kWaves - 1]);
+        store_fragment(p, shared, tile, owned, owned.fragments - 1, warpgroup, sum[kWaves - 1]);
     }
     if constexpr (kStaged) ptx::bulk_wait_read();
     // The last arrivals of the cluster's other CTAs must find this CTA's barriers, as in `produce`.

@@ -216,9 +216,9 @@ DEVICE void produce_scales(const GemmParams& p, Shared& shared, Meeting&& meetin
             while (!__all_sync(0xffffffffu, done)) {
                 if (done || !ptx::barrier_passed(&shared.empty[mine.slot], mine.phase ^ 1)) continue;
                 done = true;
-                float(&there)[kWeightScales] = shared.weight_scales[mine.slot];
+                float(&there)[kWeightScalesRoom] = shared.weight_scales[mine.slot];
                 if constexpr (kPaired) {
-                    ptx::barrier_arrive_expect(full, sizeof(there));
+                    ptx::barrier_arrive_expect(full, kWeightScales * sizeof(float));
 #pragma unroll
                     for (int i = 0; i < kWeightScales; ++i) ptx::store_async(&there[i], scales[i], full);
                 } else {

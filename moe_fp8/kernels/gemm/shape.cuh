@@ -56,6 +56,7 @@ constexpr int kWaves = Fragments::kWaves;
 constexpr bool kSumsByWarp = kRowScales && OUT_FP32 && kBlockN == 128;
 constexpr int kScaleRows = mma::kScaleRows<kBlockN>;
 constexpr int kWeightScales = kRowScales ? kBlockN : kBlockN / kScaleRows;  // scales of a tile's weights
+constexpr int kWeightScalesRoom = kWeightScales == 3 ? 4 : kWeightScales;    // so that one load has them all
 
 // A tile of more than 64 tokens has a math warpgroup for each 64 tokens. A tile of 64 tokens has one for each 64 weight rows, and a
 // tile of fewer tokens has two.
@@ -74,10 +75,12 @@ static_assert(kParts == 1 || kWaves == 1, "one fragment");
 static_assert(NUM_THREADS == kWarpgroup * (1 + kMathWarpgroups), "one producer warpgroup");
 static_assert(kMathWarpgroups <= 2 || (kMathWarpgroups == 3 && kWaves == 1), "registers: see gemm_fp8.cuh");
 
+// This says whether there are registers for two partial sums of a single fragment.
+constexpr bool kTwoPartials = kWaves == 1 && kMathWarpgroups <= 2 && Fragments::kColumns <= 128;
+
 // This says whether there are registers for a partial sum of each fragment. If there are not, a tile begins before the tile before
 // it is stored.
 constexpr bool kBothPartials = kBlockN <= 192 || kBlockM < 64;
-static_assert(kBothPartials || Fragments::kColumnsOf<kWaves - 1> == Fragments::kColumns, "a single fragment is taken for the last");
 
 // The widest tiles come in halves and quarters, too, unless a tile has the 128 outputs that share a scale.
 template <int kWeightRows>
@@ -100,15 +103,13 @@ constexpr int kTokenBox = sched::kTokenBoxOf<kBlockM>, kWeightBox = kWeightBoxOf
 // Outputs of some tiles are staged for TMA, which stores kStoredTokens tokens at once.
 constexpr bool kStaged = Fragments::kHasStaging && !OUT_FP32 && !kSiluMul;
 constexpr int kStoredTokens = 16;
-// Two fragments are staged side by side if one is stored soon after the other.
-constexpr bool kStagedTogether = kBlockN == 192;
 // (This is a template, as `store_staged` is, since fragments without staging do not have the constants that it names.)
 template <typename Fragments>
 DEVICE constexpr int staging_bytes() {
     if constexpr (kSiluMul) return kBlockM * kBlockK / kMathWarpgroups;  // FP8
     else if constexpr (kSumsByWarp) return mma::kSumRows * kBlockN * sizeof(float);
     else if constexpr (!Fragments::kHasStaging) return 1;  // an array must have an element
-    else return (kStagedTogether ? kBlockN / Fragments::kBoxRows : Fragments::kBoxes) * Fragments::kStagedBoxBytes;
+    else return Fragments::kBoxes * Fragments::kStagedBoxBytes;
 }
 
 constexpr bool kAcrossWarps = kSiluMul && kBlockM < 64;
@@ -120,7 +121,7 @@ struct Shared {
     alignas(128) float token_scales[kStages][align_up(kBlockM, 32)];
     // Each warpgroup gets here, from every other part of the sum, the groups that it owns: [part][column group][thread].
     alignas(16) float4 parts[kMathWarpgroups][kParts > 1 ? (kParts - 1) * kMostGroups * kWarpgroup : 1];
-    alignas(kRowScales ? 128 : 4) float weight_scales[kStages][kWeightScales];
+    alignas(kRowScales ? 128 : 16) float weight_scales[kStages][kWeightScalesRoom];
     Tiles tiles;
     ptx::Barrier parts_full[kMathWarpgroups];  // the others' parts have come
     // All warpgroups that get parts from this warpgroup have read them. These are the warpgroups of the same number in every CTA,
@@ -142,7 +143,8 @@ struct Shared {
             // bytes may have come by then. (The walking warp announces them the first time, while the producer copies tokens.)
             // (TMA brings scales of single rows, like the operands.)
             ptx::barrier_init(&full[stage], kRowScales ? 1 : 2);
-            ptx::barrier_init(&empty[stage], (kAlternate ? 1 : kMathWarpgroups) * 4 * (kPaired ? 2 : 1));
+            // All lanes of math warps arrive, since all have read scales, or in a pair a lane of each warp of both CTAs.
+            ptx::barrier_init(&empty[stage], (kAlternate ? 1 : kMathWarpgroups) * (kPaired ? 4 * kCluster : kWarpgroup));
         }
         if (warp == num_warps - 1) tiles.init();
         if (kSumsByWarp && warp == num_warps - 3) {

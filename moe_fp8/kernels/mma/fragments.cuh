@@ -4,9 +4,8 @@
 //   WeightsOnM  few tokens: they are the columns, so that 8 tokens cost 8 columns and not 64 padded rows.
 //   TokensOnM   many tokens: a thread's rows are two tokens, so promotion needs two token scales, not a token scale for each column.
 //
-// Each math warpgroup owns a part of the tile, in kWaves fragments of 64 x kColumns. The last fragment may have fewer columns
-// (kColumnsOf). (While a promotion runs, a fragment of 192 columns takes the tensor core as long as a fragment of 256.) `promote`
-// is the second level of accumulation: the tensor core's sum over 128 of K enters the fp32 sum times both scales.
+// Each math warpgroup owns a part of the tile, in kWaves fragments of 64 x kColumns. `promote` is the second level of accumulation:
+// the tensor core's sum over 128 of K enters the fp32 sum times both scales.
 //
 // `store` writes one fragment to `out`, which points at the fragment's first token and first weight row. Only the first `columns`
 // of its weight rows exist. With `accumulate`, fp32 is added to what is there. If tokens are many, bf16 goes through shared memory
@@ -53,8 +52,7 @@ struct WeightsOnM {
     static constexpr int kColumns = kBlockM;
     static constexpr int kWaves = kBlockN == 256 ? 2 : 1;
     static constexpr int kWaveRows = 64;  // weight rows from a fragment to the next
-    template <int>
-    static constexpr int kColumnsOf = kColumns;
+    static constexpr bool kWeightsAreM = true;
     static constexpr bool kHasStaging = false;
     static_assert(kBlockM <= 32 && (kBlockN == 128 || kBlockN == 64 || (kBlockN == 256 && kInterleaved)),
                   "64 or 128 weight rows for each warpgroup, or 64 for both");
@@ -68,10 +66,8 @@ struct WeightsOnM {
 
     static DEVICE Owned whole(int warpgroup) { return {0, kBlockN == 64 ? 0 : warpgroup * (kBlockN / 2), kWaves}; }
     static DEVICE Owned owned(int warpgroup, int, int) { return whole(warpgroup); }
-    static DEVICE const uint8_t* m_operand(const uint8_t* weights, const uint8_t*, Owned owned) {
-        return weights + owned.weight * kBlockK;
-    }
-    static DEVICE const uint8_t* n_operand(const uint8_t*, const uint8_t* tokens, Owned) { return tokens; }
+    // This thread's first scale among a tile's token scales.
+    static DEVICE int first_token_scale(Owned) { return lane_index() % 4 * 2; }
 
     static constexpr int kUp = kInterleaved ? 1 : 0;  // the scale of up rows
 
@@ -79,20 +75,16 @@ struct WeightsOnM {
         float2 tokens[kColumns / 8];
         float weights[kUp + 1];
 
-        // Only lanes with `read_weights` load the weights' scales. `broadcast` gives the first lane's scales to all lanes.
-        DEVICE void load(const float* token_scales, const float* weight_scales, Owned, bool read_weights) {
-            const float2* source = reinterpret_cast<const float2*>(token_scales) + lane_index() % 4;
+        // Loads a stage's scales: those of tokens from `first_token_scale` on.
+        DEVICE void load(const float* token_scales, const float* weight_scales, Owned) {
+            const float2* source = reinterpret_cast<const float2*>(token_scales);
 #pragma unroll
             for (int j = 0; j < kColumns / 8; ++j) tokens[j] = ptx::load_here(&source[j * 4]);
 #pragma unroll
-            for (int i = 0; i <= kUp; ++i) {
-                if (read_weights) weights[i] = ptx::load_here(&weight_scales[i]);
-            }
+            for (int i = 0; i <= kUp; ++i) weights[i] = ptx::load_here(&weight_scales[i]);
         }
-        DEVICE void broadcast() {
-#pragma unroll
-            for (int i = 0; i <= kUp; ++i) weights[i] = __shfl_sync(0xffffffffu, weights[i], 0);
-        }
+        // Does what `promote` need not do.
+        DEVICE void complete() {}
         template <typename Visit>
         DEVICE void each(Visit& visit) const { visit(tokens), visit(weights); }
     };
@@ -157,11 +149,10 @@ constexpr int kBoxRowsOf = kBlockN % 64 == 0 ? 64 : 32;
 // warpgroup rests.
 template <int kBlockM, int kBlockN, bool kInterleaved = false>
 struct TokensOnM {
-    static constexpr int kColumns = kBlockM == 64 ? 64 : kBlockN < 128 ? kBlockN : 128;
+    static constexpr int kColumns = kBlockM == 64 ? 64 : kBlockN <= 192 ? kBlockN : 128;
     static constexpr int kWaveRows = kColumns;
-    static constexpr int kWaves = kBlockM == 64 ? 1 : ceil_div(kBlockN, kColumns);
-    template <int kWave>
-    static constexpr int kColumnsOf = kBlockN - kWave * kColumns < kColumns ? kBlockN - kWave * kColumns : kColumns;
+    static constexpr int kWaves = kBlockM == 64 ? 1 : kBlockN / kColumns;
+    static constexpr bool kWeightsAreM = false;
     static constexpr int kScaleColumns = kScaleRows<kBlockN>;
     static constexpr int kScales = kBlockN / kScaleColumns;
     static constexpr bool kHasStaging = true;
@@ -187,42 +178,52 @@ struct TokensOnM {
         if (kBlockN == 256 && width == kColumns) return {warpgroup * 64, 0, 1};
         return kBlockN == 256 && tokens <= 64 ? Owned{0, warpgroup * kColumns, 1} : whole(warpgroup);
     }
-    static DEVICE const uint8_t* m_operand(const uint8_t*, const uint8_t* tokens, Owned owned) {
-        return tokens + owned.token * kBlockK;
-    }
-    static DEVICE const uint8_t* n_operand(const uint8_t* weights, const uint8_t*, Owned owned) {
-        return weights + owned.weight * kBlockK;
-    }
-
     // Returns this thread's upper token within the owned part. Its lower token is 8 further on.
     static DEVICE int upper_token() { return warpgroup_thread() / kWarp * 16 + lane_index() / 4; }
 
-    struct Scales {
-        float upper, lower, weights[kScales];
+    static DEVICE int first_token_scale(Owned owned) { return owned.token + upper_token(); }
 
-        // `WeightsOnM` says which lanes read the weights' scales.
-        DEVICE void load(const float* token_scales, const float* weight_scales, Owned owned, bool read_weights) {
-            const float* source = token_scales + owned.token + upper_token();
-            upper = ptx::load_here(source), lower = ptx::load_here(source + 8);
+    // The scales of this thread's two tokens and of the weights. In a tile of one fragment, `complete` replaces those of the tokens by
+    // their products with those of the weights. (With two fragments, the second wgmma of a block would wait for the products.)
+    struct Scales {
+        static constexpr bool kCompleted = kWaves == 1;
+        static constexpr int kProducts = kCompleted ? kScales : 1;
+        float upper[kProducts], lower[kProducts], weights[kScales];
+
+        DEVICE void load(const float* token_scales, const float* weight_scales, Owned owned) {
+            upper[0] = ptx::load_here(token_scales), lower[0] = ptx::load_here(token_scales + 8);
+            if constexpr (kScales == 3) {
+                const float4 all = ptx::load_here(reinterpret_cast<const float4*>(weight_scales));
+                weights[0] = all.x, weights[1] = all.y, weights[2] = all.z;
+            } else {
 #pragma unroll
-            for (int i = 0; i < kScales; ++i) {
-                if (read_weights) weights[i] = ptx::load_here(&weight_scales[i == 0 ? owned.weight / kScaleColumns : i]);
+                for (int i = 0; i < kScales; ++i) {
+                    weights[i] = ptx::load_here(&weight_scales[i == 0 ? owned.weight / kScaleColumns : i]);
+                }
             }
         }
-        DEVICE void broadcast() {
+        DEVICE void complete() {
+            const float upper_token = upper[0], lower_token = lower[0];
 #pragma unroll
-            for (int i = 0; i < kScales; ++i) weights[i] = __shfl_sync(0xffffffffu, weights[i], 0);
+            for (int i = 0; kCompleted && i < kProducts; ++i) {
+                upper[i] = ptx::multiply_here(upper_token, weights[i]), lower[i] = ptx::multiply_here(lower_token, weights[i]);
+            }
         }
+        DEVICE float upper_product(int i) const { return kCompleted ? upper[i] : upper[0] * weights[i]; }
+        DEVICE float lower_product(int i) const { return kCompleted ? lower[i] : lower[0] * weights[i]; }
         template <typename Visit>
-        DEVICE void each(Visit& visit) const { visit(upper), visit(lower), visit(weights); }
+        DEVICE void each(Visit& visit) const {
+            visit(upper), visit(lower);
+            if (!kCompleted) visit(weights);
+        }
     };
 
     template <int kWave>
     static DEVICE void promote(Sum& sum, const Sum& partial, const Scales& scales) {
 #pragma unroll
-        for (int j = 0; j < kColumnsOf<kWave> / 8; ++j) {
-            const float weight = scales.weights[kInterleaved ? j % 2 : (kWave * kColumns + j * 8) / kScaleColumns];
-            const float upper = scales.upper * weight, lower = scales.lower * weight;
+        for (int j = 0; j < kColumns / 8; ++j) {
+            const int at = kInterleaved ? j % 2 : (kWave * kColumns + j * 8) / kScaleColumns;
+            const float upper = scales.upper_product(at), lower = scales.lower_product(at);
             sum[4 * j + 0] += partial[4 * j + 0] * upper;
             sum[4 * j + 1] += partial[4 * j + 1] * upper;
             sum[4 * j + 2] += partial[4 * j + 2] * lower;
@@ -230,7 +231,6 @@ struct TokensOnM {
         }
     }
 
-    template <int kWave>
     static DEVICE void stage(const Sum& d, uint8_t* staging) {
         const int lane = ptx::fresh_lane();
         // Matrix lane/8 of an x4 store has the tokens from 8 * (lane/8 % 2) on, and the weight rows of group j + lane/16.
@@ -238,7 +238,7 @@ struct TokensOnM {
         const uint32_t chunk = staged_chunk<kBoxBytes>(lane, lane / 16);
         constexpr int kGroups = kBoxRows / 8;  // column groups of a box
 #pragma unroll
-        for (int j = 0; j < kColumnsOf<kWave> / 8; j += 2) {
+        for (int j = 0; j < kColumns / 8; j += 2) {
             const float* group = &d[4 * j];
             ptx::stmatrix_x4(row + j / kGroups * kStagedTokens * kBoxBytes + (chunk ^ j % kGroups * 16),
                              ptx::pack_bf16(group[0], group[1]), ptx::pack_bf16(group[2], group[3]),

@@ -29,12 +29,11 @@ struct RowScaled : TokensOnM<kBlockM, kBlockN> {
         const float4* weights;  // this thread's rows of the first fragment
         float4 first[kAhead];
 
-        DEVICE void load(const float* token_scales, const float* weight_scales, Owned owned, bool) {
-            const float* source = token_scales + owned.token + Base::upper_token();
-            upper = ptx::load_here(source), lower = ptx::load_here(source + 8);
+        DEVICE void load(const float* token_scales, const float* weight_scales, Owned owned) {
+            upper = ptx::load_here(token_scales), lower = ptx::load_here(token_scales + 8);
             weights = reinterpret_cast<const float4*>(weight_scales + owned.weight) + lane_index() % 4;
         }
-        DEVICE void broadcast() {}
+        DEVICE void complete() {}
         // Reads the scales of fragment kWave from quad kQuad on.
         template <int kWave, int kQuad>
         DEVICE void read(float4 (&there)[kAhead]) const {

@@ -87,4 +87,20 @@ DEVICE bool barrier_passed(Barrier* barrier, uint32_t parity) {
     return passed != 0;
 }
 
+// The same if `on`; else false. (A branch around the wait would keep its result in a register, and not in a predicate.)
+DEVICE bool barrier_passed_if(bool on, Barrier* barrier, uint32_t parity) {
+    uint32_t passed;
+    asm volatile(
+        "{\n"
+        ".reg .pred on, done;\n"
+        "setp.ne.b32 on, %3, 0;\n"
+        "setp.ne.b32 done, 0, 0;\n"
+        "@on mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}" : "=r"(passed)
+        : "r"(shared_address(barrier)), "r"(parity), "r"(int(on))
+        : "memory");
+    return passed != 0;
+}
+
 }  // namespace moe_fp8::ptx

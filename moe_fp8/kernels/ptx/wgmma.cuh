@@ -23,15 +23,17 @@ DEVICE void wgmma_pin(float (&d)[kCount]) {
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// Returns the address that a descriptor holds: in units of 16 bytes.
+DEVICE uint32_t wgmma_address(const void* tile) { return (shared_address(tile) & 0x3FFFF) >> 4; }
+
 // Returns the descriptor of a K-major tile whose rows are `kRowBytes` (32, 64 or 128) long and swizzled over that many bytes. Eight
-// rows form one swizzle atom, so the stride between groups of eight rows is 8 * kRowBytes. The tile starts at a multiple of 8 *
-// kRowBytes.
+// rows form one swizzle atom, so the stride between groups of eight rows is 8 * kRowBytes. (There is no other stride.) The tile
+// starts at a multiple of 8 * kRowBytes.
 template <int kRowBytes>
-DEVICE uint64_t wgmma_descriptor(const void* tile) {
+DEVICE uint64_t wgmma_descriptor(uint32_t address) {
     static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes == 128, "row length is the swizzle width");
     constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
-    const uint64_t address = shared_address(tile);
-    return (address & 0x3FFFF) >> 4 | uint64_t(1) << 16 | uint64_t(8 * kRowBytes >> 4) << 32 | kSwizzle << 62;
+    return address | uint64_t(8 * kRowBytes >> 4) << 32 | kSwizzle << 62;
 }
 
 // start<kSteps> begins d = A @ B^T over the first kSteps * 32 of K, as a group of its own. The old values of `d` are lost, and the
@@ -93,6 +95,8 @@ struct Wgmma;
     ", %68, %69, %70, %71"
 #define REGISTERS_80 REGISTERS_72 \
     ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define REGISTERS_96 REGISTERS_80 \
+    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define REGISTERS_128 REGISTERS_64 \
     ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
     ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
@@ -108,6 +112,7 @@ DEFINE_WGMMA(128, 64, REGISTERS_64, "%64", "%65", D64(0));
 DEFINE_WGMMA(136, 68, REGISTERS_68, "%68", "%69", D64(0), D4(64));
 DEFINE_WGMMA(144, 72, REGISTERS_72, "%72", "%73", D64(0), D4(64), D4(68));
 DEFINE_WGMMA(160, 80, REGISTERS_80, "%80", "%81", D64(0), D16(64));
+DEFINE_WGMMA(192, 96, REGISTERS_96, "%96", "%97", D64(0), D32(64));
 DEFINE_WGMMA(256, 128, REGISTERS_128, "%128", "%129", D64(0), D64(64));
 
 #undef D1
@@ -131,6 +136,7 @@ DEFINE_WGMMA(256, 128, REGISTERS_128, "%128", "%129", D64(0), D64(64));
 #undef REGISTERS_68
 #undef REGISTERS_72
 #undef REGISTERS_80
+#undef REGISTERS_96
 #undef REGISTERS_128
 
 }  // namespace moe_fp8::ptx

@@ -65,12 +65,17 @@ DEVICE void release(ptx::Barrier* barrier, const Read&... read) {
     if (lane_index() == 0) ptx::barrier_arrive(barrier);
 }
 
-// This is the same arrival on the barrier of each of the first kCtas CTAs of the cluster.
-template <int kCtas, typename... Read>
-DEVICE void release_cluster(ptx::Barrier* barrier, const Read&... read) {
-    barrier = after(barrier, read...);
+// This is the same arrival on the barrier of each of the first kCtas CTAs of the cluster, for a barrier that the lane has got from
+// `after`.
+template <int kCtas>
+DEVICE void arrive_cluster(ptx::Barrier* barrier) {
     __syncwarp();
     if (lane_index() < kCtas) ptx::barrier_arrive_cluster(barrier, lane_index());
+}
+
+template <int kCtas, typename... Read>
+DEVICE void release_cluster(ptx::Barrier* barrier, const Read&... read) {
+    arrive_cluster<kCtas>(after(barrier, read...));
 }
 
 // This is one arrival for each lane.
