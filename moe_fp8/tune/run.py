@@ -94,9 +94,9 @@ def refit(timings_file: Path, out: Path | None = None) -> str:
     path = out or gemm_costs.FILE
     check_writable(path)
     fitted_to, tested_on = held_out(timings)
+    before = regret(tested_on, partial(_choice, gemm_costs.constants()))
     fitted = fit(fitted_to)
     write_constants(path, machine, fitted)
-    before = regret(tested_on, partial(_choice, gemm_costs.constants()))
     after = regret(tested_on, partial(_choice, fitted))
     lines = [f"{path}: fitted to {len(fitted_to)} timings; what the choice loses on {len(tested_on)} others:"]
     lines += [f"{name}: {before[name]:.2%} before, {after[name]:.2%} now" for name in after]

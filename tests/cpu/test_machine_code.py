@@ -51,14 +51,14 @@ class Allowed:
 ALLOWED: tuple[Allowed, ...] = (
     Allowed(
         "gemm_fp8",
-        arrival="gemm/accumulate.cuh: finish_block(sum, partial[done], scales[done]);",
-        load="gemm/accumulate.cuh: load(ahead, scales[next]);",
+        arrival="gemm/accumulate.cuh: come = finish_block<1>(sum, done, ahead.full, more);",
+        load="gemm/accumulate.cuh: load(next.stage, next.scales);",
         reason="The promoted stage is handed back; the scales are read from the stage after it.",
     ),
     Allowed(
         "k_grouped_gemm_fp8",
-        arrival="gemm/accumulate.cuh: release_promoted(slot, sum[0], sum[kLast]);",
-        load="gemm/accumulate.cuh: wait(ring_, scales);",
+        arrival="gemm/accumulate.cuh: release_promoted(stage, sum[0], sum[kLast]);",
+        load="gemm/accumulate.cuh: load(at(ring_), scales);",
         reason="The promoted stage is handed back; the tokens' scales are read from the stage after it.",
     ),
     Allowed(

@@ -108,6 +108,7 @@ DEVICE void store_staged(const GemmParams& p, const typename Fragments::Sum& sum
     }
 }
 
+#if !SILU_MUL
 // Stores fragment `wave` of this warpgroup's part of `tile`, or the column groups of it that the warpgroup owns.
 DEVICE void store_fragment(const GemmParams& p, Shared& shared, const sched::TileRecord& tile, mma::Owned owned, int wave,
                            int warpgroup, const Fragments::Sum& sum) {
@@ -126,5 +127,6 @@ DEVICE void store_fragment(const GemmParams& p, Shared& shared, const sched::Til
 #endif
     }
 }
+#endif
 
 }  // namespace moe_fp8
