@@ -20,8 +20,8 @@
 // Barriers. The phase of a ring's barrier is the ring's lap; the phase of a barrier for parts is the tile:
 //
 //   full[stage]        2 arrivals: the warp that announces the copies' bytes, and warp 1. Math warps wait.
-//   empty[stage]       4 arrivals, one for each warp, from each math warpgroup that reads the stage. In a pair, those of both CTAs
-//                      arrive. Warps 0 and 1 wait.
+//   empty[stage]       Every thread of each math warpgroup that reads the stage arrives. In a pair, one lane of each math warp of both
+//                      CTAs arrives. Warps 0 and 1 wait.
 //   tiles.full[slot]   1 arrival: warp 2. All other warps wait, except warp 3.
 //   tiles.empty[slot]  1 arrival from each warp that waits for tiles.full. Warp 2 waits.
 //   parts_full         In a CTA every thread of the other warpgroup arrives. In a cluster the barrier counts the bytes that the other
@@ -29,16 +29,16 @@
 //   parts_free         Every thread that has got parts from this warpgroup arrives, or in a cluster one lane of each such warp. This
 //                      warpgroup waits.
 //
-// `Accumulator` has these main loops. Tiles of one fragment take `run_block_by_block`. But they take `run_one_by_one` if there are
-// three math warpgroups, or if the kernel's tiles can have two fragments. Tiles of two fragments take `run_side_by_side`, or `begin`
+// `Accumulator` has these main loops. Tiles of one fragment take `run_block_by_block`, or `run_one_by_one` if there are no registers
+// for two partial sums, or if the kernel's tiles can have two fragments. Tiles of two fragments take `run_side_by_side`, or `begin`
 // and `finish` if there are registers for only one partial sum.
 //
 // The map of shared memory says who overwrites each buffer, after which arrival, and why every read is done by then:
 //
 //   weights, tokens          TMA copies overwrite them after `empty` of the stage. Only wgmma reads them, and a warp arrives after
 //                            `wgmma_wait`.
-//   token_scales             TMA copies overwrite them after `empty` of the stage. The arrival takes the scales (`release_stage`).
-//   weight_scales            Warp 1 overwrites them after `empty` of the stage. The arrival takes the scales (`release_stage`).
+//   token_scales             TMA copies overwrite them after `empty` of the stage. The arrival takes the scales or their products.
+//   weight_scales            Warp 1 overwrites them after `empty` of the stage. The arrival takes the scales or their products.
 //   tiles                    Warp 2 overwrites them after `empty` of the slot. The arrival takes a copy of the record
 //                            (`TileReader::pop`). All values that were read of the record before went into branches and into
 //                            addresses of stores, and these come before the arrival.

@@ -35,13 +35,11 @@ class Accumulator {
             const int mine = (num_blocks + (next_ == warpgroup_)) / 2;
             next_ ^= num_blocks & 1;
             if (mine > 0) run_block_by_block(mine, sum[kLast]);
-        } else if (owned.fragments == 1) {
-            if constexpr (kTwoPartials) {
-                run_block_by_block(num_blocks, sum[kLast]);
-            } else {
-                run_one_by_one(num_blocks, sum[kLast]);
-            }
-        } else if constexpr (kBothPartials) {
+        } else if constexpr (kTwoPartials) {
+            run_block_by_block(num_blocks, sum[kLast]);
+        } else if (kWaves == 1 || owned.fragments == 1) {
+            run_one_by_one(num_blocks, sum[kLast]);
+        } else if constexpr (kWaves > 1 && kBothPartials) {
             run_side_by_side(num_blocks, sum);
             first_done(sum[0]);
         }
@@ -93,9 +91,8 @@ class Accumulator {
     DEVICE void skip(int num_blocks) {
 #pragma unroll 1
         for (; num_blocks > 0; --num_blocks, ring_.step()) {
-            const Stage stage = at(ring_);
-            wait(stage, ring_.phase);
-            release(stage, sched::NothingRead{});
+            ptx::barrier_wait(&shared_.full[ring_.slot], ring_.phase);
+            arrive(sched::after(&shared_.empty[ring_.slot], sched::NothingRead{}));
         }
     }
 

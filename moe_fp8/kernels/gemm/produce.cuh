@@ -178,8 +178,9 @@ DEVICE void produce(const GemmParams& p, Shared& shared, Meeting&& meeting) {
 }
 
 // A second warp brings the weights' scales: a few floats a stage, for which TMA is too coarse. In each lap of the ring a lane
-// stores the scales of one stage, and it reads the scales for the next lap ahead. Pairs store asynchronously (`broadcast` in
-// accumulate.cuh says why).
+// stores the scales of one stage, and it reads the scales for the next lap ahead. In a pair, one lane of each math warp hands a stage back
+// for all lanes. Racecheck does not know that the other lanes have read by then, but it takes asynchronous stores to be ordered by
+// their barrier. So pairs store asynchronously.
 DEVICE void produce_scales(const GemmParams& p, Shared& shared, Meeting&& meeting) {
     static_assert(kStages <= kWarp, "a lane for each stage");
     TileReader reader = read_tiles(p, shared, cluster_rank());

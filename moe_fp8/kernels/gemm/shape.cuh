@@ -80,7 +80,7 @@ constexpr bool kTwoPartials = kWaves == 1 && kMathWarpgroups <= 2 && Fragments::
 
 // This says whether there are registers for a partial sum of each fragment. If there are not, a tile begins before the tile before
 // it is stored.
-constexpr bool kBothPartials = kBlockN <= 192 || kBlockM < 64;
+constexpr bool kBothPartials = kWaves == 1 || kBlockM < 64;
 
 // The widest tiles come in halves and quarters, too, unless a tile has the 128 outputs that share a scale.
 template <int kWeightRows>

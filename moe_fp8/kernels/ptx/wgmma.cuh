@@ -27,8 +27,8 @@ DEVICE void wgmma_pin(float (&d)[kCount]) {
 DEVICE uint32_t wgmma_address(const void* tile) { return (shared_address(tile) & 0x3FFFF) >> 4; }
 
 // Returns the descriptor of a K-major tile whose rows are `kRowBytes` (32, 64 or 128) long and swizzled over that many bytes. Eight
-// rows form one swizzle atom, so the stride between groups of eight rows is 8 * kRowBytes. (There is no other stride.) The tile
-// starts at a multiple of 8 * kRowBytes.
+// rows form one swizzle atom, so the stride between groups of eight rows is 8 * kRowBytes. The other stride, bits 16 to 29, means
+// nothing for such tiles. The tile starts at a multiple of 8 * kRowBytes.
 template <int kRowBytes>
 DEVICE uint64_t wgmma_descriptor(uint32_t address) {
     static_assert(kRowBytes == 32 || kRowBytes == 64 || kRowBytes == 128, "row length is the swizzle width");
