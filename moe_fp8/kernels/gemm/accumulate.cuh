@@ -25,10 +25,8 @@ class Accumulator {
         if (kAlternate && warpgroup == 1) ring_.step();
     }
 
-    // `first_done` is called with the first of two fragments as soon as that fragment is whole. A single fragment is the last of
-    // `sum`.
-    template <typename FirstDone>
-    DEVICE void run(int num_blocks, mma::Owned owned, Fragments::Sum (&sum)[kWaves], FirstDone first_done) {
+    // A single fragment is the last of `sum`.
+    DEVICE void run(int num_blocks, mma::Owned owned, Fragments::Sum (&sum)[kWaves]) {
         owned_ = owned;
         clear(sum);
         if constexpr (kAlternate) {
@@ -39,14 +37,14 @@ class Accumulator {
             run_block_by_block(num_blocks, sum[kLast]);
         } else if (kWaves == 1 || owned.fragments == 1) {
             run_one_by_one(num_blocks, sum[kLast]);
-        } else if constexpr (kWaves > 1 && kBothPartials) {
+        } else if constexpr (kWaves > 1 && !kOnePartial) {
             run_side_by_side(num_blocks, sum);
-            first_done(sum[0]);
         }
     }
 
     // `begin` and `finish` are for two fragments with registers for only one partial sum: one warpgroup promotes while the other
-    // multiplies. `begin` gives the tensor core the first product. It leaves `partial` and `scales` to `finish`.
+    // multiplies. `begin` gives the tensor core the first product. It leaves `partial` and `scales` to `finish`. `first_done` is
+    // called with the first fragment as soon as that fragment is whole.
     DEVICE void begin(mma::Owned owned, Fragments::Sum& partial, Fragments::Scales& scales) {
         owned_ = owned;
         wait(at(ring_), ring_.phase);
@@ -86,8 +84,8 @@ class Accumulator {
         if constexpr (kRowScales) release_promoted(stage, sum[0], sum[kLast]);
     }
 
-    // Lets a tile pass in which this warpgroup owns nothing. (If this loop is unrolled, ptxas takes the warps of a 128 x 192 tile to be
-    // diverged. Then 12 R2UR stand among the four wgmma of a block, and a tile takes 5% longer.)
+    // Lets a tile pass in which this warpgroup owns nothing. (When 128 x 192 was two fragments and this loop was unrolled, ptxas took its
+    // warps to be diverged. Then 12 R2UR stood among the four wgmma of a block, and a tile took 5% longer.)
     DEVICE void skip(int num_blocks) {
 #pragma unroll 1
         for (; num_blocks > 0; --num_blocks, ring_.step()) {
@@ -109,7 +107,7 @@ class Accumulator {
     using Scales = Fragments::Scales;
     static constexpr int kLast = kWaves - 1;
 
-    // A block's stage, and its products' scales, as long as a loop needs them.
+    // A block of K in work: its stage, its product, and its scales.
     struct Block {
         Stage stage;
         Sum partial;
@@ -150,8 +148,8 @@ class Accumulator {
         }
     }
 
-    // This loop is for one fragment whose sum leaves no registers for a second partial sum. Each warpgroup promotes while others
-    // multiply, so the loop is a chain: a stage comes, it is multiplied, and it is promoted. All that does not need to stand in the
+    // This loop is for one fragment if there are no registers for two partial sums. Each warpgroup promotes while others multiply, so
+    // the loop is a chain: a stage comes, it is multiplied, and it is promoted. All that does not need to stand in the
     // chain is done while the product is computed.
     DEVICE void run_one_by_one(int num_blocks, Sum& sum) {
         Block block;
@@ -246,7 +244,8 @@ class Accumulator {
 
     DEVICE static void wait(const Stage& stage, uint32_t phase) { ptx::barrier_wait(barrier(stage.full), phase); }
 
-    // Tells every producer that writes to this stage that this warp has read it. `empty` is from `sched::after`.
+    // Tells every producer that writes to this stage that this lane has read it, or in a pair that this warp has. `empty` is from
+    // `sched::after`.
     DEVICE static void arrive(ptx::Barrier* empty) {
         if constexpr (kPaired) {
             sched::arrive_cluster<kCluster>(empty);

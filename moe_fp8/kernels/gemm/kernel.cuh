@@ -61,12 +61,10 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup, Meeting&
         if (sched::kKGrouped<kLayout> && seen.k_range.count() == 0) {
             accumulator.clear(sum);
             if (owned.fragments > 1) store_fragment(p, shared, *front, owned, 0, warpgroup, sum[0]);
-        } else if (!kBothPartials && owned.fragments == kWaves) {
+        } else if (kOnePartial && owned.fragments == kWaves) {
             consume_whole(p, shared, warpgroup, accumulator, reader, sum);
         } else {
-            accumulator.run(seen.k_range.count(), owned, sum, [&](const Fragments::Sum& first) {
-                store_fragment(p, shared, *front, owned, 0, warpgroup, first);
-            });
+            accumulator.run(seen.k_range.count(), owned, sum);
         }
         if constexpr (kParts > 1) {
             add_parts(shared, sum[kWaves - 1], warpgroup, OwnGroups(cluster_rank(), warpgroup), parts_phase);
@@ -91,7 +89,6 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup, Meeting&
     meeting.join();
     TileReader reader = read_tiles(p, shared, cluster_rank());
     Accumulator accumulator(shared, warpgroup);
-    const auto later = [](const Fragments::Sum&) {};  // both fragments are stored together
     while (const Record* front = reader.front()) {
         const mma::Owned owned = Fragments::whole(warpgroup);
         const int num_blocks = reader.tile(*front).k_range.count();
@@ -101,12 +98,13 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup, Meeting&
             continue;
         }
         Fragments::Sum sum[kWaves];
-        if constexpr (kBothPartials) {
-            accumulator.run(num_blocks, owned, sum, later);
+        if constexpr (!kOnePartial) {
+            accumulator.run(num_blocks, owned, sum);
         } else {
             Fragments::Sum partial;
             Fragments::Scales scales;
             accumulator.begin(owned, partial, scales);
+            const auto later = [](const Fragments::Sum&) {};  // both fragments are stored together
             accumulator.finish(num_blocks, owned, sum, partial, scales, later);
         }
         // The record stays in its slot of the ring until here, since sums take most registers.

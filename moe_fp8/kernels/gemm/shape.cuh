@@ -35,7 +35,6 @@ constexpr bool kPaired = kCluster > 1 && !SPLIT_K;
 constexpr bool kSplitK = kCluster > 1 && SPLIT_K;
 constexpr int kClusterK = kSplitK ? kCluster : 1;
 static_assert(!kPaired || kCluster == 2, "a pair");
-// (`run_side_by_side` takes no scales of single rows.)
 static_assert(!kRowScales || (!kSplitK && BLOCK_M == 128 && (BLOCK_N == 128 || BLOCK_N == 256)), "see RowScaled");
 constexpr uint16_t kEveryone = (1 << kCluster) - 1;
 
@@ -78,9 +77,8 @@ static_assert(kMathWarpgroups <= 2 || (kMathWarpgroups == 3 && kWaves == 1), "re
 // This says whether there are registers for two partial sums of a single fragment.
 constexpr bool kTwoPartials = kWaves == 1 && kMathWarpgroups <= 2 && Fragments::kColumns <= 128;
 
-// This says whether there are registers for a partial sum of each fragment. If there are not, a tile begins before the tile before
-// it is stored.
-constexpr bool kBothPartials = kWaves == 1 || kBlockM < 64;
+// A tile of two fragments has registers for only one partial sum, so it begins before the tile before it is stored.
+constexpr bool kOnePartial = kWaves == 2 && kBlockM >= 64;
 
 // The widest tiles come in halves and quarters, too, unless a tile has the 128 outputs that share a scale.
 template <int kWeightRows>

@@ -83,7 +83,7 @@ struct WeightsOnM {
 #pragma unroll
             for (int i = 0; i <= kUp; ++i) weights[i] = ptx::load_here(&weight_scales[i]);
         }
-        // Does what `promote` need not do.
+        // It is called when the product is on its way. Fragments that can, compute the products of scales that `promote` needs.
         DEVICE void complete() {}
         template <typename Visit>
         DEVICE void each(Visit& visit) const { visit(tokens), visit(weights); }
@@ -183,8 +183,8 @@ struct TokensOnM {
 
     static DEVICE int first_token_scale(Owned owned) { return owned.token + upper_token(); }
 
-    // The scales of this thread's two tokens and of the weights. In a tile of one fragment, `complete` replaces those of the tokens by
-    // their products with those of the weights. (With two fragments, the second wgmma of a block would wait for the products.)
+    // The scales of this thread's two tokens and of the weights. If no tile of the kernel has two fragments, `complete` replaces those of
+    // the tokens by their products with those of the weights. (With two, the second wgmma of a block would wait for these products.)
     struct Scales {
         static constexpr bool kCompleted = kWaves == 1;
         static constexpr int kProducts = kCompleted ? kScales : 1;

@@ -59,20 +59,6 @@ DEVICE void barrier_wait(Barrier* barrier, uint32_t parity) {
         : "memory");
 }
 
-// Returns true if the phase has completed, and then it acquires as barrier_wait does. It does not wait.
-DEVICE bool barrier_done(Barrier* barrier, uint32_t parity) {
-    uint32_t done;
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done;\n"
-        "}" : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-    return done != 0;
-}
-
 // Waits for a limited time. It returns true if the phase has completed, and then it acquires as barrier_wait does.
 DEVICE bool barrier_passed(Barrier* barrier, uint32_t parity) {
     uint32_t passed;
