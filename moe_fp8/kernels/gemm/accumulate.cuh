@@ -114,7 +114,8 @@ class Accumulator {
         Scales scales;
     };
 
-    // This loop is for one fragment. A block is promoted while the next block is multiplied into the other of two partial sums.
+    // This loop is for one fragment. A block is promoted while the next block is multiplied into the other of two partial sums. The
+    // block's stage is handed back while loads of the next block's scales are still on their way; they read another stage.
     DEVICE void run_block_by_block(int num_blocks, Sum& sum) {
         Block blocks[2];
         blocks[0].stage = at(ring_);

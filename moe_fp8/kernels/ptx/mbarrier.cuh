@@ -59,21 +59,8 @@ DEVICE void barrier_wait(Barrier* barrier, uint32_t parity) {
         : "memory");
 }
 
-// Waits for a limited time. It returns true if the phase has completed, and then it acquires as barrier_wait does.
-DEVICE bool barrier_passed(Barrier* barrier, uint32_t parity) {
-    uint32_t passed;
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done;\n"
-        "}" : "=r"(passed)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-    return passed != 0;
-}
-
-// The same if `on`; else false. (A branch around the wait would keep its result in a register, and not in a predicate.)
+// If `on`, waits for a limited time. It returns true if the phase has completed, and then it acquires as barrier_wait does. If not `on`,
+// it returns false. (A branch around the wait would keep its result in a register, and not in a predicate.)
 DEVICE bool barrier_passed_if(bool on, Barrier* barrier, uint32_t parity) {
     uint32_t passed;
     asm volatile(
@@ -88,5 +75,7 @@ DEVICE bool barrier_passed_if(bool on, Barrier* barrier, uint32_t parity) {
         : "memory");
     return passed != 0;
 }
+
+DEVICE bool barrier_passed(Barrier* barrier, uint32_t parity) { return barrier_passed_if(true, barrier, parity); }
 
 }  // namespace moe_fp8::ptx
