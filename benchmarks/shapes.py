@@ -5,6 +5,7 @@ This module needs only the standard library.
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from typing import Literal
@@ -162,7 +163,7 @@ def expert_counts(num_experts: int, mean: int, skew: Skew) -> list[int]:
         shares = [0.7 + 0.6 * i / max(1, busy - 1) if i < busy else 0.0 for i in range(num_experts)]
     else:
         shares = [1 / (rank + 1) for rank in range(num_experts)]
-    scale = total / sum(shares)
+    scale = total / math.fsum(shares)  # (From Python 3.12 on, `sum` rounds in another way.)
     counts = [int(share * scale) for share in shares]
     takers = [i for i, share in enumerate(shares) if share]
     for i in range(total - sum(counts)):

@@ -34,8 +34,8 @@ def modelled(m: int) -> str:
 
 
 def test_a_row_serves_its_number_of_rows_and_fewer(put_table: PutTable) -> None:
-    put_table([row(32, "128x128"), row(8, "128x256")])
-    assert [choice(m) for m in (1, 8, 9, 32)] == ["128x256", "128x256", "128x128", "128x128"]
+    put_table([row(32, "128x128"), row(8, "128x256/2p")])
+    assert [choice(m) for m in (1, 8, 9, 32)] == ["128x256/2p", "128x256/2p", "128x128", "128x128"]
     assert choice(33) == modelled(33)
 
 
@@ -46,18 +46,18 @@ def test_a_row_ends_above_what_was_measured_before_it(put_table: PutTable) -> No
 
 
 def test_only_the_same_problem_on_the_same_device_reads_a_row(put_table: PutTable) -> None:
-    put_table([row(8, "128x256")])
-    assert choice(8) == "128x256"
+    put_table([row(8, "128x256/2p")])
+    assert choice(8) == "128x256/2p"
     for change in ({"device": ""}, {"device": "h100"}, {"n": 2048}, {"k": 2048}, {"batch_invariant": True}):
         problem = replace(GemmProblem("dense", 8, N, K, device="h200"), **change)
         assert gemm_table.lookup(problem) is None, change
-    assert choice(8, config="64x128") == "64x128", "the caller goes before the table"
+    assert choice(8, config="64x96") == "64x96", "the caller goes before the table"
 
 
 def test_grouped_rows_are_those_of_an_expert(put_table: PutTable) -> None:
-    put_table([row(8, "64x128", layout="psum", num_experts=4)])
+    put_table([row(8, "64x96", layout="psum", num_experts=4)])
     problem = GemmProblem("psum", 4096, N, K, 4, 8, device="h200")
-    assert str(heuristics.gemm_config(problem)) == "64x128"
+    assert str(heuristics.gemm_config(problem)) == "64x96"
     assert gemm_table.lookup(GemmProblem("psum", 4096, N, K, 4, 9, device="h200")) is None
     assert gemm_table.lookup(GemmProblem("dense", 8, N, K, device="h200")) is None
 
@@ -69,20 +69,20 @@ def test_grouped_rows_serve_every_layout(put_table: PutTable, layout: GemmLayout
 
     put_table(
         [
-            row(8, "64x128", layout="psum", num_experts=4),
+            row(8, "64x96", layout="psum", num_experts=4),
             row(100, "192x128", layout="masked", num_experts=4),
         ]
     )
-    assert found(8) == "64x128"
+    assert found(8) == "64x96"
     assert found(100) == "192x128"
 
 
 def test_devices_are_those_with_a_table(put_table: PutTable) -> None:
     put_table([])
     assert gemm_table.devices() == ("",)
-    put_table([row(8, "64x128")], "h100")
+    put_table([row(8, "64x96")], "h100")
     assert gemm_table.devices() == ("", "h100")
-    put_table([row(8, "64x128")])
+    put_table([row(8, "64x96")])
     assert gemm_table.devices() == ("", "h100", "h200")
 
 

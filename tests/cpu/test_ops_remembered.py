@@ -205,7 +205,7 @@ def _plan(cuda: _Cuda, config: str | None = None) -> dict[str, int]:
 
 
 def test_a_launch_has_the_callers_config(cuda: _Cuda) -> None:
-    defines = _plan(cuda, "128x256")
+    defines = _plan(cuda, "128x256/2p")
     assert (defines["BLOCK_M"], defines["BLOCK_N"]) == (128, 256)
     with pytest.raises(ConfigError):
         _plan(cuda, "128x512")
@@ -303,7 +303,7 @@ def test_the_second_gemm_of_a_layer_reads_weights_early(monkeypatch: pytest.Monk
 def test_a_launch_asks_the_devices_table(
     cuda: _Cuda, monkeypatch: pytest.MonkeyPatch, put_table: Callable[..., None]
 ) -> None:
-    put_table([{"layout": "dense", "n": 4096, "k": 7168, "num_experts": 1, "rows": 8, "config": "128x256"}])
+    put_table([{"layout": "dense", "n": 4096, "k": 7168, "num_experts": 1, "rows": 8, "config": "128x128"}])
     assert _plan(cuda)["BLOCK_M"] < 128
     monkeypatch.setattr(cuda.launch, "table", lambda device: "h200")
     assert _plan(cuda)["BLOCK_M"] == 128

@@ -147,7 +147,7 @@ _WITH_CONFIG = ("gemm_fp8", "grouped_gemm_fp8_contiguous", "grouped_gemm_fp8_mas
 @pytest.mark.parametrize("name", _WITH_CONFIG)
 @pytest.mark.usefixtures("fp8_allclose")
 def test_opcheck_with_a_config(name: str) -> None:
-    torch.library.opcheck(getattr(torch.ops.moe_fp8, name).default, (*OPS[name](), "64x128"))
+    torch.library.opcheck(getattr(torch.ops.moe_fp8, name).default, (*OPS[name](), "64x96"))
 
 
 @pytest.mark.parametrize("name", _WITH_CONFIG)

@@ -28,13 +28,13 @@ DENSE, GROUPED = Target("dense", 4096, 7168, 1), Target("psum", 4096, 7168, 8)
 TINY = Target("psum", 64, 256, 3)
 
 
-def timing(target: Target, rows: int, us: float, config: str = "64x128") -> Timing:
+def timing(target: Target, rows: int, us: float, config: str = "64x96") -> Timing:
     """The model's choice takes 10 us, and `config` takes `us`."""
     model = str(gemm_costs.cheapest(target.problem(rows)))
     return Timing(target, rows, (rows,) * target.num_experts, {model: 10.0, config: us})
 
 
-def row(target: Target, rows: int, above: int = 0, config: str = "64x128") -> dict[str, Any]:
+def row(target: Target, rows: int, above: int = 0, config: str = "64x96") -> dict[str, Any]:
     return {**target._asdict(), "rows": rows, "above": above, "config": config, "gain": 0.5}
 
 
@@ -91,18 +91,18 @@ def spans(rows: Sequence[dict[str, Any]]) -> list[tuple[str, int, int]]:
 def test_a_row_gains_a_twentieth() -> None:
     timings = [timing(DENSE, 1, 9.49), timing(DENSE, 8, 9.51), timing(DENSE, 16, 10.0)]
     (found,) = table.table_rows(timings)
-    assert found == {**DENSE._asdict(), "rows": 1, "above": 0, "config": "64x128", "gain": 0.051}
+    assert found == {**DENSE._asdict(), "rows": 1, "above": 0, "config": "64x96", "gain": 0.051}
 
 
 def test_a_problem_whose_choice_was_not_timed_has_no_row() -> None:
-    assert table.table_rows([Timing(DENSE, 8, (8,), {"64x128": 1.0, "64x64": 2.0})]) == []
+    assert table.table_rows([Timing(DENSE, 8, (8,), {"64x96": 1.0, "64x64": 2.0})]) == []
 
 
 def test_spreads_of_experts_count_as_a_geometric_mean() -> None:
     model = str(gemm_costs.cheapest(GROUPED.problem(8)))
-    even, skewed = ({model: 10.0, "64x128": 2.0, "64x64": 1.0}, {model: 10.0, "64x128": 8.0})
+    even, skewed = ({model: 10.0, "64x96": 2.0, "64x64": 1.0}, {model: 10.0, "64x96": 8.0})
     timings = [Timing(GROUPED, 8, (8,) * 8, even), Timing(GROUPED, 8, (64, *(0,) * 7), skewed)]
-    assert table.mean_times(timings)[GROUPED, 8] == pytest.approx({model: 10.0, "64x128": 4.0})
+    assert table.mean_times(timings)[GROUPED, 8] == pytest.approx({model: 10.0, "64x96": 4.0})
     assert table.table_rows(timings)[0]["gain"] == 0.6
 
 
@@ -288,14 +288,14 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_cpu")
 def test_what_is_timed(layout: GemmLayout, checked_mode: None) -> None:
     target, counts = (Target(layout, 64, 256, 1), (5,)) if layout == "dense" else (TINY, (5, 0, 10))
-    us = timing_module.time_configs(target, 5, counts, ["64x128", "8x128", "32x128"], 3)
-    assert us == {"64x128": 10.0, "8x128": 9.0, "32x128": 8.0}
+    us = timing_module.time_configs(target, 5, counts, ["64x96", "8x128", "32x128"], 3)
+    assert us == {"64x96": 10.0, "8x128": 9.0, "32x128": 8.0}
     sets = timing_module._weights(64, 256, target.num_experts)
     assert sum(values.numel() for values, _ in sets) > 4 * 2 * 64 * 256
     assert sets is timing_module._weights(64, 256, target.num_experts)
     calls = timing_module._Calls.of(target, 5, counts)
     assert calls.valid.unique().numel() == calls.valid.numel() == sum(counts)
-    assert calls.output("64x128", sets[0]).isfinite().all()
+    assert calls.output("64x96", sets[0]).isfinite().all()
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), 1.0])
@@ -310,5 +310,5 @@ def test_a_config_that_computes_something_else_is_not_timed(
 
     monkeypatch.setattr(timing_module._Calls, "output", output)
     with pytest.raises(MoeFp8Error, match="8x128"):
-        timing_module.time_configs(Target("dense", 64, 256, 1), 3, (3,), ["64x128", "8x128"], 3)
+        timing_module.time_configs(Target("dense", 64, 256, 1), 3, (3,), ["64x96", "8x128"], 3)
     assert not _Clock.made

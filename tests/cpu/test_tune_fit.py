@@ -41,8 +41,8 @@ def test_a_fit_finds_the_constants_again(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(fit, "_STEPS", 250)
     true = gemm_costs.constants()
     fitted = fit.fit(made_up(40, true))
-    for tile in ("128x128", "64x128", "8x128"):
-        assert fitted.block[tile] == pytest.approx(true.block[tile], rel=0.3)
+    for tile in true.block.keys() - {"8x128"}:  # for which reading takes longer than computing
+        assert fitted.block[tile] == pytest.approx(true.block[tile], rel=0.15), tile
     assert fitted == fit.fit(made_up(40, true)), "equal timings give equal constants"
 
 

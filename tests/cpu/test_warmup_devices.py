@@ -32,7 +32,7 @@ def test_a_table_adds_its_kernels_to_every_plan(put_table: Callable[..., None], 
     here = GemmProblem("dense", 8, shape.n, shape.k, batch_invariant=invariant)
     chosen = kernel_spec(here)
     put_table(
-        [{"layout": "dense", "n": shape.n, "k": shape.k, "num_experts": 1, "rows": 16, "config": "128x256"}]
+        [{"layout": "dense", "n": shape.n, "k": shape.k, "num_experts": 1, "rows": 16, "config": "128x128"}]
     )
     planned = plan(model, options)
     measured = kernel_spec(replace(here, device="h200"))
@@ -80,7 +80,7 @@ def test_the_option_goes_before_the_settings(
 def test_a_batch_invariant_plan_divides_no_k() -> None:
     model, options = load_model(DEEPSEEK), PlanOptions(tp=8, ep=8, max_tokens=512)
 
-    parts = {str(config): config.parts for config in gemm_configs("dense", 2**20)}
+    parts = {str(c): c.parts for layout in ("dense", "psum") for c in gemm_configs(layout, 2**20)}
 
     def dividing(planned: Plan) -> int:
         return sum(parts[row.config] > 1 for row in planned.rows if row.layout is not None)

@@ -56,7 +56,7 @@ def test_dense(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     _check(case, out, expected, before)
 
 
-@pytest.mark.parametrize("config", ["8x64", "32x128", "64x64", "64x128", "128x128", "128x256"])
+@pytest.mark.parametrize("config", ["8x64", "32x128", "64x64", "64x96", "128x128", "128x256/2p"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dense_by_config(config: str, dtype: torch.dtype) -> None:
     case = cases.dense_case(200, 2112, 1024, "cuda")

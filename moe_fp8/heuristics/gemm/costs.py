@@ -73,7 +73,7 @@ class Work(NamedTuple):
     last_share: Any
     blocks: Any  # of K that a CTA multiplies for a tile
     weight_bytes: Any  # read for the first time
-    again_bytes: Any  # read again for other tokens
+    again_bytes: Any  # read again for other tokens, once by a pair
     elements: Any  # of a tile
     parts: Any  # of a tile's sum along K
     grouped: Any  # 1 or 0
@@ -165,7 +165,7 @@ def work(config: GemmConfig, counts: Counts, n: int, k: int, sms: int, grouped: 
         last_share=left / units,
         blocks=-(-k // (SCALE_BLOCK * config.split)),
         weight_bytes=along.experts * n * k,
-        again_bytes=(along.tiles - along.experts) * n * k,
+        again_bytes=(along.groups + along.singles - along.experts) * n * k,
         elements=config.block_m * config.block_n,
         parts=config.parts,
         grouped=float(grouped),

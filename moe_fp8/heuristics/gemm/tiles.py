@@ -33,7 +33,7 @@ class GemmConfig:
     weights or tokens in common. `shares` "k": a cluster of two to four CTAs divides a tile along K. Tiles of
     64 weight rows and up to 32 tokens divide K between the two math warpgroups of a CTA.
 
-    As text: `"64x128"`, `"128x256/2p"`, `"64x64/3k"`: tokens x weight rows / cluster, then p (pair) or k.
+    As text: `"128x64"`, `"128x256/2p"`, `"64x64/3k"`: tokens x weight rows / cluster, then p (pair) or k.
     """
 
     block_m: int
@@ -68,7 +68,7 @@ class GemmConfig:
         if self.block_m < 64:
             return self.block_m
         if self.block_m == 64:
-            return 64
+            return 64 if self.block_n % 64 == 0 else self.block_n
         return self.block_n if self.block_n <= 192 else 128
 
     @cached_property
@@ -81,7 +81,7 @@ class GemmConfig:
         """Warpgroups that multiply (kMathWarpgroups)."""
         if self.block_m > 64:
             return self.block_m // 64
-        return self.block_n // 64 if self.block_m == 64 else 2
+        return self.block_n // self.columns if self.block_m == 64 else 2
 
     @property
     def threads(self) -> int:
@@ -174,15 +174,14 @@ def gemm_configs(layout: GemmLayout, k: int, batch_invariant: bool = False) -> t
     results must not depend on the number of rows. Each part of K has at least 512 elements; with shorter
     parts, adding the parts takes longer than dividing K saves.
     """
-    upto_128 = TOKEN_TILES[:-1]
-    configs = [_deepest(block_m, 128) for block_m in upto_128] + [_deepest(64, 64)]
-    configs += [_deepest(128, block_n) for block_n in (64, 96, 192, 256)] + [_deepest(128, 256, 2)]
-    configs += [_deepest(192, 96), _deepest(192, 128)]
+    configs = [_deepest(block_m, 128) for block_m in (8, 16, 32, 128, 192)]
+    configs += [_deepest(64, 64), _deepest(64, 96), _deepest(128, 64), _deepest(128, 96), _deepest(192, 96)]
+    configs += [_deepest(128, 192) if layout == "dense" else _deepest(128, 192, 2), _deepest(128, 256, 2)]
     if layout == "dense" and not batch_invariant:
         divided = [_deepest(block_m, 64) for block_m in (8, 16, 32)] + [_deepest(128, 96, 2, "k")]
         for split in (2, 3, 4):
-            divided += [_deepest(block_m, 64, split, "k") for block_m in upto_128]
-            divided += [_deepest(block_m, 128, split, "k") for block_m in upto_128]
+            divided += [_deepest(block_m, 64, split, "k") for block_m in TOKEN_TILES[:-1]]
+            divided += [_deepest(block_m, 128, split, "k") for block_m in TOKEN_TILES[:-1]]
         configs += [config for config in divided if k >= 512 * config.parts]
     return tuple(configs)
 

@@ -57,9 +57,9 @@ constexpr int kScaleRows = mma::kScaleRows<kBlockN>;
 constexpr int kWeightScales = kRowScales ? kBlockN : kBlockN / kScaleRows;  // scales of a tile's weights
 constexpr int kWeightScalesRoom = kWeightScales == 3 ? 4 : kWeightScales;    // so that one load has them all
 
-// A tile of more than 64 tokens has a math warpgroup for each 64 tokens. A tile of 64 tokens has one for each 64 weight rows, and a
-// tile of fewer tokens has two.
-constexpr int kMathWarpgroups = kBlockM > 64 ? kBlockM / 64 : kBlockM == 64 ? kBlockN / 64 : 2;
+// A tile of more than 64 tokens has a math warpgroup for each 64 tokens. A tile of 64 tokens has one for each 64 weight rows, or one
+// for 96, and a tile of fewer tokens has two.
+constexpr int kMathWarpgroups = kBlockM > 64 ? kBlockM / 64 : kBlockM == 64 ? kBlockN / Fragments::kColumns : 2;
 // Tiles of 64 weight rows and few tokens are one fragment: the warpgroups take alternate blocks of K.
 constexpr bool kAlternate = kBlockN == 64 && kBlockM <= 32;
 // A warpgroup tells a stage's laps by parity, so it must see all of them. If a stage's laps went to one warpgroup and then to the

@@ -144,12 +144,12 @@ struct WeightsOnM {
 template <int kBlockN>
 constexpr int kBoxRowsOf = kBlockN % 64 == 0 ? 64 : 32;
 
-// In tiles of 64 tokens each warpgroup has 64 weight rows. If one of the widest tiles has no more than 64 tokens, the warpgroups
+// In tiles of 64 tokens each warpgroup has 64 weight rows, or the only warpgroup has all 96. If one of the widest tiles has no more than 64 tokens, the warpgroups
 // take the same tokens, and each takes its own half of the weight rows. If such a tile also has only half of the weight rows, one
 // warpgroup rests.
 template <int kBlockM, int kBlockN, bool kInterleaved = false>
 struct TokensOnM {
-    static constexpr int kColumns = kBlockM == 64 ? 64 : kBlockN <= 192 ? kBlockN : 128;
+    static constexpr int kColumns = kBlockM == 64 && kBlockN % 64 == 0 ? 64 : kBlockN <= 192 ? kBlockN : 128;
     static constexpr int kWaveRows = kColumns;
     static constexpr int kWaves = kBlockM == 64 ? 1 : kBlockN / kColumns;
     static constexpr bool kWeightsAreM = false;
@@ -160,7 +160,7 @@ struct TokensOnM {
     static constexpr int kBoxRows = kBoxRowsOf<kBlockN>, kBoxBytes = kBoxRows * 2, kBoxes = kColumns / kBoxRows;
     static constexpr int kStagedBoxBytes = kStagedTokens * kBoxBytes;
     static_assert(kBlockM % 64 == 0 && kBlockN % 32 == 0 && kBlockN <= 256, "64 tokens for each warpgroup");
-    static_assert(kBlockM > 64 || kBlockN == 64 || kBlockN == 128, "or 64 weight rows");
+    static_assert(kBlockM > 64 || kBlockN == kColumns || kBlockN == 2 * kColumns, "or its own weight rows");
     using Sum = float[kColumns / 2];
 
     // The region of the column groups [first, end).

@@ -54,7 +54,7 @@ def gemm_fp8(
     out: bf16 or fp32 `[M, N]`, or None to allocate it with `out_dtype` (by default bf16, with c fp32).
     Each row of a, b and out is contiguous. Rows are a multiple of 16 bytes apart and do not overlap.
     K % 128 == 0, N % 64 == 0, addresses 16-byte aligned. M = 0 returns at once.
-    config: the tile as text, such as "64x128" or "64x64/3k" (docs/tuning.md), or None for the selector's
+    config: the tile as text, such as "128x64" or "64x64/3k" (docs/tuning.md), or None for the selector's
     choice. It never changes more than the last bits: configs that divide K (a "k" at the end, or 64 weight
     rows) round parts of the sum separately. With scales of 1 x 128 on b it must be None.
     constant_weights: True promises that no kernel that may still run writes `b` or `b_scale`, which holds for
