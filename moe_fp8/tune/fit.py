@@ -20,7 +20,7 @@ from moe_fp8.errors import ConfigError
 from moe_fp8.heuristics import gemm_configs
 from moe_fp8.heuristics.gemm import costs
 from moe_fp8.heuristics.gemm.costs import Constants, Work
-from moe_fp8.problems import DEFAULT_NUM_SMS
+from moe_fp8.problems import DEFAULT_NUM_SMS, GemmLayout
 from moe_fp8.tune.timings import Timing, class_of
 
 #: Every so-manieth target is left out of the fit, to test it.
@@ -112,17 +112,19 @@ def _by_timing(timing: Tensor, values: Tensor, reduce: str) -> Tensor:
 
 
 def fit(timings: Sequence[Timing]) -> Constants:
-    """The constants that choose best for `timings`; always the same for equal timings."""
-    tiles = sorted(
-        {
-            costs.tile_name(config)
-            for layout, k in {(timing.target.layout, timing.target.k) for timing in timings}
-            for config in gemm_configs(layout, k)
-        }
-    )
+    """The constants that choose best for `timings`; always the same for equal timings.
+
+    Raises ConfigError if a tile of the package was not timed.
+    """
+    layouts: tuple[GemmLayout, ...] = ("dense", "psum")
+    every_k = 2**20
+    tiles = sorted({costs.tile_name(one) for layout in layouts for one in gemm_configs(layout, every_k)})
     if not timings:
         raise ConfigError("--timings", "timings to fit to", "none")
     cases = _Cases.of(timings, tiles)
+    untimed = {*tiles} - {tiles[number] for number in cases.tile.tolist()}
+    if untimed:
+        raise ConfigError("--timings", "timings of every tile", f"none of {', '.join(sorted(untimed))}")
     logs = {name: _tensor(values).log() for name, values in _start(tiles).items()}
     logs["overlap"] = _tensor([1.0]).log()  # what exceeds 1
     for value in logs.values():

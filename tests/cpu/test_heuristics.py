@@ -88,11 +88,15 @@ def test_known_blocks_are_what_experts_are_taken_to_fill(experts: int) -> None:
         assert replace(problem, expected_m=8).blocks is None
 
 
-def test_few_blocks_make_one_round_of_tiles() -> None:
-    # 64 tokens a tile would make six rows of 24 tiles, since the padding of a block is dealt out, too.
+@pytest.mark.parametrize("experts, blocks, n", [(2, 2, 3072), (3, 3, 2048), (4, 4, 1536), (4, 4, 2048)])
+def test_few_blocks_make_one_round_of_tiles(experts: int, blocks: int, n: int) -> None:
+    # A mean of 64 rows would choose 64 tokens a tile. But the padding of a block is dealt out, too, so each
+    # block would be two rows of tiles.
+    mean = GemmProblem("psum", 128 * blocks, n, 3072, experts, expected_m=64)
+    assert heuristics.gemm_config(mean).block_m == 64
     for layout in ("m_indices", "psum"):
-        config = heuristics.gemm_config(GemmProblem(layout, 384, 3072, 3072, 2))
-        assert config.block_m == 128 and 3 * -(-3072 // config.block_n) <= 132
+        config = heuristics.gemm_config(GemmProblem(layout, 128 * blocks, n, 3072, experts))
+        assert config.block_m == 128 and blocks * -(-n // config.block_n) <= 132
 
 
 def test_batch_invariant_sums_are_never_divided() -> None:
@@ -111,16 +115,20 @@ def test_configs_have_a_text() -> None:
     assert len(set(texts)) == len(texts) and {"8x128", "64x64/2k", "128x256/2p"} <= set(texts)
 
 
-@pytest.mark.parametrize("text", ["", "64", "64x96 ", "65x128", "64x128/2", "128x128/2p", "64x64/5k", "9x9"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "64", "64x96 ", "65x128", "64x128", "64x128/2", "128x128/2p", "128x192/2p", "128x256", "64x64/5k"],
+)
 def test_texts_of_no_config_are_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         heuristics.gemm_config(GemmProblem("dense", 64, 4096, 7168, config=text))
     assert caught.value.got == text and "64x96" in caught.value.expected
 
 
-def test_what_divides_k_is_refused_where_it_must_not() -> None:
+def test_configs_of_another_layout_or_mode_are_refused() -> None:
     for problem in (
         GemmProblem("psum", 64, 4096, 7168, 1, config="64x128/2k"),
+        GemmProblem("psum", 64, 4096, 7168, 1, config="128x192"),
         GemmProblem("dense", 64, 4096, 7168, batch_invariant=True, config="32x64"),
         GemmProblem("dense", 64, 4096, 512, config="64x128/2k"),
     ):

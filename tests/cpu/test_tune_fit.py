@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -49,6 +50,15 @@ def test_a_fit_finds_the_constants_again(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_nothing_is_fitted_to_nothing() -> None:
     with pytest.raises(ConfigError, match="--timings"):
         fit.fit([])
+
+
+def test_a_tile_that_was_not_timed_is_named() -> None:
+    left = [
+        replace(one, us={name: us for name, us in one.us.items() if name != "64x96"})
+        for one in made_up(30, gemm_costs.constants())
+    ]
+    with pytest.raises(ConfigError, match=r"none of 64x96'$"):
+        fit.fit(left)
 
 
 def test_a_target_is_either_fitted_to_or_tested_on() -> None:

@@ -206,7 +206,8 @@ bool runs_hold(const std::vector<int>& blocks, int num_experts, int n, int ctas,
     }
     const int m = static_cast<int>(index.size());
     const Case found{index, owner, num_experts, m, n, ctas, 1, sound};
-    return holds<Layout::kMIndices, 128, 256, true, true>(found) && holds<Layout::kMIndices, 192, 128, false>(found);
+    return holds<Layout::kMIndices, 128, 256, true, true>(found) && holds<Layout::kMIndices, 128, 192, true>(found) &&
+           holds<Layout::kMIndices, 192, 128, false>(found);
 }
 
 // Rows [0, m), each of the expert that the function `owner_of` returns (-1 for padding), in the tiles that follow runs.
@@ -215,7 +216,8 @@ bool rows_hold(int m, int num_experts, int n, int ctas, OwnerOf owner_of) {
     std::vector<int> owner(m);
     for (int row = 0; row < m; ++row) owner[row] = owner_of(row);
     const Case found{owner, owner, num_experts, m, n, ctas};
-    return holds<Layout::kMIndices, 128, 256, true, true>(found) && holds<Layout::kMIndices, 192, 128, false>(found);
+    return holds<Layout::kMIndices, 128, 256, true, true>(found) && holds<Layout::kMIndices, 128, 192, true>(found) &&
+           holds<Layout::kMIndices, 192, 128, false>(found);
 }
 
 // Both blocks of a pair begin with padding, and the second is short. The two tiles must still agree on what they have in common.

@@ -123,8 +123,8 @@ def test_divided_sums_repeat_twenty_times(config: str) -> None:
         assert torch.equal(_dense(case, config), first)
 
 
-# With 128x256 tiles on 132 SMs, the last round has few tiles, taken in quarters; or more, taken in halves; or
-# many.
+# With pairs of 128x256 on 66 clusters, the last round has few pairs, taken in quarters; or more, taken in
+# halves; or many.
 @pytest.mark.parametrize("m", [1100, 1500, 1900, 2112, 2160])
 def test_last_rounds(m: int) -> None:
     case = cases.dense_case(m, 4096, 256, "cuda")
@@ -207,6 +207,15 @@ def test_small_of_more_blocks_than_stages(config: str, n: int, k: int) -> None:
     assert k // 128 // found.split * -(-tiles // DEFAULT_NUM_SMS) > found.num_stages
     case = cases.dense_case(20, n, k, "cuda")
     cases.check_gemm(case, _dense(case, config))
+
+
+@pytest.mark.sanitizer
+@each_layout("64x96", "128x192/2p")
+def test_small_groups_of_more_blocks_than_stages(layout: str, config: str) -> None:
+    found = next(one for one in gemm_configs(layout, 1536) if str(one) == config)
+    assert found.num_stages < 1536 // 128
+    case = _case(layout, (3, 0, 200, 130), 576, 1536)
+    cases.check_gemm(case, _grouped(case, config))
 
 
 @pytest.mark.sanitizer

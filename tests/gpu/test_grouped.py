@@ -87,7 +87,8 @@ def test_contiguous_pairs(layout: str, rows: tuple[int, ...]) -> None:
     # There are more segments than a warp has lanes, or a segment has more blocks of 128 rows than that.
     total = sum(-(-count // 128) * 128 for count in rows) + 640
     case = cases.contiguous_case(layout, rows, 576, 512, "cuda", total=total)
-    cases.check_gemm(case, _contiguous(case, config="128x256/2p"))
+    for config in ("128x192/2p", "128x256/2p"):
+        cases.check_gemm(case, _contiguous(case, config=config))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

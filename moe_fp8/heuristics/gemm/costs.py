@@ -32,7 +32,7 @@ _CLUSTERS_OF_132 = {1: 132, 2: 66, 3: 38, 4: 30}
 class Constants(NamedTuple):
     """Times are in microseconds, rates in bytes a microsecond.
 
-    `kernel` and `block` have an entry for each tile, such as "64x128"; "128x256/2p" is a tile of a pair.
+    `kernel` and `block` have an entry for each tile, such as "128x128"; "128x256/2p" is a tile of a pair.
     """
 
     #: A kernel: launch, first copies, last stores.
@@ -73,7 +73,7 @@ class Work(NamedTuple):
     last_share: Any
     blocks: Any  # of K that a CTA multiplies for a tile
     weight_bytes: Any  # read for the first time
-    again_bytes: Any  # read again for other tokens, once by a pair
+    again_bytes: Any  # read again for other tokens; a pair reads them once
     elements: Any  # of a tile
     parts: Any  # of a tile's sum along K
     grouped: Any  # 1 or 0

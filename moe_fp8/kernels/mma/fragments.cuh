@@ -144,9 +144,9 @@ struct WeightsOnM {
 template <int kBlockN>
 constexpr int kBoxRowsOf = kBlockN % 64 == 0 ? 64 : 32;
 
-// In tiles of 64 tokens each warpgroup has 64 weight rows, or the only warpgroup has all 96. If one of the widest tiles has no more than 64 tokens, the warpgroups
-// take the same tokens, and each takes its own half of the weight rows. If such a tile also has only half of the weight rows, one
-// warpgroup rests.
+// In tiles of 64 tokens each warpgroup has 64 weight rows, or the only warpgroup has all 96. If one of the widest tiles has no more
+// than 64 tokens, the warpgroups take the same tokens, and each takes its own half of the weight rows. If such a tile also has only
+// half of the weight rows, one warpgroup rests.
 template <int kBlockM, int kBlockN, bool kInterleaved = false>
 struct TokensOnM {
     static constexpr int kColumns = kBlockM == 64 && kBlockN % 64 == 0 ? 64 : kBlockN <= 192 ? kBlockN : 128;
@@ -160,7 +160,7 @@ struct TokensOnM {
     static constexpr int kBoxRows = kBoxRowsOf<kBlockN>, kBoxBytes = kBoxRows * 2, kBoxes = kColumns / kBoxRows;
     static constexpr int kStagedBoxBytes = kStagedTokens * kBoxBytes;
     static_assert(kBlockM % 64 == 0 && kBlockN % 32 == 0 && kBlockN <= 256, "64 tokens for each warpgroup");
-    static_assert(kBlockM > 64 || kBlockN == kColumns || kBlockN == 2 * kColumns, "or its own weight rows");
+    static_assert(kBlockM > 64 || kBlockN == 64 || kBlockN == 96 || kBlockN == 128, "or its own weight rows");
     using Sum = float[kColumns / 2];
 
     // The region of the column groups [first, end).
@@ -171,7 +171,7 @@ struct TokensOnM {
 
     // Both return the part that a warpgroup owns: `whole` of a whole tile, `owned` of a tile of so many tokens and weight rows.
     static DEVICE Owned whole(int warpgroup) {
-        return kBlockM == 64 ? Owned{0, warpgroup * 64, 1} : Owned{warpgroup * 64, 0, kWaves};
+        return kBlockM == 64 ? Owned{0, warpgroup * kColumns, 1} : Owned{warpgroup * 64, 0, kWaves};
     }
     static DEVICE Owned owned(int warpgroup, int tokens, int width) {
         if (kInterleaved) return whole(warpgroup);

@@ -56,7 +56,7 @@ def gemm_fp8(
     K % 128 == 0, N % 64 == 0, addresses 16-byte aligned. M = 0 returns at once.
     config: the tile as text, such as "128x64" or "64x64/3k" (docs/tuning.md), or None for the selector's
     choice. It never changes more than the last bits: configs that divide K (a "k" at the end, or 64 weight
-    rows) round parts of the sum separately. With scales of 1 x 128 on b it must be None.
+    rows and up to 32 tokens) round parts of the sum separately. With scales of 1 x 128 on b it must be None.
     constant_weights: True promises that no kernel that may still run writes `b` or `b_scale`, which holds for
     weights loaded long before. The kernel then reads them while the previous kernel ends, which shortens a
     short call (docs/graphs.md, "Launches that overlap"). If the promise is false, the result is wrong.
