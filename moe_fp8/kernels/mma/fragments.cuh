@@ -176,7 +176,7 @@ struct TokensOnM {
     static DEVICE Owned owned(int warpgroup, int tokens, int width) {
         if (kInterleaved) return whole(warpgroup);
         if (kBlockN == 256 && width == kColumns) return {warpgroup * 64, 0, 1};
-        return kBlockN == 256 && tokens <= 64 ? Owned{0, warpgroup * 64, 1} : whole(warpgroup);
+        return kBlockN == 256 && tokens <= 64 ? Owned{0, warpgroup * kColumns, 1} : whole(warpgroup);
     }
     // Returns this thread's upper token within the owned part. Its lower token is 8 further on.
     static DEVICE int upper_token() { return warpgroup_thread() / kWarp * 16 + lane_index() / 4; }
