@@ -117,7 +117,10 @@ def test_configs_have_a_text() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "64", "64x96 ", "65x128", "64x128", "64x128/2", "128x128/2p", "128x192/2p", "128x256", "64x64/5k"],
+    [
+        *("", "64", "64x96 ", "65x128", "64x128/2", "128x128/2p", "64x64/5k", "9x9"),
+        *("64x128", "128x192/2p", "128x256"),  # tiles of other layouts, of a divided K, or of pairs
+    ],
 )
 def test_texts_of_no_config_are_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -41,10 +41,11 @@ def made_up(count: int, fitted: gemm_costs.Constants, noise: float = 0.01) -> li
 def test_a_fit_finds_the_constants_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "_STEPS", 250)
     true = gemm_costs.constants()
-    fitted = fit.fit(made_up(40, true))
-    for tile in true.block.keys() - {"8x128"}:  # for which reading takes longer than computing
-        assert fitted.block[tile] == pytest.approx(true.block[tile], rel=0.15), tile
-    assert fitted == fit.fit(made_up(40, true)), "equal timings give equal constants"
+    fitted = fit.fit(made_up(160, true))
+    for tile, block in true.block.items():
+        # 8 x 128 reads for longer than it computes, so timings tell less of its blocks.
+        assert fitted.block[tile] == pytest.approx(block, rel=0.3 if tile == "8x128" else 0.15), tile
+    assert fitted == fit.fit(made_up(160, true)), "equal timings give equal constants"
 
 
 def test_nothing_is_fitted_to_nothing() -> None:
