@@ -1,8 +1,9 @@
-"""Find arrivals on a barrier that may execute before a load from shared memory has read (sm_90 machine code).
+"""Find arrivals on a barrier that may execute before a read of shared memory is done (sm_90 machine code).
 
 An arrival says "I have read this stage". It says so too early if it comes after a load and no instruction has
 waited for the load's value. Under memory traffic such a load comes late and reads data that the next copy has
 written. ptxas does not wait before any kind of arrival; the source decides whether the value is needed first.
+The tensor core reads shared memory, too. There the source decides where a warp waits for it.
 """
 
 from __future__ import annotations
@@ -93,6 +94,11 @@ class Instruction:
         return self.family == "LD"
 
     @cached_property
+    def is_product(self) -> bool:
+        """Whether the tensor core reads shared memory for it, until some WARPGROUP.DEPBAR has passed."""
+        return self.family.endswith("GMMA")
+
+    @cached_property
     def is_load(self) -> bool:
         """Whether it may read shared memory into registers, perhaps to change it."""
         if self.predicate == "@!PT":  # a filler before LDGSTS
@@ -121,7 +127,7 @@ Code: TypeAlias = Sequence[Instruction]
 
 @dataclass(frozen=True)
 class EarlyArrival:
-    """An arrival that some path reaches while `load` is open.
+    """An arrival that some path reaches while `load` is open. The load may be a product of the tensor core.
 
     `passed`: the number of other arrivals at which the load was open before, on the path with the most of
     them; 2 means two or more. In a loop that loads one stage ahead, the first arrival is about an older stage
@@ -238,7 +244,8 @@ def early_arrivals(code: Code) -> list[EarlyArrival]:
     """The arrivals that some path reaches with open loads, by the arrival's address and then the load's.
 
     A load is open until an instruction waits on its scoreboard. The scoreboard of a later instruction serves
-    as well if that instruction's result comes after the load's. MEMBAR at GPU scope also closes a generic
+    as well if that instruction's result comes after the load's. A product is open until a WARPGROUP.DEPBAR;
+    how many products this one waits for is up to the source. MEMBAR at GPU scope also closes a generic
     load, because it waits until the load is performed. At a BAR a generic load does not count, because BAR
     tells only the own block. DEPBAR does not count as a wait. Raises MachineCodeError for an arrival that
     nothing leads to, or if the code runs off its end: the control flow is then not understood.
@@ -270,7 +277,7 @@ def unwaited_uses(code: Code) -> list[tuple[Instruction, Instruction]]:
     found = []
     for at, entries in _open_loads(code).items():
         one = code[at]
-        for load in {load for load, _, _ in entries}:
+        for load in {load for load, _, _ in entries if not load.is_product}:
             # A load may overwrite the result of an earlier load, if its own result comes later.
             overwrites = one.results if one.is_in_order and load.is_in_order else frozenset()
             if load.results & (one.registers - overwrites):
@@ -301,13 +308,15 @@ def _open_loads(code: Code) -> dict[int, _Open]:
 def _after(one: Instruction, open_: _Open) -> _Open:
     if one.family == "MEMBAR" and not one.predicate and one.opcode.endswith((".GPU", ".SYS")):
         open_ = frozenset(entry for entry in open_ if not entry[0].is_generic_load)
+    if one.opcode.startswith("WARPGROUP.DEPBAR"):
+        open_ = frozenset(entry for entry in open_ if not entry[0].is_product)
     if one.is_in_order and one.signals:
         open_ = frozenset(
             (load, by | one.signals if load.is_in_order else by, count) for load, by, count in open_
         )
     if one.is_arrival:
         open_ = frozenset((load, by, min(count + 1, 2)) for load, by, count in open_)
-    return open_ | {(one, one.signals, 0)} if one.is_load else open_
+    return open_ | {(one, one.signals, 0)} if one.is_load or one.is_product else open_
 
 
 def _successors(code: Code) -> Callable[[int], Sequence[int]]:
