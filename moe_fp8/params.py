@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from typing import get_args
 
 from moe_fp8 import heuristics
 from moe_fp8.limits import (
@@ -21,7 +20,7 @@ from moe_fp8.limits import (
     PAGE_SIZES,
     SCALE_BLOCK,
 )
-from moe_fp8.problems import SEGMENT_ALIGNMENT, GemmLayout
+from moe_fp8.problems import SEGMENT_ALIGNMENT
 from moe_fp8.specs import (
     GEMM_LAYOUTS,
     IN_DTYPES,
@@ -274,14 +273,13 @@ _IN_DTYPES = {
 def _gemm_boxes() -> dict[str, int]:
     """The boxes of a GEMM's tensor maps for every tile that there is, so that each kernel checks them all."""
     boxes: dict[str, int] = {}
-    for layout in get_args(GemmLayout):
-        for config in heuristics.gemm_configs(layout, k=1 << 20):
-            boxes[f"moe_fp8::kPiecesOf<{config.block_n}>"] = int(config.divided)
-            boxes[f"moe_fp8::sched::kTokenBoxOf<{config.block_m}>"] = config.token_box
-            boxes[f"moe_fp8::kWeightBoxOf<{config.block_n}>"] = config.weight_box
-            if config.out_box is not None:
-                box_rows = f"moe_fp8::mma::kBoxRowsOf<{config.block_n}>"
-                boxes[box_rows], boxes["moe_fp8::kStoredTokens"] = config.out_box
+    for config in heuristics.every_gemm_config():
+        boxes[f"moe_fp8::kPiecesOf<{config.block_n}>"] = int(config.divided)
+        boxes[f"moe_fp8::sched::kTokenBoxOf<{config.block_m}>"] = config.token_box
+        boxes[f"moe_fp8::kWeightBoxOf<{config.block_n}>"] = config.weight_box
+        if config.out_box is not None:
+            box_rows = f"moe_fp8::mma::kBoxRowsOf<{config.block_n}>"
+            boxes[box_rows], boxes["moe_fp8::kStoredTokens"] = config.out_box
     return boxes
 
 

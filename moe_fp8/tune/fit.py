@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.heuristics import gemm_configs
+from moe_fp8.heuristics import every_gemm_config, gemm_configs
 from moe_fp8.heuristics.gemm import costs
 from moe_fp8.heuristics.gemm.costs import Constants, Work
-from moe_fp8.problems import DEFAULT_NUM_SMS, GemmLayout
+from moe_fp8.problems import DEFAULT_NUM_SMS
 from moe_fp8.tune.timings import Timing, class_of
 
 #: Every so-manieth target is left out of the fit, to test it.
@@ -116,9 +116,7 @@ def fit(timings: Sequence[Timing]) -> Constants:
 
     Raises ConfigError if a tile of the package was not timed.
     """
-    layouts: tuple[GemmLayout, ...] = ("dense", "psum")
-    every_k = 2**20
-    tiles = sorted({costs.tile_name(one) for layout in layouts for one in gemm_configs(layout, every_k)})
+    tiles = sorted({costs.tile_name(config) for config in every_gemm_config()})
     if not timings:
         raise ConfigError("--timings", "timings to fit to", "none")
     cases = _Cases.of(timings, tiles)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_fp8.heuristics.gemm.tiles import GemmConfig, gemm_configs
+from moe_fp8.heuristics.gemm.tiles import GemmConfig, every_gemm_config
 from tests.cpu import host_program
 
 #: What mma/fragments.cuh takes from PTX, for sums that are stored as fp32.
@@ -24,11 +24,7 @@ inline void store_as(float* element, float value) { *element = value; }
 }
 """
 
-TILES = {
-    (config.block_m, config.block_n): config
-    for layout in ("dense", "psum")
-    for config in gemm_configs(layout, 7168)  # type: ignore[arg-type]
-}
+TILES = {(config.block_m, config.block_n): config for config in every_gemm_config()}
 
 
 @host_program.needs_compiler

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from moe_fp8.errors import TileError
 from moe_fp8.heuristics.sm90 import BARRIER_BYTES, SMEM_CAPACITY, WARPGROUP
@@ -181,10 +181,17 @@ def gemm_configs(layout: GemmLayout, k: int, batch_invariant: bool = False) -> t
     if layout == "dense" and not batch_invariant:
         divided = [_deepest(block_m, 64) for block_m in (8, 16, 32)] + [_deepest(128, 96, 2, "k")]
         for split in (2, 3, 4):
-            divided += [_deepest(block_m, 64, split, "k") for block_m in TOKEN_TILES[:-1]]
-            divided += [_deepest(block_m, 128, split, "k") for block_m in TOKEN_TILES[:-1]]
+            for block_n in (64, 128):
+                divided += [_deepest(block_m, block_n, split, "k") for block_m in TOKEN_TILES[:-1]]
         configs += [config for config in divided if k >= 512 * config.parts]
     return tuple(configs)
+
+
+@cache
+def every_gemm_config() -> tuple[GemmConfig, ...]:
+    """The configs of all layouts, for a K that is long enough for each."""
+    layouts: tuple[GemmLayout, ...] = get_args(GemmLayout)
+    return tuple(dict.fromkeys(config for layout in layouts for config in gemm_configs(layout, k=1 << 20)))
 
 
 @cache
