@@ -316,7 +316,9 @@ def _after(one: Instruction, open_: _Open) -> _Open:
         )
     if one.is_arrival:
         open_ = frozenset((load, by, min(count + 1, 2)) for load, by, count in open_)
-    return open_ | {(one, one.signals, 0)} if one.is_load or one.is_product else open_
+    if one.is_product:
+        return open_ | {(one, 0, 0)}  # no scoreboard covers it
+    return open_ | {(one, one.signals, 0)} if one.is_load else open_
 
 
 def _successors(code: Code) -> Callable[[int], Sequence[int]]:

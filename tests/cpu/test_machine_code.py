@@ -316,6 +316,7 @@ RULES: dict[str, tuple[str, dict[int, list[int]]]] = {
     "an atomic without": ("ATOMS.ADD RZ; SYNCS.ARRIVE; EXIT", {}),
     "a product": ("QGMMA R8,gdesc[UR4],R8,gsb0; SYNCS.ARRIVE; EXIT", {1: [0]}),
     "a product that is waited for": ("QGMMA R8; WARPGROUP.DEPBAR.LE gsb0,0x1; SYNCS.ARRIVE; EXIT", {}),
+    "a product and a scoreboard": ("QGMMA R8 >0; FADD <0; SYNCS.ARRIVE; EXIT", {2: [0]}),
     "another kind of wait": ("QGMMA R8; DEPBAR.LE SB0,0x0; SYNCS.ARRIVE; EXIT", {2: [0]}),
     "a product behind the wait": ("WARPGROUP.DEPBAR.LE gsb0,0x0; QGMMA R8; SYNCS.ARRIVE; EXIT", {2: [1]}),
     "never executed": ("@!PT LDS RZ; SYNCS.ARRIVE; EXIT", {}),
