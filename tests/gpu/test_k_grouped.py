@@ -51,8 +51,9 @@ def test_few_columns(sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.sanitizer
-def test_small() -> None:
-    check_both_modes(k_grouped_case((128, 0, 384), 130, 192, "cuda", before=128, after=128))
+@pytest.mark.parametrize("sizes", [(128, 0, 384), (1024, 256)])  # fewer blocks of K than stages, and more
+def test_small(sizes: tuple[int, ...]) -> None:
+    check_both_modes(k_grouped_case(sizes, 130, 192, "cuda", before=128, after=128))
 
 
 def test_an_addend_of_its_own_stays_as_it_is() -> None:
