@@ -80,16 +80,22 @@ DEVICE void store_staged(const GemmParams& p, const typename Fragments::Sum& sum
     constexpr int kBoxRows = Fragments::kBoxRows, kBoxBytes = Fragments::kBoxBytes, kChunks = kBoxBytes / 16;
     constexpr int kStagedBoxBytes = Fragments::kStagedBoxBytes;
     const int left = region.left, right = min(region.right, p.n - column);
-    const bool whole = to - from == kStoredTokens && (left | right) % kBoxRows == 0;
+    // (The compiler must know that the warp stays together, or the main loop's addresses leave the uniform registers.)
+    const bool whole = ptx::uniform(to - from == kStoredTokens && (left | right) % kBoxRows == 0);
     ptx::bulk_wait_read();
     __syncwarp();
     Fragments::stage(sum, staging);
     ptx::fence_async_proxy();
     __syncwarp();
     if (whole) {
-        if (left / kBoxRows <= lane && lane < right / kBoxRows) {
-            ptx::tma_store_2d(&p.out_map, staging + lane * kStagedBoxBytes + first * kBoxBytes, column + lane * kBoxRows,
-                              row + first);
+        // (If each box had a lane of its own, the compiler would put a loop over lanes around the store: 250 cycles a box.)
+        if (ptx::elect_one()) {
+#pragma unroll
+            for (int box = 0; box < Fragments::kBoxes; ++box) {
+                const int at = box * kBoxRows;
+                if (at < left || at >= right) continue;
+                ptx::tma_store_2d(&p.out_map, staging + box * kStagedBoxBytes + first * kBoxBytes, column + at, row + first);
+            }
         }
         ptx::bulk_commit();
         return;
