@@ -64,8 +64,7 @@ class Walk {
     }
 
     DEVICE bool next(Rows& rows) {
-        sched::Segment segment;
-        segment.num_rows = m_;
+        sched::Segment segment = {0, 0, 0, 0, m_};
         if constexpr (MASKED != 0) {
             if (!window_.find(tile_, segment)) return false;
         } else if (tile_ >= ceil_div(m_, kRows) * groups_) {

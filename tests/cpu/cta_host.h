@@ -282,6 +282,16 @@ inline unsigned __float_as_uint(float value) {
     return bits;
 }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32); }
+// The device's quotient is wrong by up to two units in its last place.
+inline float __fdividef(float a, float b) {
+    const float exact = a / b;
+    unsigned bits;
+    std::memcpy(&bits, &exact, 4);
+    bits += host::random_bits() % 5 - 2;
+    std::memcpy(&a, &bits, 4);
+    return a;
+}
 inline float __frcp_rn(float x) { return 1.0f / x; }
 template <typename T>
 T __ldg(const T* at) {

@@ -54,6 +54,7 @@ bool holds(const Case& c) {
         host::run(cta, lanes, [&] {
             TileWalk<kLayout, kBlockM, kBlockN, kPaired, 1, kDivided> walk(c.index.data(), c.num_experts, c.m, c.n, c.num_k_blocks,
                                                                            kPaired ? cta % 2 : 0);
+            walk.start();
             Tile tile;
             while (walk.next(tile)) {
                 if (threadIdx.x == 0) walks[cta].push_back(tile);
@@ -270,9 +271,23 @@ bool shares_hold() {
     return true;
 }
 
+// Quotients are right, for all sizes of dividends.
+bool quotients_hold(std::mt19937& random) {
+    for (int round = 0; round < 200000; ++round) {
+        const int value = 1 + random() % (1u << random() % 24), quotient = random() % (1u << random() % 22);
+        for (const int64_t dividend : {int64_t(quotient) * value - 1, int64_t(quotient) * value, int64_t(random() >> 1 + random() % 31)}) {
+            if (dividend < 0 || dividend > 0x7fffffff || Divisor(value).quotient(dividend) == dividend / value) continue;
+            std::printf("%d / %d is not %d\n", int(dividend), value, Divisor(value).quotient(dividend));
+            return false;
+        }
+    }
+    return true;
+}
+
 int main() {
     if (!shares_hold<1>() || !shares_hold<2>() || !shares_hold<3>() || !shares_hold<4>()) return 1;
     std::mt19937 random(1);
+    if (!quotients_hold(random)) return 1;
     if (!short_pairs_hold() || !all_runs_hold(random)) return 1;
     for (int round = 0; round < 12; ++round) {
         const int num_experts = 1 + random() % (round % 4 == 0 ? 70 : 7);

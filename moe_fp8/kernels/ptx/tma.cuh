@@ -18,6 +18,9 @@ DEVICE void prefetch_tensor_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Brings the line at a global address into L2, with the translation of the address.
+DEVICE void prefetch_line(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory"); }
+
 DEVICE void tma_load_2d(const TensorMap* map, Barrier* barrier, void* destination, int x, int y, CacheHint hint) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"

@@ -50,10 +50,13 @@ struct Division {
 };
 
 struct Segment {
-    int expert = 0;
-    int first_unit = 0;  // units of the segments before
-    int first_row = 0;
-    int num_rows = 0;
+    int expert;
+    int first_unit;  // units of the segments before
+    int num_units;
+    int first_row;
+    int num_rows;
+
+    DEVICE bool has(int unit) const { return first_unit <= unit && unit < first_unit + num_units; }
 };
 
 // A window has up to 32 segments, one in each lane: those of 32 experts, or the runs of 32 blocks of 128 rows in `m_indices`. Whole warps
@@ -85,19 +88,28 @@ class SegmentWindow {
         return __reduce_add_sync(kAll, units);
     }
 
+    // Returns this lane's segment, which may have no units.
+    DEVICE Segment mine() const {
+        return {kRuns ? expert_ : base_ + lane_index(), last_unit_ - units_, units_, first_row_, num_rows_};
+    }
+
     // Finds the segment that holds `unit`. Calls ask for growing units. Returns false when there are no more units.
     DEVICE bool find(int unit, Segment& segment) {
-        int below = num_below(unit);
-        while (below == kWarp) {
-            if (!more()) return false;
-            load(base_ + kWarp);
-            below = num_below(unit);
+        uint32_t owner;
+        while ((owner = __ballot_sync(kAll, mine().has(unit))) == 0) {
+            if (!advance()) return false;
         }
-        const int before = __shfl_sync(kAll, last_unit_, max(below - 1, 0));
-        segment.expert = kRuns ? __shfl_sync(kAll, expert_, below) : base_ + below;
-        segment.first_unit = below == 0 ? first_unit_ : before;
-        segment.first_row = __shfl_sync(kAll, first_row_, below);
-        segment.num_rows = __shfl_sync(kAll, num_rows_, below);
+        const int lane = __ffs(static_cast<int>(owner)) - 1;
+        const Segment here = mine();
+        segment = {__shfl_sync(kAll, here.expert, lane), __shfl_sync(kAll, here.first_unit, lane), __shfl_sync(kAll, here.num_units, lane),
+                   __shfl_sync(kAll, here.first_row, lane), __shfl_sync(kAll, here.num_rows, lane)};
+        return true;
+    }
+
+    // Goes on to the next window. Returns false if there is none.
+    DEVICE bool advance() {
+        if (base_ + kWarp >= (kRuns ? num_blocks() : num_experts_)) return false;
+        load(base_ + kWarp);
         return true;
     }
 
@@ -107,9 +119,6 @@ class SegmentWindow {
     static constexpr bool kAcrossBlocks = Division::kTileRows > kSegmentAlignment;
     static constexpr int kNone = -2;  // stands for a row that does not exist: neither an expert nor padding
 
-    // Running totals do not fall, so lanes whose segment ends before `unit` come first.
-    DEVICE int num_below(int unit) const { return __popc(__ballot_sync(kAll, unit >= last_unit_)); }
-
     DEVICE int units_of(int expert, int& first_row, int& num_rows) const {
         read_segment<kLayout>(index_, expert, m_, first_row, num_rows);
         return num_rows > 0 ? Division(first_row % kRowAlignment<kLayout> + num_rows).units(columns_) : 0;
@@ -117,13 +126,10 @@ class SegmentWindow {
 
     DEVICE int num_blocks() const { return ceil_div(m_, kSegmentAlignment); }
 
-    // Whether segments come after the window.
-    DEVICE bool more() const { return base_ + kWarp < (kRuns ? num_blocks() : num_experts_); }
-
     // Reads the window that begins with the expert or block `base`.
     DEVICE void load(int base) {
         base_ = base;
-        first_unit_ = __shfl_sync(kAll, last_unit_, kWarp - 1);
+        const int before = __shfl_sync(kAll, last_unit_, kWarp - 1);
         first_row_ = num_rows_ = 0;
         int units = 0;
         if constexpr (kRuns) {
@@ -133,6 +139,7 @@ class SegmentWindow {
             const int e = base + lane_index();
             units = e < num_experts_ ? units_of(e, first_row_, num_rows_) : 0;
         }
+        units_ = units;
         // The running total takes three steps that wait for shuffles, not five.
 #pragma unroll
         for (int step = 1; step < kWarp; step *= 4) {
@@ -143,7 +150,7 @@ class SegmentWindow {
                 if (lane_index() >= distance) units += theirs;
             }
         }
-        last_unit_ = first_unit_ + units;
+        last_unit_ = before + units;
     }
 
     // Finds the runs of blocks of 128 rows in the window. The blocks of a run all have the same expert in their first row, or all begin
@@ -161,28 +168,43 @@ class SegmentWindow {
         const int end = later != 0 ? lane + __ffs(static_cast<int>(later)) : in_window;
         if (begins >> lane & 1) first_row_ = row, num_rows_ = min((end - lane) * kSegmentAlignment, m_ - row);
         expert_ = expert;
-        if constexpr (kAcrossBlocks) leave_half_block();
+        if constexpr (kAcrossBlocks) leave_half_blocks();
     }
 
     // Leaves out the second half of a run's last block if it is padding and a tile would begin with it. After that, the run has as many
-    // tiles as its rows up to the last row that is not padding.
-    DEVICE void leave_half_block() {
-        constexpr int kHalf = kSegmentAlignment / 2;
+    // tiles as its rows up to the last row that is not padding. (The warp reads the halves of four runs at once.)
+    DEVICE void leave_half_blocks() {
+        constexpr int kHalf = kSegmentAlignment / 2, kAtOnce = 4, kRows = kHalf / kWarp;
         static_assert(Division::kTileRows % kHalf == 0, "a tile begins with a half of a block");
-        const int last_half = max(num_rows_ - 1, 0) / kHalf * kHalf;
-        if (last_half % kSegmentAlignment == 0 || last_half % Division::kTileRows != 0) return;
-        bool padding = true;
+        const int half = max(num_rows_ - 1, 0) / kHalf * kHalf;
+        uint32_t asking = __ballot_sync(kAll, half % kSegmentAlignment != 0 && half % Division::kTileRows == 0);
+        while (asking != 0) {
+            int lanes[kAtOnce], experts[kAtOnce][kRows];
 #pragma unroll
-        for (int row = last_half; row < last_half + kHalf; ++row) padding &= row >= num_rows_ || index_[first_row_ + row] < 0;
-        if (padding) num_rows_ = last_half;
+            for (int i = 0; i < kAtOnce; ++i, asking &= asking - 1) {
+                lanes[i] = __ffs(static_cast<int>(asking)) - 1;
+                const int first = __shfl_sync(kAll, first_row_ + half, max(lanes[i], 0));
+#pragma unroll
+                for (int j = 0; j < kRows; ++j) {
+                    const int row = first + j * kWarp + lane_index();
+                    experts[i][j] = lanes[i] >= 0 && row < m_ ? index_[row] : -1;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                bool padding = true;
+#pragma unroll
+                for (int j = 0; j < kRows; ++j) padding &= experts[i][j] < 0;
+                if (__ballot_sync(kAll, !padding) == 0 && lane_index() == lanes[i]) num_rows_ = half;
+            }
+        }
     }
 
     const int* index_;
     int num_experts_, m_, columns_;
     int base_ = 0;        // the window's first expert, or block of 128 rows
-    int first_unit_ = 0;  // total of the segments before the window
     int last_unit_ = 0;   // total up to this lane's segment, with its own units
-    int first_row_ = 0, num_rows_ = 0;
+    int units_ = 0, first_row_ = 0, num_rows_ = 0;
     int expert_ = 0;  // only for runs: the expert of this lane's run, or below 0 if its blocks begin with padding
 };
 

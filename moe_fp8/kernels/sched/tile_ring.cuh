@@ -34,21 +34,8 @@ class TileWriter {
    public:
     DEVICE explicit TileWriter(TileRing<kReaders, Record>& ring) : ring_(ring) {}
 
-    // The cursor's slot is free whenever a call begins: it is free at the start and after each push.
+    // Hands a tile on. The cursor's slot is free then: it is free at the start, and `next_slot` follows each push.
     DEVICE void push(const Record& tile) {
-        write(tile);
-        cursor_.step();
-        ptx::barrier_wait(&ring_.empty[cursor_.slot], cursor_.phase ^ 1);
-    }
-
-    DEVICE void finish() {
-        Record none;
-        none.expert = -1;
-        write(none);
-    }
-
-   private:
-    DEVICE void write(const Record& tile) {
         if (lane_index() == 0) {
             ring_.tiles[cursor_.slot] = tile;
             ptx::barrier_arrive(&ring_.full[cursor_.slot]);
@@ -56,6 +43,19 @@ class TileWriter {
         __syncwarp();
     }
 
+    // Waits for the next slot. (It is no part of `push`, so that the first tile's copies come before it.)
+    DEVICE void next_slot() {
+        cursor_.step();
+        ptx::barrier_wait(&ring_.empty[cursor_.slot], cursor_.phase ^ 1);
+    }
+
+    DEVICE void finish() {
+        Record none;
+        none.expert = -1;
+        push(none);
+    }
+
+   private:
     TileRing<kReaders, Record>& ring_;
     RingCursor<TileRing<kReaders, Record>::kSlots> cursor_;
 };

@@ -1,6 +1,7 @@
 // Division of a GEMM into tiles. A persistent grid walks the tiles of all segments in one fixed order, so empty experts cost nothing.
 #pragma once
 
+#include "sched/divisor.cuh"
 #include "sched/segments.cuh"
 
 namespace moe_fp8::sched {
@@ -73,79 +74,93 @@ class TileWalk {
         return {num_k_blocks * part / kClusterK, num_k_blocks * (part + 1) / kClusterK};
     }
 
+    // This does not read the index, so it may come before the wait for the kernel that writes it.
     DEVICE TileWalk(const int* index, int num_experts, int m, int n, int num_k_blocks, uint32_t cluster_rank)
         : columns_(ceil_div(n, kBlockN)),
+          last_group_(max(columns_ / kGroupN - 1, 0)),
+          last_width_(columns_ - last_group_ * kGroupN),
+          clusters_(static_cast<int>(gridDim.x) / kCtas),
           window_(index, num_experts, m, columns_),
           index_(index),
           num_experts_(num_experts),
           m_(m),
           rank_(kPaired ? static_cast<int>(cluster_rank) : 0),
           unit_(static_cast<int>(blockIdx.x) / kCtas),
-          k_range_(k_range(num_k_blocks, cluster_rank)) {
-        if constexpr (kGrouped) window_.start();
+          k_range_(k_range(num_k_blocks, cluster_rank)),
+          units_(Division(m).units(columns_)),
+          per_group_(Division(m).units(kGroupN)) {}
+
+    // Reads the index. This call comes before `next`.
+    DEVICE void start() {
+        if constexpr (kGrouped) window_.start(), prepare_segment();
         if constexpr (kPieces) {
-            const int units = kGrouped ? window_.total() : Division(m_).units(columns_) * (kKGrouped<kLayout> ? num_experts_ : 1);
-            const int clusters = static_cast<int>(gridDim.x) / kCtas, last = units % clusters;
+            const int units = kGrouped ? window_.total() : units_.value() * (kKGrouped<kLayout> ? num_experts_ : 1);
+            const int clusters = clusters_.value(), last = units - clusters_.quotient(units) * clusters;
             if (2 * last <= clusters) first_piece_ = units - last;
-            if (4 * last <= clusters) pieces_ = 4;
+            if (4 * last <= clusters) log_pieces_ = 2;
         }
     }
 
     // Returns false when the work is done. Whole warps call it.
     DEVICE bool next(Tile& tile) {
         while (true) {
-            Segment segment;
             const bool in_pieces = kPieces && unit_ >= first_piece_;
-            const int unit = in_pieces ? first_piece_ + (unit_ - first_piece_) / pieces_ : unit_;
-            if constexpr (kGrouped) {
-                if (!window_.find(unit, segment)) return false;
-            } else if constexpr (kKGrouped<kLayout>) {
-                const int each = Division(m_).units(columns_);
-                segment = {unit / each, unit / each * each, 0, m_};
+            const int pieces = unit_ - first_piece_, unit = in_pieces ? first_piece_ + (pieces >> log_pieces_) : unit_;
+            Segment segment = {0, 0, units_.value(), 0, m_};
+            if constexpr (kKGrouped<kLayout>) {
+                segment.expert = units_.quotient(unit), segment.first_unit = segment.expert * units_.value();
                 if (segment.expert >= num_experts_) return false;
+            } else if constexpr (kGrouped) {
+                segment = window_.mine();
             } else {
-                segment.num_rows = m_;
-                if (unit >= Division(m_).units(columns_)) return false;
+                if (!segment.has(unit)) return false;
             }
+            // Each lane goes on as if the unit were in its own segment. A CTA waits for its first tile, so nothing here waits for another
+            // lane or for a division before it must.
             const int early = segment.first_row % kRowAlignment<kLayout>;
             const Division division(early + segment.num_rows);
-            const uint32_t local = unit - segment.first_unit, per_group = division.units(kGroupN);
-            // A CTA waits for its first tile, and divisions take long. If there is one row of units, no division is needed: the
-            // tile's column does not depend on how the row is grouped.
-            const bool one_row = division.whole + division.single == 1;
-            const uint32_t last = max(columns_ / kGroupN - 1, 0);
-            const uint32_t group = one_row ? 0 : min(local / per_group, last);
-            const uint32_t in_group = local - group * per_group;
-            const uint32_t width = group < last ? kGroupN : columns_ - last * kGroupN;
-            int tile_m = one_row ? 0 : in_group / width, tile_n = in_group - tile_m * width;
+            const int local = unit - segment.first_unit;
+            const int group = min(per_group_.quotient(local), last_group_);
+            const int in_group = local - group * per_group_.value();
+            const Divisor width = group == last_group_ ? last_width_ : Divisor(kGroupN);
+            int tile_m = width.quotient(in_group), tile_n = in_group - tile_m * width.value();
             tile.common = kPaired ? Common::kWeights : Common::kNothing;
             if (kPaired && tile_m >= division.whole) {
                 tile_m = 2 * division.whole;
-                tile_n = (in_group - division.whole * width) * 2 + rank_;
+                tile_n = (in_group - division.whole * width.value()) * 2 + rank_;
                 tile.common = Common::kTokens;
             } else if (kPaired) {
                 tile_m = tile_m * 2 + rank_;
             }
             // Halves are the left and the right half of the weight rows. Quarters are the left and the right half of the upper
             // tokens, then of the lower tokens.
-            const int piece = in_pieces ? (unit_ - first_piece_) % pieces_ : 0, right = piece % 2;
-            const int height = in_pieces && pieces_ == 4 ? kBlockM / 2 : kBlockM, above = tile_m * kBlockM + piece / 2 * height;
-            unit_ += static_cast<int>(gridDim.x) / kCtas;
-
+            const int piece = in_pieces ? pieces & ((1 << log_pieces_) - 1) : 0, right = piece % 2;
+            const int height = in_pieces && log_pieces_ == 2 ? kBlockM / 2 : kBlockM, above = tile_m * kBlockM + piece / 2 * height;
             tile.k_range = kKGrouped<kLayout> ? range_of(segment.expert) : k_range_;
             tile.expert = segment.expert;
             tile.row = segment.first_row - early + above;
             tile.begin_row = above == 0 ? early : 0;
             tile.end_row = min(height, segment.num_rows + early - above);
-            tile.scale_row = kLayout == Layout::kMasked ? above : tile.row;
             tile.width = in_pieces ? kBlockN / 2 : kBlockN;
             tile.n = (group * kGroupN + tile_n) * kBlockN + right * tile.width;
+            // In `m_indices` only the last block of a run may end with padding, so only its tiles ask for the end of their rows.
+            bool asks = above + kBlockM > segment.num_rows - kSegmentAlignment;
+            if constexpr (kGrouped) {
+                const uint32_t owner = __ballot_sync(kAll, segment.has(unit));
+                if (owner == 0) {
+                    if (!window_.advance()) return false;
+                    prepare_segment();
+                    continue;
+                }
+                asks = from(__ffs(static_cast<int>(owner)) - 1, tile, asks);
+            }
+            unit_ += clusters_.value();
+            tile.scale_row = kLayout == Layout::kMasked ? tile.row - tile.expert * m_ : tile.row;
             if constexpr (kLayout == Layout::kMIndices) {
                 // (The two tiles of a pair must ask for the same rows, so a pair does not stop at the last row.)
                 const int rows = kGrouped && !kPaired ? tile.end_row : height;
                 if (kGrouped && 0 <= tile.expert && tile.expert < num_experts_) {
-                    // The run knows its expert. Only its last block may end with padding, so its tiles ask for the end of their rows.
-                    if (above + kBlockM > segment.num_rows - kSegmentAlignment) expert_of(tile.row, rows, tile.end_row);
+                    if (asks) expert_of(tile.row, rows, tile.end_row);
                 } else if (!find_expert(tile, rows)) {
                     continue;
                 }
@@ -167,11 +182,30 @@ class TileWalk {
     // first tile by about 0.5 us.)
     static constexpr bool kAlone = kLayout == Layout::kMIndices && !kPaired && kBlockM <= kSegmentAlignment;
     static constexpr bool kGrouped = kLayout != Layout::kDense && !kKGrouped<kLayout> && !kAlone;
+    static constexpr uint32_t kAll = 0xffffffffu;
     static constexpr int kGroupN = 8;
     static constexpr int kTokenBox = kTokenBoxOf<kBlockM>;
     static constexpr int kCtas = kPaired ? 2 : kClusterK;
     static_assert(kLayout != Layout::kMIndices || !kPaired || kBlockM == kSegmentAlignment, "a pair's tiles ask for whole blocks");
     using Division = sched::Division<kBlockM, kPaired>;
+
+    // Gets this lane's segment ready for `next`.
+    DEVICE void prepare_segment() {
+        const Segment segment = window_.mine();
+        const int early = segment.first_row % kRowAlignment<kLayout>;
+        per_group_ = Divisor(max(Division(early + segment.num_rows).units(kGroupN), 1));
+    }
+
+    // Replaces a lane's tile, and its answer to whether the tile asks for its rows, by those of lane `owner`. The answer is returned.
+    DEVICE bool from(int owner, Tile& tile, bool asks) const {
+        tile.expert = __shfl_sync(kAll, tile.expert, owner);
+        tile.row = __shfl_sync(kAll, tile.row, owner);
+        tile.begin_row = kRowAlignment<kLayout> > 1 ? __shfl_sync(kAll, tile.begin_row, owner) : 0;
+        tile.end_row = __shfl_sync(kAll, tile.end_row, owner);
+        tile.n = __shfl_sync(kAll, tile.n, owner);
+        if constexpr (kPaired) tile.common = static_cast<Common>(__shfl_sync(kAll, static_cast<int>(tile.common), owner));
+        return kLayout == Layout::kMIndices && __shfl_sync(kAll, static_cast<int>(asks), owner);
+    }
 
     // Returns the blocks of K of an expert, clamped to those that exist. Without an index, one expert has all of them.
     DEVICE KRange range_of(int expert) const {
@@ -228,12 +262,15 @@ class TileWalk {
         return tile.expert >= 0;
     }
 
-    int columns_;
+    int columns_, last_group_;
+    Divisor last_width_, clusters_;
     SegmentWindow<kLayout, Division> window_;
     const int* index_;
     int num_experts_, m_, rank_, unit_;
     const KRange k_range_;
-    int first_piece_ = 1 << 30, pieces_ = 2;  // units from this number on are taken in so many pieces
+    Divisor units_;      // units of a dense GEMM, or of each expert if all have the same rows
+    Divisor per_group_;  // units of a whole group of columns, in this lane's segment
+    int first_piece_ = 1 << 30, log_pieces_ = 1;  // units from this number on are taken in 2 or 4 pieces
 };
 
 }  // namespace moe_fp8::sched
