@@ -74,7 +74,8 @@ class LoadedKernel:
     compiled into the kernel.
 
     Launches use programmatic dependent launch: a kernel may start before its predecessor on the stream has
-    ended, so every kernel executes `griddepcontrol.wait` in all threads before it touches memory.
+    ended. So in every kernel `griddepcontrol.wait` comes before each access to memory that the predecessor
+    may write, in the same thread or in a thread that the accessing thread waits for.
     """
 
     __slots__ = (

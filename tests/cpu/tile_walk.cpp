@@ -274,10 +274,11 @@ bool shares_hold() {
 // Quotients are right, for all sizes of dividends.
 bool quotients_hold(std::mt19937& random) {
     for (int round = 0; round < 200000; ++round) {
-        const int value = 1 + random() % (1u << random() % 24), quotient = random() % (1u << random() % 22);
-        for (const int64_t dividend : {int64_t(quotient) * value - 1, int64_t(quotient) * value, int64_t(random() >> 1 + random() % 31)}) {
-            if (dividend < 0 || dividend > 0x7fffffff || Divisor(value).quotient(dividend) == dividend / value) continue;
-            std::printf("%d / %d is not %d\n", int(dividend), value, Divisor(value).quotient(dividend));
+        const int64_t value = std::max(1u, unsigned(random()) >> 1 + random() % 31), quotient = random() % (0x7fffffff / value + 1);
+        const Divisor divisor(value);
+        for (const int64_t dividend : {quotient * value - 1, quotient * value, int64_t(random()) >> 1 + random() % 31}) {
+            if (dividend < 0 || dividend > 0x7fffffff || divisor.quotient(dividend) == dividend / value) continue;
+            std::printf("%d / %d is not %d\n", int(dividend), int(value), divisor.quotient(dividend));
             return false;
         }
     }

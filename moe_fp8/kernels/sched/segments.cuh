@@ -71,8 +71,8 @@ class SegmentWindow {
     // Reads the first window. This call comes before all others.
     DEVICE void start() { load(0); }
 
-    // Returns the number of units of all segments. This call comes before `find`. Runs behind the first window count as one, since
-    // reading them would delay the first tile. The number of units is still exact if the number of columns is even.
+    // Returns the number of units of all segments. This call comes before `find` and `advance`. Runs behind the first window count as
+    // one, since reading them would delay the first tile. The number of units is still exact if the number of columns is even.
     DEVICE int total() const {
         if constexpr (kRuns) {
             const int rest = max(m_ - kWarp * kSegmentAlignment, 0);

@@ -34,7 +34,7 @@ class TileWriter {
    public:
     DEVICE explicit TileWriter(TileRing<kReaders, Record>& ring) : ring_(ring) {}
 
-    // Hands a tile on. The cursor's slot is free then: it is free at the start, and `next_slot` follows each push.
+    // Hands a tile on. The cursor's slot is free then: it is free at the start, and `next_slot` comes between two pushes.
     DEVICE void push(const Record& tile) {
         if (lane_index() == 0) {
             ring_.tiles[cursor_.slot] = tile;

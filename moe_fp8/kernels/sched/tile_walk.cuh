@@ -115,8 +115,8 @@ class TileWalk {
             } else {
                 if (!segment.has(unit)) return false;
             }
-            // Each lane goes on as if the unit were in its own segment. A CTA waits for its first tile, so nothing here waits for another
-            // lane or for a division before it must.
+            // Each lane goes on as if the unit were in its own segment, and the tiles of all lanes but the owner mean nothing. A CTA waits
+            // for its first tile, so nothing here waits for another lane or for a division before it must.
             const int early = segment.first_row % kRowAlignment<kLayout>;
             const Division division(early + segment.num_rows);
             const int local = unit - segment.first_unit;
@@ -152,7 +152,7 @@ class TileWalk {
                     prepare_segment();
                     continue;
                 }
-                asks = from(__ffs(static_cast<int>(owner)) - 1, tile, asks);
+                asks = take_from_owner(__ffs(static_cast<int>(owner)) - 1, tile, asks);
             }
             unit_ += clusters_.value();
             tile.scale_row = kLayout == Layout::kMasked ? tile.row - tile.expert * m_ : tile.row;
@@ -179,7 +179,7 @@ class TileWalk {
    private:
     // In `m_indices` a tile of up to 128 rows lies within a block of 128 and can ask its rows for their expert. So only larger tiles and
     // pairs, whose tiles have their weights in common if they are of one expert, need segments. (Looking for segments delays a kernel's
-    // first tile by about 0.5 us.)
+    // first tile.)
     static constexpr bool kAlone = kLayout == Layout::kMIndices && !kPaired && kBlockM <= kSegmentAlignment;
     static constexpr bool kGrouped = kLayout != Layout::kDense && !kKGrouped<kLayout> && !kAlone;
     static constexpr uint32_t kAll = 0xffffffffu;
@@ -197,7 +197,7 @@ class TileWalk {
     }
 
     // Replaces a lane's tile, and its answer to whether the tile asks for its rows, by those of lane `owner`. The answer is returned.
-    DEVICE bool from(int owner, Tile& tile, bool asks) const {
+    DEVICE bool take_from_owner(int owner, Tile& tile, bool asks) const {
         tile.expert = __shfl_sync(kAll, tile.expert, owner);
         tile.row = __shfl_sync(kAll, tile.row, owner);
         tile.begin_row = kRowAlignment<kLayout> > 1 ? __shfl_sync(kAll, tile.begin_row, owner) : 0;
