@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# On some CPUs the last bits of MKL's products depend on the number of rows, so a request beside others might
+# get another token. In this mode they do not. MKL reads the variable when torch is loaded.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
