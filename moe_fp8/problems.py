@@ -22,6 +22,9 @@ DEFAULT_NUM_SMS = 132
 #: Rows between segment starts in the `m_indices` and `psum` layouts.
 SEGMENT_ALIGNMENT = 128
 
+#: Half of a block of rows, and the most rows of padding that an expert of a full buffer has, on average.
+_HALF_BLOCK, _MOST_PADDING = SEGMENT_ALIGNMENT // 2, SEGMENT_ALIGNMENT * 3 // 4
+
 #: From this number of rows on, the choice of a GEMM kernel no longer changes.
 _MOST_ROWS = 32_768
 
@@ -45,7 +48,8 @@ class GemmProblem:
     """D[M,N] = A[M,K] @ B[N,K]^T with 1x128 and 128x128 scales; grouped by expert unless dense.
 
     `m`: the rows of `a` (of one expert's buffer for "masked"). `expected_m`: the expected number of valid
-    rows of an expert, or None. `m` and `expected_m` only guide the choice of a tile.
+    rows of an expert, or None. `m` and `expected_m` only guide the choice of a tile. If `m` tells how many
+    blocks experts fill, it counts for more than `expected_m` (see `blocks`).
     `device`: the device whose measured table corrects the choice, or "" for none. `batch_invariant`: a row's
     bits must not depend on `m` or the layout. `config`: the tile that the caller asks for, as text, or None.
     """
@@ -67,14 +71,13 @@ class GemmProblem:
         """The rows that a token tile should cover, rounded by `selection_rows`; 1 or more.
 
         If `expected_m` is not used, these are all rows for "dense" and "masked", else the mean per expert. If
-        only `blocks` is known, the mean leaves out the padding that is to be expected.
+        `blocks` is known, the mean leaves out the padding that is to be expected.
         """
         blocks = self.blocks
         if blocks is not None:
             # On average, half of an expert's last block is padding. The mean is taken to be 64 or more, since
             # experts without rows need no tile.
-            half = SEGMENT_ALIGNMENT // 2
-            rows = max(-(-blocks * SEGMENT_ALIGNMENT // self.num_experts) - half, half)
+            rows = max(-(-blocks * SEGMENT_ALIGNMENT // self.num_experts) - _HALF_BLOCK, _HALF_BLOCK)
         elif self.expected_m is not None and self.layout != "dense":
             rows = min(self.expected_m, self.m)
         else:
@@ -83,14 +86,20 @@ class GemmProblem:
 
     @property
     def blocks(self) -> int | None:
-        """The blocks of 128 rows that experts fill, rounded by `selection_rows`, if no more is known of rows.
+        """The blocks of 128 rows that experts fill, rounded by `selection_rows`, or None if it is not known.
 
-        Layouts whose segments start at multiples of 128 rows tell this number. None for other layouts, and if
-        `expected_m` is given or there is a single expert.
+        Layouts whose segments start at multiples of 128 rows tell this number by `m`. `expected_m` counts for
+        more if experts have no more rows than half a block, since blocks tell little of so few rows. It also
+        counts for more if `m` is too small for it, or so large that the buffer probably has room to spare.
         """
-        if self.expected_m is not None or self.num_experts == 1 or self.layout not in ("m_indices", "psum"):
+        if self.num_experts == 1 or self.layout not in ("m_indices", "psum"):
             return None
-        return selection_rows(max(1, -(-self.m // SEGMENT_ALIGNMENT)))
+        blocks = -(-self.m // SEGMENT_ALIGNMENT)
+        if self.expected_m is not None:
+            padding = blocks * SEGMENT_ALIGNMENT - self.expected_m * self.num_experts
+            if self.expected_m <= _HALF_BLOCK or not 0 <= padding <= _MOST_PADDING * self.num_experts:
+                return None
+        return selection_rows(max(1, blocks))
 
     @property
     def _shares(self) -> int:
@@ -102,7 +111,7 @@ class GemmProblem:
         rows, blocks = self.rows, self.blocks
         return GemmProblem(
             self.layout,
-            rows * self._shares if blocks is None else blocks * SEGMENT_ALIGNMENT,
+            rows if blocks is None else blocks * SEGMENT_ALIGNMENT,
             self.n,
             self.k,
             self.num_experts,

@@ -19,9 +19,9 @@ class Target(NamedTuple):
     num_experts: int
 
     def problem(self, rows: int, num_sms: int = DEFAULT_NUM_SMS) -> GemmProblem:
-        """The GEMM with `rows` rows, of each expert where it is grouped."""
-        m = rows * self.num_experts
-        return GemmProblem(self.layout, m, self.n, self.k, self.num_experts, rows, num_sms=num_sms)
+        """The GEMM with `rows` rows, of each expert where it is grouped, and nothing else known of its rows."""
+        # (So few rows in `a` do not tell how many blocks experts fill.)
+        return GemmProblem(self.layout, rows, self.n, self.k, self.num_experts, rows, num_sms=num_sms)
 
 
 def target_of(shape: GemmShape) -> Target:

@@ -183,8 +183,8 @@ def _gemm_problems(
         product(gemm_table.devices(), options.sm_budgets, every(options.batch_invariant), options.out_dtypes)
     )
 
-    # Without expected_m, some layouts tell only how many blocks experts fill. Each number belongs to
-    # the rows that `GemmProblem.rows` expects of an expert then.
+    # Some layouts tell how many blocks experts fill. Each number belongs to the rows that `GemmProblem.rows`
+    # expects of an expert then.
     unhinted: dict[int, list[int]] = {}
     for blocks, _ in _runs(-(-limit // SEGMENT_ALIGNMENT), selection_rows):
         problem = GemmProblem(layout, blocks * SEGMENT_ALIGNMENT, n, k, experts or 1)
@@ -193,8 +193,8 @@ def _gemm_problems(
 
     def problems_at(rows: int) -> Iterator[GemmProblem]:
         # As expected_m, `rows` takes every number that fits in a buffer. The means of calls without it are
-        # among these numbers.
-        calls = [(rows, None) if experts is None else (limit, rows)]
+        # among these numbers. (Of two experts or more, so few rows do not tell how many blocks they fill.)
+        calls = [(rows, None if experts is None else rows)]
         calls += [(m, None) for m in unhinted.get(selection_rows(rows), ())]
         for (m, hint), (device, sms, invariant, dtype) in product(calls, servers):
             yield GemmProblem(

@@ -64,7 +64,7 @@ def test_all_grouped_layouts_have_the_same_costs(rows: int, n: int, k: int, expe
     costs = [cost for _, cost in ranked]
     assert costs == sorted(costs) and len(costs) > 3
     for layout in LAYOUTS[1:]:
-        problem = GemmProblem(layout, rows * experts, n, k, experts, rows)
+        problem = GemmProblem(layout, 2 * rows * experts, n, k, experts, rows)  # with room to spare
         assert gemm_costs.ranked(problem) == ranked
         for config, cost in ranked:
             assert config in heuristics.gemm_configs(layout, k)
@@ -84,8 +84,15 @@ def test_known_blocks_are_what_experts_are_taken_to_fill(experts: int) -> None:
             tiles = gemm_costs.predict(narrow, problem).tiles
             assert 0.9 * blocks <= tiles <= blocks
         assert problem.rows >= 64
-        # If the mean is known, it decides.
-        assert replace(problem, expected_m=8).blocks is None
+        # A mean of few rows decides, as does a mean that the buffer is too small for, or with room to spare.
+        for mean, decides in (
+            (8, True),
+            (64, True),
+            (128 * blocks // experts + 1, True),
+            (128 * blocks // experts, 128 * blocks <= 64 * experts),
+            (128 * blocks // experts - 97, True),
+        ):
+            assert (replace(problem, expected_m=mean).blocks is None) == decides, (blocks, mean)
 
 
 @pytest.mark.parametrize("experts, blocks, n", [(2, 2, 3072), (3, 3, 2048), (4, 4, 1536), (4, 4, 2048)])

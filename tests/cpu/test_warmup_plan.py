@@ -157,8 +157,9 @@ def test_row_ranges_tell_the_kernel_of_every_expectation(planned: Plan, layout: 
         hints = {hint for first, last, _ in ranges for hint in (first, (first + last) // 2, last, last + 1)}
         for hint in {1, *hints} - {m + 1}:
             specs = {spec for first, last, spec in ranges if first <= hint <= last}
-            calls: list[tuple[int, int | None]] = [(m, hint)]
-            # Without a hint, several numbers of blocks may belong to the same rows.
+            # (So few rows do not tell how many blocks experts fill.)
+            calls: list[tuple[int, int | None]] = [(hint, hint)]
+            # Several numbers of blocks may belong to the same rows.
             calls += [(aligned, None) for aligned in unhinted.get(selection_rows(hint), ())]
             problems = (
                 gemm_problem(planned, layout, rows, shape, expected, device)
@@ -274,7 +275,7 @@ def test_problems_keep_what_may_decide_and_no_more() -> None:
     assert selected("masked", 256, 4096, 7168, 8).expected_m == 256
     average = selected("offsets", 1008, 4096, 7168, 8)
     assert average == selected("offsets", 1001, 4096, 7168, 8, 125)
-    assert (average.m, average.expected_m) == (1008, 126)
+    assert (average.m, average.expected_m) == (126, 126)
     for aligned in ("m_indices", "psum"):
         # The blocks of 128 rows stay. On average, half of an expert's last block is padding, so an expert has
         # 64 rows or more.
@@ -284,7 +285,11 @@ def test_problems_keep_what_may_decide_and_no_more() -> None:
             assert replace(few) == few == few.for_selection()
         assert selected(aligned, 128 * 1025, 4096, 7168, 8).blocks == 1056
         assert selected(aligned, 384, 4096, 7168, 1).expected_m == 384
-        assert selected(aligned, 8 * 320, 4096, 7168, 8, 300).expected_m == 304
+        # A full buffer tells more than the mean does.
+        assert selected(aligned, 8 * 320, 4096, 7168, 8, 300) == selected(aligned, 8 * 320, 4096, 7168, 8)
+        for hint, mean in ((64, 64), (200, 200), (321, 328)):
+            hinted = selected(aligned, 8 * 320, 4096, 7168, 8, hint)
+            assert (hinted.blocks, hinted.expected_m) == (None, mean) and hinted == hinted.for_selection()
     for hint in (-5, 0, 1):
         assert selected("offsets", 64, 4096, 7168, 8, hint).expected_m == 1
     assert selected("offsets", 64, 4096, 7168, 8, 2**31).expected_m == 64
