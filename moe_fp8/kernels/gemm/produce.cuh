@@ -116,8 +116,15 @@ class Meeting {
 DEVICE void prefetch_index(const GemmParams& p) {
     if constexpr (kLayout == sched::Layout::kDense || sched::kKGrouped<kLayout>) return;
     constexpr int kOfLine = 128 / sizeof(int);
-    const int count = kLayout == sched::Layout::kMIndices ? p.m : p.num_experts;
-    ptx::prefetch_line(&p.index[min(lane_index() * kOfLine, max(count - 1, 0))]);
+    if constexpr (Walk::kRuns) {
+        // Runs are found by the first row and the last row of each block of 128.
+        const int row = min(lane_index() * kSegmentAlignment, p.m - 1);
+        ptx::prefetch_line(&p.index[row]);
+        ptx::prefetch_line(&p.index[max(row - 1, 0)]);
+    } else {
+        const int count = kLayout == sched::Layout::kMIndices ? p.m : p.num_experts + (kLayout == sched::Layout::kOffsets);
+        ptx::prefetch_line(&p.index[min(lane_index() * kOfLine, count - 1)]);
+    }
 }
 
 // The walking warp also copies the first stages' weights, since it is the first to know which weights they are. Constant weights,

@@ -66,6 +66,9 @@ struct RecordOf<true> {
 template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, int kClusterK, bool kPieces>
 class TileWalk {
    public:
+    // Whether tiles follow the runs of experts in `m_indices`.
+    static constexpr bool kRuns = kLayout == Layout::kMIndices && (kPaired || kBlockM > kSegmentAlignment);
+
     // Returns the blocks of K that CTA `cluster_rank` sums of each tile that it takes; K has `num_k_blocks`. Unless experts have
     // ranges of their own, the range is the same for all tiles of the CTA. So the records do not hold it, and the readers of the
     // tiles get it from here (`TileReader`).
@@ -119,7 +122,7 @@ class TileWalk {
             // for its first tile, so nothing here waits for another lane or for a division before it must.
             const int early = segment.first_row % kRowAlignment<kLayout>;
             const Division division(early + segment.num_rows);
-            const int local = unit - segment.first_unit;
+            const int local = segment.has(unit) ? unit - segment.first_unit : 0;
             const int group = min(per_group_.quotient(local), last_group_);
             const int in_group = local - group * per_group_.value();
             const Divisor width = group == last_group_ ? last_width_ : Divisor(kGroupN);
@@ -180,8 +183,7 @@ class TileWalk {
     // In `m_indices` a tile of up to 128 rows lies within a block of 128 and can ask its rows for their expert. So only larger tiles and
     // pairs, whose tiles have their weights in common if they are of one expert, need segments. (Looking for segments delays a kernel's
     // first tile.)
-    static constexpr bool kAlone = kLayout == Layout::kMIndices && !kPaired && kBlockM <= kSegmentAlignment;
-    static constexpr bool kGrouped = kLayout != Layout::kDense && !kKGrouped<kLayout> && !kAlone;
+    static constexpr bool kGrouped = kLayout == Layout::kMIndices ? kRuns : kLayout != Layout::kDense && !kKGrouped<kLayout>;
     static constexpr uint32_t kAll = 0xffffffffu;
     static constexpr int kGroupN = 8;
     static constexpr int kTokenBox = kTokenBoxOf<kBlockM>;
@@ -238,11 +240,11 @@ class TileWalk {
         for (int i = 0; i < kBlockM; i += kWarp) {
             const int mine = i + lane_index();
             const int expert = mine < height && row + mine < m_ ? index_[row + mine] : -1;
-            const uint32_t valid = __ballot_sync(0xffffffffu, expert >= 0);
+            const uint32_t valid = __ballot_sync(kAll, expert >= 0);
             if (valid != 0) end_row = i + kWarp - __clz(static_cast<int>(valid));
             highest = max(highest, expert);
         }
-        highest = __reduce_max_sync(0xffffffffu, highest);
+        highest = __reduce_max_sync(kAll, highest);
         return highest < num_experts_ ? highest : -1;
     }
 
