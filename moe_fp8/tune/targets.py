@@ -19,7 +19,7 @@ class Target(NamedTuple):
     num_experts: int
 
     def problem(self, rows: int, num_sms: int = DEFAULT_NUM_SMS) -> GemmProblem:
-        """The GEMM with `rows` rows, of each expert where it is grouped, and nothing else known of its rows."""
+        """The GEMM with `rows` rows, of each expert if it is grouped. No more is known of its rows."""
         # (So few rows in `a` do not tell how many blocks experts fill.)
         return GemmProblem(self.layout, rows, self.n, self.k, self.num_experts, rows, num_sms=num_sms)
 
