@@ -25,6 +25,10 @@ SEGMENT_ALIGNMENT = 128
 #: Half of a block of rows, and the most rows of padding that an expert of a full buffer has, on average.
 _HALF_BLOCK, _MOST_PADDING = SEGMENT_ALIGNMENT // 2, SEGMENT_ALIGNMENT * 3 // 4
 
+#: With more blocks an expert, the mean of rows decides. (The number of blocks tells little more then, and
+#: planning takes longer with each number that is told apart.)
+_MOST_BLOCKS = 8
+
 #: From this number of rows on, the choice of a GEMM kernel no longer changes.
 _MOST_ROWS = 32_768
 
@@ -88,18 +92,25 @@ class GemmProblem:
     def blocks(self) -> int | None:
         """The blocks of 128 rows that experts fill, rounded by `selection_rows`, or None if it is not known.
 
-        Layouts whose segments start at multiples of 128 rows tell this number by `m`. `expected_m` counts for
-        more if experts have no more rows than half a block, since blocks tell little of so few rows. It also
-        counts for more if `m` is too small for it, or so large that the buffer probably has room to spare.
+        Layouts whose segments start at multiples of 128 rows tell this number by `m`, unless there is a
+        single expert. `expected_m` counts for more in four cases: experts have at most half a block of rows,
+        since blocks tell little of so few rows; they have many blocks; `m` is too small for `expected_m`; or
+        it is so large that the buffer probably has room to spare. Then this number is not used.
         """
         if self.num_experts == 1 or self.layout not in ("m_indices", "psum"):
             return None
         blocks = -(-self.m // SEGMENT_ALIGNMENT)
         if self.expected_m is not None:
             padding = blocks * SEGMENT_ALIGNMENT - self.expected_m * self.num_experts
-            if self.expected_m <= _HALF_BLOCK or not 0 <= padding <= _MOST_PADDING * self.num_experts:
+            full = 0 <= padding <= _MOST_PADDING * self.num_experts
+            if not full or self.expected_m <= _HALF_BLOCK or blocks > _MOST_BLOCKS * self.num_experts:
                 return None
         return selection_rows(max(1, blocks))
+
+    @property
+    def blocks_decide(self) -> bool:
+        """Whether the number of blocks decides, and not `rows`."""
+        return self.blocks is not None and self.blocks <= _MOST_BLOCKS * self.num_experts
 
     @property
     def _shares(self) -> int:

@@ -52,8 +52,8 @@ class PlanRow:
     """One kernel for one use: the `rows` of this use for which the selector picks `spec` on some device.
 
     `rows` are inclusive ranges. They count rows of A ("M") for "dense", queries or requests for the indexer,
-    tokens for weight gradients, and the expected rows of an expert for grouped layouts. (Without
-    `expected_m`, the number of blocks chooses among several kernels with the same rows.) `what` names the
+    tokens for weight gradients, and the mean rows of an expert for grouped layouts (`GemmProblem.rows`). (If
+    the number of blocks decides, it chooses among several kernels with the same rows.) `what` names the
     modules that share the shape; `n`, `k` and `num_experts` are None if they do not apply. `devices` are the
     devices on which the selector picks the kernel, if its choice depends on the device; "" stands for any
     device without a measured table.
@@ -185,17 +185,17 @@ def _gemm_problems(
 
     # Some layouts tell how many blocks experts fill. Each number belongs to the rows that `GemmProblem.rows`
     # expects of an expert then.
-    unhinted: dict[int, list[int]] = {}
+    aligned: dict[int, list[int]] = {}
     for blocks, _ in _runs(-(-limit // SEGMENT_ALIGNMENT), selection_rows):
         problem = GemmProblem(layout, blocks * SEGMENT_ALIGNMENT, n, k, experts or 1)
         if problem.blocks is not None:
-            unhinted.setdefault(problem.rows, []).append(problem.m)
+            aligned.setdefault(problem.rows, []).append(problem.m)
 
     def problems_at(rows: int) -> Iterator[GemmProblem]:
         # As expected_m, `rows` takes every number that fits in a buffer. The means of calls without it are
         # among these numbers. (Of two experts or more, so few rows do not tell how many blocks they fill.)
         calls = [(rows, None if experts is None else rows)]
-        calls += [(m, None) for m in unhinted.get(selection_rows(rows), ())]
+        calls += [(m, None) for m in aligned.get(selection_rows(rows), ())]
         for (m, hint), (device, sms, invariant, dtype) in product(calls, servers):
             yield GemmProblem(
                 layout, m, n, k, experts or 1, hint, dtype,

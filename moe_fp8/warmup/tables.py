@@ -144,7 +144,7 @@ _MEANINGS = {
     "page size": "keys of a page",
     "cluster size": "blocks of a cluster",
     "threads": "threads of a block",
-    "rows": "rows of A if dense, expected rows of an expert if grouped, else queries, requests or tokens",
+    "rows": "rows of A if dense, mean rows of an expert if grouped, else queries, requests or tokens",
     "regs": "registers of a thread",
     "spill bytes": "registers in memory, for each thread",
     "local bytes": "local memory of each thread",

@@ -9,6 +9,7 @@ import pytest
 from moe_fp8 import heuristics
 from moe_fp8.errors import ConfigError
 from moe_fp8.heuristics.gemm import costs as gemm_costs
+from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.problems import GemmLayout, GemmProblem, KGroupedGemmProblem, MqaLogitsProblem
 from moe_fp8.specs import select_k_grouped_gemm
 
@@ -84,15 +85,25 @@ def test_known_blocks_are_what_experts_are_taken_to_fill(experts: int) -> None:
             tiles = gemm_costs.predict(narrow, problem).tiles
             assert 0.9 * blocks <= tiles <= blocks
         assert problem.rows >= 64
+        many = blocks > 8 * experts
+        assert problem.blocks_decide == gemm_costs.modelled(problem).blocks_decide == (not many)
         # A mean of few rows decides, as does a mean that the buffer is too small for, or with room to spare.
         for mean, decides in (
             (8, True),
             (64, True),
             (128 * blocks // experts + 1, True),
-            (128 * blocks // experts, 128 * blocks <= 64 * experts),
+            (128 * blocks // experts, many or 128 * blocks <= 64 * experts),
             (128 * blocks // experts - 97, True),
         ):
             assert (replace(problem, expected_m=mean).blocks is None) == decides, (blocks, mean)
+
+
+@pytest.mark.parametrize("device", gemm_table.DEVICES)
+def test_a_table_does_not_correct_what_blocks_tell(device: str) -> None:
+    problem = GemmProblem("psum", 96, 4096, 1536, 4, 96, device=device)
+    full = replace(problem, m=512)
+    assert gemm_table.lookup(problem) is not None and gemm_table.lookup(full) is None
+    assert heuristics.gemm_config(full) == gemm_costs.cheapest(full)
 
 
 @pytest.mark.parametrize("experts, blocks, n", [(2, 2, 3072), (3, 3, 2048), (4, 4, 1536), (4, 4, 2048)])

@@ -149,18 +149,18 @@ def test_row_ranges_tell_the_kernel_of_every_expectation(planned: Plan, layout: 
         ranges = [(*pair, row.spec) for row in rows_of(planned, shape, layout) for pair in row.rows]
         m = max(last for _, last, _ in ranges)
         assert m >= most
-        unhinted: dict[int, list[int]] = {}
+        by_blocks: dict[int, list[int]] = {}
         for aligned in range(128, m + 1, 128):
             problem = gemm_problem(planned, layout, aligned, shape)
             if problem.blocks is not None:
-                unhinted.setdefault(problem.rows, []).append(aligned)
+                by_blocks.setdefault(problem.rows, []).append(aligned)
         hints = {hint for first, last, _ in ranges for hint in (first, (first + last) // 2, last, last + 1)}
         for hint in {1, *hints} - {m + 1}:
             specs = {spec for first, last, spec in ranges if first <= hint <= last}
             # (So few rows do not tell how many blocks experts fill.)
             calls: list[tuple[int, int | None]] = [(hint, hint)]
             # Several numbers of blocks may belong to the same rows.
-            calls += [(aligned, None) for aligned in unhinted.get(selection_rows(hint), ())]
+            calls += [(aligned, None) for aligned in by_blocks.get(selection_rows(hint), ())]
             problems = (
                 gemm_problem(planned, layout, rows, shape, expected, device)
                 for (rows, expected), device in product(calls, gemm_table.devices())

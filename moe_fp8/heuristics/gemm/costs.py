@@ -178,10 +178,6 @@ def work(config: GemmConfig, counts: Counts, n: int, k: int, sms: int, grouped: 
 #: skewed router.
 _SPREADS = (0.2, 0.7)
 
-#: With more blocks of 128 rows an expert, only the mean of rows decides. (The number of blocks tells little
-#: more then, and planning takes longer with each number that is told apart.)
-_MOST_BLOCKS = 8
-
 #: Experts that are drawn for each spread, in as many draws as these make.
 _DRAWN_EXPERTS = 64
 
@@ -293,10 +289,10 @@ def modelled(problem: GemmProblem) -> GemmProblem:
     if problem.layout == "dense":
         layout, step = "dense", _smallest_tile(problem.rows)
         m = -(-problem.rows // step) * step
-    elif problem.blocks is None or problem.blocks > _MOST_BLOCKS * problem.num_experts:
-        m = min(_coarse(problem.rows), 4096)
-    else:
+    elif problem.blocks is not None and problem.blocks_decide:
         layout, m = "psum", _coarse(problem.blocks) * SEGMENT_ALIGNMENT
+    else:
+        m = min(_coarse(problem.rows), 4096)
     return GemmProblem(
         layout,
         m,

@@ -2,8 +2,8 @@
 
 A row is one problem for which a config was faster than the cost model's choice. It serves every number of
 rows from its own down to the next that was measured or needs a smaller tile or fewer ("above"), and of a
-grouped problem every layout, since they all cost the same. Everything else is left to the model: what has no
-row was not measured, or the model chose well.
+grouped problem every layout, since they all cost the same. But it serves no problem whose number of blocks
+decides. Everything else is left to the model: what has no row was not measured, or the model chose well.
 """
 
 from __future__ import annotations
@@ -66,14 +66,17 @@ def _table(device: str) -> dict[Key, _Rows]:
 
 
 def lookup(problem: GemmProblem) -> GemmConfig | None:
-    """The config that the device's table has for `problem`, if any; none for batch-invariant results."""
+    """The config that the device's table has for `problem`, if any.
+
+    None for batch-invariant results, and if the number of blocks decides, which tells more than a mean.
+    """
     row = find_row(problem)
     return None if row is None else row[2]
 
 
 def find_row(problem: GemmProblem) -> tuple[int, int, GemmConfig] | None:
     """(rows, above, config) of the table's row that `lookup` takes its answer from."""
-    if problem.batch_invariant:
+    if problem.batch_invariant or problem.blocks_decide:
         return None
     found = _table(problem.device).get(_key(problem.layout, problem.n, problem.k, problem.num_experts))
     if found is None:

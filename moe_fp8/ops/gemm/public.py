@@ -137,8 +137,8 @@ def grouped_gemm_fp8_contiguous(
     offsets `[E+1]`: expert e has rows `offsets[e]` to `offsets[e+1]`, without alignment or padding.
 
     expected_m: the expected rows of an expert, by default the mean of a's rows without the padding to be
-    expected. It affects only speed; any value is safe. In `m_indices` and `psum`, the rows of a buffer
-    without room to spare tell more (docs/tuning.md).
+    expected. It affects only speed; any value is safe. In `m_indices` and `psum`, the number of a's rows may
+    count for more (docs/tuning.md).
     config: the tile as text (docs/tuning.md), or None. Results are bitwise independent of `expected_m` and
     `config`.
     constant_weights: as in `gemm_fp8`; the promise includes the index tensor.
