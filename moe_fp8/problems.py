@@ -99,13 +99,13 @@ class GemmProblem:
         """
         if self.num_experts == 1 or self.layout not in ("m_indices", "psum"):
             return None
-        blocks = -(-self.m // SEGMENT_ALIGNMENT)
+        rows = self.m + -self.m % SEGMENT_ALIGNMENT
+        blocks = selection_rows(max(1, rows // SEGMENT_ALIGNMENT))
         if self.expected_m is not None:
-            padding = blocks * SEGMENT_ALIGNMENT - self.expected_m * self.num_experts
-            full = 0 <= padding <= _MOST_PADDING * self.num_experts
+            full = 0 <= rows - self.expected_m * self.num_experts <= _MOST_PADDING * self.num_experts
             if not full or self.expected_m <= _HALF_BLOCK or blocks > _MOST_BLOCKS * self.num_experts:
                 return None
-        return selection_rows(max(1, blocks))
+        return blocks
 
     @property
     def blocks_decide(self) -> bool:

@@ -10,7 +10,13 @@ from moe_fp8 import heuristics
 from moe_fp8.errors import ConfigError
 from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
-from moe_fp8.problems import GemmLayout, GemmProblem, KGroupedGemmProblem, MqaLogitsProblem
+from moe_fp8.problems import (
+    GemmLayout,
+    GemmProblem,
+    KGroupedGemmProblem,
+    MqaLogitsProblem,
+    selection_rows,
+)
 from moe_fp8.specs import select_k_grouped_gemm
 
 LAYOUTS: tuple[GemmLayout, ...] = ("dense", "m_indices", "psum", "offsets", "masked")
@@ -96,6 +102,13 @@ def test_known_blocks_are_what_experts_are_taken_to_fill(experts: int) -> None:
             (128 * blocks // experts - 97, True),
         ):
             assert (replace(problem, expected_m=mean).blocks is None) == decides, (blocks, mean)
+
+
+def test_a_mean_decides_unless_blocks_do() -> None:
+    # 65 experts have at most 520 blocks that decide, and 519 are rounded to 528.
+    problem = GemmProblem("psum", 128 * 519, 4096, 7168, 65)
+    assert problem.blocks == 528 and not problem.blocks_decide
+    assert replace(problem, expected_m=960).rows == selection_rows(960)
 
 
 @pytest.mark.parametrize("device", gemm_table.DEVICES)
