@@ -275,6 +275,7 @@ def _gemm_boxes() -> dict[str, int]:
     boxes: dict[str, int] = {}
     for config in heuristics.every_gemm_config():
         boxes[f"moe_fp8::kPiecesOf<{config.block_n}>"] = int(config.divided)
+        boxes[f"moe_fp8::kLaunchClusterOf<{config.block_m}, {config.cluster}>"] = config.launch_cluster
         boxes[f"moe_fp8::sched::kTokenBoxOf<{config.block_m}>"] = config.token_box
         boxes[f"moe_fp8::kWeightBoxOf<{config.block_n}>"] = config.weight_box
         if config.out_box is not None:

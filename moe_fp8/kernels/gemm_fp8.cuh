@@ -7,7 +7,7 @@
 //
 // A cluster is of one of two kinds. It may take a pair of tiles with weights or tokens in common, and its CTAs take turns to load
 // these for both. Or it shares one tile along K: each CTA sums a part of K, and the parts are added in the order of rank, so that
-// results repeat bit for bit.
+// results repeat bit for bit. A CTA with tiles of its own is launched beside another one (`kNeighbours`), but neither waits for the other.
 //
 // Warps (`run` in gemm/kernel.cuh):
 //
@@ -52,7 +52,7 @@
 
 #include "gemm/kernel.cuh"
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(CLUSTER_SIZE, 1, 1)
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) __cluster_dims__(moe_fp8::kLaunchClusterOf<BLOCK_M, CLUSTER_SIZE>, 1, 1)
     gemm_fp8(const __grid_constant__ GemmParams p) {
     moe_fp8::run(p);
 }

@@ -51,7 +51,7 @@ def candidates(problem: GemmProblem, factor: float) -> list[GemmConfig]:
     costs = {
         config: gemm_costs.cost(config, problem)
         for config in gemm_configs(problem.layout, problem.k)
-        if config.cluster <= problem.num_sms
+        if config.launch_cluster <= problem.num_sms
     }
     chosen = gemm_costs.cheapest(problem)
     limit = factor * min(costs.values())

@@ -24,14 +24,14 @@ ROWS = (1, 7, 8, 9, 20, 64, 65, 100, 128, 129, 300, 1000, 1024, 5000, 16384)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_sms", [1, 2, 3, 4, 16, 78, 114, 132])
+@pytest.mark.parametrize("num_sms", [2, 3, 4, 16, 78, 114, 132])
 def test_every_config_fits_the_device(layout: GemmLayout, num_sms: int) -> None:
     for n, k in ((64, 128), (2112, 7168), (7168, 2048), (24576, 1536)):
         for rows in ROWS:
             experts = 1 if layout == "dense" else 8
             problem = GemmProblem(layout, rows * experts, n, k, experts, num_sms=num_sms)
             config = heuristics.gemm_config(problem)
-            assert config.cluster <= num_sms
+            assert config.launch_cluster <= num_sms
             assert config.block_m in heuristics.TOKEN_TILES
             assert heuristics.gemm_smem_bytes(config) <= heuristics.SMEM_CAPACITY
             assert config.num_stages >= 3

@@ -39,6 +39,30 @@ int pairs_in_runs(const std::vector<int>& owner) {
 
 bool equal(KRange left, KRange right) { return left.begin == right.begin && left.end == right.end; }
 
+// Whether neighbours take tiles of the same weight rows, as far as experts have two rows of tiles.
+template <int kBlockN>
+bool neighbours_share(const std::vector<std::vector<Tile>>& walks, const Case& c) {
+    std::vector<int> rows(c.num_experts);
+    int shared = 0, most = 0;
+    for (size_t cta = 0; cta < walks.size(); ++cta) {
+        for (size_t i = 0; i < walks[cta].size(); ++i) {
+            const Tile& tile = walks[cta][i];
+            rows[tile.expert] += tile.n == 0;
+            if (cta % 2 == 1) continue;
+            const bool alone = i >= walks[cta + 1].size();
+            shared += !alone && walks[cta + 1][i].expert == tile.expert && walks[cta + 1][i].n == tile.n;
+        }
+    }
+    const int columns = (c.n + kBlockN - 1) / kBlockN;
+    int units = 0;
+    for (const int count : rows) {
+        // After an odd number of units, the first and the last tile of an expert have other neighbours.
+        most += count / 2 * columns - (units % 2 == 1 && count % 2 == 0 && count > 0);
+        units += count * columns;
+    }
+    return shared == most;
+}
+
 std::vector<host::Fiber> lanes = host::fibers();
 
 // Whether the cases had each kind of tile in pieces, and tiles that begin before their rows.
@@ -46,14 +70,14 @@ struct Seen {
     bool halves = false, lower_quarters[2] = {}, companions = false, earlier = false;
 } seen;
 
-template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, bool kDivided = false>
+template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, bool kDivided = false, bool kNeighbours = false>
 bool holds(const Case& c) {
     std::vector<std::vector<Tile>> walks(c.ctas);
     gridDim.x = c.ctas;
     for (int cta = 0; cta < c.ctas; ++cta) {
         host::run(cta, lanes, [&] {
-            TileWalk<kLayout, kBlockM, kBlockN, kPaired, 1, kDivided> walk(c.index.data(), c.num_experts, c.m, c.n, c.num_k_blocks,
-                                                                           kPaired ? cta % 2 : 0);
+            TileWalk<kLayout, kBlockM, kBlockN, kPaired, 1, kDivided, kNeighbours> walk(
+                c.index.data(), c.num_experts, c.m, c.n, c.num_k_blocks, kPaired ? cta % 2 : 0);
             walk.start();
             Tile tile;
             while (walk.next(tile)) {
@@ -129,6 +153,9 @@ bool holds(const Case& c) {
             if (!equal(left.k_range, right.k_range)) return wrong("two ranges of K", left.row, left.n);
         }
     }
+    if (kNeighbours && kLayout != Layout::kMIndices && !kKGrouped<kLayout> && !neighbours_share<kBlockN>(walks, c)) {
+        return wrong("neighbours that share nothing", 0, 0);
+    }
     if (kPaired && kLayout == Layout::kMIndices && c.sound && whole && pairs < pairs_in_runs(c.owner)) {
         return wrong("pairs that share nothing", 0, 0);
     }
@@ -140,6 +167,8 @@ bool all_hold(const Case& c, bool only_divided) {
     if (!holds<kLayout, 128, 256, false, true>(c) || !holds<kLayout, 128, 256, true, true>(c)) return false;
     if (only_divided) return true;
     if (!holds<kLayout, 192, 128, false>(c)) return false;
+    if (!holds<kLayout, 64, 64, false, false, true>(c) || !holds<kLayout, 128, 192, false, false, true>(c)) return false;
+    if (!holds<kLayout, 192, 128, false, false, true>(c)) return false;
     return holds<kLayout, 8, 128, false>(c) && holds<kLayout, 16, 128, false>(c) && holds<kLayout, 64, 64, false>(c) &&
            holds<kLayout, 128, 128, false>(c) && holds<kLayout, 128, 128, true>(c) && holds<kLayout, 128, 192, true>(c);
 }
@@ -208,7 +237,7 @@ bool runs_hold(const std::vector<int>& blocks, int num_experts, int n, int ctas,
     const int m = static_cast<int>(index.size());
     const Case found{index, owner, num_experts, m, n, ctas, 1, sound};
     return holds<Layout::kMIndices, 128, 256, true, true>(found) && holds<Layout::kMIndices, 128, 192, true>(found) &&
-           holds<Layout::kMIndices, 192, 128, false>(found);
+           holds<Layout::kMIndices, 192, 128, false>(found) && holds<Layout::kMIndices, 192, 128, false, false, true>(found);
 }
 
 // Rows [0, m), each of the expert that the function `owner_of` returns (-1 for padding), in the tiles that follow runs.
@@ -218,7 +247,7 @@ bool rows_hold(int m, int num_experts, int n, int ctas, OwnerOf owner_of) {
     for (int row = 0; row < m; ++row) owner[row] = owner_of(row);
     const Case found{owner, owner, num_experts, m, n, ctas};
     return holds<Layout::kMIndices, 128, 256, true, true>(found) && holds<Layout::kMIndices, 128, 192, true>(found) &&
-           holds<Layout::kMIndices, 192, 128, false>(found);
+           holds<Layout::kMIndices, 192, 128, false>(found) && holds<Layout::kMIndices, 192, 128, false, false, true>(found);
 }
 
 // Both blocks of a pair begin with padding, and the second is short. The two tiles must still agree on what they have in common.
@@ -259,7 +288,7 @@ bool shares_hold() {
     for (int blocks = 1; blocks < 64; ++blocks) {
         int end = 0;
         for (int cta = 0; cta < kClusterK; ++cta) {
-            const KRange range = TileWalk<Layout::kDense, 64, 128, false, kClusterK, false>::k_range(blocks, cta);
+            const KRange range = TileWalk<Layout::kDense, 64, 128, false, kClusterK, false, false>::k_range(blocks, cta);
             if (range.begin != end || (blocks >= kClusterK && range.count() <= 0)) {
                 std::printf("%d blocks of K for %d CTAs: [%d, %d) for CTA %d\n", blocks, kClusterK, range.begin, range.end, cta);
                 return false;

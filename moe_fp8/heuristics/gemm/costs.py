@@ -316,7 +316,7 @@ def _ranked(problem: GemmProblem) -> tuple[tuple[GemmConfig, float], ...]:
     found = [
         (config, _cost(config, problem, fitted))
         for config in gemm_configs(problem.layout, problem.k, problem.batch_invariant)
-        if config.cluster <= problem.num_sms and config.block_m >= smallest
+        if config.launch_cluster <= problem.num_sms and config.block_m >= smallest
     ]
     found.sort(key=lambda one: (one[1], one[0].block_m, one[0].block_n, one[0].cluster))
     return tuple(found)

@@ -57,6 +57,15 @@ class GemmConfig:
         """CTAs that divide one tile along K."""
         return self.cluster if self.shares == "k" else 1
 
+    @cached_property
+    def launch_cluster(self) -> int:
+        """CTAs that are launched together (kLaunchClusterOf).
+
+        CTAs with tiles of 64 tokens and more come in twos also if each takes tiles of its own. They run on the
+        two SMs of a TPC, which take a line of L2 once if both ask for it.
+        """
+        return 2 if self.cluster == 1 and self.block_m >= 64 else self.cluster
+
     @property
     def alternate(self) -> bool:
         """Whether the math warpgroups take alternate blocks of K (kAlternate)."""
@@ -142,14 +151,14 @@ def gemm_smem_bytes(config: GemmConfig) -> int:
 
 def gemm_grid(config: GemmConfig, layout: GemmLayout, m: int, n: int, num_sms: int) -> int:
     """CTAs of a launch: whole clusters on all SMs; for a dense GEMM no more than there are units of work."""
-    clusters = num_sms // config.cluster
+    clusters = num_sms // config.launch_cluster
     if layout == "dense":
         tiles = -(-m // config.block_m) * -(-n // config.block_n)
-        units = -(-tiles // config.pair)
+        units = -(-tiles // (config.launch_cluster // config.split))
         if config.divided:
             units *= 4 if 4 * units <= clusters else 2
         clusters = min(clusters, units)
-    return clusters * config.cluster
+    return clusters * config.launch_cluster
 
 
 @cache
@@ -203,7 +212,7 @@ def parse_gemm_config(text: str, problem: GemmProblem) -> GemmConfig:
     """The config that `text` names (see GemmConfig); raises TileError if `problem` may not use it."""
     legal = _by_text(problem.layout, problem.k, problem.batch_invariant)
     config = legal.get(text)
-    if config is not None and config.cluster <= problem.num_sms:
+    if config is not None and config.launch_cluster <= problem.num_sms:
         return config
     raise TileError(
         "config",

@@ -34,6 +34,10 @@ constexpr int kCluster = CLUSTER_SIZE;
 constexpr bool kPaired = kCluster > 1 && !SPLIT_K;
 constexpr bool kSplitK = kCluster > 1 && SPLIT_K;
 constexpr int kClusterK = kSplitK ? kCluster : 1;
+// CTAs that take tiles of their own are launched in twos, as neighbours (`TileWalk`), unless their tokens are few.
+template <int kTokens, int kCtas>
+constexpr int kLaunchClusterOf = kCtas == 1 && kTokens >= 64 ? 2 : kCtas;
+constexpr bool kNeighbours = !kSiluMul && !kRowScales && kLaunchClusterOf<kBlockM, kCluster> > kCluster;
 static_assert(!kPaired || kCluster == 2, "a pair");
 static_assert(!kRowScales || (!kSplitK && BLOCK_M == 128 && (BLOCK_N == 128 || BLOCK_N == 256)), "see RowScaled");
 constexpr uint16_t kEveryone = (1 << kCluster) - 1;
@@ -84,7 +88,7 @@ constexpr bool kOnePartial = kWaves == 2 && kBlockM >= 64;
 template <int kWeightRows>
 constexpr bool kPiecesOf = kWeightRows == 256;
 constexpr bool kPieces = kPiecesOf<kBlockN> && !kSiluMul;
-using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kPaired, kClusterK, kPieces>;
+using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kPaired, kClusterK, kPieces, kNeighbours>;
 // Warp 0, warp 1 unless it rests, and the math warps read the tiles.
 constexpr int kTileReaders = (kRowScales && !kSumsByWarp ? 1 : 2) + kMathWarpgroups * 4;
 using Record = sched::RecordOf<sched::kKGrouped<kLayout>>::Type;

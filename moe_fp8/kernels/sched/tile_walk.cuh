@@ -63,11 +63,17 @@ struct RecordOf<true> {
 // L2. The last group also takes the columns that are left over. If kPieces, a short last round is divided further. If it has no
 // more units than half of the clusters, each cluster takes half of a unit, with half as many weight rows. If it has no more units
 // than a quarter of the clusters, each cluster takes a quarter of a unit, with half as many tokens too.
-template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, int kClusterK, bool kPieces>
+//
+// If kNeighbours, the CTAs 2i and 2i + 1 run on the two SMs of a TPC, which take a line of L2 once if both ask for it. So units with an
+// even number and the next have tiles of the same weight rows, or in the last row of tiles of the same tokens.
+template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, int kClusterK, bool kPieces, bool kNeighbours>
 class TileWalk {
    public:
     // Whether tiles follow the runs of experts in `m_indices`.
     static constexpr bool kRuns = kLayout == Layout::kMIndices && (kPaired || kBlockM > kSegmentAlignment);
+    // Whether units go along two rows of tiles at once. (Without runs, the next row of tiles may be of another expert.)
+    static constexpr bool kTwoRows = kNeighbours && (kLayout != Layout::kMIndices || kRuns);
+    static_assert(!kNeighbours || (!kPaired && kClusterK == 1), "a unit is a tile");
 
     // Returns the blocks of K that CTA `cluster_rank` sums of each tile that it takes; K has `num_k_blocks`. Unless experts have
     // ranges of their own, the range is the same for all tiles of the CTA. So the records do not hold it, and the readers of the
@@ -122,11 +128,20 @@ class TileWalk {
             // for its first tile, so nothing here waits for another lane or for a division before it must.
             const int early = segment.first_row % kRowAlignment<kLayout>;
             const Division division(early + segment.num_rows);
-            const int local = segment.has(unit) ? unit - segment.first_unit : 0;
+            int local = segment.has(unit) ? unit - segment.first_unit : 0;
+            // The neighbour of an odd first unit is of another segment, so that unit takes the segment's last tile.
+            if (kTwoRows && segment.first_unit % 2 != 0) local = (local == 0 ? segment.num_units : local) - 1;
             const int group = min(per_group_.quotient(local), last_group_);
             const int in_group = local - group * per_group_.value();
             const Divisor width = group == last_group_ ? last_width_ : Divisor(kGroupN);
-            int tile_m = width.quotient(in_group), tile_n = in_group - tile_m * width.value();
+            const int rows_at_once = kTwoRows ? 2 : 1;
+            int tile_m = width.quotient(in_group / rows_at_once), tile_n = in_group / rows_at_once - tile_m * width.value();
+            tile_m *= rows_at_once;
+            if (kTwoRows && tile_m + 1 < division.whole) {
+                tile_m += in_group % 2;
+            } else if (kTwoRows) {
+                tile_n = in_group - tile_m * width.value();
+            }
             tile.common = kPaired ? Common::kWeights : Common::kNothing;
             if (kPaired && tile_m >= division.whole) {
                 tile_m = 2 * division.whole;
