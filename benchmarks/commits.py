@@ -40,7 +40,7 @@ class _Tree:
         self.folder = folder.resolve()
         command = [sys.executable, str(Path(__file__).resolve()), str(self.folder), "--worker"]
         command += ["--class", options.classes, "--set", options.sets]
-        command += ["--every", str(options.every), "--only", options.only]
+        command += ["--every", str(options.every), "--only", options.only, "--commit", options.commit]
         self._process = subprocess.Popen(
             command, cwd=self.folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -162,7 +162,7 @@ def _work(options: argparse.Namespace) -> None:
                 _answer(answers, us=replay.time_us())
 
     torch.manual_seed(20_261)  # both processes draw the same inputs
-    facts = environment(options.folders[0].name)
+    facts = environment(options.commit or options.folders[0].name)
     for name in options.classes.split(","):
         session = Session(ResultsFile(Path("unwritten.json"), facts), 1, [], tuple(options.sets.split(",")))
         measured.RUNNERS[name](session, None, options.every)
@@ -180,7 +180,13 @@ def main() -> int:
     )
     parser.add_argument("--class", dest="classes", default=_GPU_CLASSES, help="default: %(default)s")
     parser.add_argument(
-        "--set", dest="sets", default="listed", help="listed, development, or both with a comma"
+        "--set",
+        dest="sets",
+        default="listed",
+        help="listed, development, unseen, few_rounds, or several with commas",
+    )
+    parser.add_argument(
+        "--commit", default="", help="the full hash from which unseen and few_rounds shapes are drawn"
     )
     parser.add_argument("--every", type=int, default=1, help="time every n-th shape")
     parser.add_argument("--only", default="", help="time the shapes whose name has this part")
@@ -191,8 +197,8 @@ def main() -> int:
     if options.worker:
         _work(options)
         return 0
-    if others := {*options.sets.split(",")} - {"listed", "development"}:
-        parser.error(f"only listed and development shapes are those of both commits, got {', '.join(others)}")
+    if not options.commit and {*options.sets.split(",")} - {"listed", "development"}:
+        parser.error("unseen and few_rounds shapes are those of both commits only with --commit")
     if len(options.folders) != 2:
         parser.error("give two folders: the old commit's and the new commit's")
     old, new = options.folders
