@@ -39,6 +39,24 @@ def test_every_config_fits_the_device(layout: GemmLayout, num_sms: int) -> None:
                 assert k // config.cluster >= 512
 
 
+@pytest.mark.parametrize("num_sms", [4, 78, 131, 132])
+def test_a_launch_has_whole_clusters_for_every_tile(num_sms: int) -> None:
+    for m, n in ((1, 64), (64, 64), (129, 2112), (300, 1536), (16384, 7168)):
+        for config in heuristics.gemm_configs("dense", 7168):
+            grid = heuristics.gemm_grid(config, "dense", m, n, num_sms)
+            assert 0 < grid <= num_sms and grid % config.launch_cluster == 0
+            # A tile has a CTA, unless all SMs have one, and no CTA but the last neighbour has none.
+            tiles = -(-m // config.block_m) * -(-n // config.block_n) * config.split
+            assert grid >= min(tiles, num_sms // config.launch_cluster * config.launch_cluster)
+            assert config.divided or grid < tiles + config.launch_cluster
+    neighbours = {
+        str(config)
+        for config in heuristics.gemm_configs("dense", 7168)
+        if config.launch_cluster > config.cluster
+    }
+    assert neighbours == {"64x64", "64x96", "128x64", "128x96", "128x128", "128x192", "192x96", "192x128"}
+
+
 @pytest.mark.parametrize("num_sms", [1, 2, 3, 78, 131, 132])
 @pytest.mark.parametrize("num_experts", [1, 64])
 @pytest.mark.parametrize("accumulate", [False, True])
