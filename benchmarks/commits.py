@@ -197,8 +197,17 @@ def main() -> int:
     if options.worker:
         _work(options)
         return 0
-    if not options.commit and {*options.sets.split(",")} - {"listed", "development"}:
-        parser.error("unseen and few_rounds shapes are those of both commits only with --commit")
+    from .results import DEVELOPMENT, LISTED, SETS
+    from .unseen_shapes import seed
+
+    sets = {*options.sets.split(",")}
+    if unknown := sets - {*SETS}:
+        parser.error(f"--set: expected some of {', '.join(SETS)}, got {', '.join(sorted(unknown))}")
+    if sets - {LISTED, DEVELOPMENT}:
+        try:
+            seed(options.commit)  # both commits draw the same shapes
+        except ValueError as error:
+            parser.error(f"--commit: {error}")
     if len(options.folders) != 2:
         parser.error("give two folders: the old commit's and the new commit's")
     old, new = options.folders
@@ -222,10 +231,11 @@ def _report(options: argparse.Namespace, rows: list[dict[str, Any]], means: dict
 
     from .results import device_slug, today
 
+    drawn = f" (drawn from {options.commit})" if options.commit else ""
     what = (
         "two processes on one GPU, one a commit, that take turns; "
-        f"sets {options.sets}, every {options.every}. shape; medians of {_REPLAYS} replays, geometric means "
-        "of two passes, each commit first once; ratio is old time / new time"
+        f"sets {options.sets}{drawn}, every {options.every}. shape; medians of {_REPLAYS} replays, "
+        "geometric means of two passes, each commit first once; ratio is old time / new time"
     )
     facts = {"device": device_slug(torch.cuda.get_device_name()), "date": today()}
     facts |= dict(zip(("old", "new"), options.names, strict=True)) | {"what": what}

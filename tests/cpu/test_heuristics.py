@@ -24,7 +24,7 @@ ROWS = (1, 7, 8, 9, 20, 64, 65, 100, 128, 129, 300, 1000, 1024, 5000, 16384)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_sms", [2, 3, 4, 16, 78, 114, 132])
+@pytest.mark.parametrize("num_sms", [1, 2, 3, 4, 16, 78, 114, 132])
 def test_every_config_fits_the_device(layout: GemmLayout, num_sms: int) -> None:
     for n, k in ((64, 128), (2112, 7168), (7168, 2048), (24576, 1536)):
         for rows in ROWS:
@@ -49,6 +49,10 @@ def test_a_launch_has_whole_clusters_for_every_tile(num_sms: int) -> None:
             tiles = -(-m // config.block_m) * -(-n // config.block_n) * config.split
             assert grid >= min(tiles, num_sms // config.launch_cluster * config.launch_cluster)
             assert config.divided or grid < tiles + config.launch_cluster
+    for layout in LAYOUTS[1:]:
+        for config in heuristics.gemm_configs(layout, 7168):
+            grid = heuristics.gemm_grid(config, layout, 1024, 2112, num_sms)
+            assert num_sms - config.launch_cluster < grid <= num_sms and grid % config.launch_cluster == 0
     neighbours = {
         str(config)
         for config in heuristics.gemm_configs("dense", 7168)

@@ -148,7 +148,8 @@ def work(config: GemmConfig, counts: Counts, n: int, k: int, sms: int, grouped: 
     columns = -(-n // config.block_n)
     along = row_tiles(counts, config.block_m, config.pair)
     units = along.groups * columns + along.singles * -(-columns // 2)
-    at_once = max(1, _CLUSTERS_OF_132[config.cluster] * sms // 132)
+    launched = _CLUSTERS_OF_132[config.launch_cluster] * sms // 132
+    at_once = max(1, launched * (config.launch_cluster // config.cluster))
     units = max(1, units)
     rounds, left = divmod(units, at_once)
     most = min(units, at_once) * config.cluster
@@ -313,11 +314,14 @@ def _coarse(size: int) -> int:
 @cache
 def _ranked(problem: GemmProblem) -> tuple[tuple[GemmConfig, float], ...]:
     smallest, fitted = _smallest_tile(problem.rows), constants()
-    found = [
-        (config, _cost(config, problem, fitted))
+    legal = [
+        config
         for config in gemm_configs(problem.layout, problem.k, problem.batch_invariant)
-        if config.launch_cluster <= problem.num_sms and config.block_m >= smallest
+        if config.launch_cluster <= problem.num_sms
     ]
+    # (One SM has no room for two CTAs, so only tiles of few tokens are left there.)
+    considered = [config for config in legal if config.block_m >= smallest] or legal
+    found = [(config, _cost(config, problem, fitted)) for config in considered]
     found.sort(key=lambda one: (one[1], one[0].block_m, one[0].block_n, one[0].cluster))
     return tuple(found)
 

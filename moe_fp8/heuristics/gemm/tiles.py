@@ -59,10 +59,10 @@ class GemmConfig:
 
     @cached_property
     def launch_cluster(self) -> int:
-        """CTAs that are launched together (kLaunchClusterOf).
+        """CTAs that `gemm_fp8` launches together (kLaunchClusterOf).
 
-        CTAs with tiles of 64 tokens and more come in twos also if each takes tiles of its own. They run on
-        the two SMs of a TPC, which take a line of L2 once if both ask for it.
+        CTAs with tiles of 64 tokens and more come in twos even if each takes tiles of its own. Both run on
+        the same TPC, and its SMs take a line of L2 once if both ask for it.
         """
         return 2 if self.cluster == 1 and self.block_m >= 64 else self.cluster
 

@@ -34,7 +34,8 @@ constexpr int kCluster = CLUSTER_SIZE;
 constexpr bool kPaired = kCluster > 1 && !SPLIT_K;
 constexpr bool kSplitK = kCluster > 1 && SPLIT_K;
 constexpr int kClusterK = kSplitK ? kCluster : 1;
-// CTAs that take tiles of their own are launched in twos, as neighbours (`TileWalk`), unless their tokens are few.
+// `gemm_fp8` launches CTAs that take tiles of their own in twos, as neighbours (`TileWalk`), unless their tokens are few. The other
+// kernels launch them alone.
 template <int kTokens, int kCtas>
 constexpr int kLaunchClusterOf = kCtas == 1 && kTokens >= 64 ? 2 : kCtas;
 constexpr bool kNeighbours = !kSiluMul && !kRowScales && kLaunchClusterOf<kBlockM, kCluster> > kCluster;

@@ -64,8 +64,8 @@ struct RecordOf<true> {
 // more units than half of the clusters, each cluster takes half of a unit, with half as many weight rows. If it has no more units
 // than a quarter of the clusters, each cluster takes a quarter of a unit, with half as many tokens too.
 //
-// If kNeighbours, the CTAs 2i and 2i + 1 run on the two SMs of a TPC, which take a line of L2 once if both ask for it. So units with an
-// even number and the next have tiles of the same weight rows, or in the last row of tiles of the same tokens.
+// If kNeighbours, the CTAs 2i and 2i + 1 run on the same TPC, and its SMs take a line of L2 once if both ask for it. So a unit with an
+// even number and the unit after it have tiles of the same weight rows. In a last row without a partner they have the same tokens.
 template <Layout kLayout, int kBlockM, int kBlockN, bool kPaired, int kClusterK, bool kPieces, bool kNeighbours>
 class TileWalk {
    public:
