@@ -5,10 +5,10 @@
 // adds the weights' scales. (The walking warp copies the weights of the first stages.) One to three math warpgroups share every
 // tile; mma/fragments.cuh says how.
 //
-// A cluster that works together is of one of two kinds. It may take a pair of tiles with weights or tokens in common, and its CTAs take turns to load
-// these for both. Or it shares one tile along K: each CTA sums a part of K, and the parts are added in the order of rank, so that
-// results repeat bit for bit. CTAs with tiles of their own, of 64 tokens and more, are launched in clusters of two as well, but neither CTA
-// waits for the other (`kNeighbours`).
+// A cluster that works together is of one of two kinds. It may take a pair of tiles with weights or tokens in common, and its CTAs take
+// turns to load these for both. Or it shares one tile along K: each CTA sums a part of K, and the parts are added in the order of rank,
+// so that results repeat bit for bit. CTAs with tiles of their own, of 64 tokens and more, are launched in clusters of two as well, but
+// neither CTA waits for the other (`kNeighbours`).
 //
 // Warps (`run` in gemm/kernel.cuh):
 //
