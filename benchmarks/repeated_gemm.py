@@ -237,11 +237,14 @@ _CONTIGUOUS = [
     _grouped(GroupedShape("offsets", 32, 24, 7168, 2048, "zipf"), "32x128"),
     _grouped(GroupedShape("offsets", 16, 200, 4096, 4096, "sparse"), "192x96", out_dtype="float32"),
     _grouped(GroupedShape("psum", 32, 8, 1536, 2048, "routed"), "8x128"),
+    _grouped(GroupedShape("offsets", 4, 120, 4096, 2048, "zipf"), "128x64"),
+    _grouped(GroupedShape("psum", 8, 130, 3072, 2048, "spread"), "128x96"),
     _grouped(GroupedShape("psum", 16, 150, 4096, 7168, "zipf")),
     _grouped(GroupedShape("psum", 8, 500, 7168, 2048, "sparse"), "192x128"),
     _grouped(GroupedShape("psum", 4, 600, 4096, 7168, "zipf"), "128x192/2p"),
     _grouped(GroupedShape("m_indices", 16, 40, 4096, 4096, "spread"), "64x64"),
     _grouped(GroupedShape("m_indices", 8, 300, 4096, 7168, "zipf"), out_dtype="float32"),
+    _grouped(GroupedShape("m_indices", 6, 250, 3072, 2048, "spread"), "128x128"),
     _grouped(GroupedShape("m_indices", 4, 1000, 7168, 2048), "128x256/2p"),
     _grouped(GroupedShape("m_indices", 3, 387, 4096, 2048, "zipf"), "192x128"),
 ]
@@ -251,6 +254,7 @@ _MASKED = [
     _grouped(GroupedShape("masked", 128, 8, 1536, 2048, "sparse"), "16x128"),
     _grouped(GroupedShape("masked", 48, 60, 7168, 2048, "zipf")),
     _grouped(GroupedShape("masked", 32, 64, 1536, 4096), "64x96", out_dtype="float32"),
+    _grouped(GroupedShape("masked", 8, 120, 4096, 2048, "zipf"), "128x128"),
     _grouped(GroupedShape("masked", 8, 300, 4096, 4096, "zipf"), "128x192/2p", out_dtype="float32"),
     _grouped(GroupedShape("masked", 2, 512, 4096, 7168), "192x128"),
 ]
