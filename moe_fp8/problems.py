@@ -81,7 +81,8 @@ class GemmProblem:
         if blocks is not None:
             # On average, half of an expert's last block is padding. The mean is taken to be 64 or more, since
             # experts without rows need no tile.
-            rows = max(-(-blocks * SEGMENT_ALIGNMENT // self.num_experts) - _HALF_BLOCK, _HALF_BLOCK)
+            mean = -(-blocks * SEGMENT_ALIGNMENT // max(1, self.num_experts))
+            rows = max(mean - _HALF_BLOCK, _HALF_BLOCK)
         elif self.expected_m is not None and self.layout != "dense":
             rows = min(self.expected_m, self.m)
         else:

@@ -95,7 +95,10 @@ def _default_cache_dir(environ: Mapping[str, str]) -> Path | None:
 
 
 def _parse_path(name: str, value: str) -> Path:
-    path = Path(value).expanduser() if value else Path()
+    try:
+        path = Path(value).expanduser() if value else Path()
+    except RuntimeError:  # "~" or "~user" without a home directory
+        raise SettingError(name, "an absolute path", value) from None
     if not path.is_absolute():
         raise SettingError(name, "an absolute path", value)
     return path

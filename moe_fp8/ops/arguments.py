@@ -18,6 +18,7 @@ FP8 = torch.float8_e4m3fn
 F32 = torch.float32
 BF16 = torch.bfloat16
 I32 = torch.int32
+F32_MAX = torch.finfo(F32).max
 
 #: Kernels count rows, columns and coordinates in signed 32 bits. The last tile may reach 2^17 further.
 MAX_EXTENT = 2**31 - 2**17
@@ -94,6 +95,17 @@ def rows(op: str, **tensors: Tensor) -> None:
             refuse_address(op, name, tensor)
 
 
+def at_least(op: str, least: int, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < least:
+            raise ArgumentError(op, name, f"at least {least}", size)
+
+
+def swiglu_limit(op: str, limit: float | None) -> None:
+    if limit is not None and not 0 < limit <= F32_MAX:
+        raise ArgumentError(op, "limit", "a positive number within float32's range, or None", limit)
+
+
 def refuse_device(op: str, first: Tensor, **others: Tensor) -> None:
     for name, tensor in others.items():
         if tensor.device != first.device:
@@ -133,6 +145,7 @@ def workers(op: str, tensor: Tensor, num_sms: int | None) -> int:
         return get_num_sms(tensor.device)
     if num_sms < 1:
         raise ArgumentError(op, "num_sms", "at least 1", num_sms)
+    extent(op, "num_sms", num_sms, "workers")
     return num_sms
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,10 +18,27 @@ class Modes:
     launching: bool = True
     usual: bool = True
 
+    #: Blocks of `compile_only` that have begun and not ended, in all threads.
+    _compiling: int = 0
+    _changing = threading.Lock()
+
     @classmethod
-    def put(cls, num_sms: int | None, launching: bool) -> None:
-        cls.num_sms, cls.launching = num_sms, launching
-        cls.usual = num_sms is None and launching
+    def put_num_sms(cls, num_sms: int | None) -> None:
+        with cls._changing:
+            cls.num_sms = num_sms
+            cls._put_usual()
+
+    @classmethod
+    def count_compiling(cls, more: int) -> None:
+        """Count blocks of `compile_only`. Those of several threads may end in any order."""
+        with cls._changing:
+            cls._compiling += more
+            cls.launching = cls._compiling == 0
+            cls._put_usual()
+
+    @classmethod
+    def _put_usual(cls) -> None:
+        cls.usual = cls.num_sms is None and cls.launching
 
 
 def launches(out: torch.Tensor) -> bool:
@@ -29,16 +47,17 @@ def launches(out: torch.Tensor) -> bool:
 
 
 def set_num_sms(num_sms: int | None) -> None:
-    """From now on, the ops of this process use at most `num_sms` SMs of a GPU; None: all of them.
+    """From now on, the GEMMs and the logits of this process use at most `num_sms` SMs; None: all of them.
 
-    It leaves the other SMs to kernels of another stream, for example to communication. It holds for all
+    It leaves the other SMs to kernels of another stream, for example to communication. The short kernels
+    around them may still use all SMs (docs/ops.md, "SMs, and calls without a launch"). It holds for all
     threads and devices. It affects the speed of later calls, never their result; a captured graph keeps what
     held at its capture. Each number has kernels of its own, so that a plan needs the same `num_sms`. A paged
     schedule that was made with another number stays valid. Raises ConfigError unless it is at least 1.
     """
     if num_sms is not None and (isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 1):
         raise ConfigError("num_sms", "an integer of at least 1, or None", num_sms)
-    Modes.put(num_sms, Modes.launching)
+    Modes.put_num_sms(num_sms)
 
 
 def get_num_sms(device: int | torch.device | None = None) -> int:
@@ -54,13 +73,13 @@ def get_num_sms(device: int | torch.device | None = None) -> int:
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Within this block, a call on a GPU loads its kernel, and compiles it if need be, but launches nothing.
+    """Within this block, a call on a GPU loads its kernel, compiled if need be, and launches nothing.
 
-    Outputs keep what they held. It holds for all threads.
+    Torch may still copy scales into the layout that a kernel reads. Outputs keep what they held. It holds for
+    all threads, until all such blocks have ended.
     """
-    before = Modes.launching
-    Modes.put(Modes.num_sms, False)
+    Modes.count_compiling(1)
     try:
         yield
     finally:
-        Modes.put(Modes.num_sms, before)
+        Modes.count_compiling(-1)

@@ -20,6 +20,7 @@ import torch
 import torch.autograd.profiler as _profiler
 from torch import Tensor
 
+from moe_fp8.errors import ArgumentError
 from moe_fp8.ops.examine import examine
 from moe_fp8.ops.keys import Call
 from moe_fp8.settings import settings
@@ -173,7 +174,8 @@ def register(
         if first.is_cuda:
             _launcher().first(resolve(cuda), arguments, first.get_device(), call)
         else:
-            reference(*arguments)
+            with torch.no_grad():  # as on a GPU, where nothing is recorded
+                reference(*arguments)
 
     def describe(arguments: tuple[Any, ...]) -> dict[str, Any]:
         described: dict[str, Any] = _launcher().describe(resolve(cuda), arguments, arguments[0].get_device())
@@ -211,7 +213,14 @@ def register(
                 return fresh(arguments, call)
         op(*arguments)
 
-    for key, implementation in (("CPU", run), ("CUDA", run), ("Meta", fake)):
+    def meta(*arguments: Any) -> None:
+        # Torch also comes here if only some of the tensors are on the meta device.
+        for argument, at in zip(arguments, names, strict=False):
+            if isinstance(argument, torch.Tensor) and not argument.is_meta:
+                raise ArgumentError(name, at, "device meta, as another argument", argument.device)
+        fake(*arguments)
+
+    for key, implementation in (("CPU", run), ("CUDA", run), ("Meta", meta)):
         _library.impl(name, implementation, key)
     OPS[name] = Op(eager, run, names, cuda)
     return eager

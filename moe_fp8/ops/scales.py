@@ -10,6 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from moe_fp8.errors import ArgumentError
+
 _log = logging.getLogger(__name__)
 
 
@@ -63,8 +65,12 @@ def to_mn_major(scale: Tensor) -> Tensor:
     scale: fp32 `[M, G]` or `[E, M, G]` of any strides (G = K/128). Returns the same values with
     stride `(1, align(M,4))`, or `(align(M,4)*G, 1, align(M,4))` for three dimensions. Returns `scale`
     itself if it is MN-major already, also with a larger multiple of 4 in place of `align(M,4)`. Units do not
-    change. Launches at most one copy kernel; safe to capture.
+    change. Launches at most one copy kernel; safe to capture. Raises ArgumentError.
     """
+    if scale.dim() not in (2, 3):
+        raise ArgumentError("to_mn_major", "scale", "shape [M, G] or [E, M, G]", list(scale.shape))
+    if scale.dtype is not torch.float32:
+        raise ArgumentError("to_mn_major", "scale", "dtype float32", scale.dtype, "call .float() on it")
     if is_mn_major(scale):
         return scale
     stride = _mn_major_stride(scale.shape)

@@ -24,7 +24,7 @@ SPEC = kernel_spec(QuantizeProblem(4, 128))
 def usual_modes() -> Iterator[None]:
     yield
     deep_gemm_modes.set_compile_mode(0)
-    Modes.put(None, True)
+    moe_fp8.set_num_sms(None)
 
 
 class Kernel:
@@ -123,6 +123,18 @@ def test_compile_only_loads_and_launches_nothing(cuda: Cuda) -> None:
     with moe_fp8.compile_only():
         cuda.once()
     assert cuda.kernel.grids == [132, 132], "a remembered launch is not made either"
+
+
+def test_blocks_of_compile_only_may_end_in_any_order(cuda: Cuda) -> None:
+    first, second = moe_fp8.compile_only(), moe_fp8.compile_only()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    cuda.once()
+    assert cuda.kernel.grids == [], "the second block has not ended"
+    second.__exit__(None, None, None)
+    cuda.once()
+    assert cuda.kernel.grids == [132]
 
 
 def test_compile_only_ends_with_an_error(cuda: Cuda) -> None:

@@ -43,6 +43,7 @@ def test_values_are_parsed() -> None:
     [
         ("MOE_FP8_CACHE_DIR", ""),
         ("MOE_FP8_CACHE_DIR", "relative/folder"),
+        ("MOE_FP8_CACHE_DIR", "~nosuchuser/folder"),
         ("MOE_FP8_BUNDLE", ""),
         ("MOE_FP8_BUNDLE", "bundle"),
         ("MOE_FP8_CHECKED", "yes please"),

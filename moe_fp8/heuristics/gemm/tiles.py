@@ -210,13 +210,15 @@ def _by_text(layout: GemmLayout, k: int, batch_invariant: bool) -> dict[str, Gem
 
 def parse_gemm_config(text: str, problem: GemmProblem) -> GemmConfig:
     """The config that `text` names (see GemmConfig); raises TileError if `problem` may not use it."""
-    legal = _by_text(problem.layout, problem.k, problem.batch_invariant)
-    config = legal.get(text)
+    every = _by_text(problem.layout, problem.k, problem.batch_invariant)
+    config = every.get(text)
     if config is not None and config.launch_cluster <= problem.num_sms:
         return config
+    legal = [one for one, config in every.items() if config.launch_cluster <= problem.num_sms]
+    sms = "1 SM" if problem.num_sms == 1 else f"{problem.num_sms} SMs"
     raise TileError(
         "config",
-        f"one of {', '.join(legal)} for layout {problem.layout}, K = {problem.k}"
+        f"one of {', '.join(legal)} for layout {problem.layout}, K = {problem.k}, {sms}"
         + (" and batch-invariant results" if problem.batch_invariant else ""),
         text,
         "choose one of these configs, or None to leave the choice to the selector",

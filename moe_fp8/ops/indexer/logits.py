@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_fp8.errors import ArgumentError
 from moe_fp8.ops import arguments
 from moe_fp8.ops.indexer import checks, contracts, reference
+from moe_fp8.ops.modes import launches
 from moe_fp8.ops.registry import register
 
 
@@ -31,7 +32,7 @@ def _no_scores(
 ) -> bool:
     if out.numel() == 0:
         return True
-    if k.shape[0] == 0 and fill:
+    if k.shape[0] == 0 and fill and launches(out):
         out.fill_(float("-inf"))
     return k.shape[0] == 0
 
@@ -114,6 +115,7 @@ def mqa_logits_fp8(
         columns = k.shape[0] if max_seqlen_k is None else max_seqlen_k
         if columns < 0:
             raise ArgumentError("mqa_logits_fp8", "max_seqlen_k", "at least 0", max_seqlen_k)
+        arguments.extent("mqa_logits_fp8", "max_seqlen_k", columns, "columns")
         out = torch.empty(
             (q.shape[0], columns),
             dtype=checks.logits_dtype("mqa_logits_fp8", out_dtype),
@@ -130,7 +132,7 @@ def mqa_logits_fp8(
 
 
 def _no_requests(context_lens: Tensor, block_size: int, next_n: int, out: Tensor) -> bool:
-    if context_lens.shape[0] == 0:
+    if context_lens.shape[0] == 0 and launches(out):
         out.zero_()
     return context_lens.shape[0] == 0
 
@@ -238,6 +240,7 @@ def paged_mqa_logits_fp8(
             arguments.rank("paged_mqa_logits_fp8", "q", q, "[B, next_n, H, D]", 4)
         if max_context_len < 0:
             raise ArgumentError("paged_mqa_logits_fp8", "max_context_len", "at least 0", max_context_len)
+        arguments.extent("paged_mqa_logits_fp8", "max_context_len", max_context_len, "columns")
         dtype = checks.logits_dtype("paged_mqa_logits_fp8", out_dtype)
         out = torch.empty((q.shape[0] * q.shape[1], max_context_len), dtype=dtype, device=q.device)
     elif out.dim() == 0 or out.size(-1) != max_context_len:

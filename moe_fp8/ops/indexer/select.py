@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
 from moe_fp8.ops import workspace as workspaces
-from moe_fp8.ops.arguments import extent, workers
+from moe_fp8.ops.arguments import at_least, extent, workers
 from moe_fp8.ops.examine import examine
 from moe_fp8.ops.indexer import checks, contracts
 from moe_fp8.ops.indexer.logits import metadata_op, mqa_logits_chunk_op, paged_logits_op
@@ -96,7 +96,7 @@ def selection_plan(
     if at_once > 0 and whole <= columns + 4 * carried:
         return SelectionPlan(at_once, whole, 0, workers)  # carried columns would take more than they save
     at_once = min(enough, most_rows(columns, carried))
-    if at_once == 0:
+    if at_once <= 0:
         least = min(needed(row_step, columns, carried), needed(row_step, whole, 0))
         raise ArgumentError("indexer_select", "workspace", f"at least {least} bytes", max_bytes)
     # _KEYS more columns add a multiple of the alignment. At least two chunks remain.
@@ -121,8 +121,13 @@ def indexer_workspace_bytes(
     next_n, num_sms: arguments of the paged selection.
 
     A workspace of the returned size gives the same division as a workspace of `max_bytes`. Raises
-    ArgumentError if the budget is smaller than the need of one query and a chunk of 4 * topk keys.
+    ArgumentError for a size below 0, for a topk that `indexer_topk` does not take, and if the budget is
+    smaller than the need of one query and a chunk of 4 * topk keys.
     """
+    op = "indexer_workspace_bytes"
+    at_least(op, 0, num_queries=num_queries, num_keys=num_keys, num_sms=num_sms)
+    at_least(op, 1, next_n=next_n)
+    checks.topk_width(topk)
     return selection_plan(num_queries, num_keys, topk, max_bytes, next_n, num_sms).num_bytes
 
 

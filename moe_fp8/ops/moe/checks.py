@@ -18,8 +18,10 @@ from moe_fp8.ops import scales
 from moe_fp8.ops.arguments import (
     BF16,
     F32,
+    F32_MAX,
     FP8,
     I32,
+    contiguous,
     extent,
     int32_vector,
     refuse_address,
@@ -27,6 +29,7 @@ from moe_fp8.ops.arguments import (
     refuse_dtype,
     refuse_layout,
     refuse_shape,
+    swiglu_limit,
 )
 
 
@@ -129,13 +132,10 @@ def gemm_silu_mul(
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dtype is not FP8:
             refuse_dtype(op, name, tensor, "float8_e4m3fn")
-    for name, tensor in (("a", a), ("b", b), ("b_scale", b_scale), ("q", q)):
-        if not tensor.is_contiguous():
-            refuse_layout(op, name, tensor)
-        if tensor.data_ptr() & 15:
-            refuse_address(op, name, tensor)
-    if limit is not None and not limit > 0:
-        raise ArgumentError(op, "limit", "a positive number, or None", limit)
+    contiguous(op, a=a, b=b, q=q)
+    if not b_scale.is_contiguous():
+        refuse_layout(op, "b_scale", b_scale)
+    swiglu_limit(op, limit)
     int32_vector(op, "offsets", offsets, num_experts + 1, "the start of each expert's rows, then the end")
     given = {"a_scale": a_scale, "b": b, "b_scale": b_scale, "offsets": offsets, "q": q, "scale": scale}
     if any(tensor.get_device() != a.get_device() for tensor in given.values()):
@@ -193,6 +193,14 @@ def layer_weights(x: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scal
             refuse_shape(op, name, scale, f"{list(expected)}")
 
 
+def layer_out(out: Tensor, tokens: int, k: int) -> None:
+    """out bf16 [T,K], if no kernel of the layer checks it."""
+    if out.shape != (tokens, k):
+        refuse_shape("fused_moe", "out", out, f"{[tokens, k]}")
+    if out.dtype is not BF16:
+        refuse_dtype("fused_moe", "out", out, "bfloat16")
+
+
 def route(
     logits: Tensor,
     correction_bias: Tensor | None,
@@ -221,6 +229,8 @@ def route(
             refuse_layout(op, "correction_bias", correction_bias)
     if scoring not in ("softmax", "sigmoid"):
         raise ArgumentError(op, "scoring", '"softmax" or "sigmoid"', scoring)
+    if not abs(scaling_factor) <= F32_MAX:
+        raise ArgumentError(op, "scaling_factor", "a number within float32's range", scaling_factor)
     if ids.dim() != 2 or ids.shape[0] != tokens or not 1 <= ids.shape[1] <= MAX_ROUTED_EXPERTS:
         refuse_shape(op, "ids", ids, f"[{tokens}, k] with k from 1 to {MAX_ROUTED_EXPERTS}")
     if weights.shape != ids.shape:

@@ -23,8 +23,10 @@ def interleave_gate_up(w13: Tensor) -> Tensor:
     if w13.dim() != 3 or w13.shape[1] % 16:
         raise ArgumentError("interleave_gate_up", "w13", "[E, 2I, K] with I a multiple of 8", list(w13.shape))
     num_experts, n, k = w13.shape
+    if w13.numel() == 0:
+        return w13.clone()
     # torch on a CPU moves no FP8, so bytes are moved.
-    moved = w13.view(torch.uint8).view(num_experts, 2, n // 16, 8, -1).transpose(1, 2)
+    moved = w13.contiguous().view(torch.uint8).view(num_experts, 2, n // 16, 8, -1).transpose(1, 2)
     return moved.reshape(num_experts, n, -1).view(w13.dtype).view(num_experts, n, k)
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_fp8.errors import ArgumentError
 from moe_fp8.ops import arguments
 from moe_fp8.ops import workspace as workspaces
 from moe_fp8.ops.gemm import grouped_gemm_fp8_contiguous
+from moe_fp8.ops.modes import launches
 from moe_fp8.ops.moe import checks
 from moe_fp8.ops.moe.gemm import grouped_gemm_silu_mul_fp8
 from moe_fp8.ops.moe.public import Permuted, moe_combine, moe_permute
@@ -54,7 +56,13 @@ def moe_workspace_bytes(
 
     num_tokens: T, or the largest T of several calls. topk: experts of a token. num_experts: experts of this
     rank. hidden_size: K. intermediate_size: I, the width of an expert. interleaved: as in `fused_moe`.
+    Raises ArgumentError unless K and I are positive multiples of 128 and the other sizes are at least 0.
     """
+    op = "moe_workspace_bytes"
+    arguments.at_least(op, 0, num_tokens=num_tokens, topk=topk, num_experts=num_experts)
+    for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+        if size < 1 or size % 128:
+            raise ArgumentError(op, name, "a positive multiple of 128", size)
     return workspaces.total_bytes(
         _sizes(num_tokens * topk, num_experts, hidden_size, intermediate_size, interleaved)
     )
@@ -111,7 +119,10 @@ def fused_moe(
         out = torch.empty((tokens, k), dtype=torch.bfloat16, device=x.device)
     rows = topk_ids.numel()
     if rows == 0:
-        return out.zero_()
+        checks.layer_out(out, tokens, k)
+        if launches(out):
+            out.zero_()
+        return out
     sizes = _sizes(rows, num_experts, k, width, interleaved)
     memory = workspaces.given_or_new("fused_moe", workspace, x, workspaces.total_bytes(sizes))
     fp8, bf16, x_scales, y_scales, offsets, places = workspaces.buffers(memory, sizes)

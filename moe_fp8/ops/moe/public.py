@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_fp8.errors import ArgumentError
 from moe_fp8.limits import MAX_EXPERTS, MAX_ROUTED_EXPERTS
 from moe_fp8.ops import arguments
+from moe_fp8.ops.modes import launches
 from moe_fp8.ops.moe import checks, contracts, reference
 from moe_fp8.ops.registry import register
 from moe_fp8.ops.scales import empty_mn_major
@@ -32,7 +33,8 @@ def _no_tokens(x: Tensor, x_scale: Tensor | None, ids: Tensor, *others: object) 
     if ids.numel() == 0:
         offsets = others[3]
         assert isinstance(offsets, Tensor)
-        offsets.zero_()
+        if launches(offsets):
+            offsets.zero_()
     return ids.numel() == 0
 
 

@@ -25,7 +25,8 @@ def permute(
     experts = topk_ids.reshape(-1).long()
     if expert_map is not None:
         known = (experts >= 0) & (experts < expert_map.shape[0])
-        experts = torch.where(known, expert_map.long()[torch.where(known, experts, 0)], -1)
+        padded = torch.nn.functional.pad(expert_map.long(), (0, 1), value=-1)  # the map may be empty
+        experts = torch.where(known, padded[torch.where(known, experts, 0)], -1)
     local = (experts >= 0) & (experts < num_experts)
     counts = torch.bincount(experts[local], minlength=num_experts)
     offsets.copy_(torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
@@ -66,8 +67,10 @@ def gemm_silu_mul(
     weights = halves.reshape(b.shape).view(b.dtype)
     product = torch.zeros((a.shape[0], n), dtype=torch.bfloat16)
     gemms.gemm_contiguous("offsets", a, a_scale, weights, b_scale, offsets, product)
-    rows = offsets[-1:].clamp(0, a.shape[0])
-    quantizing.silu_mul_quantize(product[None], rows, q[None], scale[None], power_of_two, limit, rounded)
+    # Rows of no expert keep their values.
+    begin, end = offsets[[0, -1]].clamp(0, a.shape[0]).tolist()
+    rows = slice(begin, max(begin, end))
+    quantizing.silu_mul_quantize(product[rows], None, q[rows], scale[rows], power_of_two, limit, rounded)
 
 
 def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> None:
@@ -76,7 +79,7 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> Non
     for j in range(rows.shape[1]):
         given = rows[:, j] >= 0
         weight = given.float() if weights is None else torch.where(given, weights[:, j], 0.0)
-        picked = y[torch.where(given, rows[:, j], 0).long()].float()
+        picked = y[torch.where(given, rows[:, j], 0).long()].float() if y.shape[0] else total
         total += weight[:, None] * torch.where(given[:, None], picked, 0.0)
     out.copy_(total)
 

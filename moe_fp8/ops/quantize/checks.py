@@ -18,10 +18,9 @@ from moe_fp8.ops.arguments import (
     refuse_dtype,
     refuse_layout,
     refuse_shape,
+    swiglu_limit,
 )
 from moe_fp8.specs import SILU_ROWS
-
-_F32_MAX = torch.finfo(F32).max
 
 
 def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
@@ -106,8 +105,7 @@ def silu_mul_quantize(
     extent(op, "x", experts * -(-rows // SILU_ROWS) * (columns // 128), f"tiles of {SILU_ROWS} x 128 of q")
     if not x.is_contiguous():
         _readable_rows(op, x)
-    if limit is not None and not 0 < limit <= _F32_MAX:
-        raise ArgumentError(op, "limit", "a positive number within float32's range, or None", limit)
+    swiglu_limit(op, limit)
     if not x.get_device() == q.get_device() == scale.get_device():
         refuse_device(op, x, q=q, scale=scale)
     if masked_m is not None and masked_m.get_device() != x.get_device():

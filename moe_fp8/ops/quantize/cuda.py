@@ -20,8 +20,9 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Prepare
     """
     pitch = scales.pitch(scale)
     if pitch == 0:
-        # torch's functionalisation may replace an output by a clone without the padding of its stride.
-        padded = scales.empty_mn_major(scale.shape, scale)
+        # torch's functionalisation may replace an output by a clone without the padding of its stride. (The
+        # copy of the scales is what `compile_only` leaves.)
+        padded = scales.to_mn_major(scale)
         registry.OPS["quantize_fp8"].run(x, q, padded, power_of_two)
         scale.copy_(padded)
         return None

@@ -117,6 +117,7 @@ def silu_mul_quantize(
     return out
 
 
+@torch.no_grad()
 def quantize_fp8_blocks(w: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
     """Quantize weights to FP8 with one scale per 128 x 128 block, in plain torch, for offline use.
 
@@ -130,7 +131,7 @@ def quantize_fp8_blocks(w: Tensor, *, power_of_two: bool = False) -> tuple[Tenso
     """
     if w.dim() not in (2, 3):
         raise ArgumentError("quantize_fp8_blocks", "w", "shape [N, K] or [E, N, K]", list(w.shape))
-    if not w.is_floating_point() or w.dtype.itemsize == 1:
+    if w.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ArgumentError("quantize_fp8_blocks", "w", "dtype bfloat16, float16 or float32", w.dtype)
     if w.shape[-2] == 0 or w.shape[-1] == 0:
         raise ArgumentError("quantize_fp8_blocks", "w", "N and K of at least 1", list(w.shape))
