@@ -37,6 +37,7 @@ from moe_fp8.warmup.arguments import (
     counts,
     extra_from,
     model_from,
+    natural,
     num_sms_from,
     options_from,
     parallelism_from,
@@ -62,20 +63,32 @@ _IN_A_CHECKOUT = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `moe-fp8` and return the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
+    command: Callable[[argparse.Namespace], int] | None = None
     try:
         if given and given[0] in _IN_A_CHECKOUT:  # such a program parses all its arguments, --help too
             return _run_from_checkout(given[0], given[1:])
         arguments = _parser().parse_args(given)
-        command: Callable[[argparse.Namespace], int] = arguments.command
+        command = arguments.command
+        assert command is not None
         code = command(arguments)
         sys.stdout.flush()
         return code
     except MoeFp8Error as error:
         return complain(error)
     except BrokenPipeError:
-        # The reader closed the pipe. Keep the interpreter from flushing into it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
+        # The reader closed the pipe. It may have wanted only the first lines, but `check` and `doctor` print
+        # more lines than one if something is wrong.
+        _drop_output()
+        return EXIT_FAILED if command in (_check, _doctor) else EXIT_OK
+    except OSError as error:
+        _drop_output()
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _drop_output() -> None:
+    """Keep the interpreter from flushing into an output that takes no more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -147,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
         help="numbers of rows, of each expert if there are several (default 1,8,16,32,64,128)",
     )  # fmt: skip
     tune.add_argument(
-        "--sample", type=int, default=0, metavar="COUNT",
+        "--sample", type=natural, default=0, metavar="COUNT",
         help="time so many random GEMMs, for --fit; needs --timings",
     )  # fmt: skip
     tune.add_argument("--seed", type=int, default=0, help="of the random GEMMs (default %(default)s)")
@@ -156,7 +169,10 @@ def _parser() -> argparse.ArgumentParser:
         help="try tiles with a predicted cost of at most this many times the least (default %(default)s)",
     )  # fmt: skip
     tune.add_argument(
-        "--replays", type=int, default=11, help="replays of which the median counts (default %(default)s)"
+        "--replays",
+        type=positive,
+        default=11,
+        help="replays of which the median counts (default %(default)s)",
     )
     tune.add_argument(
         "--max-seconds", type=float, default=float("inf"),
@@ -225,6 +241,10 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     m, n, k = arguments.explain
+    sms, invariant = every(num_sms_from(arguments)), every(batch_invariant_from(arguments))
+    for name, values in (("--num-sms", sms), ("--batch-invariant", invariant)):
+        if len(values) > 1:
+            raise ConfigError(name, "one value with --explain", ", ".join(map(str, values)))
     told = explain(
         arguments.layout or "dense",
         m,
@@ -232,8 +252,8 @@ def _explain(arguments: argparse.Namespace) -> int:
         k,
         arguments.experts or 1,
         arguments.expected_m,
-        num_sms=every(num_sms_from(arguments))[0],
-        batch_invariant=every(batch_invariant_from(arguments))[0],
+        num_sms=sms[0],
+        batch_invariant=invariant[0],
     )
     keys, cached = _state(told.specs, arguments)
     if arguments.json:
@@ -278,8 +298,12 @@ def _build(arguments: argparse.Namespace) -> int:
         plan = plan_from(arguments)
     progress = False if arguments.quiet else None
     bundle = None
+    missing: dict[KernelSpec, str] = {}
     if arguments.bundle is None:
-        report = build_plan(plan, store_from(arguments), arguments.jobs, progress)
+        store = store_from(arguments)
+        report = build_plan(plan, store, arguments.jobs, progress)
+        # The store goes on in memory if it cannot write, which is of no use here.
+        missing = missing_kernels(plan, KernelStore(store.root, bundle=store.bundle))
     else:
         report, bundle = build_bundle(
             plan,
@@ -298,6 +322,11 @@ def _build(arguments: argparse.Namespace) -> int:
     for row in report.rows:
         if row.spill_bytes:
             print(f"warning: {row.spec} spills {row.spill_bytes} bytes of registers", file=sys.stderr)
+    if missing:
+        place = "no folder (set MOE_FP8_CACHE_DIR)" if store.root is None else str(store.root)
+        told = f"{len(missing)} of {len(plan.specs)} kernels are compiled but not kept"
+        print(f"error: {told}: they cannot be written to {place}", file=sys.stderr)
+        return EXIT_FAILED
     return EXIT_OK
 
 
@@ -328,7 +357,8 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.bundle is None:
         store = store_from(arguments)
         places = [f"the bundle {store.bundle.path}"] if store.bundle is not None else []
-        place = " or ".join([*places, str(store.root)])
+        root = "no folder, since neither MOE_FP8_CACHE_DIR nor HOME names one"
+        place = " or ".join([*places, root if store.root is None else str(store.root)])
         remedy = "run `moe-fp8 build` with the same arguments on this NVRTC version"
     else:
         store = KernelStore(None, bundle=Bundle.open(arguments.bundle))

@@ -97,7 +97,10 @@ def write_bundle(
 
 
 def _make(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes]) -> bool:
-    """Make a new bundle; False if another process has made a bundle there in the meantime."""
+    """Make a new bundle; False if there is a folder that it cannot replace.
+
+    Another process may have made a bundle there in the meantime.
+    """
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     try:
         for kernel, data in entries.items():
@@ -108,7 +111,8 @@ def _make(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes]
         try:
             temporary.rename(path)
         except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            # (An empty volume that is mounted at `path` is busy.)
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
                 return False
             raise
         sync_folder(path.parent)

@@ -63,8 +63,10 @@ def tune(
     path = table_path(out, device.name) if out is not None or timings_file is None else None
     for file in filter(None, (path, timings_file)):
         check_writable(file)
-    old_rows = read_rows(path) if path is not None else []
-    old_timings = read_timings(timings_file)[1] if timings_file is not None and timings_file.exists() else []
+    if path is not None:
+        read_rows(path)  # raises now, and not after hours, if they cannot be read
+    if timings_file is not None:
+        _old_timings(timings_file)
     stop = time.monotonic() + max_seconds
     timings: list[Timing] = []
     try:
@@ -75,13 +77,18 @@ def tune(
             if time.monotonic() > stop:
                 break
     finally:
+        # The files are read anew, since another process may have written to them in the meantime.
         if timings and timings_file is not None:
-            write_timings(timings_file, about(device), merge_timings(old_timings, timings))
+            write_timings(timings_file, about(device), merge_timings(_old_timings(timings_file), timings))
         if timings and path is not None:
-            write_table(path, about(device), merge(old_rows, table_rows(timings), timings))
+            write_table(path, about(device), merge(read_rows(path), table_rows(timings), timings))
     written = path or timings_file
     assert written is not None
     return written, timings
+
+
+def _old_timings(timings_file: Path) -> list[Timing]:
+    return read_timings(timings_file)[1] if timings_file.exists() else []
 
 
 def refit(timings_file: Path, out: Path | None = None) -> str:
@@ -175,7 +182,10 @@ def _line(timing: Timing) -> str:
 def table_path(out: Path | None, device: str) -> Path:
     """`out`, or the package's table of the device that the driver calls `device`; raises ConfigError."""
     if out is not None:
-        return out.expanduser().absolute()
+        try:
+            return out.expanduser().absolute()
+        except RuntimeError as error:  # a user without a home directory
+            raise ConfigError("--out", f"a path ({error})", str(out)) from error
     name = gemm_table.device_of(device)
     if not name:
         words = ", ".join(gemm_table.DEVICES.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
@@ -15,6 +14,7 @@ from moe_fp8.errors import ConfigError
 from moe_fp8.heuristics import TOKEN_TILES
 from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
+from moe_fp8.tune.files import put
 from moe_fp8.tune.targets import Target
 from moe_fp8.tune.timings import Timing
 
@@ -140,12 +140,4 @@ def write_table(path: Path, header: Mapping[str, str], rows: Sequence[dict[str, 
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in header.items())
     text = f'{{\n{head}  "rows": [\n{lines}\n  ]\n}}\n'
-    descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    put(path, text.encode())

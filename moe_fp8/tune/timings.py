@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from moe_fp8.errors import ConfigError
+from moe_fp8.tune.files import put
 from moe_fp8.tune.targets import Target
 
 _REMEDY = "give a file that `moe-fp8 tune --timings` wrote"
@@ -46,23 +46,15 @@ def read_timings(path: Path) -> tuple[dict[str, str], list[Timing]]:
         with gzip.open(path, "rt") as file:
             about = json.loads(file.readline())
             return about, [_timing(json.loads(line)) for line in file]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
         raise ConfigError("--timings", f"a file of timings ({error})", str(path), _REMEDY) from error
 
 
 def write_timings(path: Path, about: Mapping[str, str], timings: Iterable[Timing]) -> None:
     """Put the timings at `path`. A reader sees either the old file or the new file."""
     lines = [json.dumps(dict(about)), *(_line(timing) for timing in timings)]
-    descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            # No time and no name in the header: equal timings are equal bytes.
-            file.write(gzip.compress("\n".join([*lines, ""]).encode(), mtime=0))
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    # No time and no name in the header: equal timings are equal bytes.
+    put(path, gzip.compress("\n".join([*lines, ""]).encode(), mtime=0))
 
 
 def merge_timings(old: Iterable[Timing], new: Iterable[Timing]) -> list[Timing]:

@@ -1,6 +1,7 @@
 """Startup script: plan a model, build missing kernels, and load all kernels if there is a Hopper GPU.
 
-Progress goes to stderr; stdout gets one line of JSON, also if the script fails.
+Progress goes to stderr; stdout gets one line of JSON, also if the script fails, unless an argument is
+wrong.
 """
 
 from __future__ import annotations

@@ -177,14 +177,26 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
 
 def absolute(text: str) -> Path:
     """argparse type: a path, converted to an absolute path."""
-    return Path(text).expanduser().absolute()
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as error:  # a user without a home directory
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def positive(text: str) -> int:
     """argparse type: an integer >= 1."""
+    return _at_least(1, text)
+
+
+def natural(text: str) -> int:
+    """argparse type: an integer >= 0."""
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {value}")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"expected an integer >= {least}, got {value}")
     return value
 
 

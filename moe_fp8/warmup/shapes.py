@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
 
 from moe_fp8.errors import ConfigError
@@ -254,7 +254,7 @@ def working_settings(model: ModelDescription, parallelism: Parallelism) -> str:
 
     def fits(tp: int, ep: int, pad: bool) -> bool:
         try:
-            return not uneven(_divided(model, Parallelism(tp, ep), pad).unplanned)
+            return not uneven(_divided(model, replace(parallelism, tp=tp, ep=ep), pad).unplanned)
         except ConfigError:
             return False
 

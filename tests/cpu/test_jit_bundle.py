@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -168,6 +169,17 @@ def test_another_folder_is_never_written(make: Make, tmp_path: Path, sources: So
     file.write_text("")
     with pytest.raises(BundleError):
         make(2, folder=file)
+
+
+def test_an_empty_volume_is_filled(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "volume"
+    folder.mkdir()
+
+    def busy(path: Path, target: Path) -> Path:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(Path, "rename", busy)
+    make(2, folder=folder).verify()
 
 
 @pytest.mark.parametrize("when", ["new", "there"])

@@ -237,6 +237,21 @@ def test_an_error_writes_what_was_timed(
     assert [found["rows"] for found in table.read_rows(tmp_path / "t.json")] == [1]
 
 
+def test_timings_that_came_in_the_meantime_are_kept(
+    gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, before = tmp_path / "timings.gz", run.time_configs
+
+    def another(target: Target, rows: int, *rest: Any) -> dict[str, float]:
+        monkeypatch.setattr(run, "time_configs", before)
+        tune.tune([(DENSE, 8)], timings_file=file, quiet=True)
+        return before(target, rows, *rest)
+
+    monkeypatch.setattr(run, "time_configs", another)
+    tune.tune([(DENSE, 1)], timings_file=file, quiet=True)
+    assert [timing.rows for timing in read_timings(file)[1]] == [1, 8]
+
+
 def test_a_gpu_without_a_table_needs_out(
     gpu: list[tuple[Target, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

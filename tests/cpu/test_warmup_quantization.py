@@ -104,6 +104,11 @@ def test_a_bf16_checkpoint_is_planned_if_the_engine_quantizes_it() -> None:
         (["re:.*self_attn.*"], {"qkv", "o"}),
         (["re:.*experts.*down_proj$"], {"experts.down"}),
         ([f"model.layers.{i}.self_attn.o_proj" for i in range(48)], {"o"}),
+        (["language_model.model.layers.0.self_attn.o_proj"], {"o"}),
+        (["layers.0.self_attn.o_proj"], {"o"}),
+        # Layers of other parts of a model.
+        ([f"model.vision_tower.layers.{i}.self_attn.q_proj" for i in range(48)], set()),
+        (["vision_tower.layers.*.mlp", "mtp.layers.0.self_attn.o_proj"], set()),
     ],
 )
 def test_modules_that_are_not_converted(names: list[str], expected: set[str]) -> None:

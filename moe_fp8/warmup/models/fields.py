@@ -11,7 +11,7 @@ from typing import Any, cast
 from moe_fp8.errors import ModelError
 
 #: Where models with images or speech keep the config of the language model.
-_NESTED = ("text_config", "language_config", "llm_config")
+NESTED = ("text_config", "language_config", "llm_config")
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Fields:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         nested: dict[str, Any] = next(
-            (config[name] for name in _NESTED if isinstance(config.get(name), dict)), {}
+            (config[name] for name in NESTED if isinstance(config.get(name), dict)), {}
         )
         self._outer = config
         self._config = {**config, **{name: value for name, value in nested.items() if value is not None}}

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from moe_fp8.errors import ModelError
 from moe_fp8.limits import SCALE_BLOCK
 from moe_fp8.warmup.models.description import Linear
+from moe_fp8.warmup.models.fields import NESTED
 
 _BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
 _REMEDY = "use a checkpoint of the model whose weights are float8_e4m3fn in 128 x 128 blocks"
@@ -91,7 +92,10 @@ class _Names(NamedTuple):
                 continue
             parts = [part for part in name.split(".") if part not in ("", "*")]
             if "layers" in parts[:-1]:
-                number, *rest = parts[parts.index("layers") + 1 :]
+                at = parts.index("layers")
+                if at > 0 and ".".join(parts[:at]) not in _PREFIXES:
+                    continue  # layers of another part of the model, such as a vision tower
+                number, *rest = parts[at + 1 :]
                 # Names of experts have the expert's number, which a linear layer of all experts does not
                 # have.
                 below = tuple(part for part in rest if not part.isdigit())
@@ -142,7 +146,7 @@ def read_quantization(config: Mapping[str, Any], quantize: str | None = None) ->
 def _found(config: Mapping[str, Any]) -> tuple[str, Any]:
     """The quantization's field and value."""
     places = [("", config)]
-    places += [(f"{name}.", config[name]) for name in ("text_config", "language_config") if name in config]
+    places += [(f"{name}.", config[name]) for name in NESTED if name in config]
     for prefix, place in places:
         for name in ("quantization_config", "compression_config"):
             if isinstance(place, Mapping) and place.get(name) is not None:
