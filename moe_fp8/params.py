@@ -232,6 +232,7 @@ MOE_COMBINE = ParamStruct(
     "int num_tokens",
     "int topk",
     "int n",
+    "int num_rows",
 )
 
 ROUTE_TOPK = ParamStruct(

@@ -1,12 +1,13 @@
 // Adds the rows that the experts computed for each token, in fp32, and rounds the sum once to bf16:
 //
-//   out[t] = sum over j of weights[t, j] * y[rows[t, j]], in the order of j; rows below 0 are left out
+//   out[t] = sum over j of weights[t, j] * y[rows[t, j]], in the order of j; rows that do not exist are left out
 //
 // A thread takes eight columns of one token. It loads the rows of eight places at once.
 #pragma once
 
 #include "common/quantize.cuh"
 #include "common/types.cuh"
+#include "ptx/shared.cuh"
 #include "ptx/sync.cuh"
 
 struct MoeCombineParams {
@@ -20,18 +21,13 @@ struct MoeCombineParams {
     int num_tokens;
     int topk;
     int n;
+    int num_rows;  // of y
 };
 
 namespace moe_fp8 {
 
 constexpr int kPlacesAtOnce = 8;
 static_assert(CLUSTER_SIZE == 1 && SMEM_BYTES == 0, "see specs.py");
-
-DEVICE uint32_t pack_bf16(float low, float high) {
-    uint32_t packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
 
 }  // namespace moe_fp8
 
@@ -54,6 +50,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) moe_combine(const __gr
             for (int i = 0; i < kPlacesAtOnce; ++i) {
                 const int j = begin + i;
                 row[i] = j < p.topk ? p.rows[token * p.topk + j] : -1;
+                if (row[i] >= p.num_rows) row[i] = -1;
                 weight[i] = row[i] < 0 ? 0.0f : p.weights == nullptr ? 1.0f : p.weights[token * p.weights_stride + j];
             }
             uint4 words[kPlacesAtOnce];
@@ -73,6 +70,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) moe_combine(const __gr
             }
         }
         *reinterpret_cast<uint4*>(p.out + token * p.out_stride + column) =
-            make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7]));
+            make_uint4(ptx::pack_bf16(sum[0], sum[1]), ptx::pack_bf16(sum[2], sum[3]), ptx::pack_bf16(sum[4], sum[5]),
+                       ptx::pack_bf16(sum[6], sum[7]));
     }
 }

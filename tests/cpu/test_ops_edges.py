@@ -107,6 +107,12 @@ def test_combine_of_no_rows_is_zero() -> None:
     assert (moe_fp8.moe_combine(torch.empty(0, 8).bfloat16(), rows, torch.ones(2, 2)) == 0).all()
 
 
+def test_combine_leaves_out_rows_that_do_not_exist() -> None:
+    y = torch.ones(2, 8).bfloat16()
+    rows = torch.tensor([[0, 2], [-7, 2**31 - 1], [1, 0]], dtype=I32)
+    assert moe_fp8.moe_combine(y, rows)[:, 0].tolist() == [1, 0, 2]
+
+
 def test_an_empty_map_has_no_experts() -> None:
     found = moe_fp8.moe_permute(
         torch.randn(2, 128).bfloat16(),

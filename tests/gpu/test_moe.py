@@ -74,6 +74,14 @@ def test_no_tokens() -> None:
     assert moe_combine(x, permuted.rows).shape == (0, 256)
 
 
+@pytest.mark.sanitizer
+def test_rows_that_do_not_exist_are_left_out() -> None:
+    y = torch.ones(2, 256, device="cuda", dtype=torch.bfloat16)
+    rows = torch.tensor([[0, 2], [-7, 2**31 - 1], [1, 0]], device="cuda", dtype=torch.int32)
+    assert moe_combine(y, rows)[:, 0].tolist() == [1, 0, 2]
+    assert (moe_combine(y[:0], rows) == 0).all()
+
+
 def test_replay_reads_new_ids() -> None:
     case = moe_cases.Case(48, 8, 64, 512)
     x, ids = case.hidden().cuda(), case.ids().cuda()

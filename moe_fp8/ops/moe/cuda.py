@@ -138,6 +138,7 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> Pre
         tokens,
         topk,
         n,
+        y.shape[0],
     )
     return chosen.spec, chosen.grid, block
 

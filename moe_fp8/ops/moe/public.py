@@ -119,7 +119,8 @@ def moe_combine(
     """The sum of each token's rows of y, times the router's weights.
 
     y: bf16 `[R, N]`, N a positive multiple of 8; rows as of x in `moe_permute`. rows: int32 `[T, k]`,
-    contiguous, as `moe_permute` returns them: the rows of y for each token, below R; below 0 for none.
+    contiguous, as `moe_permute` returns them: the rows of y for each token; a row below 0, or one that y does
+    not have, is left out.
     weights: fp32 `[T, k]`, rows contiguous and any distance apart, or None if every weight is 1.
     out: bf16 `[T, N]` or None; its rows are contiguous, a multiple of 16 bytes apart, and do not overlap.
 

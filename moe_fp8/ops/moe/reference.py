@@ -77,7 +77,7 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> Non
     """out[t] = sum over j of weights[t, j] * y[rows[t, j]] in fp32."""
     total = torch.zeros(out.shape, dtype=torch.float32)
     for j in range(rows.shape[1]):
-        given = rows[:, j] >= 0
+        given = (rows[:, j] >= 0) & (rows[:, j] < y.shape[0])
         weight = given.float() if weights is None else torch.where(given, weights[:, j], 0.0)
         picked = y[torch.where(given, rows[:, j], 0).long()].float() if y.shape[0] else total
         total += weight[:, None] * torch.where(given[:, None], picked, 0.0)
