@@ -8,11 +8,11 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from moe_fp8 import __version__
+from moe_fp8.cli_tune import add_tune_arguments, run_tune
 from moe_fp8.doctor import diagnose
 from moe_fp8.errors import ConfigError, MoeFp8Error, ToolchainError, UnsupportedError
 from moe_fp8.integrations.supported import ENGINES
@@ -30,17 +30,13 @@ from moe_fp8.warmup.arguments import (
     add_bundle_argument,
     add_model_argument,
     add_plan_arguments,
-    add_rank_arguments,
     add_store_arguments,
     batch_invariant_from,
     complain,
-    counts,
     extra_from,
     model_from,
-    natural,
     num_sms_from,
     options_from,
-    parallelism_from,
     plan_from,
     positive,
     store_from,
@@ -145,53 +141,9 @@ def _parser() -> argparse.ArgumentParser:
         help="also check the plug-in for this engine, and tell which kernels will serve its layers",
     )  # fmt: skip
 
-    tune = command("tune", _tune, "time GEMM tiles on this GPU and correct its table; see docs/tuning.md")
-    tune.add_argument(
-        "--model", action="append", default=[], metavar="PATH",
-        help="model folder, or its config.json: tune the GEMMs of one rank; may be repeated",
-    )  # fmt: skip
-    add_rank_arguments(tune)
-    tune.add_argument(
-        "--shape", action="append", default=[], metavar="LAYOUT:N:K:EXPERTS",
-        help="tune this GEMM, such as dense:4096:7168 or masked:4096:7168:32; may be repeated",
-    )  # fmt: skip
-    tune.add_argument(
-        "--rows", type=counts, default=counts("1,8,16,32,64,128"), metavar="ROWS",
-        help="numbers of rows, of each expert if there are several (default 1,8,16,32,64,128)",
-    )  # fmt: skip
-    tune.add_argument(
-        "--sample", type=natural, default=0, metavar="COUNT",
-        help="time so many random GEMMs, for --fit; needs --timings",
-    )  # fmt: skip
-    tune.add_argument("--seed", type=int, default=0, help="of the random GEMMs (default %(default)s)")
-    tune.add_argument(
-        "--factor", type=float, default=1.6,
-        help="try tiles with a predicted cost of at most this many times the least (default %(default)s)",
-    )  # fmt: skip
-    tune.add_argument(
-        "--replays",
-        type=positive,
-        default=11,
-        help="replays of which the median counts (default %(default)s)",
+    add_tune_arguments(
+        command("tune", _tune, "time GEMM tiles on this GPU and correct its table; see docs/tuning.md")
     )
-    tune.add_argument(
-        "--max-seconds", type=float, default=float("inf"),
-        help="begin no more timings after this time and write the timings so far (default: no limit)",
-    )  # fmt: skip
-    tune.add_argument(
-        "--out", type=Path, default=None, help="table to correct (default: the package's for this device)"
-    )
-    tune.add_argument(
-        "--timings", type=Path, default=None, metavar="FILE",
-        help="add every timing to this file; without --out no table is corrected",
-    )  # fmt: skip
-    tune.add_argument(
-        "--fit", action="store_true", help="time nothing: fit the cost model to the timings of --timings"
-    )
-    tune.add_argument(
-        "--table", action="store_true", help="time nothing: make the device's table from those of --timings"
-    )
-    add_build_arguments(tune)
 
     for name, (_, text) in _IN_A_CHECKOUT.items():
         commands.add_parser(name, help=text)
@@ -218,13 +170,31 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+#: Options that only `plan --explain` has.
+_EXPLAIN = ("layout", "experts", "expected_m")
+
+
+def _only(arguments: argparse.Namespace, least: Sequence[str], *used: str) -> None:
+    """Raise ConfigError for an option that has no effect.
+
+    `least`: the command line with its defaults; `used`: the options that have an effect there.
+    """
+    defaults = vars(_parser().parse_args(least))
+    for name, value in vars(arguments).items():
+        if name not in used and value != defaults[name]:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}", f"to be left out of `{least[0]} {least[1]}`", value
+            )
+
+
 def _plan(arguments: argparse.Namespace) -> int:
     if arguments.explain is not None:
         return _explain(arguments)
-    for name in ("layout", "experts", "expected_m"):
+    for name in _EXPLAIN:
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')}", "--explain, which it is for", "no --explain")
     if arguments.diff is not None:
+        _only(arguments, ["plan", "--diff", "A", "B"], "diff", "json")
         return _tell(arguments, Difference.of(*(read_config(path) for path in arguments.diff)))
     with show_time("planning"):
         plan = plan_from(arguments)
@@ -240,6 +210,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    used = "explain", *_EXPLAIN, "num_sms", "batch_invariant", "cache_dir", "json"
+    _only(arguments, ["plan", "--explain", "1", "1", "1"], *used)
     m, n, k = arguments.explain
     sms, invariant = every(num_sms_from(arguments)), every(batch_invariant_from(arguments))
     for name, values in (("--num-sms", sms), ("--batch-invariant", invariant)):
@@ -395,42 +367,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    from moe_fp8 import tune  # imports torch
-
     if arguments.fit or arguments.table:
-        if arguments.timings is None:
-            raise ConfigError("--fit, --table", "--timings FILE, which has the timings", "none")
-        print((tune.refit if arguments.fit else tune.retable)(arguments.timings, arguments.out))
-        return EXIT_OK
-    parallelism = parallelism_from(arguments)
-    targets = [tune.parse_target(text) for text in arguments.shape]
-    for path in arguments.model:
-        model = model_from(path, arguments)
-        targets += tune.model_targets(model, parallelism, pad_intermediate=arguments.pad_intermediate)
-    # Targets of equal weights follow each other, so that the weights are made once.
-    targets = sorted(set(targets), key=lambda target: (target[1:], target.layout))
-    problems = list(islice(tune.sample(arguments.seed), arguments.sample))
-    problems += [(target, rows) for target in targets for rows in arguments.rows]
-    if not problems:
-        raise ConfigError("--model, --shape, --sample", "at least one of the three", "none")
-    if arguments.sample and arguments.timings is None:
-        raise ConfigError("--sample", "--timings FILE, which takes the timings", "none")
-    path, timings = tune.tune(
-        problems,
-        arguments.out,
-        timings_file=arguments.timings,
-        factor=arguments.factor,
-        replays=arguments.replays,
-        max_seconds=arguments.max_seconds,
-        jobs=arguments.jobs,
-        quiet=arguments.quiet,
-    )
-    written = tune.table_rows(timings)
-    if arguments.json:
-        _print_json({"file": str(path), "timed": len(timings), "rows": written})
-    else:
-        print(f"{len(timings)} timings; by them {len(written)} rows of a table gain; see {path}")
-    return EXIT_OK
+        _only(arguments, ["tune", "--fit" if arguments.fit else "--table"], "timings", "out")
+    return run_tune(arguments)
 
 
 def _run_from_checkout(command: str, argv: Sequence[str]) -> int:

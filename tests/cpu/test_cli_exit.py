@@ -50,7 +50,13 @@ def test_build_fails_if_the_store_keeps_nothing(tmp_path: Path, capsys: pytest.C
     [
         ["plan", "--explain", "64", "2048", "4096", "--num-sms", "132,78"],
         ["plan", "--explain", "64", "2048", "4096", "--batch-invariant", "both"],
+        ["plan", "--explain", "64", "2048", "4096", "--tp", "8"],
+        ["plan", "--explain", "64", "2048", "4096", "--strict"],
+        ["plan", "--diff", "a.json", "b.json", "--rows"],
         ["tune", "--table", "--out", "~nosuchuser/x", "--timings", "nowhere.gz"],
+        ["tune", "--table", "--timings", "nowhere.gz", "--shape", "dense:4096:7168"],
+        ["tune", "--fit", "--table", "--timings", "nowhere.gz"],
+        ["tune", "--fit", "--timings", "nowhere.gz", "--json"],
     ],
 )
 def test_arguments_that_do_not_fit_are_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,8 @@ ALLOWED = {
     # may import what is known of an engine without importing it: `integrations/supported.py`.
     "integrations": {"errors", "settings", "limits", "problems", "jit", "ops", "warmup"},
     "doctor": {"errors", "settings", "jit", "integrations"},
-    "cli": {"errors", "settings", "problems", "specs", "jit", "warmup", "doctor", "tune", "integrations"},
+    "cli_tune": {"errors", "warmup", "tune"},
+    "cli": {"errors", "settings", "problems", "specs", "jit", "warmup", "doctor", "cli_tune", "integrations"},
     # The names of `__init__` load on first use; their modules are imported only for type checkers.
     "__init__": {"errors", "jit", "ops"},
 }

@@ -1,0 +1,110 @@
+"""The command `moe-fp8 tune`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import islice
+from pathlib import Path
+
+from moe_fp8.errors import ConfigError
+from moe_fp8.warmup.arguments import (
+    EXIT_OK,
+    add_build_arguments,
+    add_rank_arguments,
+    counts,
+    model_from,
+    natural,
+    parallelism_from,
+    positive,
+)
+
+
+def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "--model", action="append", default=[], metavar="PATH",
+        help="model folder, or its config.json: tune the GEMMs of one rank; may be repeated",
+    )  # fmt: skip
+    add_rank_arguments(parser)
+    parser.add_argument(
+        "--shape", action="append", default=[], metavar="LAYOUT:N:K:EXPERTS",
+        help="tune this GEMM, such as dense:4096:7168 or masked:4096:7168:32; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rows", type=counts, default=counts("1,8,16,32,64,128"), metavar="ROWS",
+        help="numbers of rows, of each expert if there are several (default 1,8,16,32,64,128)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sample", type=natural, default=0, metavar="COUNT",
+        help="time so many random GEMMs, for --fit; needs --timings",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of the random GEMMs (default %(default)s)")
+    parser.add_argument(
+        "--factor", type=float, default=1.6,
+        help="try tiles with a predicted cost of at most this many times the least (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--replays",
+        type=positive,
+        default=11,
+        help="replays of which the median counts (default %(default)s)",
+    )
+    parser.add_argument(
+        "--max-seconds", type=float, default=float("inf"),
+        help="begin no more timings after this time and write the timings so far (default: no limit)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, default=None, help="table to correct (default: the package's for this device)"
+    )
+    parser.add_argument(
+        "--timings", type=Path, default=None, metavar="FILE",
+        help="add every timing to this file; without --out no table is corrected",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fit", action="store_true", help="time nothing: fit the cost model to the timings of --timings"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="time nothing: make the device's table from those of --timings"
+    )
+    add_build_arguments(parser)
+
+
+def run_tune(arguments: argparse.Namespace) -> int:
+    """Run the command, with arguments of `add_tune_arguments` and --json; return the exit code."""
+    from moe_fp8 import tune  # imports torch
+
+    if arguments.fit or arguments.table:
+        if arguments.timings is None:
+            raise ConfigError("--fit, --table", "--timings FILE, which has the timings", "none")
+        print((tune.refit if arguments.fit else tune.retable)(arguments.timings, arguments.out))
+        return EXIT_OK
+    parallelism = parallelism_from(arguments)
+    targets = [tune.parse_target(text) for text in arguments.shape]
+    for path in arguments.model:
+        model = model_from(path, arguments)
+        targets += tune.model_targets(model, parallelism, pad_intermediate=arguments.pad_intermediate)
+    # Targets of equal weights follow each other, so that the weights are made once.
+    targets = sorted(set(targets), key=lambda target: (target[1:], target.layout))
+    problems = list(islice(tune.sample(arguments.seed), arguments.sample))
+    problems += [(target, rows) for target in targets for rows in arguments.rows]
+    if not problems:
+        raise ConfigError("--model, --shape, --sample", "at least one of the three", "none")
+    if arguments.sample and arguments.timings is None:
+        raise ConfigError("--sample", "--timings FILE, which takes the timings", "none")
+    path, timings = tune.tune(
+        problems,
+        arguments.out,
+        timings_file=arguments.timings,
+        factor=arguments.factor,
+        replays=arguments.replays,
+        max_seconds=arguments.max_seconds,
+        jobs=arguments.jobs,
+        quiet=arguments.quiet,
+    )
+    written = tune.table_rows(timings)
+    if arguments.json:
+        print(json.dumps({"file": str(path), "timed": len(timings), "rows": written}, indent=2))
+    else:
+        print(f"{len(timings)} timings; by them {len(written)} rows of a table gain; see {path}")
+    return EXIT_OK
