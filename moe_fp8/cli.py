@@ -59,23 +59,22 @@ _IN_A_CHECKOUT = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `moe-fp8` and return the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    command: Callable[[argparse.Namespace], int] | None = None
+    # The code if the reader closes the pipe while a command prints. `check` and `doctor` print so much only
+    # if something is wrong.
+    code = EXIT_FAILED if given[:1] in (["check"], ["doctor"]) else EXIT_OK
     try:
         if given and given[0] in _IN_A_CHECKOUT:  # such a program parses all its arguments, --help too
             return _run_from_checkout(given[0], given[1:])
         arguments = _parser().parse_args(given)
-        command = arguments.command
-        assert command is not None
+        command: Callable[[argparse.Namespace], int] = arguments.command
         code = command(arguments)
         sys.stdout.flush()
         return code
     except MoeFp8Error as error:
         return complain(error)
     except BrokenPipeError:
-        # The reader closed the pipe. It may have wanted only the first lines, but `check` and `doctor` print
-        # more lines than one if something is wrong.
         _drop_output()
-        return EXIT_FAILED if command in (_check, _doctor) else EXIT_OK
+        return code
     except OSError as error:
         _drop_output()
         print(f"error: {error}", file=sys.stderr)

@@ -23,7 +23,7 @@ from typing import Any
 from moe_fp8.errors import BundleError
 from moe_fp8.jit.artifact import Artifact
 from moe_fp8.jit.bundle import MANIFEST, Bundle, BundledKernel, Manifest, Toolchain
-from moe_fp8.jit.files import SUFFIX, encode, sync_folder, write_synced
+from moe_fp8.jit.files import SUFFIX, encode, publish, sync_folder
 from moe_fp8.jit.key import ARCH
 from moe_fp8.jit.sources import SourceTree
 from moe_fp8.specs import KernelSpec
@@ -104,8 +104,8 @@ def _make(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes]
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     try:
         for kernel, data in entries.items():
-            _publish(temporary / kernel.file, data)
-        _publish(temporary / MANIFEST, _text(manifest))
+            publish(temporary / kernel.file, data)
+        publish(temporary / MANIFEST, _text(manifest))
         temporary.chmod(0o755)
         sync_folder(temporary)
         try:
@@ -125,9 +125,9 @@ def _update(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, byte
     """Turn the bundle in `path` into the bundle that `manifest` describes."""
     for kernel in manifest.kernels:
         if kernel in entries and not _holds(path, kernel):
-            _publish(path / kernel.file, entries[kernel])
+            publish(path / kernel.file, entries[kernel])
     sync_folder(path)
-    _publish(path / MANIFEST, _text(manifest))
+    publish(path / MANIFEST, _text(manifest))
     sync_folder(path)
     named = {kernel.file for kernel in manifest.kernels}
     for file in path.iterdir():
@@ -144,19 +144,6 @@ def _holds(path: Path, kernel: BundledKernel) -> bool:
 
 def _text(manifest: Manifest) -> bytes:
     return json.dumps(manifest.to_dict(), indent=1, sort_keys=True).encode() + b"\n"
-
-
-def _publish(path: Path, data: bytes) -> None:
-    descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        # Independent of the umask: other users, such as a server's, may read the file but not write it.
-        os.fchmod(descriptor, 0o644)
-        write_synced(descriptor, data)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 @contextmanager

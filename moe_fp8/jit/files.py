@@ -1,4 +1,4 @@
-"""The file format of a compiled kernel, and the check that a file may be executed.
+"""The file format of a compiled kernel, safe writes, and the check that a file may be executed.
 
 One file holds one kernel: a header with the SHA-256 of the rest, the metadata, the cubin. The GPU executes
 the cubin, so other users must be able to write neither the file nor its folder.
@@ -11,6 +11,8 @@ import hashlib
 import json
 import os
 import stat
+import tempfile
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,20 @@ def write_synced(descriptor: int, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def publish(path: Path, data: bytes) -> None:
+    """Put `data` at `path`; raises OSError. A reader sees either the old file or the new file."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        # Independent of the umask: other users, such as a server's, may read the file but not write it.
+        os.fchmod(descriptor, 0o644)
+        write_synced(descriptor, data)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

@@ -137,14 +137,20 @@ def extent(op: str, name: str, size: int, unit: str) -> None:
         raise ArgumentError(op, name, f"at most {MAX_EXTENT} {unit}", size, "divide the call")
 
 
+def columns(op: str, name: str, number: int) -> int:
+    """Check that an output can have so many columns, and return their number."""
+    at_least(op, 0, **{name: number})
+    extent(op, name, number, "columns")
+    return number
+
+
 def workers(op: str, tensor: Tensor, num_sms: int | None) -> int:
     """`num_sms`, or the number of SMs of the tensor's GPU if `num_sms` is None."""
     if num_sms is None:
         if tensor.device.type != "cuda":
             raise ArgumentError(op, "num_sms", f"a number of workers on {tensor.device}", None, "pass it")
         return get_num_sms(tensor.device)
-    if num_sms < 1:
-        raise ArgumentError(op, "num_sms", "at least 1", num_sms)
+    at_least(op, 1, num_sms=num_sms)
     extent(op, "num_sms", num_sms, "workers")
     return num_sms
 

@@ -20,8 +20,8 @@ from moe_fp8.errors import ConfigError
 from moe_fp8.heuristics import every_gemm_config, gemm_configs
 from moe_fp8.heuristics.gemm import costs
 from moe_fp8.heuristics.gemm.costs import Constants, Work
+from moe_fp8.jit.files import publish
 from moe_fp8.problems import DEFAULT_NUM_SMS
-from moe_fp8.tune.files import put
 from moe_fp8.tune.timings import Timing, class_of
 
 #: Every so-manieth target is left out of the fit, to test it.
@@ -158,4 +158,4 @@ def held_out(timings: Sequence[Timing]) -> tuple[list[Timing], list[Timing]]:
 def write_constants(path: Path, about: Mapping[str, str], fitted: Constants) -> None:
     """Put the constants at `path`, as `costs.constants` reads them."""
     text = json.dumps({**about, "constants": fitted._asdict()}, indent=2) + "\n"
-    put(path, text.encode())
+    publish(path, text.encode())

@@ -14,7 +14,7 @@ from moe_fp8.errors import ConfigError
 from moe_fp8.heuristics import TOKEN_TILES
 from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
-from moe_fp8.tune.files import put
+from moe_fp8.jit.files import publish
 from moe_fp8.tune.targets import Target
 from moe_fp8.tune.timings import Timing
 
@@ -140,4 +140,4 @@ def write_table(path: Path, header: Mapping[str, str], rows: Sequence[dict[str, 
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in header.items())
     text = f'{{\n{head}  "rows": [\n{lines}\n  ]\n}}\n'
-    put(path, text.encode())
+    publish(path, text.encode())

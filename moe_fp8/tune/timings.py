@@ -16,7 +16,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.tune.files import put
+from moe_fp8.jit.files import publish
 from moe_fp8.tune.targets import Target
 
 _REMEDY = "give a file that `moe-fp8 tune --timings` wrote"
@@ -54,7 +54,7 @@ def write_timings(path: Path, about: Mapping[str, str], timings: Iterable[Timing
     """Put the timings at `path`. A reader sees either the old file or the new file."""
     lines = [json.dumps(dict(about)), *(_line(timing) for timing in timings)]
     # No time and no name in the header: equal timings are equal bytes.
-    put(path, gzip.compress("\n".join([*lines, ""]).encode(), mtime=0))
+    publish(path, gzip.compress("\n".join([*lines, ""]).encode(), mtime=0))
 
 
 def merge_timings(old: Iterable[Timing], new: Iterable[Timing]) -> list[Timing]:

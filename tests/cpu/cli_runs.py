@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,18 @@ SMALL = [
     "132",
 ]
 SMALL_OPTIONS = PlanOptions(engine="sglang", max_tokens=1, max_batch=1)
+
+
+def with_a_closed_pipe(argv: list[str]) -> tuple[int, str]:
+    """Run the command in a process whose output nobody reads; returns the exit code and stderr."""
+    code = "import sys; from moe_fp8.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *argv]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    complaint = process.stderr.read()
+    return process.wait(), complaint
+
 
 Json = Callable[[list[str]], tuple[int, dict[str, Any]]]
 

@@ -19,7 +19,7 @@ from moe_fp8.jit.driver import DeviceInfo
 from moe_fp8.warmup import PlanOptions, build_plan, load_model, load_plan, plan
 from moe_fp8.warmup import __main__ as startup
 from moe_fp8.warmup.arguments import exit_code
-from tests.cpu.cli_runs import SMALL, SMALL_OPTIONS, Json, no_gpu, run_json
+from tests.cpu.cli_runs import SMALL, SMALL_OPTIONS, Json, no_gpu, run_json, with_a_closed_pipe
 
 __all__ = ["no_gpu", "run_json"]
 
@@ -203,12 +203,8 @@ def test_errors_have_their_exit_code(error: MoeFp8Error, code: int) -> None:
 
 
 def test_a_closed_pipe_is_no_error() -> None:
-    code = f"import sys; from moe_fp8.cli import main; sys.exit(main(['plan', '--json', *{SMALL!r}]))"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    complaint = process.stderr.read().decode()
-    assert process.wait() == 0, complaint
+    code, complaint = with_a_closed_pipe(["plan", "--json", *SMALL])
+    assert code == 0, complaint
     assert "Traceback" not in complaint and "BrokenPipe" not in complaint
 
 

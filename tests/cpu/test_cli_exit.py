@@ -9,30 +9,20 @@ from pathlib import Path
 import pytest
 
 from moe_fp8 import cli
-from tests.cpu.cli_runs import QWEN, SMALL, no_gpu
+from tests.cpu.cli_runs import QWEN, SMALL, no_gpu, with_a_closed_pipe
 
 __all__ = ["no_gpu"]
 
-_RUN = "import sys; from moe_fp8.cli import main; sys.exit(main(sys.argv[1:]))"
-
-
-def _run(argv: list[str], stdout: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", _RUN, *argv]
-    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)  # type: ignore[call-overload, no-any-return]
-
 
 def test_check_fails_though_nobody_reads_what_is_missing(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _RUN, "check", *SMALL, "--cache-dir", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    complaint = process.stderr.read()
-    assert process.wait() == 1 and "Traceback" not in complaint
+    code, complaint = with_a_closed_pipe(["check", *SMALL, "--cache-dir", str(tmp_path)])
+    assert code == 1 and "Traceback" not in complaint
 
 
 def test_a_full_output_is_one_line() -> None:
+    command = [sys.executable, "-m", "moe_fp8.cli", "plan", "--explain", "64", "2048", "4096"]
     with open("/dev/full", "w") as full:
-        done = _run(["plan", "--explain", "64", "2048", "4096"], full)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
 

@@ -17,7 +17,7 @@ import pytest
 
 from moe_fp8.errors import BundleError, ToolchainError
 from moe_fp8.jit import bundle as bundle_module
-from moe_fp8.jit import bundle_writer, toolchain
+from moe_fp8.jit import files, toolchain
 from moe_fp8.jit import store as store_module
 from moe_fp8.jit.bundle import Bundle
 from moe_fp8.jit.bundle_writer import existing_bundle, write_bundle
@@ -189,7 +189,7 @@ def test_no_half_made_bundle_appears(
     folder = tmp_path / "place" / "bundle"
     folder.parent.mkdir()
     before = make(2, folder=folder).manifest if when == "there" else None
-    real = bundle_writer.write_synced
+    real = files.write_synced
     written: list[int] = []
 
     def full(descriptor: int, data: bytes) -> None:
@@ -199,7 +199,7 @@ def test_no_half_made_bundle_appears(
             raise OSError(28, "No space left on device")
         real(descriptor, data)
 
-    monkeypatch.setattr(bundle_writer, "write_synced", full)
+    monkeypatch.setattr(files, "write_synced", full)
     with pytest.raises(BundleError, match="No space left") as caught:
         make(3, 4, folder=folder)
     assert caught.value.what == "writing"

@@ -112,10 +112,9 @@ def mqa_logits_fp8(
         if q.dim() != 3 or k.dim() != 2:
             arguments.rank("mqa_logits_fp8", "q", q, "[M, H, D]", 3)
             arguments.rank("mqa_logits_fp8", "k", k, "[N, D]", 2)
-        columns = k.shape[0] if max_seqlen_k is None else max_seqlen_k
-        if columns < 0:
-            raise ArgumentError("mqa_logits_fp8", "max_seqlen_k", "at least 0", max_seqlen_k)
-        arguments.extent("mqa_logits_fp8", "max_seqlen_k", columns, "columns")
+        columns = k.shape[0]
+        if max_seqlen_k is not None:
+            columns = arguments.columns("mqa_logits_fp8", "max_seqlen_k", max_seqlen_k)
         out = torch.empty(
             (q.shape[0], columns),
             dtype=checks.logits_dtype("mqa_logits_fp8", out_dtype),
@@ -238,9 +237,7 @@ def paged_mqa_logits_fp8(
     if out is None:
         if q.dim() != 4:
             arguments.rank("paged_mqa_logits_fp8", "q", q, "[B, next_n, H, D]", 4)
-        if max_context_len < 0:
-            raise ArgumentError("paged_mqa_logits_fp8", "max_context_len", "at least 0", max_context_len)
-        arguments.extent("paged_mqa_logits_fp8", "max_context_len", max_context_len, "columns")
+        arguments.columns("paged_mqa_logits_fp8", "max_context_len", max_context_len)
         dtype = checks.logits_dtype("paged_mqa_logits_fp8", out_dtype)
         out = torch.empty((q.shape[0] * q.shape[1], max_context_len), dtype=dtype, device=q.device)
     elif out.dim() == 0 or out.size(-1) != max_context_len:

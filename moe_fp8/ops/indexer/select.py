@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
+from moe_fp8.ops import arguments
 from moe_fp8.ops import workspace as workspaces
-from moe_fp8.ops.arguments import at_least, extent, workers
 from moe_fp8.ops.examine import examine
 from moe_fp8.ops.indexer import checks, contracts
 from moe_fp8.ops.indexer.logits import metadata_op, mqa_logits_chunk_op, paged_logits_op
@@ -125,8 +125,8 @@ def indexer_workspace_bytes(
     smaller than the need of one query and a chunk of 4 * topk keys.
     """
     op = "indexer_workspace_bytes"
-    at_least(op, 0, num_queries=num_queries, num_keys=num_keys, num_sms=num_sms)
-    at_least(op, 1, next_n=next_n)
+    arguments.at_least(op, 0, num_queries=num_queries, num_keys=num_keys, num_sms=num_sms)
+    arguments.at_least(op, 1, next_n=next_n)
     checks.topk_width(topk)
     return selection_plan(num_queries, num_keys, topk, max_bytes, next_n, num_sms).num_bytes
 
@@ -278,10 +278,8 @@ def paged_indexer_select(
     """
     checks.paged_inputs("paged_indexer_select", q, kv_cache, weights, context_lens, block_table)
     batch, next_n = q.shape[:2]
-    num_sms = workers("paged_indexer_select", q, num_sms)
-    if max_context_len < 0:
-        raise ArgumentError("paged_indexer_select", "max_context_len", "at least 0", max_context_len)
-    extent("paged_indexer_select", "max_context_len", max_context_len, "columns")
+    num_sms = arguments.workers("paged_indexer_select", q, num_sms)
+    arguments.columns("paged_indexer_select", "max_context_len", max_context_len)
     if checked(q):
         op = "paged_indexer_select"
         given = {"q": q, "kv_cache": kv_cache, "weights": weights, "context_lens": context_lens}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_fp8 import limits
 from moe_fp8.errors import ArgumentError
 from moe_fp8.ops import arguments
 from moe_fp8.ops import workspace as workspaces
@@ -61,7 +62,7 @@ def moe_workspace_bytes(
     op = "moe_workspace_bytes"
     arguments.at_least(op, 0, num_tokens=num_tokens, topk=topk, num_experts=num_experts)
     for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
-        if size < 1 or size % 128:
+        if limits.refuse_k(size):
             raise ArgumentError(op, name, "a positive multiple of 128", size)
     return workspaces.total_bytes(
         _sizes(num_tokens * topk, num_experts, hidden_size, intermediate_size, interleaved)
