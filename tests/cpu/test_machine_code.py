@@ -1,4 +1,4 @@
-"""No kernel's machine code hands shared memory back before the kernel's reads of it are done."""
+"""No kernel hands shared memory back before it has been read, or takes global memory to be constant."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from moe_fp8.specs import KernelSpec
 from tests.cpu.jit_kernels import spec as tiny
 from tests.machine_code import (
     SIZE,
+    Code,
     EarlyArrival,
     Instruction,
     MachineCodeError,
@@ -103,9 +104,35 @@ class Finding:
         )
 
 
-def test_no_kernel_arrives_before_it_has_read(reachable_kernels: ReachableKernels) -> None:
-    cubins = {row.spec: reachable_kernels.cubin(row.spec) for row in reachable_kernels.report.rows}
-    early = early_arrivals_of(cubins)
+@pytest.fixture(scope="module")
+def cubins(reachable_kernels: ReachableKernels) -> dict[KernelSpec, bytes]:
+    return {row.spec: reachable_kernels.cubin(row.spec) for row in reachable_kernels.report.rows}
+
+
+@pytest.fixture(scope="module")
+def codes(cubins: dict[KernelSpec, bytes]) -> dict[KernelSpec, Code]:
+    return disassembled(cubins)
+
+
+def disassembled(cubins: dict[KernelSpec, bytes]) -> dict[KernelSpec, Code]:
+    return dict(zip(cubins, disassemble(cubins.values()), strict=True))
+
+
+def constant_loads(code: Code) -> list[Instruction]:
+    """Loads that take memory not to change while the kernel runs (ld.global.nc)."""
+    return [one for one in code if "CONSTANT" in one.opcode.split(".")]
+
+
+def test_no_kernel_takes_memory_to_be_constant(codes: dict[KernelSpec, Code]) -> None:
+    # A kernel begins while the kernel before still writes.
+    found = [f"{spec}: {load}" for spec, code in codes.items() for load in constant_loads(code)]
+    assert not found
+
+
+def test_no_kernel_arrives_before_it_has_read(
+    cubins: dict[KernelSpec, bytes], codes: dict[KernelSpec, Code]
+) -> None:
+    early = early_arrivals_of(codes)
     order = list(early)
     random.Random(0).shuffle(order)  # so that the first few kernels are of every kind
     findings: list[Finding] = []
@@ -122,9 +149,8 @@ def test_no_kernel_arrives_before_it_has_read(reachable_kernels: ReachableKernel
     assert not idle, f"entries of ALLOWED that allow nothing: {idle}"
 
 
-def early_arrivals_of(cubins: dict[KernelSpec, bytes]) -> dict[KernelSpec, list[EarlyArrival]]:
+def early_arrivals_of(codes: dict[KernelSpec, Code]) -> dict[KernelSpec, list[EarlyArrival]]:
     """The early arrivals of each kernel that has any."""
-    codes = dict(zip(cubins, disassemble(cubins.values()), strict=True))
     for spec, code in codes.items():
         for load, use in unwaited_uses(code):
             pytest.fail(
@@ -283,13 +309,23 @@ def test_both_source_lines_are_told(tmp_path: Path) -> None:
     assert later.is_allowed(replace(entry, passed=1))
 
 
+@pytest.mark.parametrize(("body", "count"), [("value = __ldg(out + n);", 1), ("value = out[n];", 0)])
+def test_constant_loads_are_seen(tmp_path: Path, body: str, count: int) -> None:
+    (code,) = disassembled(compiled(tmp_path, body)[0]).values()
+    assert len(constant_loads(code)) == count
+
+
 def find_in(folder: Path, body: str) -> list[Finding]:
+    cubins, sources = compiled(folder, body)
+    return explain(early_arrivals_of(disassembled(cubins)), cubins, sources)
+
+
+def compiled(folder: Path, body: str) -> tuple[dict[KernelSpec, bytes], SourceTree]:
     (folder / "ptx").mkdir()
     (folder / "ptx" / "tiny.cuh").write_text(WRAPPERS)
     (folder / "tiny.cuh").write_text(KERNEL.replace("BODY", body))
     sources = SourceTree(folder)
-    cubins = {tiny(): compile_kernel(tiny(), sources=sources).cubin}
-    return explain(early_arrivals_of(cubins), cubins, sources)
+    return {tiny(): compile_kernel(tiny(), sources=sources).cubin}, sources
 
 
 #: For each rule: its code, and the open loads of each arrival, both as indices of instructions. >n means that

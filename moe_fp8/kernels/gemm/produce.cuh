@@ -225,7 +225,7 @@ DEVICE void produce_scales(const GemmParams& p, Shared& shared, Meeting&& meetin
         }
         auto load = [&](int block) {
 #pragma unroll
-            for (int i = 0; i < kWeightScales; ++i) next[i] = __ldg(rows[i] + min(block + lane_index(), tile.k_range.end - 1));
+            for (int i = 0; i < kWeightScales; ++i) next[i] = rows[i][min(block + lane_index(), tile.k_range.end - 1)];
         };
         load(tile.k_range.begin);
         for (int block = tile.k_range.begin; block < tile.k_range.end; block += kStages) {

@@ -23,7 +23,8 @@ DEVICE uint32_t cluster_rank() {
     return rank;
 }
 
-// Waits until the kernel before has ended and its writes are visible to this grid (programmatic dependent launch).
+// Waits until the kernel before has ended and its writes are visible to this grid (programmatic dependent launch). Since a grid may
+// begin before them, no kernel reads global memory by `__ldg`, which takes memory to be constant for as long as the grid runs.
 DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Lets the next kernel of the stream begin as SMs fall free, once a thread of every block has called this. It is called after

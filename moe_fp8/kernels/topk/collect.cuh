@@ -25,7 +25,7 @@ DEVICE int take_sample(const State& state, const Slice& slice, int stride) {
     const int vectors = slice.num_vectors / stride;
     for (int i = threadIdx.x; i < vectors; i += kThreads) {
         float values[kVector];
-        unpack(__ldg(slice.vectors + (i * stride + stride / 2)), values);
+        unpack(slice.vectors[i * stride + stride / 2], values);
 #pragma unroll
         for (int j = 0; j < kVector; ++j) state.keys[i * kVector + j] = key_of(values[j]);
     }

@@ -61,7 +61,7 @@ struct Slice {
 #pragma unroll
             for (int u = 0; u < kUnroll; ++u) {
                 const int i = base + u * kThreads + lane;
-                loaded[u] = i < last ? __ldg(vectors + i) : make_uint4(0, 0, 0, 0);
+                loaded[u] = i < last ? vectors[i] : make_uint4(0, 0, 0, 0);
             }
 #pragma unroll kInlined
             for (int u = 0; u < kUnroll; ++u) {
