@@ -323,6 +323,8 @@ def _build_dict(report: BuildReport) -> dict[str, Any]:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    if arguments.bundle is not None and arguments.cache_dir is not None:
+        raise ConfigError("--cache-dir", "to be left out with --bundle", arguments.cache_dir)
     with show_time("planning"):
         plan = plan_from(arguments)
     if arguments.bundle is None:

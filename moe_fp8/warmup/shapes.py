@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from moe_fp8.errors import ConfigError
 from moe_fp8.limits import N_MULTIPLE, SCALE_BLOCK, refuse_k, refuse_n
@@ -209,11 +209,12 @@ def _linear(
     linear: Linear, parallelism: Parallelism, pad: bool, experts: int | None
 ) -> GemmShape | Unplanned:
     ways, reason = parallelism.ways(linear.domain), linear.reason
+    by = "tp" if parallelism.attention_tp is None else "attention_tp"  # only attention has heads to share
     lacking = linear.lacking or not reason
     sizes: list[int | None] = []
     for side in (linear.n, (linear.k,)):
         try:
-            sizes.append(sum(_share(part, ways, pad) for part in side))
+            sizes.append(sum(_share(part, ways, by, pad) for part in side))
         except _Uneven as uneven:
             sizes.append(None if uneven.share is None else uneven.share * len(side))
             reason = reason or str(uneven)
@@ -225,8 +226,8 @@ def _linear(
     return Unplanned(linear.what, n, k, experts, len(linear.layers), reason, lacking)
 
 
-def _share(part: Part, ways: int, pad: bool) -> int:
-    """A rank's part of one side of a weight."""
+def _share(part: Part, ways: int, by: str, pad: bool) -> int:
+    """A rank's part of one side of a weight, which `ways` ranks share; `by` is that number's name."""
     units, size, cut, padded = part
     if cut == "whole":
         return units * size
@@ -240,7 +241,7 @@ def _share(part: Part, ways: int, pad: bool) -> int:
         # If there are fewer key-value heads than ranks, the heads are replicated.
         _divide("the ranks of attention", ways, "num_key_value_heads", units)
         return size
-    return _divide("the number of heads", units, "tp", ways) * size
+    return _divide("the number of heads", units, by, ways) * size
 
 
 def _divide(what: str, total: int, by: str, ways: int) -> int:
@@ -250,11 +251,11 @@ def _divide(what: str, total: int, by: str, ways: int) -> int:
 
 
 def working_settings(model: ModelDescription, parallelism: Parallelism) -> str:
-    """Settings with which 128 divides every width: other tp (with this ep, or ep = tp), or padding."""
+    """Settings with which 128 divides every width: tp (with this ep, or ep = tp), attention_tp, padding."""
 
-    def fits(tp: int, ep: int, pad: bool) -> bool:
+    def fits(pad: bool = False, **other: Any) -> bool:
         try:
-            return not uneven(_divided(model, replace(parallelism, tp=tp, ep=ep), pad).unplanned)
+            return not uneven(_divided(model, replace(parallelism, **other), pad).unplanned)
         except ConfigError:
             return False
 
@@ -262,15 +263,17 @@ def working_settings(model: ModelDescription, parallelism: Parallelism) -> str:
         f"tp={tp} ep={ep}"
         for tp in _TRIED_TP
         for ep in sorted({parallelism.ep, tp})
-        if (tp % ep == 0 or ep % tp == 0) and fits(tp, ep, False)
+        if (tp % ep == 0 or ep % tp == 0) and fits(tp=tp, ep=ep)
     ]
+    if parallelism.attention_tp is not None:
+        good += [f"attention_tp={ways}" for ways in _TRIED_TP if fits(attention_tp=ways)]
     remedies = [f"use {', '.join(good)}"] if good else []
-    if fits(parallelism.tp, parallelism.ep, True):
+    if fits(pad=True):
         remedies.append(
             f"pad the weights with zeros to a multiple of {SCALE_BLOCK} offline and plan with "
             "pad_intermediate (--pad-intermediate)"
         )
-    return "; or ".join(remedies) or "no parallelism serves this model"
+    return "; or ".join(remedies) or "no tp and ep serve this model with the other settings"
 
 
 def uneven(layers: Sequence[Unplanned]) -> tuple[Unplanned, ...]:

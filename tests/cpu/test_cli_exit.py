@@ -43,6 +43,7 @@ def test_build_fails_if_the_store_keeps_nothing(tmp_path: Path, capsys: pytest.C
         ["plan", "--explain", "64", "2048", "4096", "--tp", "8"],
         ["plan", "--explain", "64", "2048", "4096", "--strict"],
         ["plan", "--diff", "a.json", "b.json", "--rows"],
+        ["check", *SMALL, "--bundle", "nowhere", "--cache-dir", "elsewhere"],
         ["tune", "--table", "--out", "~nosuchuser/x", "--timings", "nowhere.gz"],
         ["tune", "--table", "--timings", "nowhere.gz", "--shape", "dense:4096:7168"],
         ["tune", "--fit", "--table", "--timings", "nowhere.gz"],

@@ -175,6 +175,8 @@ def test_redundant_and_fused_experts_are_local() -> None:
         ("ep", {"tp": 8, "ep": 3}),
         ("ep", {"ep": 8, "redundant_experts": 3}),
         ("attention_tp", {"tp": 8, "attention_tp": 3}),
+        ("attention_tp", {"tp": 8, "ep": 8, "attention_tp": 48, "moe_tp": 6}),
+        ("tp", {"tp": 48}),
         ("moe_tp", {"moe_tp": 0}),
         ("redundant_experts", {"redundant_experts": -1}),
         ("num_sms", {"num_sms": ()}),
