@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import NoReturn
 
 from moe_fp8.errors import ConfigError
 from moe_fp8.warmup.arguments import (
@@ -92,19 +96,34 @@ def run_tune(arguments: argparse.Namespace) -> int:
         raise ConfigError("--model, --shape, --sample", "at least one of the three", "none")
     if arguments.sample and arguments.timings is None:
         raise ConfigError("--sample", "--timings FILE, which takes the timings", "none")
-    path, timings = tune.tune(
-        problems,
-        arguments.out,
-        timings_file=arguments.timings,
-        factor=arguments.factor,
-        replays=arguments.replays,
-        max_seconds=arguments.max_seconds,
-        jobs=arguments.jobs,
-        quiet=arguments.quiet,
-    )
+    with _sigterm_exits():
+        path, timings = tune.tune(
+            problems,
+            arguments.out,
+            timings_file=arguments.timings,
+            factor=arguments.factor,
+            replays=arguments.replays,
+            max_seconds=arguments.max_seconds,
+            jobs=arguments.jobs,
+            quiet=arguments.quiet,
+        )
     written = tune.table_rows(timings)
     if arguments.json:
         print(json.dumps({"file": str(path), "timed": len(timings), "rows": written}, indent=2))
     else:
         print(f"{len(timings)} timings; by them {len(written)} rows of a table gain; see {path}")
     return EXIT_OK
+
+
+@contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """SIGTERM raises SystemExit, as an error would end the work, so that `tune` writes its timings."""
+
+    def leave(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

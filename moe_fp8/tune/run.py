@@ -49,7 +49,7 @@ def tune(
 
     `out`: by default the package's own table for this device. `timings_file`: all timings are added to this
     file; then no table is written unless `out` is given. `factor`: see `candidates`. No further
-    timing begins after `max_seconds`. Timings are written also if an error ends the work.
+    timing begins after `max_seconds`. Timings are written also if an error or an interrupt ends the work.
     Raises ToolchainError without a Hopper GPU; ConfigError for a file that cannot be read or written, and in
     batch-invariant mode, which consults no table; MoeFp8Error if a config computes something else.
     """

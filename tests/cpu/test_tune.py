@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,25 @@ def test_an_error_writes_what_was_timed(
     with pytest.raises(MoeFp8Error, match="wrong"):
         tune.tune([(DENSE, 1), (DENSE, 8)], tmp_path / "t.json", quiet=True)
     assert [found["rows"] for found in table.read_rows(tmp_path / "t.json")] == [1]
+
+
+def test_sigterm_writes_what_was_timed(
+    gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, handler = run.time_configs, signal.getsignal(signal.SIGTERM)
+
+    def ended(target: Target, rows: int, *rest: Any) -> dict[str, float]:
+        if rows == 8:
+            signal.raise_signal(signal.SIGTERM)
+        return before(target, rows, *rest)
+
+    monkeypatch.setattr(run, "time_configs", ended)
+    file = tmp_path / "timings.gz"
+    with pytest.raises(SystemExit) as left:
+        cli.main(["tune", "--shape", "dense:4096:7168", "--rows", "1,8", "--timings", str(file), "--quiet"])
+    assert left.value.code == 128 + signal.SIGTERM
+    assert [timing.rows for timing in read_timings(file)[1]] == [1]
+    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_timings_that_came_in_the_meantime_are_kept(
