@@ -88,9 +88,9 @@ class StaticBuffers:
 
         `inputs` has exactly the names of the specs. Each tensor is `[requests * rows, *row_shape]` with its
         spec's rows, shape and dtype, on any device; `requests` is the same for all, and
-        `requests` <= `bucket` <= `capacity`. A copy from the host is ordered with the current stream, and the
-        host tensor may be reused at once. Do not call `load` inside a capture. Raises `ArgumentError` for a
-        missing or unknown name, a wrong shape or dtype, and a `bucket` out of range.
+        `requests` <= `bucket` <= `capacity`. A copy from the host waits until the current stream has done it,
+        so the host tensor may be reused at once. Do not call `load` inside a capture. Raises `ArgumentError`
+        for a missing or unknown name, a wrong shape or dtype, and a `bucket` out of range.
         """
         requests = self.check(inputs)
         if not requests <= bucket <= self.capacity:

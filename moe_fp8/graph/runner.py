@@ -104,14 +104,15 @@ class GraphRunner:
         before = memory.pool_bytes(self._captured_pool)
         graph, outputs = capture("GraphRunner.capture", lambda: self.step(inputs), self._captured_pool)
         self._check_outputs(outputs, bucket)
-        self._graphs[bucket] = graph, outputs
+        self._graphs[bucket] = graph, dict(outputs)  # the step may use its dict again for the next bucket
         self._grown[bucket] = memory.pool_bytes(self._captured_pool) - before
 
     def run(self, inputs: Tensors) -> dict[str, torch.Tensor]:
         """Load `inputs`, pad them to a bucket, run the step, and return the outputs' rows of the requests.
 
         The outputs are views of memory that the next `run` overwrites. On CUDA they are ordered with the
-        current stream, and `run` does not synchronise. Raises `ArgumentError` for inputs that do not match
+        current stream. `run` does not synchronize for inputs on the device; inputs in host memory wait for
+        the stream (`StaticBuffers.load`). Raises `ArgumentError` for inputs that do not match
         the specs, for a batch that no bucket holds and, on CUDA, for a bucket that was not captured.
         """
         bucket = self.buckets.bucket(self.buffers.check(inputs))

@@ -56,14 +56,14 @@ def verify_capture_safe(
     one is on a CUDA device, and all CUDA tensors are on that device. Tensors on the CPU stand for host data.
     `fn` gets copies with the same strides. A tensor that fn writes in place (an `out`, a cache) belongs
     in the inputs: it is compared too, and fn may leave any of its elements as they are.
-    warmup_runs: calls before the capture, at least 1; the last of them must not synchronise.
+    warmup_runs: calls before the capture, at least 1; the last of them must not synchronize.
 
     The trial calls fn eagerly on both inputs, and once more on the first. It captures fn on static copies of
     `inputs`. Before each replay it fills the graph's pool, outputs and freed scratch included, with bytes
     that no eager call sees. It replays with `other_inputs`, twice with different fillings, and with `inputs`.
 
     Returns a `CaptureReport`. Raises CaptureError, which names the output, its first wrong element and a
-    remedy, for: a host synchronisation, with its line; values frozen at the capture; elements of a returned
+    remedy, for: a host synchronization, with its line; values frozen at the capture; elements of a returned
     tensor that the graph does not write, or scratch that it reads before it writes; memory outside the
     graph's pool; calls that differ for the same inputs (random numbers, state that fn keeps); shapes
     that depend on contents. Raises ArgumentError for inputs that do not match or change no output,

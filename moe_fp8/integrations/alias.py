@@ -81,10 +81,15 @@ def install(serve: Iterable[str] = KINDS) -> ModuleType:
 
 
 def uninstall() -> None:
-    """Undo `install`: `import deep_gemm` finds what it found before. Does nothing if nothing is installed."""
+    """Undo `install`: `import deep_gemm` finds what it found before. Does nothing if nothing is installed.
+
+    The modes and the alignment that the engine has set are as at first again.
+    """
     if _before:
         sys.meta_path.remove(_submodules)
         _submodules.forget()
+        for part in (".modes", ".layout"):
+            importlib.import_module(_HOME + part).reset()
     for name, module in _before.items():
         if module is None:
             sys.modules.pop(name, None)

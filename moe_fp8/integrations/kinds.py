@@ -13,14 +13,19 @@ KINDS = ENGINE_KINDS
 _served: tuple[str, ...] = KINDS
 
 
-def serve(kinds: Iterable[str]) -> None:
-    """From now on, our kernels serve these kinds. Raises ConfigError for an unknown kind."""
-    global _served
+def checked(kinds: Iterable[str]) -> tuple[str, ...]:
+    """`kinds`, each once. Raises ConfigError for an unknown kind."""
     given = tuple(dict.fromkeys(kinds))
     unknown = [kind for kind in given if kind not in KINDS]
     if unknown:
         raise ConfigError("serve", f"some of {', '.join(KINDS)}", unknown[0])
-    _served = given
+    return given
+
+
+def serve(kinds: Iterable[str]) -> None:
+    """From now on, our kernels serve these kinds. Raises ConfigError for an unknown kind."""
+    global _served
+    _served = checked(kinds)
 
 
 def served() -> tuple[str, ...]:

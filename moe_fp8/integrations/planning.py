@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from moe_fp8 import jit
@@ -81,14 +81,17 @@ def _grouped(shapes: Iterable[tuple[int, int, int]]) -> Iterable[GemmShape]:
         yield GemmShape(what, n, k, experts)
 
 
-def warm(loaded: LoadedEngine) -> Plan:
+def warm(loaded: LoadedEngine, undo: list[Callable[[], None]]) -> Plan:
     """Plan, build and load the engine's kernels; from then on, a miss is warned about and counted.
 
-    Raises ToolchainError, CompileError, DriverError.
+    A process that is frozen already keeps its mode. `undo` gets the call that ends the freeze. Raises
+    ToolchainError, CompileError, DriverError.
     """
     made = plan_loaded(loaded)
     count = load_plan(made)
-    jit.freeze("warn")
+    if not jit.is_frozen():
+        jit.freeze("warn")
+        undo.append(jit.unfreeze)
     # An engine shows the lines of loggers below its own name.
     logging.getLogger(f"{loaded.engine}.moe_fp8").info(
         "moe_fp8 planned %d kernels for %s and loaded %d of them", len(made.specs), loaded.name, count

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -19,6 +20,11 @@ _logger = logging.getLogger(__name__)
 #: A package that vLLM ships.
 _VLLM = "vllm.third_party.deep_gemm"
 _NAME = "deep_gemm"
+
+
+#: Held while the copy is imported, so that no other thread takes a name for absent meanwhile. The import may
+#: ask for names itself.
+_lock = threading.RLock()
 
 
 class _Copy:
@@ -60,16 +66,17 @@ def lookup(name: str, submodule: str = "") -> Any:
 
 def submodule(name: str) -> ModuleType | None:
     """The copy's own module `name`, such as "testing.bench"; None if it has none."""
-    copy = None if _Copy.in_place else find()
-    if copy is None:
-        return None
-    if copy.__name__ != _NAME:
-        return _import(f"{copy.__name__}.{name}")
-    known = _Copy.modules.get(f"{_NAME}.{name}")
-    if known is not None:
-        return known
-    with _in_its_place():
-        return _import(f"{_NAME}.{name}")
+    with _lock:
+        copy = None if _Copy.in_place else find()
+        if copy is None:
+            return None
+        if copy.__name__ != _NAME:
+            return _import(f"{copy.__name__}.{name}")
+        known = _Copy.modules.get(f"{_NAME}.{name}")
+        if known is not None:
+            return known
+        with _in_its_place():
+            return _import(f"{_NAME}.{name}")
 
 
 def _import(name: str) -> ModuleType | None:
@@ -83,14 +90,15 @@ def _import(name: str) -> ModuleType | None:
 
 def find() -> ModuleType | None:
     """The copy: an installed package `deep_gemm`, else the package that vLLM ships, else None."""
-    if not _Copy.looked:
-        _Copy.looked = True
-        _Copy.module = _installed() or _shipped()
-        where = "none" if _Copy.module is None else getattr(_Copy.module, "__file__", "?")
-        _logger.info("the engine's own deep_gemm: %s", where)
-        for setter, value in _Copy.modes.items():
-            getattr(_Copy.module, setter, _nothing)(value)
-    return _Copy.module
+    with _lock:
+        if not _Copy.looked:
+            _Copy.looked = True  # for what the import itself asks for
+            _Copy.module = _installed() or _shipped()
+            where = "none" if _Copy.module is None else getattr(_Copy.module, "__file__", "?")
+            _logger.info("the engine's own deep_gemm: %s", where)
+            for setter, value in _Copy.modes.items():
+                getattr(_Copy.module, setter, _nothing)(value)
+        return _Copy.module
 
 
 def set_too(setter: str, value: Any) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 
 from moe_fp8.errors import ArgumentError
 from moe_fp8.graph import BatchBuckets, BufferSpec, GraphMemory, GraphRunner, StaticBuffers
+from moe_fp8.graph import runner as runner_module
 
 SPECS = {
     "tokens": BufferSpec((), torch.int64, pad=-1),
@@ -87,6 +90,31 @@ def test_runner_refuses_what_is_no_batch() -> None:
     for bad in ({}, {"tokens": torch.tensor(1), "table": torch.zeros(0, 3, dtype=torch.int32)}, inputs(0)):
         with pytest.raises(ArgumentError):
             runner.run(bad)
+
+
+def test_a_step_may_return_one_dict_for_all_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        def replay(self) -> None:
+            pass
+
+    def capture(name: str, call: Callable[[], Any], pool: Any) -> tuple[Graph, Any]:
+        return Graph(), call()
+
+    monkeypatch.setattr(runner_module, "capture", capture)
+    monkeypatch.setattr(runner_module, "warm_up", lambda call, runs: None)
+    monkeypatch.setattr(runner_module.memory, "pool_bytes", lambda pool: 0)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    kept: dict[str, torch.Tensor] = {}
+
+    def step(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        kept["tokens"] = tensors["tokens"] * 2
+        return kept
+
+    runner = GraphRunner(step, SPECS, BatchBuckets([1, 4]), "cpu")
+    monkeypatch.setattr(GraphRunner, "uses_graphs", True)
+    monkeypatch.setattr(runner, "_on_device", nullcontext)
+    runner.capture()
+    assert runner.run(inputs(3))["tokens"].shape == (3,)
 
 
 def test_capture_runs_on_padding_even_after_a_batch() -> None:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ import moe_fp8
 from moe_fp8 import integrations
 from moe_fp8.errors import ArgumentError, ConfigError, UnsupportedError
 from moe_fp8.integrations import vendored
+from moe_fp8.ops.modes import Modes
 from tests import cases
 
 GEMMS = (
@@ -126,6 +128,26 @@ def test_the_copy_gets_the_alignment(installed_copy: ModuleType) -> None:
     finally:
         installed_copy.set_mk_alignment_for_contiguous_layout(128)
     assert given == [64, 128]
+
+
+def test_uninstall_ends_the_modes(installed_copy: ModuleType) -> None:
+    installed_copy.set_mk_alignment_for_contiguous_layout(64)
+    installed_copy.set_pdl(True)
+    installed_copy.set_compile_mode(1)
+    installed_copy.set_num_sms(16)
+    integrations.uninstall()
+    assert Modes.launching and Modes.num_sms is None
+    module = integrations.install()
+    assert not module.get_pdl() and not module.get_compile_mode()
+    assert module.get_mk_alignment_for_contiguous_layout() == 128
+
+
+def test_threads_wait_for_the_copy(installed_copy: ModuleType, tmp_path: Path) -> None:
+    package = tmp_path / "deep_gemm" / "__init__.py"
+    package.write_text("import time\ntime.sleep(0.5)\neinsum = 'theirs'\n")
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: getattr(installed_copy, "einsum", None), range(4)))
+    assert found == ["theirs"] * 4
 
 
 def test_names_that_nobody_has_are_absent(deep_gemm: ModuleType) -> None:

@@ -191,6 +191,25 @@ def test_zero_padding_on_request(layout: str, deep_gemm: ModuleType) -> None:
     assert torch.equal(out, expected.masked_fill(padding, 0))
 
 
+@pytest.mark.parametrize("alignment", [64, 128])
+@pytest.mark.parametrize("use_psum_layout", [False, True])
+def test_a_layout_that_does_not_fit_is_refused(
+    use_psum_layout: bool, alignment: int, deep_gemm: ModuleType
+) -> None:
+    gen = cases.generator(3, "cpu")
+    a, b = cases.activations(256, 256, gen), cases.weights(2, 128, 256, gen)
+    out = torch.empty(256, 128, dtype=torch.bfloat16)
+    right = torch.tensor([128, 256] if use_psum_layout else [0] * 128 + [1] * 128, dtype=torch.int32)
+    deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
+    try:
+        for wrong in (right[:1], right.repeat(2), right.long(), right.float(), right[None]):
+            with pytest.raises(ArgumentError):
+                deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, wrong, use_psum_layout=use_psum_layout)
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, right, use_psum_layout=use_psum_layout)
+    finally:
+        deep_gemm.set_mk_alignment_for_contiguous_layout(128)
+
+
 @pytest.mark.parametrize("layout", ["m_indices", "psum"])
 @pytest.mark.parametrize("alignment", [16, 64, 256])
 def test_contiguous_with_another_alignment(alignment: int, layout: str, deep_gemm: ModuleType) -> None:

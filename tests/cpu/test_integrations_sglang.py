@@ -44,7 +44,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 def warmed(monkeypatch: pytest.MonkeyPatch) -> list[LoadedEngine]:
     """What the plug-in plans, in place of the planning."""
     given: list[LoadedEngine] = []
-    monkeypatch.setattr(planning, "warm", given.append)
+    monkeypatch.setattr(planning, "warm", lambda loaded, undo: given.append(loaded))
     return given
 
 
@@ -110,6 +110,17 @@ def test_nothing_is_changed_if_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match="dance"):
         sglang.activate(("dance",))
     assert not sglang.active()
+
+
+def test_a_second_activation_replaces_the_first(engine: StandIn) -> None:
+    sglang.activate(("dense",))
+    with pytest.raises(ConfigError, match="dance"):
+        sglang.activate(("dance",))
+    assert installed() == ("dense",)
+    sglang.activate(("experts",))
+    assert installed() == ("experts",)
+    sglang.deactivate()
+    assert engine.entrypoint.deep_gemm is engine.deep_gemm is sys.modules["deep_gemm"]
 
 
 def test_sglang_calls_register(engine: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +222,7 @@ def test_the_engines_log_tells_how_many_kernels_are_loaded(
     monkeypatch.setattr(planning.jit, "freeze", frozen.append)
     loaded = LoadedEngine(name, "Model", max_tokens=8, max_batch=8, max_positions=64, num_sms=132)
     loaded.dense.add((64, 128))
-    made = planning.warm(loaded)
+    made = planning.warm(loaded, [])
     count = len(made.specs)
     assert count and caplog.messages == [
         f"moe_fp8 planned {count} kernels for Model and loaded {count} of them"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_fp8 import gemm_fp8, jit, quantize_fp8, silu_mul_quantize, to_mn_major
-from moe_fp8.errors import SettingError, UnsupportedError
+from moe_fp8.errors import ConfigError, SettingError, UnsupportedError
 from moe_fp8.integrations import installed, planning
 from moe_fp8.integrations import vllm as plug_in
 from moe_fp8.settings import parse_settings
@@ -78,6 +78,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
         monkeypatch, "vllm.utils.deep_gemm", _fp8_gemm_nt_impl=print, DeepGemmQuantScaleFMT=formats
     )
     module(monkeypatch, "vllm.utils.import_utils")
+    module(monkeypatch, "vllm.envs", VLLM_BATCH_INVARIANT=False)
     kernels: list[Any] = [_DeepGemm]
     linear = "vllm.model_executor.kernels.linear"
     module(monkeypatch, linear, _POSSIBLE_FP8_BLOCK_KERNELS={cuda: kernels}, __path__=[])
@@ -163,6 +164,43 @@ def test_some_kinds_leave_the_others_alone(vllm: Fake) -> None:
     assert os.environ["VLLM_DEEP_GEMM_WARMUP"] == "relax"
 
 
+def test_a_second_activation_replaces_the_first(vllm: Fake) -> None:
+    plug_in.activate(["dense", "experts"])
+    with pytest.raises(ConfigError, match="dens"):
+        plug_in.activate(["dens"])
+    assert installed() == ("dense", "experts") and len(vllm.kernels) == 2
+    plug_in.activate(["dense"])
+    assert installed() == ("dense",) and len(vllm.kernels) == 2
+    assert vllm.oracle.backend_to_kernel_cls("triton") == ["triton experts"]
+    plug_in.activate(["indexer"])
+    assert vllm.kernels == [_DeepGemm]
+
+
+def test_batch_invariance_must_be_ours_too(vllm: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", True)
+    with pytest.raises(SettingError, match="MOE_FP8_BATCH_INVARIANT"):
+        plug_in.activate(["dense"])
+    assert not plug_in.active() and vllm.kernels == [_DeepGemm]
+    monkeypatch.setattr(plug_in, "settings", lambda: parse_settings({"MOE_FP8_BATCH_INVARIANT": "1"}))
+    plug_in.activate(["dense"])
+    assert plug_in.active()
+
+
+def test_a_freeze_of_the_process_is_kept(vllm: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "load_plan", lambda plan: len(plan.specs))
+    loaded = planning.LoadedEngine("vllm", "Model", max_tokens=8, max_batch=8, max_positions=64, num_sms=132)
+    for kept in (True, False):
+        if kept:
+            jit.freeze("strict")
+        undo: list[Any] = []
+        planning.warm(loaded, undo)
+        assert jit.is_frozen() and bool(undo) != kept
+        for call in undo:
+            call()
+        assert jit.is_frozen() == kept
+        jit.unfreeze()
+
+
 def test_another_gpu_is_refused_before_any_change(vllm: Fake) -> None:
     vllm.platform.is_device_capability = lambda capability: False
     with pytest.raises(UnsupportedError, match="Hopper"):
@@ -205,7 +243,7 @@ def test_a_loaded_model_is_planned(vllm: Fake, monkeypatch: pytest.MonkeyPatch) 
     from moe_fp8.integrations.vllm import model as models
 
     warmed: list[planning.LoadedEngine] = []
-    monkeypatch.setattr(planning, "warm", warmed.append)
+    monkeypatch.setattr(planning, "warm", lambda loaded, undo: warmed.append(loaded))
     monkeypatch.setattr(models, "get_num_sms", lambda: 132)
     plug_in.activate(["dense", "experts", "indexer"])
     vllm.kernels[0].loaded.add((4096, 7168))
@@ -275,6 +313,7 @@ def test_the_experts_compute_the_layer(ranks: int, quantized: bool, vllm: Fake) 
         ({"swiglu_alpha": 1.702}, "alpha 1.702"),
         ({"swiglu_beta": 1.0}, "beta 1.0"),
         ({"hidden_dim": 2880}, "128 divides"),
+        ({"has_bias": True}, "bias"),
         ({"num_local_experts": 2000}, "128 divides"),
     ],
 )

@@ -101,8 +101,10 @@ def m_grouped_fp8_gemm_nt_contiguous(
     alignment = get_mk_alignment_for_contiguous_layout()
     layout: dict[str, Any] = {"psum" if use_psum_layout else "m_indices": grouped_layout}
     if alignment % SEGMENT_ALIGNMENT or (use_psum_layout and alignment != SEGMENT_ALIGNMENT):
+        m, num_experts = a_values.shape[0], b_values.shape[0]
+        _demand_layout(grouped_layout, num_experts if use_psum_layout else m)
         ranges = _psum_ranges if use_psum_layout else _index_ranges
-        layout = {"offsets": ranges(grouped_layout, a_values.shape[0], b_values.shape[0], alignment)}
+        layout = {"offsets": ranges(grouped_layout, m, num_experts, alignment)}
     grouped_gemm_fp8_contiguous(
         a_values,
         a_scale,
@@ -116,6 +118,15 @@ def m_grouped_fp8_gemm_nt_contiguous(
         # A kernel may store a whole tile, so padding is zeroed after it.
         rows = _psum_padding(grouped_layout, len(d), alignment) if use_psum_layout else grouped_layout < 0
         d.masked_fill_(rows[:, None], 0)
+
+
+def _demand_layout(grouped_layout: Tensor, length: int) -> None:
+    """Raise ArgumentError for a layout that the conversion to ranges would take for another layout."""
+    if grouped_layout.dtype is not torch.int32 or grouped_layout.shape != (length,):
+        raise ArgumentError(
+            "m_grouped_fp8_gemm_nt_contiguous", "grouped_layout", f"int32 [{length}]",
+            [*grouped_layout.shape, grouped_layout.dtype],
+        )  # fmt: skip
 
 
 def _index_ranges(m_indices: Tensor, rows: int, num_experts: int, alignment: int) -> Tensor:

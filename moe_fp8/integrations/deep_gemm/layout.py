@@ -43,6 +43,11 @@ def set_mk_alignment_for_contiguous_layout(value: int) -> None:
         vendored.set_too("set_mk_alignment_for_contiguous_layout", value)
 
 
+def reset() -> None:
+    """Make the alignment what it is at first, without a word to the engine's own copy."""
+    _Alignment.rows = SEGMENT_ALIGNMENT
+
+
 def get_theoretical_mk_alignment_for_contiguous_layout(
     expected_m: int | None = None, num_groups: int | None = None
 ) -> int:

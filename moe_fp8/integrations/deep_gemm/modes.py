@@ -23,6 +23,7 @@ __all__ = [
 class _Modes:
     early_weights: bool = False
     compiling: ExitStack | None = None
+    limits_sms: bool = False
 
 
 def set_num_sms(num_sms: int) -> None:
@@ -31,6 +32,7 @@ def set_num_sms(num_sms: int) -> None:
         torch.cuda.is_available() and num_sms >= torch.cuda.get_device_properties().multi_processor_count
     )
     ops.set_num_sms(None if everything else num_sms)
+    _Modes.limits_sms = not everything
     vendored.set_too("set_num_sms", num_sms)
 
 
@@ -60,10 +62,24 @@ def set_compile_mode(mode: int) -> None:
     if mode and _Modes.compiling is None:
         _Modes.compiling = ExitStack()
         _Modes.compiling.enter_context(compile_only())
-    elif not mode and _Modes.compiling is not None:
+    elif not mode:
+        _launch_again()
+    vendored.set_too("set_compile_mode", mode)
+
+
+def _launch_again() -> None:
+    if _Modes.compiling is not None:
         _Modes.compiling.close()
         _Modes.compiling = None
-    vendored.set_too("set_compile_mode", mode)
+
+
+def reset() -> None:
+    """Make our modes what they are at first, without a word to the engine's own copy."""
+    _launch_again()
+    _Modes.early_weights = False
+    if _Modes.limits_sms:
+        ops.set_num_sms(None)
+        _Modes.limits_sms = False
 
 
 def get_compile_mode() -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_fp8.errors import UnsupportedError
 from moe_fp8.integrations import alias
-from moe_fp8.integrations.kinds import KINDS
+from moe_fp8.integrations.kinds import KINDS, checked
 from moe_fp8.settings import settings
 
 _logger = logging.getLogger("sglang.moe_fp8")
@@ -49,14 +49,16 @@ def activate(kinds: Iterable[str]) -> None:
     """Serve `kinds` of this process's SGLang from now on; for a script that builds a `ModelRunner` itself.
 
     Modules of SGLang may have been imported before; models that are loaded already are served too, but their
-    kernels are not planned. Raises UnsupportedError if the GPU is no Hopper, or if SGLang does not use
-    DeepGEMM at all, and ConfigError for an unknown kind; nothing is changed then.
+    kernels are not planned. A second call replaces the kinds of the first call. Raises ConfigError for an
+    unknown kind; nothing is changed then. Raises UnsupportedError if the GPU is no Hopper, or if SGLang does
+    not use DeepGEMM at all; then nothing is active.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    if not _undo:
-        _start(tuple(kinds))
-        HookRegistry.apply_hooks()
+    kinds = checked(kinds)
+    deactivate()
+    _start(kinds)
+    HookRegistry.apply_hooks()
 
 
 def deactivate() -> None:
@@ -133,5 +135,5 @@ def _after_loading(result: Any, model_runner: Any) -> None:
             ", ".join(kinds),
             ", ".join([*others, "everything else"]),
         )
-    warm(loaded)
+    warm(loaded, _undo)
     _undo.append(skip_warmup(loaded))

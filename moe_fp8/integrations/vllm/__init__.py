@@ -11,8 +11,9 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from moe_fp8.errors import UnsupportedError
+from moe_fp8.errors import SettingError, UnsupportedError
 from moe_fp8.integrations import alias
+from moe_fp8.integrations.kinds import checked
 from moe_fp8.settings import settings
 
 _logger = logging.getLogger("vllm.moe_fp8")
@@ -34,13 +35,19 @@ def register() -> None:
 def activate(kinds: Iterable[str]) -> None:
     """Serve `kinds` of this process's vLLM from now on; models that are loaded already keep their layers.
 
-    Raises UnsupportedError if the GPU is no Hopper.
+    A second call replaces the kinds of the first call. Raises UnsupportedError if the GPU is no Hopper,
+    ConfigError for an unknown kind, and SettingError if vLLM's results must not depend on the batch and ours
+    may; nothing is changed then.
     """
+    from vllm import envs
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda() or not current_platform.is_device_capability(90):
         raise UnsupportedError("MOE_FP8_ENGINE: the kernels need a Hopper GPU; unset it on other GPUs")
-    kinds = tuple(kinds)
+    kinds = checked(kinds)
+    if envs.VLLM_BATCH_INVARIANT and not settings().batch_invariant:
+        raise SettingError("MOE_FP8_BATCH_INVARIANT", "1, as VLLM_BATCH_INVARIANT is on", 0, "set it to 1")
+    deactivate()
     try:
         _change(kinds)
     except BaseException:
@@ -150,7 +157,7 @@ def _plan_after_loading() -> None:
 
     def load_model(self: Any, vllm_config: Any, model_config: Any, *arguments: Any, **options: Any) -> Any:
         model = original(self, vllm_config, model_config, *arguments, **options)
-        warm(describe_loaded(model, vllm_config, model_config))
+        warm(describe_loaded(model, vllm_config, model_config), _undo)
         return model
 
     BaseModelLoader.load_model = load_model

@@ -50,6 +50,8 @@ class MoeFp8Experts(DeepGemmExperts):
         )
         if not supported:
             return supported, reason
+        if getattr(moe_config, "has_bias", False):
+            return False, "the kernels add no bias"
         alpha, beta = (getattr(moe_config, name, None) for name in ("swiglu_alpha", "swiglu_beta"))
         if alpha not in (None, 1) or beta not in (None, 0):
             return False, f"the kernels compute SiLU(gate) * up, not SwiGLU with alpha {alpha}, beta {beta}"

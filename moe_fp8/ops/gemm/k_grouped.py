@@ -65,7 +65,7 @@ def k_grouped_gemm_fp8(
     tokens, launches no kernel: out is c, or zeros.
 
     Returns out. Sums are fp32, and their order depends on nothing: the same call gives the same bits.
-    Subnormal sums may be flushed to zero where `c` is given. No host synchronisation; safe to capture: a
+    Subnormal sums may be flushed to zero where `c` is given. No host synchronization; safe to capture: a
     replay reads `offsets` again.
     Raises ArgumentError; in checked mode ContractError for offsets that break these rules and for a scale
     that is NaN or infinite; JitMissError after `freeze()` if its kernel was not loaded.

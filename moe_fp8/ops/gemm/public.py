@@ -62,7 +62,7 @@ def gemm_fp8(
     short call (docs/graphs.md, "Launches that overlap"). If the promise is false, the result is wrong.
 
     Returns out. Accumulates in fp32; the same call gives the same bits, with c too. With c and scales of
-    1 x 128 on b, subnormal sums may be flushed to zero. No host synchronisation; safe to capture.
+    1 x 128 on b, subnormal sums may be flushed to zero. No host synchronization; safe to capture.
     Raises ArgumentError; in checked mode ContractError, which names the row, for a scale that is NaN or
     infinite; TileError for a config that this call may not use; JitMissError after `freeze()` if warmup did
     not cover the shape. Plans do not include configs that callers ask for.
@@ -145,7 +145,7 @@ def grouped_gemm_fp8_contiguous(
 
     Returns out. Rows of no expert may hold anything in `a` and `a_scale` (NaN included) and are unspecified
     in out. With c, out has c's values there, except in rows of -1 that an expert's rows follow within the
-    same 128. Experts may be empty. No host synchronisation; safe to capture: a replay reads the index again.
+    same 128. Experts may be empty. No host synchronization; safe to capture: a replay reads the index again.
     Raises ArgumentError; in checked mode ContractError, which names the expert and the row, if the index
     breaks the rules above or a scale that counts is NaN or infinite; TileError for a config that this call
     may not use; JitMissError after `freeze()` if warmup did not cover the shape or the selector would not
@@ -218,7 +218,7 @@ def grouped_gemm_fp8_masked(
     out: bf16 or fp32 `[E, Mmax, N]`, stride `(Mmax*S, S, 1)`, or None. Every S is a multiple of 16 bytes.
 
     Returns out. Rows from masked_m[e] on may hold anything in `a` and `a_scale` (NaN included) and are
-    unspecified in out; with c, out has c's values there. No host synchronisation; safe to capture: a replay
+    unspecified in out; with c, out has c's values there. No host synchronization; safe to capture: a replay
     reads masked_m again.
     Raises ArgumentError; in checked mode ContractError, which names the expert, and the row of a scale that
     is NaN or infinite; TileError for a config that this call may not use; JitMissError after `freeze()` if

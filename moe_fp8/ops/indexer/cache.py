@@ -39,7 +39,7 @@ def indexer_quantize_and_cache(
     Values and scales are as in `quantize_fp8`, with the row as the group. No other byte of kv_cache
     changes. If several rows name the same slot, each byte of the slot comes from any of these rows.
 
-    The op launches one kernel and does not synchronise the host. It is safe to capture: a replay reads k and
+    The op launches one kernel and does not synchronize the host. It is safe to capture: a replay reads k and
     slot_mapping anew. Raises ArgumentError, UnsupportedError (another D or block_size); in checked mode
     ContractError naming the row whose slot is past the cache, before anything is written.
     """

@@ -90,7 +90,7 @@ def mqa_logits_fp8(
     out: fp32 or bf16 of the shape above, or None. Its rows are contiguous, any distance apart.
     out_dtype: the dtype of the allocated out, fp32 unless given. Sums are fp32 and are rounded once.
 
-    Returns out. The same call gives the same bits. No host synchronisation; safe to capture: a replay reads
+    Returns out. The same call gives the same bits. No host synchronization; safe to capture: a replay reads
     ks and ke anew. M = 0 returns at once.
 
     Large calls take a second kernel: those whose M and N, each rounded up to a power of two, have a product
@@ -169,7 +169,7 @@ def paged_mqa_logits_metadata(
 
     The kernel counts chunks in 32 bits: all requests together have at most 2^31 - 2^17 of them.
 
-    No host synchronisation; safe to capture: a replay rebuilds the schedule from context_lens. Raises
+    No host synchronization; safe to capture: a replay rebuilds the schedule from context_lens. Raises
     ArgumentError, UnsupportedError; in checked mode ContractError for too many chunks.
     """
     op = "paged_mqa_logits_metadata"
@@ -230,7 +230,7 @@ def paged_mqa_logits_fp8(
     out_dtype: the dtype of the allocated out, fp32 unless given.
 
     Returns out. Row b * next_n + t holds token t of request b, and column j is position j. An element is
-    written only if j is below the token's length. No host synchronisation; safe to capture: a replay reads
+    written only if j is below the token's length. No host synchronization; safe to capture: a replay reads
     lengths, tables and metadata anew. Raises ArgumentError, UnsupportedError; in checked mode ContractError
     naming the request as `row`, for lengths, pages, cached scales, weights and a stale schedule.
     """

@@ -220,7 +220,7 @@ def indexer_select(
     out: int32 `[M, topk]`, contiguous, or None.
 
     Returns out: rows of k, then -1. Every workspace gives the same bits. Nothing is allocated but the
-    workspace and out. No host synchronisation; safe to capture. Raises what both ops raise, and
+    workspace and out. No host synchronization; safe to capture. Raises what both ops raise, and
     ArgumentError for a workspace that is too small.
 
     Large calls take the second kernel of `mqa_logits_fp8`, whose zeros are not exact. Keys whose logits tie

@@ -53,7 +53,7 @@ def indexer_topk(
     logits, then -inf. Among equal logits the lower columns are chosen. As for `torch.topk`, -0 equals +0,
     -inf is a value like any other, and NaN is above +inf. Every call gives the same bits.
 
-    The op launches one kernel, takes no workspace and does not synchronise the host. It is safe to capture: a
+    The op launches one kernel, takes no workspace and does not synchronize the host. It is safe to capture: a
     replay reads logits and ranges anew. M = 0 returns at once. Raises ArgumentError; in checked mode
     ContractError naming a row whose ks and ke are no range.
     """

@@ -68,7 +68,7 @@ def grouped_gemm_silu_mul_fp8(
 
     Returns `(q, scale)`: q float8_e4m3fn `[M, I]`, contiguous; scale fp32 `[M, I/128]`, MN-major. The bits
     are those of the two ops, which round the product to bf16 in between. Rows of no expert keep their
-    values. Launches one kernel; no host synchronisation; safe to capture: a replay reads offsets anew.
+    values. Launches one kernel; no host synchronization; safe to capture: a replay reads offsets anew.
     Raises ArgumentError.
     """
     op = "grouped_gemm_silu_mul_fp8"

@@ -108,7 +108,7 @@ def fused_moe(
     the last column of buffers of k + 1 columns keeps both, and `route_topk` writes to the first k columns.
 
     Five launches: `moe_permute`, `grouped_gemm_fp8_contiguous` on rows without padding, `silu_mul_quantize`,
-    the second GEMM, `moe_combine`; four if interleaved. No host synchronisation; safe to capture: a replay
+    the second GEMM, `moe_combine`; four if interleaved. No host synchronization; safe to capture: a replay
     reads ids anew. Nothing is allocated but the workspace and out. Raises ArgumentError.
     """
     if x.dim() != 2 or topk_ids.dim() != 2:

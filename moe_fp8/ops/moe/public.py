@@ -81,7 +81,7 @@ def moe_permute(
     are operands of `grouped_gemm_fp8_contiguous`; rows from offsets[num_experts] on keep their values.
 
     The order is that of the arguments, so the same call gives the same bits. Launches one kernel; no host
-    synchronisation; safe to capture: a replay reads ids anew. T = 0 returns at once. Raises ArgumentError;
+    synchronization; safe to capture: a replay reads ids anew. T = 0 returns at once. Raises ArgumentError;
     in checked mode ContractError naming the token whose scales are NaN or infinite.
     """
     if x.dim() != 2 or topk_ids.dim() != 2:
@@ -125,7 +125,7 @@ def moe_combine(
     out: bf16 `[T, N]` or None; its rows are contiguous, a multiple of 16 bytes apart, and do not overlap.
 
     Returns out[t] = sum over j of weights[t, j] * y[rows[t, j]], added in fp32 in the order of j and rounded
-    once; a token without rows gets 0. Launches one kernel; no host synchronisation; safe to capture. Raises
+    once; a token without rows gets 0. Launches one kernel; no host synchronization; safe to capture. Raises
     ArgumentError; in checked mode ContractError naming the token with a row past y.
     """
     if out is None:
@@ -186,7 +186,7 @@ def route_topk(
     score and the bias does too. So ids are always distinct and from 0 to E - 1, and weights are finite, if
     scaling_factor is.
 
-    Launches one kernel; no host synchronisation; safe to capture. T = 0 returns at once. Raises
+    Launches one kernel; no host synchronization; safe to capture. T = 0 returns at once. Raises
     ArgumentError.
     """
     if out is None:

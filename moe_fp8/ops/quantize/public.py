@@ -101,7 +101,7 @@ def silu_mul_quantize(
     Gates below -87 give 0. The results of a group that holds NaN or infinity are unspecified; other groups
     are unaffected.
 
-    Launches one kernel without host synchronisation; safe to capture: a replay reads masked_m again. Raises
+    Launches one kernel without host synchronization; safe to capture: a replay reads masked_m again. Raises
     ArgumentError; in checked mode ContractError, which names the expert, for a count outside 0 to Mmax.
     """
     dims = 2 if masked_m is None else 3
