@@ -20,7 +20,8 @@ class LoadedEngine:
     `engine` is "vllm" or "sglang". `dense` are (N, K) of linear layers, `experts` (local experts, N, K) of
     grouped products. `data_parallel`: groups of ranks whose tokens a rank's experts get. `next_n`: the most
     tokens of a request in a decode step. `num_sms`: SMs that the ops use. `masked_rows`: the most rows of an
-    expert's buffer in the masked layout; None: enough for `max_batch` and `next_n`.
+    expert's buffer in the masked layout; None: enough for `max_batch` and `next_n`. `kv_lora_rank`: the K of
+    MLA's `kv_b_proj`, whose rows may be all cached tokens of a context; None without MLA.
     """
 
     engine: str
@@ -34,6 +35,7 @@ class LoadedEngine:
     data_parallel: int = 1
     experts_per_token: int = 1
     block_size: int = 64
+    kv_lora_rank: int | None = None
     indexer: Indexer | None = None
     dense: set[tuple[int, int]] = field(default_factory=set)
     experts: set[tuple[int, int, int]] = field(default_factory=set)
@@ -67,11 +69,12 @@ def plan_loaded(loaded: LoadedEngine) -> Plan:
         block_size=loaded.block_size,
         engine=loaded.engine,
     )
-    return plan(model, options, extra=(*_dense(loaded.dense), *_grouped(loaded.experts)))
+    return plan(model, options, extra=(*_dense(loaded), *_grouped(loaded.experts)))
 
 
-def _dense(shapes: Iterable[tuple[int, int]]) -> Iterable[GemmShape]:
-    return (GemmShape("linear", n, k) for n, k in sorted(shapes))
+def _dense(loaded: LoadedEngine) -> Iterable[GemmShape]:
+    for n, k in sorted(loaded.dense):
+        yield GemmShape("linear", n, k, whole_context=k == loaded.kv_lora_rank)
 
 
 def _grouped(shapes: Iterable[tuple[int, int, int]]) -> Iterable[GemmShape]:

@@ -66,3 +66,14 @@ def test_the_tokens_of_other_ranks_and_the_indexer_are_planned() -> None:
 
 def test_an_engine_without_layers_of_ours_has_an_empty_plan() -> None:
     assert plan_loaded(engine(dense=set(), experts=set())).specs == ()
+
+
+@pytest.mark.parametrize("device", gemm_table.devices())
+def test_cached_latents_are_planned(device: str) -> None:
+    dense = {(2048, 512), (2048, 4096)}
+    loaded = engine(max_tokens=512, max_positions=65536, dense=dense, experts=set(), kv_lora_rank=512)
+    specs = set(plan_loaded(loaded).specs)
+    for m in (513, 1000, 3000, 4096, 20_000, 65536):
+        assert kernel_spec(GemmProblem("dense", m, 2048, 512, device=device)) in specs
+    without = set(plan_loaded(engine(max_tokens=512, dense=dense, experts=set())).specs)
+    assert without < specs

@@ -43,6 +43,7 @@ def describe_loaded(model: torch.nn.Module, vllm_config: Any, model_config: Any)
             top_k: Any = module.top_k
             loaded.experts_per_token = max(loaded.experts_per_token, top_k)
     text = model_config.hf_text_config
+    loaded.kv_lora_rank = getattr(text, "kv_lora_rank", None)
     if "indexer" in served and getattr(text, "index_topk", None):
         loaded.indexer = Indexer(text.index_n_heads, text.index_head_dim, text.index_topk)
     return loaded
