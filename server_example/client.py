@@ -7,9 +7,11 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from server_example.chat import ChatTemplate
@@ -33,7 +35,7 @@ class EngineClient:
 
         `seconds` is the longest that the engine may take to answer a call.
         """
-        self._seconds = seconds
+        self.seconds = seconds
         self.served = served
         self.tokenizer = load_tokenizer(folder, served.vocab_size)
         self.token_texts = TokenTexts(self.tokenizer)
@@ -41,11 +43,13 @@ class EngineClient:
         self.failure: str | None = None
         self._stopped = False
         self._connection = connection
-        self._sending = threading.Lock()
+        self._outbox: SimpleQueue[tuple[int, str, tuple[Any, ...]] | None] = SimpleQueue()
+        self._ended = False  # whether the engine's process is known to send nothing more
         self._numbers = itertools.count(1)
         self._answers: dict[int, Future[Any]] = {}
         self._emits: dict[int, Emit] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        threading.Thread(target=self._send, name="engine's questions", daemon=True).start()
         threading.Thread(target=self._read, name="engine's answers", daemon=True).start()
 
     @property
@@ -83,9 +87,9 @@ class EngineClient:
     async def call(self, name: str, *arguments: Any) -> Any:
         """The result of a method of `Host`. Raises its exception, or `EngineStoppedError`."""
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(self._ask(name, *arguments)), self._seconds)
+            return await asyncio.wait_for(asyncio.wrap_future(self._ask(name, *arguments)), self.seconds)
         except asyncio.TimeoutError:
-            raise EngineStoppedError(_silence(self._seconds)) from None
+            raise EngineStoppedError(_silence(self.seconds)) from None
 
     def stop(self, seconds: float) -> bool:
         """Ends open requests with an error. Call it from another thread than the loop's.
@@ -94,16 +98,11 @@ class EngineClient:
         process has ended.
         """
         self._stopped = True
-
-        def ask() -> None:
-            with suppress(EngineStoppedError):
-                self._ask("stop").result()
-
-        # If nobody reads the pipe, it may be full, and then not even the question ends.
-        asking = threading.Thread(target=ask, name="stop", daemon=True)
-        asking.start()
-        asking.join(seconds)
-        if asking.is_alive():
+        try:
+            self._ask("stop").result(seconds)
+        except EngineStoppedError:
+            pass
+        except FutureTimeoutError:
             self.failure = _silence(seconds)
             return False
         return True
@@ -111,14 +110,25 @@ class EngineClient:
     def _ask(self, name: str, *arguments: Any) -> Future[Any]:
         number, answer = next(self._numbers), Future[Any]()
         self._answers[number] = answer
-        try:
-            with self._sending:
-                self._connection.send((number, name, arguments))
-        except OSError:
-            # If the answer is no longer there, the reader has seen the end, too, and has told it.
-            if self._answers.pop(number, None):
-                answer.set_exception(self._gone())
+        self._outbox.put((number, name, arguments))
+        if self._ended:
+            self._fail(number, self._gone())
         return answer
+
+    def _fail(self, number: int, error: Exception) -> None:
+        """Answers with an error, unless somebody has answered."""
+        if (answer := self._answers.pop(number, None)) and answer.set_running_or_notify_cancel():
+            answer.set_exception(error)
+
+    def _send(self) -> None:
+        """The thread that sends. If the engine does not read, the pipe fills, and sending waits."""
+        while message := self._outbox.get():
+            try:
+                self._connection.send(message)
+            except OSError:
+                self._fail(message[0], self._gone())
+            except Exception as error:
+                self._fail(message[0], error)
 
     def _gone(self) -> EngineStoppedError:
         return EngineStoppedError(self.failure or "the engine's process has ended")
@@ -136,9 +146,10 @@ class EngineClient:
                         (ask.set_exception if kind == "error" else ask.set_result)(content)
         if not self._stopped and self.failure is None:
             self.failure = "the engine's process has ended"
+        self._ended = True
+        self._outbox.put(None)
         for number in list(self._answers):
-            if (answer := self._answers.pop(number, None)) and answer.set_running_or_notify_cancel():
-                answer.set_exception(self._gone())
+            self._fail(number, self._gone())
         self._on_loop(self._end_all)
 
     def _on_loop(self, function: Callable[..., None], *arguments: Any) -> None:

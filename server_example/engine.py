@@ -395,6 +395,9 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         raise ConfigError("tokenizer.json", "a tokenizer of the tokenizers library", str(error)) from error
     if tokenizer.get_vocab_size() > vocab_size:
         raise ConfigError("tokenizer.json", f"at most {vocab_size} tokens", tokenizer.get_vocab_size())
+    # A file saved after a training may pad texts to the longest one of a batch, or cut them.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
     return tokenizer
 
 

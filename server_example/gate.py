@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hmac
+import termios
+from array import array
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -105,7 +109,26 @@ class TimedProtocol(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._writing is None:
-            self._writing = self.loop.call_later(self._seconds, self.transport.abort)
+            self._await_reading(self._unread())
+
+    def _await_reading(self, unread: int) -> None:
+        """Ends the connection unless the client reads some of the `unread` bytes in time, again and again."""
+
+        def look() -> None:
+            left = self._unread()
+            if left < unread:
+                self._await_reading(left)
+            else:
+                self.transport.abort()
+
+        self._writing = self.loop.call_later(self._seconds, look)
+
+    def _unread(self) -> int:
+        """The bytes of answers in asyncio's buffer, and in the kernel's until the client confirms them."""
+        unsent = array("i", [0])
+        with suppress(OSError, ValueError):  # of a socket that is closed
+            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, unsent)
+        return int(self.transport.get_write_buffer_size()) + unsent[0]
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -99,6 +99,7 @@ class Generation:
         self.engine = engine
         self.body = body
         self._status = {**_STATUS, "timeout": deadline.status}
+        self._late: asyncio.TimerHandle | None = None
         self._prompt_tokens = sum(map(len, prompts))
         self._events: asyncio.Queue[tuple[int, scheduler.TokenEvent]] = asyncio.Queue()
         self._jobs = [
@@ -135,16 +136,28 @@ class Generation:
             for job in self._jobs:  # A huge prompt does not even travel to the engine.
                 scheduler.check_length(len(job.prompt), job.params.max_tokens, self.engine.served.max_context)
             await self.engine.submit(self._jobs, [partial(self._emit, i) for i in range(len(self._jobs))])
+            self._end_late()
         except scheduler.RequestTooLongError as error:
             chat = isinstance(self.body, ChatRequest)
             param = "messages" if chat and error.part == "prompt" else error.part
-            raise ApiError(400, str(error), param=param, code="context_length_exceeded") from None
+            code = None if error.part == "n" else "context_length_exceeded"
+            raise ApiError(400, str(error), param=param, code=code) from None
         except scheduler.QueueFullError as error:
             raise ApiError(429, str(error), code="queue_full") from None
         except EngineStoppedError as error:
             raise ApiError(503, str(error)) from None
 
+    def _end_late(self) -> None:
+        """Ends the answer after its deadline if the engine, which ends jobs that are late, is silent."""
+        deadline = self._jobs[0].deadline
+        if deadline is not None:
+            left = deadline + self.engine.seconds - time.monotonic()
+            silence = scheduler.TokenEvent("", 0, "timeout", "the engine has not answered in time")
+            self._late = asyncio.get_running_loop().call_later(max(0, left), self._emit, 0, silence)
+
     def cancel(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
         self.engine.cancel([job.number for job in self._jobs])
 
     async def _arrivals(self) -> AsyncIterator[dict[int, list[scheduler.TokenEvent]]]:

@@ -93,6 +93,15 @@ class Process:
         settings = self.service.settings
         return EngineClient(settings.model, content, self._connection, settings.engine_seconds)
 
+    def tell_end(self) -> None:
+        """Says how the engine's process ended while it loaded, unless it has said so itself."""
+        self._engine.join()
+        code = self._engine.exitcode or 0
+        if code < 0:
+            name = signal.Signals(-code).name
+            hint = "; is there enough memory?" if name == "SIGKILL" else ""
+            print(f"error: {name} ended the engine's process while it loaded{hint}", file=sys.stderr)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._stop.is_set():
             self._hurry.set()  # A second signal ends the drain.
@@ -170,7 +179,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except EOFError:
-        return 1  # The engine's process has told what went wrong.
+        process.tell_end()
+        return 2
     finally:
         process.shut_down()
     if engine.failure is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -37,3 +37,13 @@ def live_server(folder: Path, *arguments: str) -> Iterator[httpx.Client]:
 
 def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, **variables}
+
+
+def children(pid: int) -> dict[int, str]:
+    """The direct children of a process, and their command lines."""
+    numbers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    found: dict[int, str] = {}
+    for number in numbers:
+        with suppress(FileNotFoundError, ProcessLookupError):  # it may have ended
+            found[int(number)] = Path(f"/proc/{number}/cmdline").read_text()
+    return found

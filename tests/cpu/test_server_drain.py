@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -23,7 +24,7 @@ from server_example.serve import Process
 from server_example.settings import Settings
 from tests.demo_model import demo_folder
 from tests.engine_client import connected
-from tests.live_server import server_process
+from tests.live_server import children, server_process
 
 __all__ = ["demo_folder"]
 
@@ -72,12 +73,6 @@ def test_after_the_grace_time_requests_get_an_error(demo_folder: Path) -> None:
         assert process.wait(timeout=20) == 0
 
 
-def children(pid: int) -> dict[int, str]:
-    """The direct children of a process, and their command lines."""
-    numbers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return {int(number): Path(f"/proc/{number}/cmdline").read_text() for number in numbers}
-
-
 def test_the_end_of_the_engines_process_is_told(demo_folder: Path) -> None:
     with server_process(demo_folder) as (process, url):
         (engine,) = [pid for pid, command in children(process.pid).items() if "spawn_main" in command]
@@ -121,6 +116,31 @@ def test_an_engine_that_hangs_is_ended(demo_folder: Path) -> None:
         assert answer.status_code == 500
         assert "not answered for 1 s" in answer.json()["error"]["message"]
         assert process.wait(timeout=20) == 1
+
+
+def test_a_silent_engine_stops_neither_http_nor_deadlines(demo_folder: Path) -> None:
+    """The pipe to an engine that does not read fills, and requests that run get no events."""
+    with (
+        server_process(demo_folder, "--engine-seconds", "1", "--request-seconds", "3") as (process, url),
+        ThreadPoolExecutor(50) as pool,
+    ):
+        (engine,) = [pid for pid, command in children(process.pid).items() if "spawn_main" in command]
+        long = {**BODY, "max_tokens": 900, "ignore_eos": True}
+        ask = partial(httpx.post, f"{url}/v1/completions", timeout=60)
+        late = [pool.submit(ask, json=body) for body in (long, {**long, "timeout": 2})]
+        while httpx.get(f"{url}/health").json()["running"] < 2:
+            assert process.poll() is None
+        os.kill(engine, signal.SIGSTOP)
+        assert [answer.result().status_code for answer in late] == [504, 408]
+        many = [pool.submit(ask, json={**BODY, "prompt": [1] * 500}) for _ in range(300)]
+        assert {answer.result().status_code for answer in many} == {503}
+        health = httpx.get(f"{url}/health", timeout=10)
+        assert (health.status_code, health.json()["status"]) == (503, "silent")
+        os.kill(engine, signal.SIGCONT)
+        end = time.monotonic() + 30
+        while ask(json=BODY).status_code != 200:
+            assert time.monotonic() < end
+        assert httpx.get(f"{url}/health").json()["status"] == "ok"
 
 
 def test_the_engine_ends_with_a_server_that_is_killed(demo_folder: Path) -> None:

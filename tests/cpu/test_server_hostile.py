@@ -137,6 +137,19 @@ def test_a_client_that_reads_nothing_loses_its_connection(server: httpx.Client) 
     assert time.monotonic() - start > RECEIVE_SECONDS * 0.9
 
 
+def test_a_client_that_reads_all_the_time_keeps_its_connection(server: httpx.Client) -> None:
+    """Its reading empties the kernel's buffers long before asyncio's buffer."""
+    start, got = time.monotonic(), 0
+    with connect(server) as sock:
+        sock.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: a\r\n\r\n" * 1000)
+        while time.monotonic() - start < RECEIVE_SECONDS * 4:
+            new = len(sock.recv(8192))
+            assert new
+            got += new
+            time.sleep(0.02)
+    assert got > 100_000
+
+
 def test_a_client_that_reads_slowly_gets_everything(server: httpx.Client) -> None:
     body = {"prompt": "The graph", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
     whole = server.post("/v1/completions", json=body).json()["choices"][0]["text"]

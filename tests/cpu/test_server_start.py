@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import re
 import shutil
 import signal
@@ -21,14 +22,14 @@ from moe_fp8.jit.build import BuildReport
 from server_example import demo
 from server_example.backend import DeviceChoice, choose_backend, explained_memory
 from server_example.cache import LayerCache
-from server_example.engine import Engine, EngineOptions, EngineStoppedError
+from server_example.engine import Engine, EngineOptions, EngineStoppedError, load_tokenizer
 from server_example.host import run_engine
 from server_example.sampling import SamplingParams
 from server_example.scheduler import Request, TokenEvent
 from server_example.serve import read_settings
 from server_example.settings import Settings
 from tests.demo_model import demo_folder
-from tests.live_server import environment
+from tests.live_server import children, environment
 
 __all__ = ["demo_folder"]
 
@@ -39,6 +40,34 @@ def test_a_missing_model_ends_the_start_with_a_message(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "config.json" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_engine_that_is_killed_while_it_loads_is_told(demo_folder: Path) -> None:
+    command = [sys.executable, "-m", "server_example", "--device", "cpu", "--port", "0"]
+    command += ["--model", str(demo_folder)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+        try:
+            engines: list[int] = []
+            while not engines:
+                assert process.poll() is None
+                engines = [pid for pid, line in children(process.pid).items() if "spawn_main" in line]
+            os.kill(engines[0], signal.SIGKILL)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 2
+    assert said == "error: SIGKILL ended the engine's process while it loaded; is there enough memory?\n"
+
+
+def test_padding_and_truncation_of_a_file_are_ignored(demo_folder: Path, tmp_path: Path) -> None:
+    saved = load_tokenizer(demo_folder, 1 << 20)
+    saved.enable_padding()
+    saved.enable_truncation(2)
+    saved.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path, 1 << 20)
+    texts = ["A", "A much longer text than that"]
+    assert [one.ids for one in loaded.encode_batch(texts)] == [loaded.encode(text).ids for text in texts]
+    assert len(loaded.encode(texts[1]).ids) > 2 > len(loaded.encode(texts[0]).ids)
 
 
 def refused(*arguments: str, **variables: str) -> str:
