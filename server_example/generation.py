@@ -108,6 +108,7 @@ class Generation:
             for number in range(body.n)
         ]
         self._counts = [0] * len(self._jobs)
+        self._running = len(self._jobs)  # choices whose last event has not come
 
     def _params(self, tokens: list[int], number: int) -> SamplingParams:
         """The settings of choice `number` of a prompt; each choice draws with a seed of its own."""
@@ -129,6 +130,9 @@ class Generation:
         )
 
     def _emit(self, index: int, event: scheduler.TokenEvent) -> None:
+        self._running -= event.finish_reason is not None
+        if not self._running and self._late is not None:
+            self._late.cancel()  # a slow client may take the answer later
         self._events.put_nowait((index, event))
 
     async def submit(self) -> None:
@@ -150,7 +154,7 @@ class Generation:
     def _end_late(self) -> None:
         """Ends the answer after its deadline if the engine, which ends jobs that are late, is silent."""
         deadline = self._jobs[0].deadline
-        if deadline is not None:
+        if deadline is not None and self._running:
             left = deadline + self.engine.seconds - time.monotonic()
             silence = scheduler.TokenEvent("", 0, "timeout", "the engine has not answered in time")
             self._late = asyncio.get_running_loop().call_later(max(0, left), self._emit, 0, silence)

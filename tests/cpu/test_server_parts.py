@@ -326,6 +326,33 @@ def test_events_that_wait_for_a_slow_client_become_one_chunk() -> None:
     ]
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_deadline_ends_what_a_silent_engine_does_not_end(ends: bool) -> None:
+    """But a whole answer waits for a slow client."""
+
+    async def last() -> str:
+        async def submit(jobs: Sequence[Job], given: Sequence[Emit]) -> None:
+            given[0](TokenEvent("a", 1, "stop" if ends else None))
+
+        engine = SimpleNamespace(
+            job_number=lambda: 1, submit=submit, cancel=lambda numbers: None, seconds=0.05,
+            served=SimpleNamespace(max_context=99),
+        )  # fmt: skip
+        body = CompletionRequest(prompt="a", stream=True)
+        deadline = Deadline(time.monotonic() + 0.05, 504)
+        generation = Generation(cast(EngineClient, engine), body, [[1]], deadline)
+        await generation.submit()
+        await asyncio.sleep(0.3)
+        *_, told, _ = [event["data"] async for event in generation.stream(CompletionForm("m"))]
+        return told
+
+    told = json.loads(asyncio.run(last()))
+    if ends:
+        assert told["choices"][0]["finish_reason"] == "stop"
+    else:
+        assert told["error"]["message"] == "the engine has not answered in time"
+
+
 def test_a_prompt_longer_than_the_context_does_not_travel_to_the_engine() -> None:
     """The fake engine has no `submit`."""
     engine = SimpleNamespace(job_number=lambda: 1, served=SimpleNamespace(max_context=99))
