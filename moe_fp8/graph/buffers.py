@@ -88,9 +88,10 @@ class StaticBuffers:
 
         `inputs` has exactly the names of the specs. Each tensor is `[requests * rows, *row_shape]` with its
         spec's rows, shape and dtype, on any device; `requests` is the same for all, and
-        `requests` <= `bucket` <= `capacity`. A copy from the host waits until the current stream has done it,
-        so the host tensor may be reused at once. Do not call `load` inside a capture. Raises `ArgumentError`
-        for a missing or unknown name, a wrong shape or dtype, and a `bucket` out of range.
+        `requests` <= `bucket` <= `capacity`. The copies are ordered with the current stream, and `load` does
+        not wait for them. A host tensor may be reused at once: it is copied to pinned memory first. Do not
+        call `load` inside a capture. Raises `ArgumentError` for a missing or unknown name, a wrong shape or
+        dtype, and a `bucket` out of range.
         """
         requests = self.check(inputs)
         if not requests <= bucket <= self.capacity:
@@ -100,7 +101,16 @@ class StaticBuffers:
         for name, value in inputs.items():
             buffer, spec = self._tensors[name], self.specs[name]
             copied = requests * spec.rows
-            buffer[:copied].copy_(value)
+            buffer[:copied].copy_(self._staged(value), non_blocking=True)
             if requests < bucket:
                 buffer[copied : bucket * spec.rows].fill_(spec.pad)
         return requests
+
+    def _staged(self, value: torch.Tensor) -> torch.Tensor:
+        """`value`, or its copy in pinned memory if it is in host memory and the buffers are on a GPU.
+
+        torch does not give the pinned memory to anyone else before the device has read it.
+        """
+        if self.device.type == "cuda" and value.device.type == "cpu":
+            return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value)
+        return value

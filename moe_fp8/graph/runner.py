@@ -111,9 +111,9 @@ class GraphRunner:
         """Load `inputs`, pad them to a bucket, run the step, and return the outputs' rows of the requests.
 
         The outputs are views of memory that the next `run` overwrites. On CUDA they are ordered with the
-        current stream. `run` does not synchronize for inputs on the device; inputs in host memory wait for
-        the stream (`StaticBuffers.load`). Raises `ArgumentError` for inputs that do not match
-        the specs, for a batch that no bucket holds and, on CUDA, for a bucket that was not captured.
+        current stream. `run` does not wait for the device, and inputs may be reused at once, those on the
+        device in the order of the stream. Raises `ArgumentError` for inputs that do not match the specs, for
+        a batch that no bucket holds and, on CUDA, for a bucket that was not captured.
         """
         bucket = self.buckets.bucket(self.buffers.check(inputs))
         if self.uses_graphs and bucket not in self._graphs:

@@ -104,10 +104,12 @@ def _not_captured(given: Mapping[str, Tensor]) -> Tensor:
         (_unwritten, "output", r"\[3, 0\]"),
         (_scratch, "output", "write scratch before reading it"),
         (_memory_of_its_own, "output", "memory of the graph's pool"),
-        (_not_captured, None, ""),
+        (_not_captured, None, None),
     ],
 )
-def test_what_is_unsafe_is_found(unsafe: Callable[[Any], Tensor], what: str | None, message: str) -> None:
+def test_what_is_unsafe_is_found(
+    unsafe: Callable[[Any], Tensor], what: str | None, message: str | None
+) -> None:
     _KEPT.clear()
     stream = torch.cuda.current_stream()
     with pytest.raises(CaptureError, match=message) as caught:
@@ -156,6 +158,37 @@ def test_a_runner_names_the_line_that_cannot_be_captured() -> None:
     runner.step = lambda given: {"out": given["x"] * 2}
     runner.capture()
     assert runner.run({"x": torch.ones(1, 3)})["out"].tolist() == [[2.0, 2.0, 2.0]]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_run_does_not_wait_and_host_inputs_may_be_reused(pinned: bool) -> None:
+    specs = {"x": BufferSpec((1024,), torch.int64), "n": BufferSpec((), torch.int32)}
+    runner = GraphRunner(
+        lambda given: {"out": given["x"] * given["n"][:, None]}, specs, BatchBuckets([4]), "cuda"
+    )
+    runner.capture()
+    given = {"x": torch.empty(3, 1024, dtype=torch.int64), "n": torch.empty(3, dtype=torch.int32)}
+    if pinned:
+        given = {name: tensor.pin_memory() for name, tensor in given.items()}
+    seen: list[Tensor] = []
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    slept = torch.cuda.Event()
+    slept.record()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in range(1, 5):
+            given["x"].fill_(number)
+            given["n"].fill_(10)
+            seen.append(runner.run(given)["out"].clone())
+        given["x"].fill_(-1)
+        given["n"].fill_(-1)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert not slept.query(), "run waited for the device"
+    for number, out in enumerate(seen, 1):
+        assert torch.equal(out, torch.full_like(out, 10 * number))
 
 
 NEXT_N, TOPK = 2, 40
