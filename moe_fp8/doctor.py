@@ -22,6 +22,8 @@ from moe_fp8.settings import settings
 
 Status = Literal["ok", "warn", "fail"]
 
+_INVARIANT = "MOE_FP8_BATCH_INVARIANT"
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -160,6 +162,7 @@ def _engine_checks(engine: Engine) -> tuple[tuple[str, Callable[[], Finding]], .
         (engine.distribution, lambda: _version(engine)),
         ("plug-in", lambda: _plug_in(engine)),
         ("MOE_FP8_ENGINE", lambda: _variable(engine)),
+        (_INVARIANT, lambda: _invariance(engine)),
         *((kind, layer(kind)) for kind in engine.layers),
         ("other kernels", lambda: Finding("other kernels", "ok", f"{engine.title}'s own: {engine.rest}")),
     )
@@ -201,6 +204,16 @@ def _variable(engine: Engine) -> Finding:
     return Finding("MOE_FP8_ENGINE", "ok", f"the plug-in serves {', '.join(kinds)}")
 
 
+def _invariance(engine: Engine) -> Finding:
+    if settings().batch_invariant:
+        return Finding(_INVARIANT, "ok", "it is on: a row's bits depend on no other row")
+    absent = not settings().engine or _unregistered(engine) or _kept_out(engine)
+    if not absent and (problem := _variant(engine)):
+        remedy = f"export {_INVARIANT}=1 where {engine.title} starts"
+        return Finding(_INVARIANT, "warn", f"{engine.title} does not start: {problem}", remedy)
+    return Finding(_INVARIANT, "ok", f"it is off; {engine.title} needs it with {engine.invariance}")
+
+
 def _layer(engine: Engine, kind: str) -> Finding:
     """Which kernels compute the layers of `kind`, and why."""
     asked = settings().engine
@@ -211,6 +224,8 @@ def _layer(engine: Engine, kind: str) -> Finding:
     if not problem and (problem := _no_hopper()) and not engine.forgiving:
         remedy = f"unset MOE_FP8_ENGINE where {engine.title} runs on another GPU"
         return Finding(kind, "warn", f"none, {engine.title} does not start: {problem}", remedy)
+    if not problem and (refused := _variant(engine)):
+        return Finding(kind, "warn", f"none, {engine.title} does not start: {refused}")
     problem = problem or _switched_off(engine, kind)
     if problem:
         return Finding(kind, "warn", f"{engine.title}'s own kernels: {problem}")
@@ -237,6 +252,17 @@ def _no_hopper() -> str:
     except MoeFp8Error:
         return "no GPU can be used"
     return "" if info.cc == driver.HOPPER else f"{info.name} is no Hopper GPU"
+
+
+def _variant(engine: Engine) -> str:
+    """Why the engine refuses to start: it must not depend on the batch, and our kernels may.
+
+    Nothing here tells whether an engine gets an argument, so only a variable counts.
+    """
+    value = os.environ.get(engine.invariance, "").strip()
+    if settings().batch_invariant or value in ("", "0"):
+        return ""
+    return f"{engine.invariance}={value} is on, and {_INVARIANT} is off"
 
 
 def _switched_off(engine: Engine, kind: str) -> str:

@@ -19,9 +19,10 @@ class LoadedEngine:
 
     `engine` is "vllm" or "sglang". `dense` are (N, K) of linear layers, `experts` (local experts, N, K) of
     grouped products. `data_parallel`: groups of ranks whose tokens a rank's experts get. `next_n`: the most
-    tokens of a request in a decode step. `num_sms`: SMs that the ops use. `masked_rows`: the most rows of an
-    expert's buffer in the masked layout; None: enough for `max_batch` and `next_n`. `kv_lora_rank`: the K of
-    MLA's `kv_b_proj`, whose rows may be all cached tokens of a context; None without MLA.
+    tokens of a request in a decode step. `num_sms`: SMs that the ops use, or all numbers that occur.
+    `masked_rows`: the most rows of an expert's buffer in the masked layout; None: enough for `max_batch` and
+    `next_n`. `kv_lora_rank`: the K of MLA's `kv_b_proj`, whose rows may be all cached tokens of a context;
+    None without MLA.
     """
 
     engine: str
@@ -29,7 +30,7 @@ class LoadedEngine:
     max_tokens: int
     max_batch: int
     max_positions: int
-    num_sms: int
+    num_sms: int | tuple[int, ...]
     next_n: int = 1
     masked_rows: int | None = None
     data_parallel: int = 1

@@ -24,8 +24,10 @@ class Engine:
     `title` is its name in a sentence. The plug-in was written for `versions`. `group` is the group of entry
     points that it calls. If the variable `only` is set, the engine calls only the names in this list; with
     `lenient`, spaces in the list do not count, and an empty list is no list. `layers`: kind -> the calls that
-    we serve. `rest` are the calls that its own kernels serve in any case. `forgiving`: the engine goes on
-    without a plug-in that fails; other engines do not start.
+    we serve. `rest` are the calls that its own kernels serve in any case. `invariance`: the variable, or the
+    argument, which asks for results that do not depend on the batch; the engine then starts only if
+    MOE_FP8_BATCH_INVARIANT is on. `forgiving`: the engine goes on without a plug-in that fails at its start;
+    other engines do not start.
     """
 
     distribution: str
@@ -35,6 +37,7 @@ class Engine:
     only: str
     layers: dict[str, str]
     rest: str
+    invariance: str
     lenient: bool = False
     forgiving: bool = False
     switches: tuple[Switch, ...] = ()
@@ -58,6 +61,7 @@ ENGINES = {
             "indexer": _INDEXER,
         },
         rest=f"{_REST}, and experts of other backends (FlashInfer with expert parallelism)",
+        invariance="VLLM_BATCH_INVARIANT",
     ),
     "sglang": Engine(
         distribution="sglang",
@@ -71,6 +75,7 @@ ENGINES = {
             "indexer": _INDEXER,
         },
         rest=f"{_REST}, quantization, and experts of other backends (Triton by default)",
+        invariance="--enable-deterministic-inference",
         lenient=True,
         forgiving=True,
         switches=(

@@ -25,7 +25,6 @@ class EngineCalls:
     `contiguous` are its layouts of grouped GEMMs beside "masked". `further` are our ops that it calls besides
     GEMMs and logits; engines mostly have kernels of their own for these. `logits` are its forms of prefill
     logits. `bf16` are linear layers that it computes in bf16 although the checkpoint has FP8 weights.
-    `fewer_sms`: it may call the ops with so many SMs fewer.
     """
 
     name: str
@@ -34,7 +33,6 @@ class EngineCalls:
     further: tuple[str, ...]
     logits: tuple[Logits, ...]
     bf16: tuple[str, ...] = ()
-    fewer_sms: tuple[int, ...] = (0,)
 
 
 _DTYPES: tuple[OutDtype, ...] = ("float32", "bfloat16")
@@ -68,8 +66,7 @@ _ENGINES = (
         (_FULL, _COMPRESSED),
         ("indexer.wk",),
     ),
-    # SGLang takes one SM from a GEMM that overlaps communication.
-    EngineCalls("sglang", "0.5.23", ("m_indices",), (), (_FULL,), fewer_sms=(0, 1)),
+    EngineCalls("sglang", "0.5.23", ("m_indices",), (), (_FULL,)),
 )
 
 ENGINES = {engine.name: engine for engine in _ENGINES}

@@ -104,7 +104,7 @@ def _limits(options: PlanOptions) -> Iterator[dict[str, Any]]:
         "max_batch": (4 * options.max_batch, 1 << 16),
         "masked_rows": (1 << 16,),
         "next_n": (8,),
-        "num_sms": (DEFAULT_NUM_SMS, DEFAULT_NUM_SMS - 1, 114, 112, 78, 66),
+        "num_sms": (DEFAULT_NUM_SMS, DEFAULT_NUM_SMS - 1, 114, 112, 78, 72, 66),
         "block_size": (32, 64, 128),
         "out_dtypes": (("bfloat16", "float32"),),
         "batch_invariant": (True, False),

@@ -27,7 +27,7 @@ class PlanOptions(Parallelism):
 
     `max_tokens`: tokens of one forward pass. `max_batch`: requests decoded together. `next_n`: the most
     tokens of a request in one decode step, or a tuple of all numbers that occur. `num_sms`: SMs that the ops
-    use; with a tuple, for example 132, 112 and 78, some calls leave SMs to communication. `block_size`:
+    use; with a tuple, for example 132, 112 and 78, some calls leave SMs to other kernels. `block_size`:
     tokens of a page of the indexer's cache. `masked_rows`: the most rows of an expert's buffer in the masked
     layout; by default enough for `max_batch` and `next_n`, rounded up to a multiple of 128. `out_dtypes`:
     dtypes of the GEMMs' outputs. `pad_intermediate`: see `gemm_shapes`. `batch_invariant`: whether the server
@@ -75,8 +75,7 @@ class PlanOptions(Parallelism):
     @property
     def sm_budgets(self) -> tuple[int, ...]:
         """Every number of SMs that an op may be called with."""
-        budgets = (sms - fewer for sms in every(self.num_sms) for fewer in self.calls.fewer_sms)
-        return tuple(dict.fromkeys(max(1, sms) for sms in budgets))
+        return every(self.num_sms)
 
     @property
     def tokens_of_requests(self) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class HookRegistry:
-    """SGLang's registry as far as the plug-in uses it: hooks that run after a method."""
+    """SGLang's registry as far as the plug-in uses it: hooks that run around a method."""
 
     hooks: dict[str, tuple[Callable[..., Any], str]]
 
@@ -37,18 +37,16 @@ class HookRegistry:
         for target, (hook, kind) in self.hooks.items():
             if target in self._patched:
                 continue
-            assert kind == "after"
+            assert kind == "around"
             self._patched.add(target)
             module, cls, method = target.rsplit(".", 2)
             owner = getattr(sys.modules[module], cls)
-            setattr(owner, method, _after(getattr(owner, method), hook))
+            setattr(owner, method, _around(getattr(owner, method), hook))
 
 
-def _after(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
+def _around(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **options: Any) -> Any:
-        result = original(*arguments, **options)
-        changed = hook(result, *arguments, **options)
-        return result if changed is None else changed
+        return hook(original, *arguments, **options)
 
     return call
 
@@ -75,16 +73,21 @@ class Backend:
 class ModelRunner:
     """Has loaded `model` when `load_model` returns."""
 
+    loaded = False
+
     def __init__(self, model: torch.nn.Module, **text: int) -> None:
         self.model = model
         self.model_config = SimpleNamespace(context_len=4096, hf_text_config=SimpleNamespace(**text))
 
     def load_model(self) -> None:
-        pass
+        self.loaded = True
 
 
 class StandIn:
-    """The modules, put into `sys.modules`. `schedule`, `spec` and `parallel` are SGLang's arguments."""
+    """The modules, put into `sys.modules`.
+
+    `schedule`, `spec`, `parallel`, `overlap` and `deterministic` are SGLang's arguments. DeepEP takes 20 SMs.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch, sm: int = 90, enabled: bool = True) -> None:
         for name in [name for name in sys.modules if name.split(".")[0] in ("sglang", "deep_gemm")]:
@@ -95,6 +98,8 @@ class StandIn:
         )
         self.spec = SimpleNamespace(speculative_num_draft_tokens=None)
         self.parallel = SimpleNamespace(attn_dp_size=1)
+        self.overlap = SimpleNamespace(enable_two_batch_overlap=False)
+        self.deterministic = SimpleNamespace(enable_deterministic_inference=False)
         self.backend = Backend("auto")
         self.hooks = HookRegistry()
         self._deep_gemm()
@@ -128,7 +133,7 @@ class StandIn:
         self._module(
             "sglang.srt.plugins.hook_registry",
             HookRegistry=self.hooks,
-            HookType=SimpleNamespace(AFTER="after"),
+            HookType=SimpleNamespace(AROUND="around"),
         )
         wrapper = "sglang.srt.layers.deep_gemm_wrapper"
         self._module(f"{wrapper}.configurer", ENABLE_JIT_DEEPGEMM=enabled)
@@ -159,6 +164,12 @@ class StandIn:
             get_schedule=lambda: self.schedule,
             get_spec=lambda: self.spec,
             get_parallel=lambda: self.parallel,
+            get_exec=lambda: SimpleNamespace(overlap=self.overlap, deterministic=self.deterministic),
+        )
+        self.deepep = self._module(
+            "sglang.srt.layers.moe.token_dispatcher.deepep",
+            use_deepep=True,
+            DeepEPConfig=SimpleNamespace(get_instance=lambda: SimpleNamespace(num_sms=20)),
         )
         self._module(
             "sglang.srt.layers.quantization.fp8_utils", get_fp8_gemm_runner_backend=lambda: self.backend
@@ -197,3 +208,21 @@ class Experts(torch.nn.Module):
         self.top_k = 2
         runner = SimpleNamespace(runner_backend=Backend(backend))
         self.quant_method = SimpleNamespace(runner=runner)
+
+
+class Qwen3MoeDecoderLayer(torch.nn.Module):
+    """A layer whose prefill SGLang may overlap with that of another batch."""
+
+
+class Indexer(torch.nn.Module):
+    """The indexer of DeepSeek's sparse attention on a GPU with 132 SMs; `given` are further attributes."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.sm_count = 132
+        self.half_device_sm_count = 72
+        self.alt_stream: Any = object()
+        self.use_dsa_indexer_fusion = False
+        self.dsa_enable_prefill_cp = False
+        self.logits_with_pp_recv = False
+        vars(self).update(given)

@@ -20,6 +20,7 @@ from tests.cpu.cli_runs import Json, run_json
 
 __all__ = ["run_json"]
 
+INVARIANT = "MOE_FP8_BATCH_INVARIANT"
 H100 = DeviceInfo("NVIDIA H100 80GB HBM3", (9, 0), 132, (13, 0))
 
 
@@ -45,14 +46,18 @@ class Machine:
         self.gpu(H100)
         self.ask("1")
         for engine in ENGINES.values():
-            for variable in (engine.only, *(switch.variable for switch in engine.switches)):
+            for variable in (
+                engine.only,
+                engine.invariance,
+                *(switch.variable for switch in engine.switches),
+            ):
                 patch.delenv(variable, raising=False)
 
     def gpu(self, info: DeviceInfo) -> None:
         self._patch.setattr(driver, "device_info", lambda: info)
 
-    def ask(self, value: str) -> None:
-        given = parse_settings({"MOE_FP8_ENGINE": value})
+    def ask(self, value: str, **variables: str) -> None:
+        given = parse_settings({"MOE_FP8_ENGINE": value, **variables})
         self._patch.setattr(doctor, "settings", lambda: given)
 
     def findings(self, engine: str) -> dict[str, doctor.Finding]:
@@ -67,7 +72,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_all_kinds_are_served(engine: str, machine: Machine) -> None:
     found = machine.findings(engine)
-    names = (engine, "plug-in", "MOE_FP8_ENGINE", *ENGINE_KINDS, "other kernels")
+    names = (engine, "plug-in", "MOE_FP8_ENGINE", INVARIANT, *ENGINE_KINDS, "other kernels")
     assert list(found)[-len(names) :] == list(names) and "GPU" in found
     assert {found[name].status for name in names} == {"ok"}
     assert all(found[kind].detail.startswith("moe_fp8: ") for kind in ENGINE_KINDS)
@@ -144,6 +149,38 @@ def test_switches_of_the_engine(machine: Machine, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
     found = machine.findings("sglang")
     assert all("SGLANG_ENABLE_JIT_DEEPGEMM=0" in found[kind].detail for kind in ENGINE_KINDS)
+
+
+def test_batch_invariance_that_keeps_vllm_from_starting(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert machine.findings("vllm")[INVARIANT].detail == "it is off; vLLM needs it with VLLM_BATCH_INVARIANT"
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    assert machine.findings("vllm")[INVARIANT].status == "ok"
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    reason = f"vLLM does not start: VLLM_BATCH_INVARIANT=1 is on, and {INVARIANT} is off"
+    found = machine.findings("vllm")
+    assert found[INVARIANT].status == "warn" and found[INVARIANT].detail == reason
+    assert found[INVARIANT].remedy == f"export {INVARIANT}=1 where vLLM starts"
+    for kind in ENGINE_KINDS:
+        assert found[kind].status == "warn" and found[kind].detail == f"none, {reason}"
+    assert machine.findings("sglang")[INVARIANT].status == "ok"
+
+    machine.ask("1", MOE_FP8_BATCH_INVARIANT="1")
+    found = machine.findings("vllm")
+    assert {found[name].status for name in (INVARIANT, *ENGINE_KINDS)} == {"ok"}
+    assert found[INVARIANT].detail.startswith("it is on")
+    for value, plugins in (("0", "moe_fp8"), ("1", "other")):
+        machine.ask(value)
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+        found = machine.findings("vllm")
+        assert found[INVARIANT].status == "ok", "the plug-in does nothing"
+        assert all(found[kind].detail.startswith("vLLM's own kernels") for kind in ENGINE_KINDS)
+
+
+def test_deterministic_inference_is_an_argument_that_is_not_seen(machine: Machine) -> None:
+    (found,) = {machine.findings("sglang")[INVARIANT]}
+    assert found.status == "ok" and found.detail.endswith("needs it with --enable-deterministic-inference")
 
 
 def test_the_command(machine: Machine, run_json: Json, capsys: pytest.CaptureFixture[str]) -> None:

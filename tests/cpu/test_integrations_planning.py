@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from moe_fp8.heuristics.gemm import table as gemm_table
@@ -62,6 +64,18 @@ def test_the_tokens_of_other_ranks_and_the_indexer_are_planned() -> None:
         assert kernel_spec(MqaLogitsProblem(2048, 4096, 64, 128, compressed, False)) in specs
     for next_n in (1, 2):
         assert kernel_spec(PagedMqaLogitsProblem(64, next_n, 64, 128, 64)) in specs
+
+
+def test_every_number_of_sms_is_planned_and_no_other() -> None:
+    several = set(plan_loaded(engine(num_sms=(132, 72))).specs)
+    apart = [set(plan_loaded(engine(num_sms=sms)).specs) for sms in (132, 72)]
+    assert several == apart[0] | apart[1] and apart[1] - apart[0]
+    for m, (n, k) in itertools.product(range(1, 2049, 13), QWEN["dense"]):
+        assert kernel_spec(GemmProblem("dense", m, n, k, num_sms=72)) in several
+    for name in ("vllm", "sglang"):
+        loaded = engine(num_sms=(132, 72))
+        loaded.engine = name
+        assert plan_loaded(loaded).options.sm_budgets == (132, 72)
 
 
 def test_an_engine_without_layers_of_ours_has_an_empty_plan() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import logging
 import sys
 from collections.abc import Iterator
@@ -15,11 +16,21 @@ import torch
 
 from moe_fp8 import set_num_sms
 from moe_fp8 import settings as settings_module
-from moe_fp8.errors import ConfigError, UnsupportedError
+from moe_fp8.errors import ConfigError, SettingError, UnsupportedError
 from moe_fp8.integrations import installed, planning, sglang
 from moe_fp8.integrations.planning import LoadedEngine, plan_loaded
 from moe_fp8.integrations.sglang import model as described
-from tests.cpu.sglang_stand_in import Backend, Experts, KernelType, Linear, StandIn
+from moe_fp8.problems import GemmProblem
+from moe_fp8.specs import kernel_spec
+from tests.cpu.sglang_stand_in import (
+    Backend,
+    Experts,
+    Indexer,
+    KernelType,
+    Linear,
+    Qwen3MoeDecoderLayer,
+    StandIn,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -48,8 +59,10 @@ def warmed(monkeypatch: pytest.MonkeyPatch) -> list[LoadedEngine]:
     return given
 
 
-def _set(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
-    given = settings_module.parse_settings({"MOE_FP8_ENGINE": ",".join(kinds)} if kinds else {})
+def _set(monkeypatch: pytest.MonkeyPatch, *kinds: str, **variables: str) -> None:
+    given = settings_module.parse_settings(
+        {**({"MOE_FP8_ENGINE": ",".join(kinds)} if kinds else {}), **variables}
+    )
     monkeypatch.setattr(sglang, "settings", lambda: given)
 
 
@@ -192,7 +205,7 @@ def test_limits_come_from_sglangs_arguments(engine: StandIn, warmed: list[Loaded
     _load(engine, Linear(64, 128))
     first, second = warmed
     assert (first.max_tokens, first.max_batch, first.next_n, first.masked_rows) == (512, 16, 1, 768)
-    assert first.indexer is not None and first.indexer.num_heads == 64 and first.num_sms == 132
+    assert first.indexer is not None and first.indexer.num_heads == 64 and first.num_sms == (132,)
     assert (second.max_tokens, second.max_batch, second.next_n) == (4096, 4 * 4096, 1)
     assert (second.data_parallel, second.masked_rows) == (8, 4096 * 8 + 256)
     assert second.indexer is None and not second.dense, "--fp8-gemm-backend triton"
@@ -210,6 +223,69 @@ def test_the_plan_has_what_sglang_calls(engine: StandIn, warmed: list[LoadedEngi
         ("paged_mqa_logits_fp8", None),
         ("paged_mqa_logits_metadata", None),
     }
+
+
+def _numbers_of_sms(engine: StandIn, warmed: list[LoadedEngine], *layers: torch.nn.Module) -> Any:
+    _load(engine, *layers)
+    return warmed[-1].num_sms
+
+
+def test_only_numbers_of_sms_that_occur_are_planned(engine: StandIn, warmed: list[LoadedEngine]) -> None:
+    sglang.activate(("dense", "experts", "indexer"))
+    layer = Qwen3MoeDecoderLayer()
+    assert _numbers_of_sms(engine, warmed, layer, Linear(192, 256)) == (132,)
+    engine.overlap.enable_two_batch_overlap = True
+    assert _numbers_of_sms(engine, warmed, layer, layer, Linear(192, 256)) == (132, 112)
+    assert _numbers_of_sms(engine, warmed, Linear(192, 256)) == (132,), "a layer that leaves DeepEP nothing"
+    engine.deepep.use_deepep = False
+    assert _numbers_of_sms(engine, warmed, layer) == (132,), "no prefill can run"
+
+
+def test_an_indexer_calls_with_fewer_sms(engine: StandIn, warmed: list[LoadedEngine]) -> None:
+    sglang.activate(("dense", "experts", "indexer"))
+    assert _numbers_of_sms(engine, warmed, Indexer(), Indexer()) == (132, 72)
+    assert _numbers_of_sms(engine, warmed, Indexer(logits_with_pp_recv=True)) == (132, 72, 131)
+    assert _numbers_of_sms(engine, warmed, Indexer(alt_stream=None)) == (132,)
+    assert _numbers_of_sms(engine, warmed, Indexer(use_dsa_indexer_fusion=True)) == (132,)
+    both = Indexer(use_dsa_indexer_fusion=True, dsa_enable_prefill_cp=True)
+    assert _numbers_of_sms(engine, warmed, both) == (132, 72)
+    pooled = Indexer()
+    for name in ("use_dsa_indexer_fusion", "dsa_enable_prefill_cp", "logits_with_pp_recv"):
+        delattr(pooled, name)
+    assert _numbers_of_sms(engine, warmed, pooled) == (132, 72), "IndexerKPool lacks these"
+    sglang.activate(("dense",))
+    assert _numbers_of_sms(engine, warmed, Indexer(logits_with_pp_recv=True)) == (132, 72)
+    sglang.activate(("indexer",))
+    assert _numbers_of_sms(engine, warmed, Indexer(logits_with_pp_recv=True)) == (132, 131)
+
+
+def test_calls_with_fewer_sms_have_their_kernels(engine: StandIn, warmed: list[LoadedEngine]) -> None:
+    sglang.activate(("dense", "experts", "indexer"))
+    engine.overlap.enable_two_batch_overlap = True
+    weights = (Linear(4096, 2048), Linear(8192, 1536))
+    _load(engine, *weights, Qwen3MoeDecoderLayer(), Indexer())
+    specs = set(plan_loaded(warmed[0]).specs)
+    for layer in weights:
+        n, k = layer.weight.shape
+        for sms, m in itertools.product((132, 112, 72), range(1, 513)):
+            assert kernel_spec(GemmProblem("dense", m, n, k, num_sms=sms)) in specs, (sms, m)
+
+
+def test_deterministic_inference_needs_our_batch_invariance(
+    engine: StandIn, warmed: list[LoadedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.deterministic.enable_deterministic_inference = True
+    sglang.activate(("dense",))
+    runner = engine.runner_class(torch.nn.ModuleList([Linear(192, 256)]))
+    with pytest.raises(SettingError, match=r"MOE_FP8_BATCH_INVARIANT.*--enable-deterministic-inference"):
+        runner.load_model()
+    assert not runner.loaded and not warmed, "the server stops before it loads weights"
+    _set(monkeypatch, MOE_FP8_BATCH_INVARIANT="1")
+    runner.load_model()
+    assert runner.loaded and len(warmed) == 1
+    _set(monkeypatch)
+    sglang.deactivate()
+    runner.load_model()
 
 
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
@@ -241,10 +317,15 @@ def test_the_entry_point_is_registered() -> None:
 USED = {
     "sglang.srt.utils.common": ("get_device_sm", "is_cuda"),
     "sglang.srt.plugins": ("GENERAL_PLUGINS_GROUP", "load_plugins"),
-    "sglang.srt.plugins.hook_registry": ("HookRegistry", "HookRegistry.register", "HookType.AFTER"),
+    "sglang.srt.plugins.hook_registry": ("HookRegistry", "HookRegistry.register", "HookType.AROUND"),
     "sglang.srt.managers.scheduler": ("run_scheduler_process",),
     "sglang.srt.model_executor.model_runner": ("ModelRunner.load_model",),
-    "sglang.srt.runtime_context": ("get_parallel", "get_schedule", "get_spec"),
+    "sglang.srt.runtime_context": ("get_exec", "get_parallel", "get_schedule", "get_spec"),
+    "sglang.srt.arg_groups.fields.exec_": (
+        "ExecOverlap.enable_two_batch_overlap",
+        "ExecDeterministic.enable_deterministic_inference",
+    ),
+    "sglang.srt.layers.moe.token_dispatcher.deepep": ("DeepEPConfig.get_instance", "use_deepep"),
     "sglang.srt.layers.deep_gemm_wrapper.configurer": ("ENABLE_JIT_DEEPGEMM",),
     "sglang.srt.layers.deep_gemm_wrapper.compile_utils": (
         "_INITIALIZATION_DICT",
@@ -268,6 +349,8 @@ def _defined(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
             yield prefix + node.name
         if isinstance(node, ast.ClassDef):
             yield from _defined(node.body, f"{prefix}{node.name}.")
+        if isinstance(node, ast.Try):
+            yield from _defined(node.body, prefix)
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))

@@ -252,7 +252,9 @@ def test_a_loaded_model_is_planned(vllm: Fake, monkeypatch: pytest.MonkeyPatch) 
     text = SimpleNamespace(index_topk=2048, index_n_heads=64, index_head_dim=128)
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=64),
-        parallel_config=SimpleNamespace(data_parallel_size=4, enable_expert_parallel=True),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=4, enable_expert_parallel=True, use_ubatching=False
+        ),
         speculative_config=SimpleNamespace(num_speculative_tokens=1),
     )
     model = vllm.loader().load_model(config, SimpleNamespace(max_model_len=4096, hf_text_config=text))
@@ -261,7 +263,33 @@ def test_a_loaded_model_is_planned(vllm: Fake, monkeypatch: pytest.MonkeyPatch) 
     assert (loaded.max_tokens, loaded.max_batch, loaded.next_n, loaded.data_parallel) == (8192, 64, 2, 4)
     assert loaded.dense == {(4096, 7168)} and loaded.experts == {(32, 4096, 7168)}
     assert loaded.indexer is not None and loaded.indexer.num_heads == 64
-    assert planning.plan_loaded(loaded).specs
+    assert loaded.num_sms == (132,) and planning.plan_loaded(loaded).specs
+
+
+@pytest.mark.parametrize(
+    ("experts", "most", "expected"),
+    [(False, 4, (132, 112)), (True, None, (132, 112)), (True, 0, (132, 132)), (True, 16, (132, 116))],
+)
+def test_overlapped_micro_batches_leave_sms_to_communication(
+    vllm: Fake, monkeypatch: pytest.MonkeyPatch, experts: bool, most: int | None, expected: tuple[int, ...]
+) -> None:
+    from moe_fp8.integrations.vllm import model as models
+
+    monkeypatch.setattr(models, "get_num_sms", lambda: 132)
+    monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_DBO_COMM_SMS", 20, raising=False)
+    communicator = SimpleNamespace(all2all_manager=SimpleNamespace(max_sms_used=lambda: most))
+    group = SimpleNamespace(device_communicator=communicator)
+    module(monkeypatch, "vllm.distributed.parallel_state", get_ep_group=lambda: group)
+    parallel = SimpleNamespace(
+        data_parallel_size=1, enable_expert_parallel=experts, use_ubatching=True, enable_dbo=True
+    )
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
+        parallel_config=parallel, speculative_config=None,
+    )  # fmt: skip
+    sizes = SimpleNamespace(max_model_len=64, hf_text_config=SimpleNamespace())
+    loaded = models.describe_loaded(torch.nn.Linear(2, 2), config, sizes)
+    assert loaded.num_sms == expected
 
 
 @pytest.mark.parametrize("quantized", [False, True])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from moe_fp8.integrations import deep_gemm
+from moe_fp8.integrations.sglang.model import _OVERLAPPED
 from tests.engines.sources import ENGINES, Engine, fetch, files, skipped, tree
 
 pytestmark = pytest.mark.skipif(skipped(), reason="ENGINE_SOURCES=skip")
@@ -155,6 +156,67 @@ def test_sglangs_calls_bind() -> None:
     assert wanted <= set(counts), wanted - set(counts)
 
 
+@pytest.mark.parametrize("engine", VLLM, ids=lambda engine: engine.name)
+def test_vllms_numbers_of_sms_are_known(engine: Engine) -> None:
+    """Overlapped micro-batches alone: the lambda that is called with what communication leaves."""
+    assert {argument for _, argument in numbers_of_sms(engine, "deep_gemm_set_num_sms")} == {"sms"}
+
+
+#: Each number of SMs that SGLang gives `deep_gemm`. The plug-in plans those that occur on Hopper.
+NUMBERS_OF_SMS = {
+    # The indexer of sparse attention: beside its keys, and beside the receipt of the next batch.
+    ("dsa_indexer.py", "self.half_device_sm_count"),
+    ("dsa_indexer.py", "self.sm_count - pp_recv_sm_count"),
+    ("dsa_indexer_kpool.py", "self.half_device_sm_count"),
+    # Two-batch overlap.
+    ("two_batch_overlap.py", "strategy.deep_gemm_num_sms"),
+    # Single-batch overlap, which SGLang refuses on Hopper.
+    ("deepseek_v2.py", "dispatcher.meta_overlap_args['compute_num_sms']"),
+    ("entrypoint.py", "overlap_args.num_sms if overlap_args is not None else None"),
+    # Not before Blackwell.
+    ("mega_moe.py", "target_num_sms"),
+    # Wrappers, and what was set before.
+    ("entrypoint.py", "num_sms"),
+    ("entrypoint.py", "original_num_sms"),
+    ("mega_moe.py", "current_num_sms"),
+}
+
+
+def test_sglangs_numbers_of_sms_are_known() -> None:
+    assert numbers_of_sms(SGLANG, "set_num_sms", "configure_deep_gemm_num_sms") == NUMBERS_OF_SMS
+
+
+def numbers_of_sms(engine: Engine, *functions: str) -> set[tuple[str, str]]:
+    """The files that call these functions, and the first arguments."""
+    return {
+        (path.name, ast.unparse(node.args[0]))
+        for path in files(engine, "num_sms(")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(functions)
+    }
+
+
+def test_sglangs_indexers_and_overlapped_layers_are_known() -> None:
+    srt = fetch(SGLANG) / "sglang/srt"
+    pooled = {"half_device_sm_count", "sm_count", "alt_stream"}
+    further = {"use_dsa_indexer_fusion", "dsa_enable_prefill_cp", "logits_with_pp_recv"}
+    for file, names in (("dsa_indexer", pooled | further), ("dsa_indexer_kpool", pooled)):
+        attributes = ast.walk(tree(srt / f"layers/attention/dsa/{file}.py"))
+        stored = {node.attr for node in attributes if isinstance(node, ast.Attribute) and is_stored(node)}
+        assert names <= stored and ((further & stored) == (further & names))
+    strategies = ast.walk(tree(srt / "batch_overlap/operations_strategy.py"))
+    compared = {ast.unparse(node) for node in strategies if isinstance(node, ast.Compare)}
+    layers = {text.split("'")[1] for text in compared if text.startswith("layer_name == ")}
+    assert layers == set(_OVERLAPPED)
+    text = (srt / "layers/moe/utils.py").read_text(encoding="utf-8")
+    assert "SBO (single batch overlap) is not supported on SM90 GPUs" in text
+
+
+def is_stored(node: ast.Attribute) -> bool:
+    """Whether the node is an assignment to an attribute of `self`."""
+    return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
 def sglang_calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
     yield from attribute_calls(tree(path), ("deep_gemm",))
     for module in ("deep_gemm", "deep_gemm.utils.layout", "deep_gemm.utils"):
@@ -198,7 +260,10 @@ def sglang_calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
         ("vllm/model_executor/model_loader/base_loader.py", ("BaseModelLoader", "load_model", "vllm_config")),
         ("vllm/utils/deep_gemm.py", ("_oracle_cache", "_import_deep_gemm", "FLOAT32_CEIL_UE8M0")),
         ("vllm/config/scheduler.py", ("max_num_batched_tokens", "max_num_seqs")),
-        ("vllm/config/parallel.py", ("data_parallel_size", "enable_expert_parallel")),
+        ("vllm/config/parallel.py", ("data_parallel_size", "enable_expert_parallel", "use_ubatching")),
+        ("vllm/envs.py", ("VLLM_DBO_COMM_SMS", "VLLM_BATCH_INVARIANT")),
+        ("vllm/distributed/parallel_state.py", ("def get_ep_group", "device_communicator")),
+        ("vllm/distributed/device_communicators/base_device_communicator.py", ("max_sms_used",)),
         ("vllm/plugins/__init__.py", ("vllm.general_plugins",)),
     ],
 )  # fmt: skip

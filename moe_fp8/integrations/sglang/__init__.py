@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from moe_fp8.errors import UnsupportedError
+from moe_fp8.errors import SettingError, UnsupportedError
 from moe_fp8.integrations import alias
 from moe_fp8.integrations.kinds import KINDS, checked
 from moe_fp8.settings import settings
@@ -107,17 +107,40 @@ def _demand_deep_gemm() -> None:
 
 
 def _hook_loading() -> None:
-    """Have `_after_loading` called after every model that SGLang loads. SGLang has no call to undo a hook."""
+    """Have `_around_loading` called for every model that SGLang loads. SGLang has no call to undo a hook."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(_LOAD_MODEL, _after_loading, HookType.AFTER)
+    HookRegistry.register(_LOAD_MODEL, _around_loading, HookType.AROUND)
     _Process.hooked = True
 
 
-def _after_loading(result: Any, model_runner: Any) -> None:
-    """Plan and load the kernels of the model that `model_runner` has loaded, and tell what is replaced."""
+def _around_loading(load_model: Callable[..., Any], model_runner: Any, *rest: Any, **options: Any) -> Any:
+    """Load the model, and plan its kernels. If the plug-in may not serve it, no weights are loaded."""
     if not _undo:
-        return
+        return load_model(model_runner, *rest, **options)
+    _demand_batch_invariance()
+    result = load_model(model_runner, *rest, **options)
+    _after_loading(model_runner)
+    return result
+
+
+def _demand_batch_invariance() -> None:
+    """Raise SettingError if SGLang's results must not depend on the batch and ours may.
+
+    The error stops the server: to go on would lose, in silence, what the user asked for. `register` cannot
+    raise it, because SGLang publishes its arguments later, and survives errors of `register`.
+    """
+    from sglang.srt.runtime_context import get_exec
+
+    asked = get_exec().deterministic.enable_deterministic_inference
+    if asked and not settings().batch_invariant:
+        raise SettingError(
+            "MOE_FP8_BATCH_INVARIANT", "1, as --enable-deterministic-inference is on", 0, "set it to 1"
+        )
+
+
+def _after_loading(model_runner: Any) -> None:
+    """Plan and load the kernels of the model that `model_runner` has loaded, and tell what is replaced."""
     from moe_fp8.integrations.planning import warm
     from moe_fp8.integrations.sglang.model import describe_loaded
     from moe_fp8.integrations.sglang.warmup import skip_warmup

@@ -1,7 +1,8 @@
-"""What a model that SGLang has loaded calls: shapes of weights, limits of the scheduler, the indexer."""
+"""What a model that SGLang has loaded calls: shapes of weights, limits, the indexer, numbers of SMs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ _MOST_REQUESTS = 4096
 #: SGLang makes an expert's buffer in the masked layout a multiple of this number of rows long.
 _MASKED_STEP = 256
 
+#: Layers whose prefill leaves SMs to DeepEP if SGLang overlaps two batches.
+_OVERLAPPED = ("DeepseekV2DecoderLayer", "MiMoV2DecoderLayer", "Qwen3MoeDecoderLayer")
+
 
 def describe_loaded(model_runner: Any) -> LoadedEngine:
     """The layers of the runner's model that our kernels serve, within the limits of SGLang's arguments."""
@@ -33,18 +37,18 @@ def describe_loaded(model_runner: Any) -> LoadedEngine:
     data_parallel = get_parallel().attn_dp_size
     # On Hopper, SGLang takes each drafted token of a request for a request of its own.
     drafts = get_spec().speculative_num_draft_tokens or 1
+    dense = "dense" in served and _dense_calls_deep_gemm()
     loaded = LoadedEngine(
         engine="sglang",
         name=type(model_runner.model).__name__,
         max_tokens=max_tokens,
         max_batch=(schedule.max_running_requests or _MOST_REQUESTS) * drafts,
         max_positions=config.context_len,
-        num_sms=get_num_sms(),
+        num_sms=tuple(dict.fromkeys(_sms(model_runner.model, dense, "indexer" in served))),
         # The masked layout serves prefill too; an expert's buffer has room for all tokens of a pass.
         masked_rows=(max_tokens * data_parallel // _MASKED_STEP + 1) * _MASKED_STEP,
         data_parallel=data_parallel,
     )
-    dense = "dense" in served and _dense_calls_deep_gemm()
     for module in model_runner.model.modules():
         weight = getattr(module, "weight", None)
         if dense and isinstance(weight, torch.Tensor) and _is_served(module, weight):
@@ -60,6 +64,45 @@ def describe_loaded(model_runner: Any) -> LoadedEngine:
     if "indexer" in served and getattr(text, "index_topk", None):
         loaded.indexer = Indexer(text.index_n_heads, text.index_head_dim, text.index_topk)
     return loaded
+
+
+def _sms(model: torch.nn.Module, dense: bool, logits: bool) -> Iterator[int]:
+    """The numbers of SMs with which SGLang calls our kernels; other kernels run on the SMs that are left.
+
+    `dense` and `logits`: whether we serve linear layers and the indexer's logits. SGLang refuses single-batch
+    overlap on Hopper, so its numbers do not occur.
+    """
+    from sglang.srt.runtime_context import get_exec
+
+    yield get_num_sms()
+    overlaps = get_exec().overlap.enable_two_batch_overlap
+    for module in model.modules():
+        if overlaps and type(module).__name__ in _OVERLAPPED:
+            yield from _sms_beside_deepep()
+        # Both classes of DeepSeek's sparse indexer have it.
+        if hasattr(module, "half_device_sm_count"):
+            yield from _sms_of_indexer(module, dense, logits)
+
+
+def _sms_beside_deepep() -> Iterator[int]:
+    """The SMs of prefill with two-batch overlap; --deepep-config may say how many DeepEP takes."""
+    from sglang.srt.layers.moe.token_dispatcher import deepep
+
+    if deepep.use_deepep:  # Without its library, no prefill can run.
+        yield get_num_sms() - deepep.DeepEPConfig.get_instance().num_sms
+
+
+def _sms_of_indexer(indexer: Any, dense: bool, logits: bool) -> Iterator[int]:
+    """Half of the SMs for the queries, which two streams compute beside the keys while a graph is captured.
+
+    The fused indexer takes all SMs, except in prefill with context parallelism. With pipeline parallelism,
+    prefill logits leave one SM to the data of the next batch.
+    """
+    fused = getattr(indexer, "use_dsa_indexer_fusion", False)
+    if dense and indexer.alt_stream is not None and (not fused or indexer.dsa_enable_prefill_cp):
+        yield indexer.half_device_sm_count
+    if logits and getattr(indexer, "logits_with_pp_recv", False):
+        yield indexer.sm_count - 1
 
 
 def _dense_calls_deep_gemm() -> bool:

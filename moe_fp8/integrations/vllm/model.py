@@ -1,4 +1,4 @@
-"""What a model that vLLM has loaded calls: shapes of weights, limits of the scheduler, the indexer."""
+"""What a model that vLLM has loaded calls: shapes of weights, limits, the indexer, numbers of SMs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def describe_loaded(model: torch.nn.Module, vllm_config: Any, model_config: Any)
         max_tokens=scheduler.max_num_batched_tokens,
         max_batch=scheduler.max_num_seqs,
         max_positions=model_config.max_model_len,
-        num_sms=get_num_sms(),
+        num_sms=_sms(parallel),
         next_n=1 + drafts,
         data_parallel=parallel.data_parallel_size if parallel.enable_expert_parallel else 1,
     )
@@ -47,6 +47,25 @@ def describe_loaded(model: torch.nn.Module, vllm_config: Any, model_config: Any)
     if "indexer" in served and getattr(text, "index_topk", None):
         loaded.indexer = Indexer(text.index_n_heads, text.index_head_dim, text.index_topk)
     return loaded
+
+
+def _sms(parallel: Any) -> tuple[int, ...]:
+    """The numbers of SMs with which vLLM calls our kernels.
+
+    If micro-batches overlap, communication takes VLLM_DBO_COMM_SMS of them, or the fewer that it can use.
+    """
+    all_sms = get_num_sms()
+    if not parallel.use_ubatching:
+        return (all_sms,)
+    from vllm import envs
+    from vllm.distributed.parallel_state import get_ep_group
+
+    taken = envs.VLLM_DBO_COMM_SMS
+    if parallel.enable_expert_parallel:
+        manager = getattr(get_ep_group().device_communicator, "all2all_manager", None)
+        most = None if manager is None else manager.max_sms_used()
+        taken = taken if most is None else min(taken, most)
+    return all_sms, all_sms - taken
 
 
 def _calls_deep_gemm(module: torch.nn.Module) -> bool:
