@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import ClassVar
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from server_example import protocol
 from server_example.protocol import FinishReason, Usage
 from server_example.scheduler import TokenEvent, TokenLogprob
+
+#: A part of some JSON.
+Piece = bytes | bytearray
 
 
 class Form(ABC):
@@ -25,13 +30,18 @@ class Form(ABC):
         self.model = model
 
     @abstractmethod
+    def logprobs(self, index: int, events: Sequence[TokenEvent]) -> BaseModel | None: ...
+
+    @abstractmethod
     def choice(self, index: int, events: Sequence[TokenEvent], reason: FinishReason) -> BaseModel: ...
 
     @abstractmethod
     def delta(self, index: int, events: Sequence[TokenEvent], reason: FinishReason) -> BaseModel: ...
 
-    def answer(self, choices: list[BaseModel], usage: Usage) -> BaseModel:
-        return self.WHOLE(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+    def answer(self, choices: Iterable[WholeChoice], usage: Usage) -> Iterator[Piece]:
+        """The JSON of a whole answer, in pieces."""
+        answer = self.WHOLE(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
+        return _object(_fields(answer) | {"choices": _joined(b"[]", (choice.json() for choice in choices))})
 
     def chunk(self, choices: list[BaseModel], usage: Usage | None = None) -> BaseModel:
         return self.CHUNK(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
@@ -47,14 +57,14 @@ class CompletionForm(Form):
     def choice(
         self, index: int, events: Sequence[TokenEvent], reason: FinishReason
     ) -> protocol.CompletionChoice:
-        logprobs = self._logprobs(index, events)
+        logprobs = self.logprobs(index, events)
         return protocol.CompletionChoice(
             index=index, text=_text(events), logprobs=logprobs, finish_reason=reason
         )
 
     delta = choice
 
-    def _logprobs(self, index: int, events: Sequence[TokenEvent]) -> protocol.CompletionLogprobs | None:
+    def logprobs(self, index: int, events: Sequence[TokenEvent]) -> protocol.CompletionLogprobs | None:
         entries = _entries(events)
         if not entries:
             return None
@@ -80,9 +90,8 @@ class ChatForm(Form):
 
     def choice(self, index: int, events: Sequence[TokenEvent], reason: FinishReason) -> protocol.ChatChoice:
         message = protocol.ChatMessage(content=_text(events))
-        return protocol.ChatChoice(
-            index=index, message=message, logprobs=_chat_logprobs(events), finish_reason=reason
-        )
+        logprobs = self.logprobs(index, events)
+        return protocol.ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=reason)
 
     def delta(
         self, index: int, events: Sequence[TokenEvent], reason: FinishReason
@@ -90,9 +99,50 @@ class ChatForm(Form):
         """The first chunk of a choice has the role too."""
         delta = protocol.ChatDelta(role=None if index in self._begun else "assistant", content=_text(events))
         self._begun.add(index)
-        return protocol.ChatChunkChoice(
-            index=index, delta=delta, logprobs=_chat_logprobs(events), finish_reason=reason
-        )
+        logprobs = self.logprobs(index, events)
+        return protocol.ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
+
+    def logprobs(self, index: int, events: Sequence[TokenEvent]) -> protocol.ChatLogprobs | None:
+        content = [
+            protocol.ChatLogprob(
+                **_top(entry.text, entry.logprob).model_dump(),
+                top_logprobs=[_top(*pair) for pair in entry.top],
+            )
+            for entry in _entries(events)
+        ]
+        return protocol.ChatLogprobs(content=content) if content else None
+
+
+class WholeChoice:
+    """A choice of a whole answer. Its log-probabilities become JSON as they come.
+
+    They may be megabytes, which would hold up every stream for seconds if they became JSON at once.
+    """
+
+    def __init__(self, form: Form, index: int) -> None:
+        self._form = form
+        self._index = index
+        self._texts: list[str] = []
+        self._reason: FinishReason = None
+        self._logprobs: dict[str, bytearray] = {}  # field -> JSON of its list, without the end
+
+    def add(self, events: Sequence[TokenEvent], reason: FinishReason) -> None:
+        """`reason` is that of the last event."""
+        self._texts.append(_text(events))
+        self._reason = reason
+        for name, entries in self._form.logprobs(self._index, events) or ():
+            written = self._logprobs.setdefault(name, bytearray())
+            if entries is not None:
+                written += (b"," if written else b"[") + to_json(entries)[1:-1]
+
+    def json(self) -> Iterator[Piece]:
+        """The JSON of `Form.choice` of all events, in pieces."""
+        fields = _fields(self._form.choice(self._index, [TokenEvent("".join(self._texts), 0)], self._reason))
+        if self._logprobs:
+            fields["logprobs"] = _object(
+                {name: (json, b"]") if json else (b"null",) for name, json in self._logprobs.items()}
+            )
+        return _object(fields)
 
 
 def _text(events: Sequence[TokenEvent]) -> str:
@@ -103,17 +153,25 @@ def _entries(events: Sequence[TokenEvent]) -> list[TokenLogprob]:
     return [event.logprob for event in events if event.logprob is not None]
 
 
-def _chat_logprobs(events: Sequence[TokenEvent]) -> protocol.ChatLogprobs | None:
-    content = [
-        protocol.ChatLogprob(
-            **_top(entry.text, entry.logprob).model_dump(), top_logprobs=[_top(*pair) for pair in entry.top]
-        )
-        for entry in _entries(events)
-    ]
-    return protocol.ChatLogprobs(content=content) if content else None
-
-
 def _top(text: str, logprob: float) -> protocol.TopLogprob:
     # A token of some bytes of a character has no text of its own, and its bytes are not known here.
     whole = "\N{REPLACEMENT CHARACTER}" not in text
     return protocol.TopLogprob(token=text, logprob=logprob, bytes=list(text.encode()) if whole else None)
+
+
+def _fields(model: BaseModel) -> dict[str, Iterable[Piece]]:
+    """The JSON of each field of a model, in pieces."""
+    return {name: [to_json(value)] for name, value in model}
+
+
+def _object(fields: Mapping[str, Iterable[Piece]]) -> Iterator[Piece]:
+    return _joined(b"{}", (chain([to_json(name), b":"], pieces) for name, pieces in fields.items()))
+
+
+def _joined(brackets: bytes, items: Iterable[Iterable[Piece]]) -> Iterator[Piece]:
+    yield brackets[:1]
+    for number, pieces in enumerate(items):
+        if number:
+            yield b","
+        yield from pieces
+    yield brackets[1:]

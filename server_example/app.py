@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from sse_starlette.sse import EventSourceResponse
 from starlette.background import BackgroundTask
 
 import moe_fp8
-from server_example.answers import ChatForm, CompletionForm, Form
+from server_example.answers import ChatForm, CompletionForm, Form, Piece
 from server_example.client import EngineClient
 from server_example.engine import EngineStoppedError
 from server_example.errors import DOCUMENTED, ApiError, add_error_handlers
@@ -43,6 +44,8 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+
+_BLOCK_BYTES = 1 << 16
 
 
 class Service:
@@ -123,7 +126,9 @@ def create_app(service: Service) -> FastAPI:
             # the stream never runs, so this task cancels the requests.
             left = BackgroundTask(generation.cancel)
             return EventSourceResponse(generation.stream(form), sep="\n", background=left)
-        return JSONResponse((await generation.collect(form, http)).model_dump())
+        pieces = await generation.collect(form, http)
+        length = {"content-length": str(sum(map(len, pieces)))}
+        return StreamingResponse(_blocks(pieces), headers=length, media_type="application/json")
 
     @app.post(
         "/v1/completions",
@@ -206,6 +211,19 @@ def create_app(service: Service) -> FastAPI:
         return FileResponse(_PAGE / name, media_type=_PAGE_FILES[name], headers=_PAGE_HEADERS)
 
     return app
+
+
+async def _blocks(pieces: Iterable[Piece]) -> AsyncIterator[bytes]:
+    """An answer to send. A block of megabytes would be copied several times before other tasks get a turn."""
+    block = bytearray()
+    for piece in pieces:
+        for start in range(0, len(piece), _BLOCK_BYTES):
+            block += piece[start : start + _BLOCK_BYTES]
+            if len(block) >= _BLOCK_BYTES:
+                yield bytes(block)
+                block.clear()
+                await asyncio.sleep(0)
+    yield bytes(block)
 
 
 def _check_model(engine: EngineClient, name: str | None) -> None:

@@ -14,7 +14,7 @@ from fastapi import Request as HttpRequest
 from pydantic import BaseModel
 
 from server_example import scheduler
-from server_example.answers import Form
+from server_example.answers import Form, Piece, WholeChoice
 from server_example.chat import ChatTemplateError
 from server_example.client import EngineClient
 from server_example.engine import EngineStoppedError
@@ -23,6 +23,9 @@ from server_example.host import Job
 from server_example.protocol import ChatRequest, CompletionRequest, FinishReason, Usage
 from server_example.sampling import SamplingParams
 from server_example.text import encode
+
+#: Events of one request that become JSON before other tasks get their turn.
+_AT_ONCE = 64
 
 _STATUS = {"error": 500, "cancelled": 499, "shutdown": 503}
 
@@ -172,7 +175,7 @@ class Generation:
         left = len(self._jobs)
         while left:
             arrived = [await self._events.get()]
-            while not self._events.empty():
+            while not self._events.empty() and len(arrived) < _AT_ONCE:
                 arrived.append(self._events.get_nowait())
             of_choice: dict[int, list[scheduler.TokenEvent]] = {}
             for index, event in arrived:
@@ -182,6 +185,7 @@ class Generation:
                 left -= event.finish_reason is not None
                 of_choice.setdefault(index, []).append(event)
             yield of_choice
+            await asyncio.sleep(0)  # `get` gives no other task a turn if there are more events.
 
     def _usage(self) -> Usage:
         generated = sum(self._counts)
@@ -191,19 +195,18 @@ class Generation:
             total_tokens=self._prompt_tokens + generated,
         )
 
-    async def collect(self, form: Form, http: HttpRequest) -> BaseModel:
-        """Waits for the whole answer; if the client disconnects, the requests are cancelled."""
+    async def collect(self, form: Form, http: HttpRequest) -> list[Piece]:
+        """The JSON of the whole answer, in pieces; if the client disconnects, the requests are cancelled."""
         watcher = asyncio.create_task(self._cancel_on_disconnect(http))
-        events: list[list[scheduler.TokenEvent]] = [[] for _ in self._jobs]
+        choices = [WholeChoice(form, index) for index in range(len(self._jobs))]
         try:
             async for arrived in self._arrivals():
-                for index, new in arrived.items():
-                    events[index] += new
+                for index, events in arrived.items():
+                    choices[index].add(events, _reason(events[-1]))
         finally:
             watcher.cancel()
             self.cancel()
-        choices = [form.choice(i, got, _reason(got[-1])) for i, got in enumerate(events)]
-        return form.answer(choices, self._usage())
+        return list(form.answer(choices, self._usage()))
 
     async def _cancel_on_disconnect(self, http: HttpRequest) -> None:
         # The body has been read, so the next message is the end of the connection.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,11 @@ from fastapi import FastAPI
 
 from server_example import generation
 from server_example.app import Service, create_app
+from server_example.client import Emit
 from server_example.engine import EngineStoppedError
-from server_example.host import Host
+from server_example.host import Host, Job
+from server_example.protocol import ChatResponse
+from server_example.scheduler import TokenEvent, TokenLogprob
 from server_example.settings import Settings
 from server_example.stats import stats_events
 from tests.demo_model import demo_folder
@@ -214,6 +219,58 @@ def test_health_answers_while_a_prompt_is_tokenized(
             asyncio.run(asyncio.wait_for(talk(), 15))
         finally:
             may_end.set()
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """No garbage is collected: a search of the other tests' objects would count as a long turn."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("stream", [False, True])
+def test_other_tasks_go_on_while_megabytes_are_answered(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """All events are there at once, and no turn takes a tenth of the answer's time on the processor."""
+    service = Service(Settings.model_validate({"model": demo_folder}))
+    choices, tokens = 4, 1000
+    top = tuple((f"token {number}", -float(number)) for number in range(20))
+    turns: list[float] = []
+    watchers: list[asyncio.Task[None]] = []
+
+    async def watch() -> None:
+        while True:
+            turns.append(time.thread_time())
+            await asyncio.sleep(0)
+
+    async def submit(jobs: Sequence[Job], emits: Sequence[Emit]) -> None:
+        for emit in emits:
+            for number in range(1, tokens + 1):
+                reason = "length" if number == tokens else None
+                emit(TokenEvent("word", number, reason, logprob=TokenLogprob("word", -0.5, top)))
+        watchers.append(asyncio.create_task(watch()))
+
+    async def talk() -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": tokens, "n": choices}
+        body |= {"logprobs": True, "top_logprobs": len(top), "stream": stream}
+        answer = await ask(create_app(service), "POST", "/v1/chat/completions", json=body)
+        watchers[0].cancel()
+        return answer
+
+    with connected(demo_folder) as (_, client):
+        monkeypatch.setattr(client, "submit", submit)
+        service.engine = client
+        answer = asyncio.run(talk())
+    assert answer.status_code == 200 and len(answer.content) > 4_000_000
+    if not stream:
+        assert int(answer.headers["content-length"]) == len(answer.content)
+        whole = ChatResponse.model_validate_json(answer.content)
+        assert [choice.message.content for choice in whole.choices] == ["word" * tokens] * choices
+    longest = max(after - before for before, after in pairwise(turns))
+    assert longest < (turns[-1] - turns[0]) / 10
 
 
 def raw(server: httpx.Client, sent: bytes) -> tuple[bytes, float]:

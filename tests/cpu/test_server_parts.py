@@ -17,15 +17,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from server_example.answers import CompletionForm
+from server_example.answers import ChatForm, CompletionForm, Form, WholeChoice
 from server_example.cache import DUMMY_PAGE, PAGE_TOKENS, BlockTable, PagePool, pages_for
 from server_example.client import Emit, EngineClient
 from server_example.errors import ApiError
 from server_example.generation import Deadline, Generation
 from server_example.host import Job
-from server_example.protocol import CompletionRequest
+from server_example.protocol import CompletionRequest, Usage
 from server_example.sampling import Sampler, SamplingParams, log_probabilities
-from server_example.scheduler import QueueFullError, Request, RequestTooLongError, Scheduler, TokenEvent
+from server_example.scheduler import (
+    QueueFullError,
+    Request,
+    RequestTooLongError,
+    Scheduler,
+    TokenEvent,
+    TokenLogprob,
+)
 from server_example.settings import SHAKESPEARE
 from server_example.text import TextStream, TokenTexts
 
@@ -324,6 +331,29 @@ def test_events_that_wait_for_a_slow_client_become_one_chunk() -> None:
         (0, "abcd", "stop"),
         (1, "xy", "length"),
     ]
+
+
+@pytest.mark.parametrize("form", [CompletionForm, ChatForm])
+@pytest.mark.parametrize("tops", [None, 0, 2])
+def test_a_whole_answer_in_pieces_is_that_of_all_events(form: type[Form], tops: int | None) -> None:
+    def entry(text: str) -> TokenLogprob | None:
+        top = ((text, -1e-7), ("\N{REPLACEMENT CHARACTER}", -9999.0))[: tops or 0]
+        return None if tops is None else TokenLogprob(text, -1e-7, top)
+
+    events = [TokenEvent("", 1, logprob=entry(text)) for text in ('"a', "\u00e9\\", "b\n")]
+    events.append(TokenEvent('"a\u00e9\\b\n', 4, "stop"))
+    usage = Usage(prompt_tokens=1, completion_tokens=4, total_tokens=5)
+    whole, in_pieces = form("m"), form("m")
+    in_pieces.id, in_pieces.created = whole.id, whole.created
+    expected = whole.WHOLE(
+        id=whole.id, created=whole.created, model="m", usage=usage,
+        choices=[whole.choice(0, events, "stop"), whole.choice(1, [], "length")],
+    )  # fmt: skip
+    choices = [WholeChoice(in_pieces, 0), WholeChoice(in_pieces, 1)]
+    choices[0].add(events[:2], None)
+    choices[0].add(events[2:], "stop")
+    choices[1].add([], "length")
+    assert b"".join(in_pieces.answer(choices, usage)).decode() == expected.model_dump_json()
 
 
 @pytest.mark.parametrize("ends", [True, False])
