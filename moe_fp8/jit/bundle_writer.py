@@ -8,14 +8,12 @@ manifest. The same kernels give the same bytes on every machine.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from typing import Any
 from moe_fp8.errors import BundleError
 from moe_fp8.jit.artifact import Artifact
 from moe_fp8.jit.bundle import MANIFEST, Bundle, BundledKernel, Manifest, Toolchain
-from moe_fp8.jit.files import SUFFIX, encode, publish, sync_folder
+from moe_fp8.jit.files import SUFFIX, encode, locked, publish, sync_folder
 from moe_fp8.jit.key import ARCH
 from moe_fp8.jit.sources import SourceTree
 from moe_fp8.specs import KernelSpec
@@ -85,7 +83,7 @@ def write_bundle(
         path.parent.mkdir(parents=True, exist_ok=True)
         made = Manifest.merged(toolchain, [coverage], entries)
         if (path / MANIFEST).exists() or not _make(path, made, entries):
-            with _locked(path):
+            with locked(path):
                 old = existing_bundle(path, force=force, sources=sources, arch=arch)
                 plans = [coverage] if old is None else [*old.manifest.coverage, coverage]
                 there = () if old is None else old.manifest.kernels
@@ -144,17 +142,6 @@ def _holds(path: Path, kernel: BundledKernel) -> bool:
 
 def _text(manifest: Manifest) -> bytes:
     return json.dumps(manifest.to_dict(), indent=1, sort_keys=True).encode() + b"\n"
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the folder's lock against other builders; the OS releases it if this process dies."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _unwritable(path: Path, error: OSError) -> BundleError:

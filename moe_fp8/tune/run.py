@@ -6,6 +6,7 @@ import datetime
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -17,6 +18,7 @@ from moe_fp8.heuristics import GemmConfig, gemm_configs
 from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit.driver import DeviceInfo
+from moe_fp8.jit.files import locked
 from moe_fp8.jit.runtime import preload
 from moe_fp8.jit.toolchain import nvrtc_version
 from moe_fp8.problems import selection_rows
@@ -79,12 +81,23 @@ def tune(
     finally:
         # The files are read anew, since another process may have written to them in the meantime.
         if timings and timings_file is not None:
-            write_timings(timings_file, about(device), merge_timings(_old_timings(timings_file), timings))
+            with _alone(timings_file):
+                write_timings(timings_file, about(device), merge_timings(_old_timings(timings_file), timings))
         if timings and path is not None:
-            write_table(path, about(device), merge(read_rows(path), table_rows(timings), timings))
+            with _alone(path):
+                write_table(path, about(device), merge(read_rows(path), table_rows(timings), timings))
     written = path or timings_file
     assert written is not None
     return written, timings
+
+
+@contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """No other process merges into the file meanwhile, unless its file system has no locks."""
+    with ExitStack() as held:
+        with suppress(OSError):  # The timings of hours are written all the same.
+            held.enter_context(locked(file.parent))
+        yield
 
 
 def _old_timings(timings_file: Path) -> list[Timing]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -270,6 +273,39 @@ def test_timings_that_came_in_the_meantime_are_kept(
     monkeypatch.setattr(run, "time_configs", another)
     tune.tune([(DENSE, 1)], timings_file=file, quiet=True)
     assert [timing.rows for timing in read_timings(file)[1]] == [1, 8]
+
+
+@pytest.mark.parametrize("merging", ["merge_timings", "merge"])
+def test_two_that_write_at_once_keep_both_timings(
+    gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merging: str
+) -> None:
+    """The second begins while the first is between reading a file and writing it."""
+    file, out, merged = tmp_path / "timings.gz", tmp_path / "table.json", getattr(run, merging)
+    second = Thread(target=lambda: tune.tune([(DENSE, 8)], out, timings_file=file, quiet=True))
+
+    def slow(*arguments: Any) -> Any:
+        monkeypatch.setattr(run, merging, merged)
+        second.start()
+        second.join(1)
+        return merged(*arguments)
+
+    monkeypatch.setattr(run, merging, slow)
+    tune.tune([(DENSE, 1)], out, timings_file=file, quiet=True)
+    second.join()
+    assert [timing.rows for timing in read_timings(file)[1]] == [1, 8]
+    assert [found["rows"] for found in table.read_rows(out)] in ([1, 8], [8])
+
+
+def test_a_file_system_without_locks_takes_timings(
+    gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    file = tmp_path / "timings.gz"
+    tune.tune([(DENSE, 1)], timings_file=file, quiet=True)
+    assert [timing.rows for timing in read_timings(file)[1]] == [1]
 
 
 def test_a_gpu_without_a_table_needs_out(
