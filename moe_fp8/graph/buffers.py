@@ -59,6 +59,7 @@ class StaticBuffers:
         """The rows of the first `bucket` (at most `capacity`) requests: contiguous, at a fixed address."""
         return {name: tensor[: bucket * self.specs[name].rows] for name, tensor in self._tensors.items()}
 
+    @torch.no_grad()
     def clear(self) -> None:
         """Fill every row with padding again, ordered with the current stream."""
         for name, tensor in self._tensors.items():
@@ -83,6 +84,7 @@ class StaticBuffers:
                 )
         return requests
 
+    @torch.no_grad()
     def load(self, inputs: Mapping[str, torch.Tensor], bucket: int) -> int:
         """Copy the requests in, pad up to `bucket` requests, and return the number of copied requests.
 
@@ -101,7 +103,7 @@ class StaticBuffers:
         for name, value in inputs.items():
             buffer, spec = self._tensors[name], self.specs[name]
             copied = requests * spec.rows
-            buffer[:copied].copy_(self._staged(value), non_blocking=True)
+            buffer[:copied].copy_(self._staged(value), non_blocking=self.device.type == "cuda")
             if requests < bucket:
                 buffer[copied : bucket * spec.rows].fill_(spec.pad)
         return requests
@@ -112,5 +114,5 @@ class StaticBuffers:
         torch does not give the pinned memory to anyone else before the device has read it.
         """
         if self.device.type == "cuda" and value.device.type == "cpu":
-            return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value)
+            return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
         return value

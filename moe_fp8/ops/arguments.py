@@ -6,7 +6,7 @@ attributes; a message is built only for an error.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ F32 = torch.float32
 BF16 = torch.bfloat16
 I32 = torch.int32
 F32_MAX = torch.finfo(F32).max
+
+_same_storage = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 #: Kernels count rows, columns and coordinates in signed 32 bits. The last tile may reach 2^17 further.
 MAX_EXTENT = 2**31 - 2**17
@@ -46,9 +48,14 @@ def refuse_address(op: str, name: str, tensor: Tensor) -> NoReturn:
     )
 
 
+def unaligned(tensor: Tensor) -> bool:
+    """Whether 16 does not divide the address. A traced tensor has none, and is checked when the op runs."""
+    return not torch.compiler.is_compiling() and tensor.data_ptr() & 15 != 0
+
+
 def contiguous(op: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
-        if not tensor.is_contiguous() or tensor.data_ptr() & 15:
+        if not tensor.is_contiguous() or unaligned(tensor):
             refuse_layout(op, name, tensor)
 
 
@@ -91,8 +98,58 @@ def rows(op: str, **tensors: Tensor) -> None:
                     f"stride {tensor.stride()} of shape {list(tensor.shape)}",
                     "call .contiguous() on it",
                 )
-        if tensor.data_ptr() & 15:
+        if unaligned(tensor):
             refuse_address(op, name, tensor)
+
+
+def _end(tensor: Tensor) -> int:
+    """The address behind the last element."""
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return tensor.data_ptr() + tensor.nbytes
+    last = 0
+    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * step
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of the same device may share an element.
+
+    Columns of one buffer do not, as long as rows are as far apart in both tensors.
+    """
+    after = other.data_ptr() - one.data_ptr()
+    if other.data_ptr() >= _end(one) or one.data_ptr() >= _end(other) or not (one.numel() and other.numel()):
+        return False
+    distance, same = (row_stride(tensor) * tensor.element_size() for tensor in (one, other))
+    if distance != same or distance == 0:
+        return True
+    columns, others = (tensor.shape[-1] * tensor.element_size() for tensor in (one, other))
+    return after % distance < columns or after % distance + others > distance
+
+
+def apart(
+    op: str,
+    names: tuple[str, ...],
+    tensors: tuple[int, ...],
+    written: tuple[int, ...],
+    arguments: tuple[Any, ...],
+) -> None:
+    """No argument that the op writes shares memory with another argument.
+
+    `tensors` and `written`: the positions of tensors, and of outputs.
+    """
+    for position in written:
+        out = arguments[position]
+        for at in tensors:
+            other = arguments[at]
+            # Tensors seldom have memory of one allocation.
+            if at == position or out is None or other is None or not _same_storage(out, other):
+                continue
+            if overlap(out, other):
+                expected = f"no memory of {names[at]}"
+                raise ArgumentError(
+                    op, names[position], expected, "memory that both share", "clone one of them"
+                )
 
 
 def at_least(op: str, least: int, **sizes: int) -> None:

@@ -2,7 +2,7 @@
 
 A family registers an op in one statement, `op = register(schema, check=..., reference=..., cuda=..., ...)`.
 Every op writes into outputs that the caller allocates, so one schema serves eager calls, graphs and
-`torch.compile` (which functionalises it). This module is the only user of `torch.library`. It uses the
+`torch.compile` (which functionalizes it). This module is the only user of `torch.library`. It uses the
 low-level `Library`, because `torch.library.custom_op` costs several microseconds per call.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from operator import attrgetter, itemgetter
 from types import ModuleType, NoneType
@@ -21,6 +21,7 @@ import torch.autograd.profiler as _profiler
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
+from moe_fp8.ops.arguments import apart
 from moe_fp8.ops.examine import examine
 from moe_fp8.ops.keys import Call
 from moe_fp8.settings import settings
@@ -35,13 +36,15 @@ class Op(NamedTuple):
     """A registered op: the package calls `call`, and torch's dispatcher calls `run` for the CPU and for CUDA.
 
     `arguments` are the argument names of the schema, in order; `cuda` names the function that prepares the
-    launch, as "module:function".
+    launch, as "module:function". `apart` raises ArgumentError if an output shares memory with another
+    argument.
     """
 
     call: Callable[..., None]
     run: Callable[..., None]
     arguments: tuple[str, ...]
     cuda: str
+    apart: Callable[[tuple[Any, ...]], None]
 
 
 #: Name -> registered op.
@@ -153,13 +156,17 @@ def register(
     names = tuple(parameter.name for parameter in parameters)
     arity, defaults = len(parameters), tuple(parameter.default_value for parameter in parameters)
 
-    tensors_of = _getter([at for at, kind in enumerate(kinds) if "Tensor" in kind])
+    tensors = tuple(at for at, kind in enumerate(kinds) if "Tensor" in kind)
+    written = tuple(at for at in tensors if (alias := parameters[at].alias_info) and alias.is_write)
+    check_apart = partial(apart, name, names, tensors, written)
+    tensors_of = _getter(tensors)
     call_of = _call_of(name, names, kinds, varying)
 
     def fresh(arguments: tuple[Any, ...], call: Call | None) -> None:
         """Check and run a call that has no remembered launch, or that must not use it (`call` is None)."""
         first = arguments[0]
         given, others = arguments, check(*arguments)
+        check_apart(arguments)
         if others is not None:
             arguments, call = others, None
         if contract is not None and checked(first):
@@ -222,7 +229,7 @@ def register(
 
     for key, implementation in (("CPU", run), ("CUDA", run), ("Meta", meta)):
         _library.impl(name, implementation, key)
-    OPS[name] = Op(eager, run, names, cuda)
+    OPS[name] = Op(eager, run, names, cuda, check_apart)
     return eager
 
 
@@ -253,7 +260,7 @@ def _call_of(name: str, names: tuple[str, ...], kinds: list[str], varying: tuple
     return with_shapes if varying else plain
 
 
-def _getter(positions: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+def _getter(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """The arguments at `positions`, as a tuple, in one call that runs no Python code."""
     if len(positions) > 1:
         return itemgetter(*positions)

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def empty_mn_major(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Uninitialised fp32 scales [M,G] or [E,M,G], MN-major (`is_mn_major`), on `like`'s device."""
+    """Uninitialized fp32 scales [M,G] or [E,M,G], MN-major (`is_mn_major`), on `like`'s device."""
     return torch.empty_strided(shape, _mn_major_stride(shape), dtype=torch.float32, device=like.device)
 
 

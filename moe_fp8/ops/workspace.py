@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.ops.arguments import refuse_device
+from moe_fp8.ops.arguments import refuse_device, unaligned
 
 #: Every buffer in a workspace begins at a multiple of this.
 _ALIGNMENT = 256
@@ -32,8 +32,7 @@ def check(op: str, workspace: Tensor, like: Tensor) -> None:
     if workspace.dim() != 1 or workspace.dtype is not torch.uint8 or not workspace.is_contiguous():
         got = f"{workspace.dtype} {list(workspace.shape)} of stride {workspace.stride()}"
         raise ArgumentError(op, "workspace", "contiguous uint8 [bytes]", got)
-    # A traced tensor has no address; the ops check addresses when they run.
-    if not torch.compiler.is_compiling() and workspace.data_ptr() & 15:
+    if unaligned(workspace):
         address = hex(workspace.data_ptr())
         raise ArgumentError(op, "workspace", "a 16-byte aligned address", address, "clone it")
     if workspace.device != like.device:

@@ -48,6 +48,30 @@ def test_bad_buckets_are_refused(sizes: list[int]) -> None:
         BatchBuckets(sizes)
 
 
+def test_load_records_no_gradients() -> None:
+    buffers = StaticBuffers({"x": BufferSpec((3,), torch.float32)}, 4, "cpu")
+    buffers.load({"x": torch.ones(2, 3, requires_grad=True)}, 4)
+    assert not buffers.view(4)["x"].requires_grad and buffers.view(2)["x"].sum() == 6
+
+
+def test_host_inputs_are_staged_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the default device is, and without their strides."""
+    made: list[Any] = []
+
+    def empty_like(value: torch.Tensor, **options: Any) -> torch.Tensor:
+        made.append(options)
+        return torch.empty(value.shape, dtype=value.dtype, device=options["device"])
+
+    buffers = StaticBuffers(SPECS, 4, "cpu")
+    buffers.device = torch.device("cuda")
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    value = torch.arange(6).view(2, 3).t()
+    with torch.device("meta"):
+        staged = buffers._staged(value)
+    assert staged.device.type == "cpu" and torch.equal(staged, value) and staged is not value
+    assert made == [{"device": "cpu", "pin_memory": True}]
+
+
 def test_load_copies_and_pads_in_place() -> None:
     buffers = StaticBuffers(SPECS, 8, "cpu")
     view = buffers.view(4)

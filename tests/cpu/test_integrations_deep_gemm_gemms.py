@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import moe_fp8
-from moe_fp8.errors import ArgumentError, UnsupportedError
+from moe_fp8.errors import ArgumentError, ContractError, UnsupportedError
+from moe_fp8.integrations.deep_gemm import gemm
 from tests import cases
 from tests.gemm_addend_cases import named_case
 from tests.k_grouped_cases import check, flat_operands, k_grouped_case
@@ -112,12 +113,13 @@ def test_ragged_k_that_is_not_served(
     assert [call[0] for call in copy.calls] == ["k_grouped_fp8_gemm_nt_contiguous"]
 
 
-@pytest.mark.parametrize("change", ["a", "b_scale", "ks_cpu"])
+@pytest.mark.parametrize("change", ["a", "a of two dimensions", "b_scale", "ks_cpu"])
 def test_ragged_k_that_does_not_fit(change: str, deep_gemm: ModuleType) -> None:
     case = k_grouped_case((128, 256), 36, 64)
     (a, a_scale), (b, b_scale) = flat_operands(case)
     sizes = [128, 128, 128] if change == "ks_cpu" else [128, 256]
     a, b_scale = a[36 * 128 :] if change == "a" else a, b_scale[:, :2] if change == "b_scale" else b_scale
+    a = case.a if change == "a of two dimensions" else a
     out = case.addend()
     before = out.clone()
     with pytest.raises(ArgumentError):
@@ -235,6 +237,29 @@ def test_contiguous_with_another_alignment(alignment: int, layout: str, deep_gem
         assert torch.equal(out[own], expected)
     with pytest.raises(ArgumentError):
         deep_gemm.set_mk_alignment_for_contiguous_layout(0)
+
+
+def test_experts_out_of_order_are_found_in_checked_mode(
+    deep_gemm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an alignment that 128 does not divide, experts must ascend."""
+    gen = cases.generator(3, "cpu")
+    a, b = cases.activations(192, 256, gen), cases.weights(3, 128, 256, gen)
+    out = torch.empty(192, 128, dtype=torch.bfloat16)
+    monkeypatch.setattr(gemm, "checked", lambda tensor: True)
+    before = deep_gemm.get_mk_alignment_for_contiguous_layout()
+    deep_gemm.set_mk_alignment_for_contiguous_layout(64)
+    try:
+        for experts, row in (((0, 2, 1), 128), ((0, 3, -1), 64), ((0, -1, 2), None)):
+            index = torch.tensor(experts, dtype=torch.int32).repeat_interleave(64)
+            if row is None:
+                deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, index)
+                continue
+            with pytest.raises(ContractError, match="ascending experts from 0 to 2") as error:
+                deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, index)
+            assert error.value.row == row
+    finally:
+        deep_gemm.set_mk_alignment_for_contiguous_layout(before)
 
 
 def test_masked(copy: ModuleType, deep_gemm: ModuleType) -> None:

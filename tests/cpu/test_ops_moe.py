@@ -52,7 +52,13 @@ def test_layer_without_tokens_or_experts() -> None:
     x, ids, weights = layer.inputs()
     assert not layer.fused(x, ids, weights).any()
     assert layer.fused(x[:0], ids[:0], weights[:0]).shape == (0, 256)
-    assert not layer.fused(x, ids[:, :0], weights[:, :0]).any()
+    for wrong in ((x[:0], ids, weights), (x, ids[:, :0], weights[:, :0]), (x, ids[:0], weights[:0])):
+        with pytest.raises(ArgumentError, match="topk_ids"):
+            layer.fused(*wrong)
+    none = x[:0], ids[:0], weights[:0]
+    for at, dtype in enumerate((torch.float16, torch.float32, torch.float16)):
+        with pytest.raises(ArgumentError, match="dtype"):
+            layer.fused(*(tensor.to(dtype) if at == i else tensor for i, tensor in enumerate(none)))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -249,6 +250,24 @@ def test_compiled_logits_equal_eager_ones() -> None:
     compiled = torch.compile(indexer, backend="aot_eager", fullgraph=True)
     for got, expected in zip(compiled(*mqa.arguments()), indexer(*mqa.arguments()), strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_compiled_selection_equals_the_eager_one(given: bool) -> None:
+    """With a workspace of the caller's, and with a workspace of its own."""
+    arguments = cases.mqa_case(4, 9, 8).arguments()
+    workspace = torch.empty(1 << 16, dtype=torch.uint8) if given else None
+    selection = partial(moe_fp8.indexer_select, topk=5, workspace=workspace)
+    compiled = torch.compile(selection, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*arguments), selection(*arguments))
+
+
+def test_a_compiled_paged_selection_equals_the_eager_one() -> None:
+    case = cases.paged_case([64, 128, 0], 2, 8, 64)
+    arguments = case.q, case.kv_cache, case.weights, case.context_lens, case.block_table
+    selection = partial(moe_fp8.paged_indexer_select, topk=5, max_context_len=128, num_sms=4)
+    compiled = torch.compile(selection, backend="aot_eager")
+    assert torch.equal(compiled(*arguments), selection(*arguments))
 
 
 def test_meta_tensors_give_shapes() -> None:

@@ -72,6 +72,9 @@ def test_no_tokens() -> None:
     permuted = moe_permute(x, torch.empty(0, 8, dtype=torch.int32, device="cuda"), num_experts=4)
     assert permuted.offsets.tolist() == [0] * 5
     assert moe_combine(x, permuted.rows).shape == (0, 256)
+    layer = moe_cases.Layer(moe_cases.Case(9, 2, 3, 256), 128, "cuda")
+    tokens, ids, weights = layer.inputs()
+    assert layer.fused(tokens[:0], ids[:0], weights[:0]).shape == (0, 256)
 
 
 @pytest.mark.sanitizer

@@ -1,4 +1,4 @@
-"""A drop-in for the module `deep_gemm` on Hopper: the names that vLLM 0.24 to 0.33 and SGLang 0.5 look up.
+"""A drop-in for the module `deep_gemm` on Hopper: the names that vLLM 0.24 and 0.33 and SGLang 0.5 look up.
 
 `moe_fp8.integrations.install` puts it in the place of `deep_gemm`. A name that no kernel of ours serves, or
 whose kind `install` was not given, comes from the engine's own copy, which is imported when somebody asks for

@@ -7,19 +7,28 @@ and SGLang 0.5.23.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_fp8.errors import ArgumentError
+from moe_fp8.errors import ArgumentError, ContractError
 from moe_fp8.integrations.deep_gemm.layout import get_mk_alignment_for_contiguous_layout
 from moe_fp8.integrations.deep_gemm.modes import early_weights
 from moe_fp8.integrations.forwarding import NotServed, or_vendored
 from moe_fp8.limits import N_MULTIPLE
-from moe_fp8.ops import gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked, to_mn_major
+from moe_fp8.ops import (
+    contents,
+    gemm_fp8,
+    grouped_gemm_fp8_contiguous,
+    grouped_gemm_fp8_masked,
+    to_mn_major,
+)
+from moe_fp8.ops.examine import examine
 from moe_fp8.ops.gemm import checks
 from moe_fp8.ops.modes import launches
+from moe_fp8.ops.registry import checked
 from moe_fp8.problems import SEGMENT_ALIGNMENT
 
 Pair = tuple[Tensor, Tensor]
@@ -27,6 +36,7 @@ Recipe = Sequence[int] | None
 
 #: The recipe of scales of 1 x 128 on both operands.
 _OF_ROWS = (1, 1, 128)
+_CONTIGUOUS = "m_grouped_fp8_gemm_nt_contiguous"
 _K_GROUPED = "k_grouped_fp8_gemm_nt_contiguous"
 
 
@@ -91,7 +101,9 @@ def m_grouped_fp8_gemm_nt_contiguous(
     """d = a @ b[e]^T for the rows of each expert e; see `moe_fp8.grouped_gemm_fp8_contiguous`.
 
     grouped_layout: int32 `[M]`, each row's expert, -1 for padding; with `use_psum_layout` int32 `[E]`, one
-    past each expert's last row. Experts start at multiples of `get_mk_alignment_for_contiguous_layout()`.
+    past each expert's last row. Experts start at multiples of `get_mk_alignment_for_contiguous_layout()`. If
+    128 does not divide this number, the experts of `[M]` ascend, and scales of padding are finite in checked
+    mode.
     Rows of d that belong to no expert are unspecified, but zero with `ensure_zero_padding=True`. That takes
     further kernels, so it is not the default here: no engine reads padding.
     expected_m_for_psum_layout: the expected rows of an expert; any value is safe. Safe to capture.
@@ -114,7 +126,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
         expected_m=expected_m_for_psum_layout,
         **layout,
     )
-    if ensure_zero_padding:
+    if ensure_zero_padding and launches(d):
         # A kernel may store a whole tile, so padding is zeroed after it.
         rows = _psum_padding(grouped_layout, len(d), alignment) if use_psum_layout else grouped_layout < 0
         d.masked_fill_(rows[:, None], 0)
@@ -124,15 +136,28 @@ def _demand_layout(grouped_layout: Tensor, length: int) -> None:
     """Raise ArgumentError for a layout that the conversion to ranges would take for another layout."""
     if grouped_layout.dtype is not torch.int32 or grouped_layout.shape != (length,):
         raise ArgumentError(
-            "m_grouped_fp8_gemm_nt_contiguous", "grouped_layout", f"int32 [{length}]",
+            _CONTIGUOUS, "grouped_layout", f"int32 [{length}]",
             [*grouped_layout.shape, grouped_layout.dtype],
         )  # fmt: skip
 
 
 def _index_ranges(m_indices: Tensor, rows: int, num_experts: int, alignment: int) -> Tensor:
     """The ranges of rows of each expert, int32 `[E + 1]`; padding belongs to the expert before it."""
+    if checked(m_indices):
+        examine(_CONTIGUOUS, {"m_indices": m_indices}, partial(_demand_ascending, m_indices, num_experts))
     experts = torch.arange(num_experts + 1, dtype=m_indices.dtype, device=m_indices.device)
     return torch.searchsorted(m_indices.cummax(0).values, experts, out_int32=True)
+
+
+def _demand_ascending(m_indices: Tensor, num_experts: int) -> None:
+    """Raise ContractError unless the rows that are no padding have experts that ascend."""
+    highest = m_indices.cummax(0).values
+    at = contents.first((m_indices >= num_experts) | ((m_indices >= 0) & (m_indices < highest)))
+    if at is not None:
+        expected = f"ascending experts from 0 to {num_experts - 1}, or -1 for padding"
+        expert, row = int(m_indices[at]), at[0]
+        got = f"{expert} at row {row}, behind {int(highest[at])}"
+        raise ContractError(_CONTIGUOUS, "grouped_layout", expected, got, expert=expert, row=row)
 
 
 def _psum_ranges(psum: Tensor, rows: int, num_experts: int, alignment: int) -> Tensor:
@@ -223,14 +248,14 @@ def k_grouped_fp8_gemm_nt_contiguous(
         expected = f"{num_experts} numbers from 0 on, as d has experts"
         raise ArgumentError(_K_GROUPED, "ks_cpu", expected, list(ks_cpu))
     for name, (values, scale), rows in (("a", a, m), ("b", b, n)):
-        if values.numel() != rows * total or not values.is_contiguous():
-            raise ArgumentError(
-                _K_GROUPED, name, f"contiguous, {rows * total} elements", [*values.shape, values.stride()]
-            )
+        if values.shape != (rows * total,) or not values.is_contiguous():
+            expected = f"contiguous [{rows * total}], each expert's rows behind those of the expert before"
+            raise ArgumentError(_K_GROUPED, name, expected, [*values.shape, values.stride()])
         if scale.shape != (rows, total // 128):
             raise ArgumentError(_K_GROUPED, f"{name}[1]", f"shape {[rows, total // 128]}", list(scale.shape))
     if c is not None:
         checks.addend(_K_GROUPED, c, d)
+        checks.addend_memory(_K_GROUPED, c, d)
     a_values, b_values = a[0].view(-1), b[0].view(-1)
     a_scale, b_scale = to_mn_major(a[1]), to_mn_major(b[1])
     empty: list[tuple[Tensor | None, Tensor]] = []

@@ -1,4 +1,4 @@
-"""The plug-in for vLLM 0.24 to 0.33: the entry point `vllm.general_plugins` calls `register` in each process.
+"""The plug-in for vLLM 0.24 and 0.33: the entry point `vllm.general_plugins` calls `register` per process.
 
 docs/vllm.md says what it replaces.
 """

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_fp8.ops.gemm import checks
 from moe_fp8.ops.modes import launches
+from moe_fp8.ops.registry import OPS
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
@@ -25,9 +26,13 @@ def add_to(
     """Call `op`, which adds to `out`, after `out` got `c`. `check` checks the `operands`."""
     if c is not out:
         # Wrong operands must leave `out` as it was. (Operands of a traced call are checked when the op runs.)
-        if not (torch.compiler.is_compiling() or _dispatch_modes()):
+        traced = torch.compiler.is_compiling() or _dispatch_modes()
+        if not traced:
             operands = check(*operands) or operands
+            OPS[name].apart(operands)
         checks.addend(name, c, out)
+        if not traced:
+            checks.addend_memory(name, c, out)
         if launches(out):
             with torch.no_grad():
                 out.copy_(c)

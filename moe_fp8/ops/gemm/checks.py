@@ -18,11 +18,13 @@ from moe_fp8.ops.arguments import (
     MAX_EXTENT,
     extent,
     int32_vector,
+    overlap,
     refuse_device,
     refuse_dtype,
     refuse_layout,
     refuse_shape,
     rows,
+    unaligned,
 )
 from moe_fp8.problems import GemmLayout, GemmProblem
 from moe_fp8.settings import settings
@@ -93,7 +95,7 @@ def _gemm_operands(
     ):
         rows(op, a=a, b=b, out=out)
     # Test the usual layout of the dense and contiguous ops without a function call, which saves time.
-    if a_scale.stride() == (1, (leading[-1] + 3) & -4) and not a_scale.data_ptr() & 15:
+    if a_scale.stride() == (1, (leading[-1] + 3) & -4) and not unaligned(a_scale):
         return a_scale
     return a_scale if scales.is_mn_major(a_scale) else scales.converted(op, a_scale)
 
@@ -264,6 +266,12 @@ def addend(op: str, c: Tensor, out: Tensor) -> None:
         refuse_shape(op, "c", c, f"{list(out.shape)}, as out")
     if c.get_device() != out.get_device():
         refuse_device(op, out, c=c)
+
+
+def addend_memory(op: str, c: Tensor, out: Tensor) -> None:
+    """`c` and `out`, which `addend` has checked, share all memory or none."""
+    if (c.data_ptr(), c.stride()) != (out.data_ptr(), out.stride()) and overlap(c, out):
+        raise ArgumentError(op, "c", "out itself, or no memory of out", "memory that both share", "clone c")
 
 
 def _config(layout: str, a: Tensor, b: Tensor, b_scale: Tensor, config: str) -> None:

@@ -22,6 +22,7 @@ from moe_fp8.ops.arguments import (
     refuse_dtype,
     refuse_layout,
     refuse_shape,
+    unaligned,
 )
 from moe_fp8.ops.arguments import rows as rows_of
 
@@ -68,7 +69,7 @@ def cache_layout(op: str, kv_cache: Tensor, dim: int) -> None:
 
 def cache_address(op: str, kv_cache: Tensor) -> None:
     """Check that the cache is 16-byte aligned. Call this after the check of the devices."""
-    if kv_cache.data_ptr() & 15:
+    if unaligned(kv_cache):
         raise ArgumentError(op, "kv_cache", "a 16-byte aligned address", hex(kv_cache.data_ptr()))
 
 
@@ -100,7 +101,7 @@ def indexer_quantize_and_cache(
     for name, tensor in (("kv_cache", kv_cache), ("slot_mapping", slot_mapping)):
         if tensor.get_device() != k.get_device():
             refuse_device(op, k, **{name: tensor})
-    if k.data_ptr() & 15:
+    if unaligned(k):
         refuse_address(op, "k", k)
     cache_address(op, kv_cache)
 

@@ -86,7 +86,7 @@ def mqa_logits_fp8(
     max_seqlen_k: None for the full layout, in which out is `[M, N]` and column j is key j. A width gives the
     compressed layout, in which out is `[M, max_seqlen_k]` and column c is key ks[i] + c; no row may be wider.
     fill: write -inf to every other element. Without it those elements keep what out held; an allocated out
-    is uninitialised.
+    is uninitialized.
     out: fp32 or bf16 of the shape above, or None. Its rows are contiguous, any distance apart.
     out_dtype: the dtype of the allocated out, fp32 unless given. Sums are fp32 and are rounded once.
 

@@ -191,6 +191,11 @@ def _select(
             now, before = before, now
 
 
+def _checked(q: Tensor) -> bool:
+    """Whether to check contents now; a traced call has none."""
+    return not torch.compiler.is_compiling() and checked(q)
+
+
 def _budget(workspace: Tensor | None, like: Tensor) -> int | None:
     if workspace is None:
         return None
@@ -230,7 +235,7 @@ def indexer_select(
     """
     checks.mqa_inputs("indexer_select", q, k, k_scale, weights, ks, ke)
     num_rows, keys = q.shape[0], k.shape[0]
-    if checked(q):
+    if _checked(q):
         given = {"q": q, "k": k, "k_scale": k_scale, "weights": weights, "ks": ks, "ke": ke}
         contract = partial(contracts.queries, "indexer_select", k_scale, weights, ks, ke, keys)
         examine("indexer_select", {**given, "topk": topk}, contract)
@@ -280,7 +285,7 @@ def paged_indexer_select(
     batch, next_n = q.shape[:2]
     num_sms = arguments.workers("paged_indexer_select", q, num_sms)
     arguments.columns("paged_indexer_select", "max_context_len", max_context_len)
-    if checked(q):
+    if _checked(q):
         op = "paged_indexer_select"
         given = {"q": q, "kv_cache": kv_cache, "weights": weights, "context_lens": context_lens}
         given |= {"block_table": block_table}

@@ -30,6 +30,7 @@ from moe_fp8.ops.arguments import (
     refuse_layout,
     refuse_shape,
     swiglu_limit,
+    unaligned,
 )
 
 
@@ -71,7 +72,7 @@ def permute(
         refuse_shape(op, "a", a, f"[at least {topk_ids.numel()}, {k}]")
     if a.dtype is not FP8:
         refuse_dtype(op, "a", a, "float8_e4m3fn")
-    if not a.is_contiguous() or a.data_ptr() & 15:
+    if not a.is_contiguous() or unaligned(a):
         refuse_layout(op, "a", a)
     if a_scale.shape != (a.shape[0], k // 128):
         refuse_shape(op, "a_scale", a_scale, f"[{a.shape[0]}, {k // 128}]")
@@ -193,14 +194,6 @@ def layer_weights(x: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scal
             refuse_shape(op, name, scale, f"{list(expected)}")
 
 
-def layer_out(out: Tensor, tokens: int, k: int) -> None:
-    """out bf16 [T,K], if no kernel of the layer checks it."""
-    if out.shape != (tokens, k):
-        refuse_shape("fused_moe", "out", out, f"{[tokens, k]}")
-    if out.dtype is not BF16:
-        refuse_dtype("fused_moe", "out", out, "bfloat16")
-
-
 def route(
     logits: Tensor,
     correction_bias: Tensor | None,
@@ -285,5 +278,5 @@ def _rows_apart(op: str, name: str, tensor: Tensor) -> None:
     ):
         got = f"stride {tensor.stride()} of {tensor.dtype}"
         raise ArgumentError(op, name, "contiguous rows, a multiple of 16 bytes apart", got)
-    if tensor.data_ptr() & 15:
+    if unaligned(tensor):
         refuse_address(op, name, tensor)

@@ -14,7 +14,6 @@ from moe_fp8.errors import ArgumentError
 from moe_fp8.ops import arguments
 from moe_fp8.ops import workspace as workspaces
 from moe_fp8.ops.gemm import grouped_gemm_fp8_contiguous
-from moe_fp8.ops.modes import launches
 from moe_fp8.ops.moe import checks
 from moe_fp8.ops.moe.gemm import grouped_gemm_silu_mul_fp8
 from moe_fp8.ops.moe.public import Permuted, moe_combine, moe_permute
@@ -119,11 +118,6 @@ def fused_moe(
     if out is None:
         out = torch.empty((tokens, k), dtype=torch.bfloat16, device=x.device)
     rows = topk_ids.numel()
-    if rows == 0:
-        checks.layer_out(out, tokens, k)
-        if launches(out):
-            out.zero_()
-        return out
     sizes = _sizes(rows, num_experts, k, width, interleaved)
     memory = workspaces.given_or_new("fused_moe", workspace, x, workspaces.total_bytes(sizes))
     fp8, bf16, x_scales, y_scales, offsets, places = workspaces.buffers(memory, sizes)
@@ -138,7 +132,7 @@ def fused_moe(
         power_of_two=power_of_two,
         out=Permuted(
             fp8[: rows * k].view(rows, k),
-            _mn_major(x_scales, rows),
+            _mn_major(x_scales, rows, k),
             offsets.view(torch.int32),
             places.view(torch.int32).view(topk_ids.shape),
         ),
@@ -156,7 +150,7 @@ def fused_moe(
             limit=limit,
             power_of_two=power_of_two,
             rounded=rounded,
-            out=(fp8[rows * k :].view(rows, width), _mn_major(y_scales, rows)),
+            out=(fp8[rows * k :].view(rows, width), _mn_major(y_scales, rows, width)),
         )
     else:
         y = bf16[: rows * 2 * width].view(rows, 2 * width)
@@ -169,7 +163,7 @@ def fused_moe(
             expected_m=expected_m,
             out=y,
         )
-        values, scales = fp8[: rows * width].view(rows, width), _mn_major(y_scales, rows)
+        values, scales = fp8[: rows * width].view(rows, width), _mn_major(y_scales, rows, width)
         # Only the first offsets[num_experts] rows are rows of experts of this rank.
         silu_mul_quantize(
             y[None],
@@ -194,6 +188,6 @@ def fused_moe(
     return moe_combine(y, places, topk_weights, out=out)
 
 
-def _mn_major(buffer: Tensor, rows: int) -> Tensor:
-    """The buffer as MN-major scales of so many rows."""
-    return buffer.view(torch.float32).view(-1, -(-rows // 4) * 4).t()[:rows]
+def _mn_major(buffer: Tensor, rows: int, width: int) -> Tensor:
+    """The buffer as MN-major scales of rows of this width."""
+    return buffer.view(torch.float32).view(width // 128, -(-rows // 4) * 4).t()[:rows]

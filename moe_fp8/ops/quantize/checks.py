@@ -19,6 +19,7 @@ from moe_fp8.ops.arguments import (
     refuse_layout,
     refuse_shape,
     swiglu_limit,
+    unaligned,
 )
 from moe_fp8.specs import SILU_ROWS
 
@@ -41,7 +42,7 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
     _outputs(op, q, scale, (m, k))
     if not x.get_device() == q.get_device() == scale.get_device():
         refuse_device(op, x, q=q, scale=scale)
-    if x.data_ptr() & 15:
+    if unaligned(x):
         refuse_address(op, "x", x)
 
 
@@ -65,7 +66,7 @@ def _outputs(op: str, q: Tensor, scale: Tensor, shape: tuple[int, ...]) -> None:
         refuse_shape(op, "q", q, f"{list(shape)}")
     if q.dtype is not FP8:
         refuse_dtype(op, "q", q, "float8_e4m3fn")
-    if not q.is_contiguous() or q.data_ptr() & 15:
+    if not q.is_contiguous() or unaligned(q):
         refuse_layout(op, "q", q)
     groups = (*shape[:-1], shape[-1] // 128)
     if scale.shape != groups:
@@ -110,6 +111,6 @@ def silu_mul_quantize(
         refuse_device(op, x, q=q, scale=scale)
     if masked_m is not None and masked_m.get_device() != x.get_device():
         refuse_device(op, x, masked_m=masked_m)
-    if x.data_ptr() & 15:
+    if unaligned(x):
         refuse_address(op, "x", x)
     _outputs(op, q, scale, (*leading, width // 2))
