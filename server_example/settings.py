@@ -49,7 +49,9 @@ class Settings(BaseSettings):
         _ENGINE.cache_pages, ge=2, description=f"cache pages of {PAGE_TOKENS} tokens; one is for padding"
     )
     prefill_chunk: int = Field(_ENGINE.prefill_chunk, ge=1, description="tokens prefilled at once")
-    max_waiting: int = Field(_ENGINE.max_waiting, ge=1, description="requests in the queue")
+    max_waiting: int = Field(
+        _ENGINE.max_waiting, ge=1, description="requests in the queue, each choice counted"
+    )
     load_format: LoadFormat = Field(_ENGINE.load_format, description="dummy: random weights, for timing")
     num_hidden_layers: int | None = Field(None, ge=1, description="layers, instead of the checkpoint's")
     decode: Literal["graph", "eager"] = Field(_ENGINE.decode, description="eager: no graphs, to compare")

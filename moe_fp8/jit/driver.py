@@ -280,7 +280,7 @@ def result_name(code: int) -> str:
 
 @cache
 def _driver() -> Any:
-    """The `cuda.bindings.driver` module with libcuda loaded and initialised."""
+    """The `cuda.bindings.driver` module with libcuda loaded and initialized."""
     remedy = "this step needs an NVIDIA GPU and its driver (580 or newer); planning and compiling do not"
     try:
         api = importlib.import_module("cuda.bindings.driver")

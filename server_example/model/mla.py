@@ -51,7 +51,7 @@ class Mla:
         self.rope = rope
 
     def __call__(self, x: torch.Tensor, batch: PrefillBatch | DecodeBatch, cache: LayerCache) -> torch.Tensor:
-        """x [T, hidden], normalised -> fp32 [T, hidden]; writes the tokens into `cache`."""
+        """x [T, hidden], normalized -> fp32 [T, hidden]; writes the tokens into `cache`."""
         config, weights = self.config, self.weights
         tokens, positions = x.shape[0], batch.positions
         q_latent, kv_latent, k_rope = self.quantize.linear(x, weights.qkv_a).split(
