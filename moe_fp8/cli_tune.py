@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import NoReturn
 
 from moe_fp8.errors import ConfigError
 from moe_fp8.warmup.arguments import (
@@ -83,6 +79,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
             raise ConfigError("--fit, --table", "--timings FILE, which has the timings", "none")
         print((tune.refit if arguments.fit else tune.retable)(arguments.timings, arguments.out))
         return EXIT_OK
+    _refuse_without_effect(arguments)
     parallelism = parallelism_from(arguments)
     targets = [tune.parse_target(text) for text in arguments.shape]
     for path in arguments.model:
@@ -96,17 +93,16 @@ def run_tune(arguments: argparse.Namespace) -> int:
         raise ConfigError("--model, --shape, --sample", "at least one of the three", "none")
     if arguments.sample and arguments.timings is None:
         raise ConfigError("--sample", "--timings FILE, which takes the timings", "none")
-    with _sigterm_exits():
-        path, timings = tune.tune(
-            problems,
-            arguments.out,
-            timings_file=arguments.timings,
-            factor=arguments.factor,
-            replays=arguments.replays,
-            max_seconds=arguments.max_seconds,
-            jobs=arguments.jobs,
-            quiet=arguments.quiet,
-        )
+    path, timings = tune.tune(
+        problems,
+        arguments.out,
+        timings_file=arguments.timings,
+        factor=arguments.factor,
+        replays=arguments.replays,
+        max_seconds=arguments.max_seconds,
+        jobs=arguments.jobs,
+        quiet=arguments.quiet,
+    )
     written = tune.table_rows(timings)
     if arguments.json:
         print(json.dumps({"file": str(path), "timed": len(timings), "rows": written}, indent=2))
@@ -115,15 +111,15 @@ def run_tune(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-@contextmanager
-def _sigterm_exits() -> Iterator[None]:
-    """SIGTERM raises SystemExit, as an error would end the work, so that `tune` writes its timings."""
-
-    def leave(number: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _refuse_without_effect(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for an option that has no effect without another option."""
+    parser, rank = argparse.ArgumentParser(), argparse.ArgumentParser()
+    add_tune_arguments(parser)
+    add_rank_arguments(rank)
+    defaults = vars(parser.parse_args([]))
+    needed = {"seed": ["sample"], "rows": ["model", "shape"]}
+    needed |= {name: ["model"] for name in vars(rank.parse_args([]))}
+    for name, others in needed.items():
+        if getattr(arguments, name) != defaults[name] and not any(getattr(arguments, one) for one in others):
+            wanted = " or ".join(f"--{one}" for one in others)
+            raise ConfigError(f"--{name.replace('_', '-')}", f"{wanted}, which it is for", f"no {wanted}")

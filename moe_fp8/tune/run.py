@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import os
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
+from typing import Any, TypeVar
 
 from moe_fp8.errors import ConfigError, SettingError, ToolchainError
 from moe_fp8.heuristics import GemmConfig, gemm_configs
@@ -19,21 +22,32 @@ from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit.driver import DeviceInfo
 from moe_fp8.jit.files import locked
+from moe_fp8.jit.progress import Lossy
 from moe_fp8.jit.runtime import preload
 from moe_fp8.jit.toolchain import nvrtc_version
 from moe_fp8.problems import selection_rows
 from moe_fp8.settings import settings
 from moe_fp8.specs import kernel_spec
 from moe_fp8.tune.fit import fit, held_out, write_constants
+from moe_fp8.tune.interrupts import Interrupts
 from moe_fp8.tune.sample import expert_counts
 from moe_fp8.tune.table import check_writable, merge, read_rows, table_choice, table_rows, write_table
 from moe_fp8.tune.targets import Target, candidates
 from moe_fp8.tune.timing import time_configs
-from moe_fp8.tune.timings import Timing, merge_timings, read_timings, regret, write_timings
+from moe_fp8.tune.timings import (
+    Timing,
+    check_device,
+    merge_timings,
+    read_timings,
+    regret,
+    write_timings,
+)
 from moe_fp8.warmup.run import hopper_device
 
 #: Replays of which the median counts.
 REPLAYS = 11
+
+_Entry = TypeVar("_Entry")
 
 
 def tune(
@@ -51,9 +65,10 @@ def tune(
 
     `out`: by default the package's own table for this device. `timings_file`: all timings are added to this
     file; then no table is written unless `out` is given. `factor`: see `candidates`. No further
-    timing begins after `max_seconds`. Timings are written also if an error or an interrupt ends the work.
-    Raises ToolchainError without a Hopper GPU; ConfigError for a file that cannot be read or written, and in
-    batch-invariant mode, which consults no table; MoeFp8Error if a config computes something else.
+    timing begins after `max_seconds`. Timings are written also if an error or a signal ends the work (see
+    `Interrupts`). Raises ToolchainError without a Hopper GPU; ConfigError for a file that cannot be read or
+    written or has timings of another device, and in batch-invariant mode, which consults no table;
+    MoeFp8Error if a config computes something else.
     """
     device = hopper_device()
     if device is None:
@@ -65,30 +80,59 @@ def tune(
     path = table_path(out, device.name) if out is not None or timings_file is None else None
     for file in filter(None, (path, timings_file)):
         check_writable(file)
+    # The package's own table serves every device of a name, such as "H100".
+    old_rows = partial(read_rows, device=device.name if out is not None else None)
+    old_timings = partial(_old_timings, device=device.name)
     if path is not None:
-        read_rows(path)  # raises now, and not after hours, if they cannot be read
+        old_rows(path)  # raises now, and not after hours, if they cannot be read
     if timings_file is not None:
-        _old_timings(timings_file)
+        old_timings(timings_file)
+    machine = about(device)
+    log = None if quiet or sys.stderr is None else Lossy(sys.stderr)
     stop = time.monotonic() + max_seconds
     timings: list[Timing] = []
-    try:
-        for timing in _timings(problems, device.num_sms, factor, replays, jobs, quiet):
-            timings.append(timing)
-            if not quiet:
-                print(_line(timing), file=sys.stderr, flush=True)
-            if time.monotonic() > stop:
-                break
-    finally:
-        # The files are read anew, since another process may have written to them in the meantime.
-        if timings and timings_file is not None:
-            with _alone(timings_file):
-                write_timings(timings_file, about(device), merge_timings(_old_timings(timings_file), timings))
-        if timings and path is not None:
-            with _alone(path):
-                write_table(path, about(device), merge(read_rows(path), table_rows(timings), timings))
+
+    def put_timings(file: Path, old: list[Timing]) -> None:
+        write_timings(file, machine, merge_timings(old, timings))
+
+    def put_rows(file: Path, old: list[dict[str, Any]]) -> None:
+        write_table(file, machine, merge(old, table_rows(timings), timings))
+
+    interrupts = Interrupts()
+    with interrupts.handled():
+        try:
+            with interrupts.raised():
+                for timing in _timings(problems, device.num_sms, factor, replays, jobs, quiet):
+                    timings.append(timing)
+                    if log is not None:
+                        print(_line(timing), file=log, flush=True)
+                    if time.monotonic() > stop:
+                        break
+        finally:
+            if timings and timings_file is not None:
+                _add(timings_file, old_timings, put_timings)
+            if timings and path is not None:
+                _add(path, old_rows, put_rows)
     written = path or timings_file
     assert written is not None
     return written, timings
+
+
+def _add(file: Path, read: Callable[[Path], list[_Entry]], put: Callable[[Path, list[_Entry]], None]) -> None:
+    """Add what was timed to what `read` finds in the file now: another process may have written meanwhile.
+
+    If the file no longer fits, what was timed goes into a new file beside it, which the ConfigError names.
+    """
+    with _alone(file):
+        try:
+            old = read(file)
+        except ConfigError as error:
+            descriptor, name = tempfile.mkstemp(file.suffix, f"{file.stem}.", file.parent)
+            os.close(descriptor)
+            put(Path(name), [])
+            remedy = f"what was timed now is in {name}"
+            raise ConfigError(error.field, error.expected, error.got, remedy) from error
+        put(file, old)
 
 
 @contextmanager
@@ -100,8 +144,12 @@ def _alone(file: Path) -> Iterator[None]:
         yield
 
 
-def _old_timings(timings_file: Path) -> list[Timing]:
-    return read_timings(timings_file)[1] if timings_file.exists() else []
+def _old_timings(timings_file: Path, device: str) -> list[Timing]:
+    if not timings_file.exists():
+        return []
+    machine, timings = read_timings(timings_file)
+    check_device("--timings", timings_file, machine["device"], device)
+    return timings
 
 
 def refit(timings_file: Path, out: Path | None = None) -> str:
@@ -151,7 +199,7 @@ def _choice(fitted: gemm_costs.Constants, timing: Timing) -> str:
         return gemm_costs.cost(config, problem, fitted)
 
     timed = [config for config in gemm_configs(target.layout, target.k) if str(config) in timing.us]
-    return str(min(timed, key=cost))
+    return str(min(timed, key=cost, default=""))
 
 
 def _timings(

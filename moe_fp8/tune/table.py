@@ -16,7 +16,7 @@ from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit.files import publish
 from moe_fp8.tune.targets import Target
-from moe_fp8.tune.timings import Timing
+from moe_fp8.tune.timings import Timing, check_device
 
 #: A row is written if the best config takes less than the model's choice by at least this share.
 LEAST_GAIN = 0.05
@@ -124,14 +124,20 @@ def check_writable(path: Path) -> None:
         ) from error
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a table, none if there is no file; raises ConfigError if it is no table."""
+def read_rows(path: Path, device: str | None = None) -> list[dict[str, Any]]:
+    """The rows of a table, none if there is no file.
+
+    Raises ConfigError if it is no table, or the table of another device than `device`.
+    """
     try:
-        rows = json.loads(path.read_text())["rows"] if path.exists() else []
+        found = json.loads(path.read_text()) if path.exists() else {"device": device, "rows": []}
+        of, rows = found["device"], found["rows"]
         for row in rows:
             gemm_table.row_key(row), row["rows"], row["config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError("--out", "a table as `moe-fp8 tune` writes it, or no file", str(path)) from error
+    if device is not None:
+        check_device("--out", path, of, device)
     return cast(list[dict[str, Any]], rows)
 
 

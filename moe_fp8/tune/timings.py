@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 from moe_fp8.errors import ConfigError
 from moe_fp8.jit.files import publish
+from moe_fp8.specs import GEMM_LAYOUTS
 from moe_fp8.tune.targets import Target
 
 _REMEDY = "give a file that `moe-fp8 tune --timings` wrote"
@@ -45,9 +47,19 @@ def read_timings(path: Path) -> tuple[dict[str, str], list[Timing]]:
     try:
         with gzip.open(path, "rt") as file:
             about = json.loads(file.readline())
+            if not isinstance(about["device"], str):
+                raise ValueError("its first line names no device")
             return about, [_timing(json.loads(line)) for line in file]
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
         raise ConfigError("--timings", f"a file of timings ({error})", str(path), _REMEDY) from error
+
+
+def check_device(option: str, path: Path, found: str, device: str) -> None:
+    """Raises ConfigError if the file at `path` has what was timed on another device."""
+    if found != device:
+        raise ConfigError(
+            option, f"no file, or timings of {device} alone", f"{path}, of {found}", "give another file"
+        )
 
 
 def write_timings(path: Path, about: Mapping[str, str], timings: Iterable[Timing]) -> None:
@@ -90,5 +102,11 @@ def _line(timing: Timing) -> str:
 
 def _timing(record: dict[str, Any]) -> Timing:
     counts = tuple(int(count) for count in record["counts"])
-    target = Target(record["layout"], record["n"], record["k"], len(counts))
-    return Timing(target, record["rows"], counts, {str(name): float(us) for name, us in record["us"].items()})
+    target = Target(record["layout"], int(record["n"]), int(record["k"]), len(counts))
+    us = {str(name): float(value) for name, value in record["us"].items()}
+    rows = int(record["rows"])
+    if target.layout not in GEMM_LAYOUTS or min(*target[1:], rows) < 1:
+        raise ValueError("a line has no GEMM")
+    if not us or not all(0 < value < math.inf for value in us.values()):
+        raise ValueError("a line has no times")
+    return Timing(target, rows, counts, us)

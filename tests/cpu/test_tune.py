@@ -1,33 +1,26 @@
-"""`moe-fp8 tune` without the timing itself: targets, candidates, the table's file, the command."""
+"""`moe-fp8 tune`: targets, candidates, the table's rows and file, and how a config is timed."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import signal
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 
-from moe_fp8 import cli, tune
-from moe_fp8.errors import ConfigError, MoeFp8Error, ToolchainError
+from moe_fp8 import tune
+from moe_fp8.errors import ConfigError, MoeFp8Error
 from moe_fp8.heuristics import gemm_configs
 from moe_fp8.heuristics.gemm import costs as gemm_costs
-from moe_fp8.jit import driver
-from moe_fp8.jit.driver import DeviceInfo
 from moe_fp8.problems import GemmLayout
-from moe_fp8.tune import Target, Timing, read_timings, run, table
+from moe_fp8.tune import Target, Timing, table
 from moe_fp8.tune import timing as timing_module
 from moe_fp8.tune.targets import candidates
 from moe_fp8.warmup import Parallelism, load_model
 
 MODEL = Path(__file__).parent.parent / "configs" / "qwen3_30b.json"
-H200 = DeviceInfo("NVIDIA H200", (9, 0), 132, (13, 0))
 DENSE, GROUPED = Target("dense", 4096, 7168, 1), Target("psum", 4096, 7168, 8)
 TINY = Target("psum", 64, 256, 3)
 
@@ -148,7 +141,9 @@ def test_a_written_table_reads_the_same_and_leaves_nothing_beside_it(tmp_path: P
     assert [found.name for found in tmp_path.iterdir()] == ["h200.json"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{}]}', '{"rows": 3}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"device": "", "rows": [{}]}', '{"device": "", "rows": 3}', '{"rows": []}']
+)
 def test_what_is_no_table_is_not_merged_with(tmp_path: Path, text: str) -> None:
     path = tmp_path / "table.json"
     path.write_text(text)
@@ -163,170 +158,6 @@ def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
             table.check_writable(path)
     table.check_writable(tmp_path / "new" / "table.json")
     assert (tmp_path / "new").is_dir()
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Target, int]]:
-    """A GPU on which the last config takes 8 us and all others take 10."""
-    timed: list[tuple[Target, int]] = []
-
-    def time_configs(
-        target: Target, rows: int, counts: Sequence[int], configs: Sequence[str], replays: int
-    ) -> dict[str, float]:
-        assert len(counts) == target.num_experts and sum(counts) == rows * target.num_experts
-        timed.append((target, rows))
-        return {config: 8.0 if config == configs[-1] and rows != 16 else 10.0 for config in configs}
-
-    monkeypatch.setattr(driver, "device_count", lambda: 1)
-    monkeypatch.setattr(driver, "device_info", lambda: H200)
-    monkeypatch.setattr(run, "preload", lambda specs, jobs, progress: len(specs))
-    monkeypatch.setattr(run, "time_configs", time_configs)
-    return timed
-
-
-def test_tune_writes_what_gains(
-    gpu: list[tuple[Target, int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "table.json"
-    arguments = ["tune", "--shape", "dense:4096:7168", "--rows", "64,40,16,8", "--out", str(out), "--json"]
-    assert cli.main(arguments) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert gpu == [(DENSE, 8), (DENSE, 16), (DENSE, 40), (DENSE, 64)]
-    written = json.loads(out.read_text())
-    assert told == {"file": str(out), "timed": 4, "rows": written["rows"]}
-    assert {found["gain"] for found in written["rows"]} == {0.2}
-    assert [(found["rows"], found["above"]) for found in written["rows"]] in (
-        [(8, 0), (40, 32), (64, 40)],
-        [(8, 0), (64, 32)],
-    )
-    assert set(written) == {"device", "driver", "cuda", "torch", "date", "rows"}
-    assert written["device"] == "NVIDIA H200"
-
-
-def test_timings_are_kept_without_a_table(gpu: list[tuple[Target, int]], tmp_path: Path) -> None:
-    file = tmp_path / "timings.gz"
-    assert cli.main(["tune", "--sample", "6", "--seed", "5", "--timings", str(file), "--quiet"]) == 0
-    machine, first = read_timings(file)
-    assert machine["device"] == "NVIDIA H200" and {(one.target, one.rows) for one in first} == set(gpu)
-    assert [path.name for path in tmp_path.iterdir()] == ["timings.gz"]
-    before = file.read_bytes()
-    assert cli.main(["tune", "--sample", "6", "--seed", "5", "--timings", str(file), "--quiet"]) == 0
-    assert file.read_bytes() == before, "equal problems replace each other"
-    assert (
-        cli.main(["tune", "--shape", "dense:64:128", "--rows", "3", "--timings", str(file), "--quiet"]) == 0
-    )
-    assert len(read_timings(file)[1]) == len(first) + 1
-    assert cli.main(["tune", "--sample", "6"]) == 2, "nowhere to put them"
-
-
-def test_a_spent_budget_writes_what_was_timed(gpu: list[tuple[Target, int]], tmp_path: Path) -> None:
-    problems = [(DENSE, 1), (DENSE, 8), (GROUPED, 1)]
-    path, timings = tune.tune(problems, tmp_path / "t.json", max_seconds=0, quiet=True)
-    assert len(gpu) == len(timings) == len(table.read_rows(path)) == 1
-
-
-def test_an_error_writes_what_was_timed(
-    gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = run.time_configs
-
-    def failing(target: Target, rows: int, *rest: Any) -> dict[str, float]:
-        if rows == 8:
-            raise MoeFp8Error("wrong")
-        return before(target, rows, *rest)
-
-    monkeypatch.setattr(run, "time_configs", failing)
-    with pytest.raises(MoeFp8Error, match="wrong"):
-        tune.tune([(DENSE, 1), (DENSE, 8)], tmp_path / "t.json", quiet=True)
-    assert [found["rows"] for found in table.read_rows(tmp_path / "t.json")] == [1]
-
-
-def test_sigterm_writes_what_was_timed(
-    gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, handler = run.time_configs, signal.getsignal(signal.SIGTERM)
-
-    def ended(target: Target, rows: int, *rest: Any) -> dict[str, float]:
-        if rows == 8:
-            signal.raise_signal(signal.SIGTERM)
-        return before(target, rows, *rest)
-
-    monkeypatch.setattr(run, "time_configs", ended)
-    file = tmp_path / "timings.gz"
-    with pytest.raises(SystemExit) as left:
-        cli.main(["tune", "--shape", "dense:4096:7168", "--rows", "1,8", "--timings", str(file), "--quiet"])
-    assert left.value.code == 128 + signal.SIGTERM
-    assert [timing.rows for timing in read_timings(file)[1]] == [1]
-    assert signal.getsignal(signal.SIGTERM) == handler
-
-
-def test_timings_that_came_in_the_meantime_are_kept(
-    gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, before = tmp_path / "timings.gz", run.time_configs
-
-    def another(target: Target, rows: int, *rest: Any) -> dict[str, float]:
-        monkeypatch.setattr(run, "time_configs", before)
-        tune.tune([(DENSE, 8)], timings_file=file, quiet=True)
-        return before(target, rows, *rest)
-
-    monkeypatch.setattr(run, "time_configs", another)
-    tune.tune([(DENSE, 1)], timings_file=file, quiet=True)
-    assert [timing.rows for timing in read_timings(file)[1]] == [1, 8]
-
-
-@pytest.mark.parametrize("merging", ["merge_timings", "merge"])
-def test_two_that_write_at_once_keep_both_timings(
-    gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merging: str
-) -> None:
-    """The second begins while the first is between reading a file and writing it."""
-    file, out, merged = tmp_path / "timings.gz", tmp_path / "table.json", getattr(run, merging)
-    second = Thread(target=lambda: tune.tune([(DENSE, 8)], out, timings_file=file, quiet=True))
-
-    def slow(*arguments: Any) -> Any:
-        monkeypatch.setattr(run, merging, merged)
-        second.start()
-        second.join(1)
-        return merged(*arguments)
-
-    monkeypatch.setattr(run, merging, slow)
-    tune.tune([(DENSE, 1)], out, timings_file=file, quiet=True)
-    second.join()
-    assert [timing.rows for timing in read_timings(file)[1]] == [1, 8]
-    assert [found["rows"] for found in table.read_rows(out)] in ([1, 8], [8])
-
-
-def test_a_file_system_without_locks_takes_timings(
-    gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", fail)
-    file = tmp_path / "timings.gz"
-    tune.tune([(DENSE, 1)], timings_file=file, quiet=True)
-    assert [timing.rows for timing in read_timings(file)[1]] == [1]
-
-
-def test_a_gpu_without_a_table_needs_out(
-    gpu: list[tuple[Target, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(driver, "device_info", lambda: H200._replace(name="NVIDIA H20"))
-    with pytest.raises(ConfigError, match="--out"):
-        tune.tune([(DENSE, 1)], quiet=True)
-    assert not gpu
-
-
-def test_tune_needs_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(driver, "device_count", lambda: 0)
-    with pytest.raises(ToolchainError, match="no Hopper GPU"):
-        tune.tune([(DENSE, 1)], tmp_path / "t.json")
-    assert cli.main(["tune", "--model", str(MODEL)]) == 3
-    assert capsys.readouterr().err.startswith("error: tuning times kernels")
-    assert cli.main(["tune"]) == 2
-    assert cli.main(["tune", "--shape", "dense:1:1"]) == 2
 
 
 class _Clock:

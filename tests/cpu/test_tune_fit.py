@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,9 +79,34 @@ def test_timings_are_written_and_read_the_same(tmp_path: Path) -> None:
     ]
     write_timings(file, {"device": "NVIDIA H200"}, timings)
     assert read_timings(file) == ({"device": "NVIDIA H200"}, rounded)
+    file.write_bytes(a_file({"device": "NVIDIA H200"}))
+    assert [one.us for one in read_timings(file)[1]] == [{"8x128": 10.0}]
 
 
-@pytest.mark.parametrize("text", [b"", b"{}", b"\x1f\x8b\x08\x00"])
+NO_DEVICE: list[Any] = [{}, [], None, "NVIDIA H200", {"device": 200}]
+NO_TIMES: list[Any] = [{}, [], None, {"8x128": 0}, {"8x128": -1}, {"8x128": float("nan")}]
+
+
+def a_file(about: Any, **changes: Any) -> bytes:
+    """A file of one timing with these changes, after the first line `about`."""
+    line = {"layout": "dense", "n": 4096, "k": 7168, "rows": 8, "counts": [8], "us": {"8x128": 10.0}}
+    return gzip.compress(f"{json.dumps(about)}\n{json.dumps(line | changes)}\n".encode(), mtime=0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{}",
+        b"\x1f\x8b\x08\x00",
+        *(a_file(about) for about in NO_DEVICE),
+        *(a_file({"device": "NVIDIA H200"}, us=us) for us in NO_TIMES),
+        *(a_file({"device": "NVIDIA H200"}, counts=counts) for counts in ([], ["x"])),
+        a_file({"device": "NVIDIA H200"}, layout="sparse"),
+        a_file({"device": "NVIDIA H200"}, n=0),
+    ],
+    ids=range(18),
+)
 def test_what_are_no_timings_is_refused(tmp_path: Path, text: bytes) -> None:
     file = tmp_path / "timings.gz"
     file.write_bytes(text)
