@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 from moe_fp8 import __version__
 from moe_fp8.cli_tune import add_tune_arguments, run_tune
 from moe_fp8.doctor import diagnose
-from moe_fp8.errors import ConfigError, MoeFp8Error, ToolchainError, UnsupportedError
+from moe_fp8.errors import ConfigError, ToolchainError, UnsupportedError
 from moe_fp8.integrations.supported import ENGINES
 from moe_fp8.jit.build import BuildReport
 from moe_fp8.jit.bundle import Bundle
@@ -32,13 +31,13 @@ from moe_fp8.warmup.arguments import (
     add_plan_arguments,
     add_store_arguments,
     batch_invariant_from,
-    complain,
     extra_from,
     model_from,
     num_sms_from,
     options_from,
     plan_from,
     positive,
+    run_command,
     store_from,
 )
 from moe_fp8.warmup.bundle import build_bundle
@@ -59,31 +58,15 @@ _IN_A_CHECKOUT = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `moe-fp8` and return the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    # The code if the reader closes the pipe while a command prints. `check` and `doctor` print so much only
-    # if something is wrong.
-    code = EXIT_FAILED if given[:1] in (["check"], ["doctor"]) else EXIT_OK
-    try:
-        if given and given[0] in _IN_A_CHECKOUT:  # such a program parses all its arguments, --help too
-            return _run_from_checkout(given[0], given[1:])
-        arguments = _parser().parse_args(given)
-        command: Callable[[argparse.Namespace], int] = arguments.command
-        code = command(arguments)
-        sys.stdout.flush()
-        return code
-    except MoeFp8Error as error:
-        return complain(error)
-    except BrokenPipeError:
-        _drop_output()
-        return code
-    except OSError as error:
-        _drop_output()
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+    return run_command(lambda: _run(given))
 
 
-def _drop_output() -> None:
-    """Keep the interpreter from flushing into an output that takes no more."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _run(given: list[str]) -> int:
+    if given and given[0] in _IN_A_CHECKOUT:  # such a program parses all its arguments, --help too
+        return _run_from_checkout(given[0], given[1:])
+    arguments = _parser().parse_args(given)
+    command: Callable[[argparse.Namespace], int] = arguments.command
+    return command(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -73,8 +74,8 @@ def diagnose(
 def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
     try:
         return check()
-    except MoeFp8Error as error:
-        # The message already ends with a remedy.
+    except (MoeFp8Error, OSError) as error:
+        # The message of a MoeFp8Error already ends with a remedy.
         return Finding(name, "warn" if name == "GPU" else "fail", str(error).splitlines()[0])
 
 
@@ -118,18 +119,31 @@ def _cache(cache_dir: Path | None) -> Finding:
     remedy = "set MOE_FP8_CACHE_DIR (or pass --cache-dir) to a folder that only this user can write"
     if folder is None:
         return Finding(name, "warn", "no folder: kernels are kept in memory only", remedy)
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    status = existing.stat()
-    if not existing.is_dir():
-        return Finding(name, "warn", f"{existing} is not a folder", remedy)
-    problem = distrust(status) if existing == folder else ""
+    try:
+        existing = _nearest(folder)
+        if not existing.is_dir():
+            return Finding(name, "warn", f"{existing} is not a folder", remedy)
+        problem = distrust(existing.stat()) if existing == folder else ""
+    except OSError as error:
+        problem = f"cannot be looked at ({error.strerror})"
+    if not problem and existing == folder and not os.access(folder, os.R_OK | os.X_OK):
+        problem = "cannot be read"
     if problem:
         return Finding(name, "warn", f"{folder} {problem}: it is not used", remedy)
     if not os.access(existing, os.W_OK | os.X_OK):
-        return Finding(name, "warn", f"{folder} is read-only: new kernels are kept in memory only", remedy)
+        return Finding(name, "warn", f"{existing} is read-only: new kernels are kept in memory only", remedy)
     if existing != folder:
         return Finding(name, "ok", f"{folder}, to be created")
     return Finding(name, "ok", f"{folder}, {len(list(folder.glob('*.kernel')))} kernels")
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the nearest of its parents that exists; raises OSError."""
+    for path in (folder, *folder.parents):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.lstat()  # a link to nothing exists, and no folder can be created in its place
+            return path
+    return folder
 
 
 def _torch() -> Finding:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -70,7 +71,8 @@ def write_bundle(
 
     `coverage`: the plan that the kernels serve, as JSON types. `force`: replace an existing bundle instead of
     adding to it. Folders get mode 0755 and files 0644, for a server that runs as another user. Raises
-    BundleError as `existing_bundle` does and if the folder cannot be written; ToolchainError.
+    BundleError as `existing_bundle` does and if the folder cannot be written; ToolchainError. If `path` is a
+    link, the bundle is what it leads to.
     """
     toolchain = Toolchain.here(sources, arch)
     entries: dict[BundledKernel, bytes] = {}
@@ -79,16 +81,17 @@ def write_bundle(
         data = encode(replace(artifact, compile_seconds=0.0, log=""))
         digest = hashlib.sha256(data).hexdigest()
         entries[BundledKernel(artifact.key, str(spec), artifact.key + SUFFIX, len(data), digest)] = data
+    folder = Path(os.path.realpath(path))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         made = Manifest.merged(toolchain, [coverage], entries)
-        if (path / MANIFEST).exists() or not _make(path, made, entries):
-            with locked(path):
+        if (folder / MANIFEST).exists() or not _make(folder, made, entries):
+            with locked(folder):
                 old = existing_bundle(path, force=force, sources=sources, arch=arch)
                 plans = [coverage] if old is None else [*old.manifest.coverage, coverage]
                 there = () if old is None else old.manifest.kernels
                 # For equal keys the later entry wins: the kernel that the bundle already has.
-                _update(path, Manifest.merged(toolchain, plans, (*entries, *there)), entries)
+                _update(folder, Manifest.merged(toolchain, plans, (*entries, *there)), entries)
     except OSError as error:
         raise _unwritable(path, error) from error
     return Bundle.open(path, sources, arch)

@@ -1,14 +1,18 @@
-"""Progress of a build: a bar on a terminal, else a line for each kernel. Other work shows its time."""
+"""Progress of a build: a bar on a terminal, else a line for each kernel. Other work shows its time.
+
+Output that is lost does not end the work: see `Lossy`.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TextIO, TypeAlias
+from typing import Any, TextIO, TypeAlias, cast
 
 from moe_fp8.specs import KernelSpec
 
@@ -34,12 +38,73 @@ ProgressCallback: TypeAlias = Callable[[int, int, BuildRow], None]
 Progress: TypeAlias = ProgressCallback | bool | None
 
 
+class Lossy:
+    """A text stream that drops what `stream` does not take, such as a pipe whose reader has left.
+
+    `error` is the first error of `stream`, or None.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.error: OSError | None = None
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write `text`, or drop it."""
+        try:
+            self._stream.write(text)
+        except OSError as error:
+            self.error = self.error or error
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what `stream` takes."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self.error = self.error or error
+
+    def settle(self) -> None:
+        """Flush for the last time. What `stream` does not take goes to /dev/null, because the interpreter
+        flushes again when it ends."""
+        try:
+            self._stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def lossy_output() -> Iterator[Lossy]:
+    """Within the context, sys.stdout (the value) and sys.stderr are `Lossy`; a closed one drops all."""
+    given = sys.stdout, sys.stderr
+    if None in given:
+        # No other file may get the number of a closed stream, and a compiler process inherits the numbers.
+        while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+            os.set_inheritable(descriptor, True)
+        os.close(descriptor)
+    out, err = (
+        Lossy(os.fdopen(number, "w", closefd=False) if stream is None else stream)
+        for number, stream in enumerate(given, 1)
+    )
+    sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
+    try:
+        yield out
+    finally:
+        sys.stdout, sys.stderr = given
+        out.settle()
+        err.settle()
+
+
 @contextmanager
 def open_progress(progress: Progress, total: int) -> Iterator[ProgressCallback]:
     """The callback that `progress` stands for, valid within the context."""
     if callable(progress):
         yield progress
-    elif progress is False:
+    elif progress is False or sys.stderr is None:
         yield lambda done, total, row: None
     elif sys.stderr.isatty():
         with _bar(total) as callback:
@@ -50,15 +115,15 @@ def open_progress(progress: Progress, total: int) -> Iterator[ProgressCallback]:
 
 def line_printer(stream: TextIO) -> ProgressCallback:
     """A callback that prints a line for each compiled kernel, and a last line with the totals."""
-    compiled = 0
+    compiled, lossy = 0, Lossy(stream)
 
     def show(done: int, total: int, row: BuildRow) -> None:
         nonlocal compiled
         if not row.cached:
             compiled += 1
-            print(f"[{done}/{total}] compiled {row.spec} in {row.seconds:.2f} s", file=stream, flush=True)
+            print(f"[{done}/{total}] compiled {row.spec} in {row.seconds:.2f} s", file=lossy, flush=True)
         if done == total:
-            print(f"{total} kernels ready, {compiled} compiled now", file=stream, flush=True)
+            print(f"{total} kernels ready, {compiled} compiled now", file=lossy, flush=True)
 
     return show
 
@@ -75,7 +140,7 @@ def _bar(total: int) -> Iterator[ProgressCallback]:
         TimeElapsedColumn(),
         TextColumn("{task.description}", markup=False),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Console(file=cast(TextIO, Lossy(sys.stderr)))) as bar:
         task = bar.add_task("", total=total)
 
         def show(done: int, total: int, row: BuildRow) -> None:
@@ -90,10 +155,10 @@ def show_time(what: str, quiet: bool = False, after: float = 1.0) -> Iterator[No
 
     Only a terminal shows it, and the line is removed at the end.
     """
-    if quiet or not sys.stderr.isatty():
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
         yield
         return
-    stream, started, done = sys.stderr, time.monotonic(), threading.Event()
+    stream, started, done = Lossy(sys.stderr), time.monotonic(), threading.Event()
 
     def show() -> None:
         pause = after

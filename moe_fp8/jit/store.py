@@ -11,7 +11,6 @@ import fcntl
 import logging
 import os
 import stat
-import tempfile
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -22,7 +21,7 @@ from moe_fp8.errors import ToolchainError
 from moe_fp8.jit.artifact import Artifact
 from moe_fp8.jit.bundle import Bundle, bundle_in_use
 from moe_fp8.jit.compiler import compile_kernel
-from moe_fp8.jit.files import SUFFIX, decode, distrust, encode, read_file, sync_folder, write_synced
+from moe_fp8.jit.files import SUFFIX, decode, distrust, encode, publish, read_file, sync_folder
 from moe_fp8.jit.key import ARCH, kernel_key
 from moe_fp8.jit.sources import SourceTree
 from moe_fp8.jit.toolchain import nvrtc
@@ -42,10 +41,11 @@ FIRST_PAUSE = 0.002
 class KernelStore:
     """Artifacts by key: in the optional `bundle`, in memory, and on disk if `root` can be used.
 
-    `root` is created with mode 0700. If it cannot be written, belongs to another user or can be written by
-    others, the store warns once and keeps new kernels in memory. A read-only folder of this user or of root
-    is still read, so an image may ship it. If `root` is None, everything is kept in memory. The bundle is
-    searched before the disk and never written. With a bundle, keys use the bundle's NVRTC version, so that
+    `root` is created with mode 0755 less the umask, and files get mode 0644: others may read them, but only
+    this user may write them. If `root` cannot be read or written, belongs to another user or can be written
+    by others, the store warns once and keeps new kernels in memory. A read-only folder of this user or of
+    root is still read, so an image may ship it. If `root` is None, everything is kept in memory. The bundle
+    is searched before the disk and never written. With a bundle, keys use the bundle's NVRTC version, so that
     they need no NVRTC.
     """
 
@@ -266,7 +266,7 @@ class KernelStore:
             if self.root is None:
                 return
             try:
-                self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
                 status = self.root.stat()
             except OSError as error:
                 self._warn(f"cannot be created ({error})")
@@ -275,11 +275,14 @@ class KernelStore:
                 self._warn("is not a folder")
             elif problem := distrust(status):
                 self._warn(problem)
+            elif not os.access(self.root, os.R_OK | os.X_OK):
+                self._warn("cannot be read")
             else:
                 self._readable = True
                 self._writable = os.access(self.root, os.W_OK | os.X_OK)
                 if not self._writable:
                     self._warn("is read-only")
+                    self._warned = False  # its files may be unreadable, which is worth a warning too
 
     def _warn(self, problem: str) -> None:
         if not self._warned:
@@ -311,15 +314,7 @@ class KernelStore:
         assert self.root is not None
         # A process that is killed here leaves only its temporary file. The next process that holds the lock
         # of this key removes the file.
-        stem = name.partition(".")[0]
-        descriptor, temporary = tempfile.mkstemp(prefix=f"{stem}.", suffix=".tmp", dir=self.root)
-        try:
-            write_synced(descriptor, data)
-            os.replace(temporary, self.root / name)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+        publish(self.root / name, data)
         sync_folder(self.root)
 
 

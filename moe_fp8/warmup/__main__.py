@@ -24,8 +24,8 @@ from moe_fp8.warmup.arguments import (
     add_plan_arguments,
     add_store_arguments,
     complain,
-    exit_code,
     plan_from,
+    run_command,
     store_from,
 )
 from moe_fp8.warmup.run import build_plan, hopper_device
@@ -77,14 +77,17 @@ def _warm(arguments: argparse.Namespace, summary: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the startup script and return the exit code."""
+    return run_command(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = _parser().parse_args(argv)
     summary: dict[str, Any] = {"model": arguments.model, "ok": True}
     code = EXIT_OK
     try:
         _warm(arguments, summary)
-    except MoeFp8Error as error:
-        complain(error)
-        code = exit_code(error)
+    except (MoeFp8Error, OSError) as error:
+        code = complain(error)
         summary.update(ok=False, error=type(error).__name__, message=str(error).splitlines()[0])
     print(json.dumps(summary))
     return code

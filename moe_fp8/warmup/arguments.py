@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
 from moe_fp8.errors import BundleError, CompileError, ConfigError, JitError, MoeFp8Error, ToolchainError
 from moe_fp8.jit.bundle import bundle_in_use
+from moe_fp8.jit.progress import lossy_output
 from moe_fp8.jit.store import KernelStore, default_store
 from moe_fp8.settings import settings
 from moe_fp8.warmup.engines import ENGINES
@@ -177,6 +179,8 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
 
 def absolute(text: str) -> Path:
     """argparse type: a path, converted to an absolute path."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got ''")
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:  # a user without a home directory
@@ -272,7 +276,25 @@ def store_from(arguments: argparse.Namespace) -> KernelStore:
     return KernelStore(arguments.cache_dir, bundle=bundle_in_use())
 
 
-def exit_code(error: MoeFp8Error) -> int:
+def run_command(command: Callable[[], int]) -> int:
+    """Run `command`, which returns an exit code; for an error, print one line and return the error's code.
+
+    Output that nobody can read, because a stream is closed or its reader has left, changes neither the work
+    nor the code. If stdout takes no more for another reason, such as a full disk, this is an error.
+    """
+    with lossy_output() as out:
+        try:
+            code = command()
+        except (MoeFp8Error, OSError) as error:
+            code = complain(error)
+        out.flush()
+        if out.error is not None and not isinstance(out.error, BrokenPipeError):
+            lost = complain(out.error)
+            code = code or lost
+        return code
+
+
+def exit_code(error: MoeFp8Error | OSError) -> int:
     """The documented exit code of an error."""
     if isinstance(error, ConfigError):
         return EXIT_USAGE
@@ -287,7 +309,7 @@ def exit_code(error: MoeFp8Error) -> int:
     return EXIT_FAILED
 
 
-def complain(error: MoeFp8Error) -> int:
+def complain(error: MoeFp8Error | OSError) -> int:
     """Print `error` to stderr and return its exit code."""
     print(f"error: {error}", file=sys.stderr)
     return exit_code(error)

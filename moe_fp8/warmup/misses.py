@@ -98,12 +98,15 @@ def _values(kernel: str) -> tuple[str, dict[str, str]]:
 
 
 def _limits(options: PlanOptions) -> Iterator[dict[str, Any]]:
-    """Options that often differ between a plan and its server, one at a time."""
+    """Options that often differ between a plan and its server, one at a time.
+
+    A server uses all values of some options: there, a value is added to the values of the plan.
+    """
     candidates: dict[str, Sequence[Any]] = {
         "max_tokens": (4 * options.max_tokens, 1 << 20),
         "max_batch": (4 * options.max_batch, 1 << 16),
         "masked_rows": (1 << 16,),
-        "next_n": (8,),
+        "next_n": range(1, 9) if isinstance(options.next_n, tuple) else (8,),
         "num_sms": (DEFAULT_NUM_SMS, DEFAULT_NUM_SMS - 1, 114, 112, 78, 72, 66),
         "block_size": (32, 64, 128),
         "out_dtypes": (("bfloat16", "float32"),),
@@ -117,9 +120,11 @@ def _limits(options: PlanOptions) -> Iterator[dict[str, Any]]:
         "redundant_experts": (options.ep, 2 * options.ep, 32),
     }
     for name, values in candidates.items():
+        given = getattr(options, name)
+        adds = name in ("num_sms", "block_size") or (name == "next_n" and isinstance(given, tuple))
         for value in dict.fromkeys(values):
-            if value not in every(getattr(options, name)) and value != getattr(options, name):
-                yield {name: value}
+            if value not in every(given) and value != given:
+                yield {name: (*every(given), value) if adds else value}
 
 
 def _parallelisms(options: PlanOptions) -> Iterator[dict[str, Any]]:

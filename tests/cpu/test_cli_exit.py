@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,84 @@ from moe_fp8 import cli
 from tests.cpu.cli_runs import QWEN, SMALL, no_gpu, with_a_closed_pipe
 
 __all__ = ["no_gpu"]
+
+CLI = [sys.executable, "-m", "moe_fp8.cli"]
+WARMUP = [sys.executable, "-m", "moe_fp8.warmup"]
+
+
+def shell(redirections: str, command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run the command with the shell's redirections."""
+    return subprocess.run(
+        ["sh", "-c", f'"$@" {redirections}', "sh", *command], capture_output=True, text=True
+    )
+
+
+def without_a_reader(command: list[str]) -> tuple[int, str]:
+    """Run the command in a process whose stderr nobody reads; returns the exit code and stdout."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stderr.close()
+    printed = process.stdout.read()
+    process.stdout.close()
+    return process.wait(), printed
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that holds the small plan."""
+    folder = tmp_path_factory.mktemp("store")
+    assert cli.main(["build", *SMALL, "--cache-dir", str(folder), "--quiet"]) == 0
+    return folder
+
+
+@pytest.fixture
+def begun(built: Path, tmp_path: Path) -> Path:
+    """A store that lacks three kernels of the small plan."""
+    folder = Path(shutil.copytree(built, tmp_path / "begun"))
+    for path in sorted(folder.glob("*.kernel"))[:3]:
+        path.unlink()
+    return folder
+
+
+@pytest.mark.parametrize("command", [[*CLI, "build", "--json"], WARMUP], ids=["build", "warmup"])
+def test_a_log_that_nobody_reads_does_not_end_the_work(command: list[str], begun: Path) -> None:
+    code, printed = without_a_reader([*command, *SMALL, "--cache-dir", str(begun), "--jobs", "1"])
+    assert code == 0 and json.loads(printed)["compiled"] == 3
+    assert cli.main(["check", *SMALL, "--cache-dir", str(begun)]) == 0
+
+
+@pytest.mark.parametrize("redirections", ["2>/dev/full", "2>&-", "<&- 2>&-"])
+def test_a_build_without_a_log(redirections: str, begun: Path) -> None:
+    # Compiler processes inherit the streams.
+    done = shell(redirections, [*CLI, "build", "--json", *SMALL, "--cache-dir", str(begun), "--jobs", "2"])
+    assert done.returncode == 0 and json.loads(done.stdout)["compiled"] == 3
+
+
+@pytest.mark.parametrize("redirections", ["2>&-", ">&-", ">&- 2>&-"])
+def test_check_tells_the_truth_without_streams(redirections: str, built: Path, tmp_path: Path) -> None:
+    for folder, code in ((built, 0), (tmp_path, 1)):
+        done = shell(redirections, [*CLI, "check", *SMALL, "--cache-dir", str(folder)])
+        assert done.returncode == code and "Traceback" not in done.stderr
+        assert ("kernels are in" in done.stdout) == (redirections == "2>&-")
+
+
+def test_the_startup_script_without_streams(built: Path) -> None:
+    command = [*WARMUP, *SMALL, "--cache-dir", str(built), "--quiet"]
+    done = shell("2>&-", command)
+    assert done.returncode == 0 and json.loads(done.stdout)["ok"] is True
+    done = shell(">&-", command)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = shell(">/dev/full", command)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_a_build_is_judged_though_nobody_reads_its_table(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    code, complaint = with_a_closed_pipe(["build", *SMALL, "--cache-dir", str(shared), "--quiet"])
+    assert code == 1 and "not kept" in complaint
 
 
 def test_check_fails_though_nobody_reads_what_is_missing(tmp_path: Path) -> None:
@@ -57,7 +137,13 @@ def test_arguments_that_do_not_fit_are_one_line(argv: list[str], capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    "argv", [["plan", "--model", str(QWEN), "--cache-dir", "~nosuchuser/x"], ["tune", "--sample", "-5"]]
+    "argv",
+    [
+        ["plan", "--model", str(QWEN), "--cache-dir", "~nosuchuser/x"],
+        ["check", *SMALL, "--cache-dir", ""],
+        ["check", *SMALL, "--bundle", ""],
+        ["tune", "--sample", "-5"],
+    ],
 )
 def test_arguments_that_cannot_be_parsed(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

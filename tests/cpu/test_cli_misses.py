@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from moe_fp8 import cli
 from moe_fp8.errors import JitMissError
-from moe_fp8.warmup import load_model, plan
+from moe_fp8.warmup import PlanOptions, load_model, misses, plan
 from moe_fp8.warmup.misses import explain_miss
+from moe_fp8.warmup.options import every
 from tests.cpu.cli_runs import SMALL_OPTIONS, Json, no_gpu, run_json
 
 __all__ = ["no_gpu", "run_json"]
@@ -35,6 +38,31 @@ def test_a_miss_is_explained_by_the_option_that_plans_it(
     assert told["uses"] and not told["remedies"]
     assert cli.main(["explain", MISSING, *V32, "--next-n", "8"]) == 0
     assert "next_n=3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value", "remedy"),
+    [
+        ("num_sms", 132, 112, "--num-sms 132,112"),
+        ("num_sms", (132, 72), 112, "--num-sms 132,72,112"),
+        ("block_size", 64, 32, "--block-size 64,32"),
+        ("next_n", (1, 2), 4, "--next-n 1,2,4"),
+        ("next_n", 1, 8, "--next-n 8"),  # one number stands for all up to it
+    ],
+)
+def test_a_remedy_keeps_the_values_that_the_plan_has(
+    name: str, given: Any, value: int, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = "tiny[factor=2]"
+
+    def planned(model: Any, options: PlanOptions, extra: Any) -> Any:
+        has = value in every(getattr(options, name))
+        return SimpleNamespace(rows=[SimpleNamespace(spec=kernel, use="a use")] if has else [])
+
+    monkeypatch.setattr(misses, "plan", planned)
+    options = PlanOptions(**{name: given})
+    told = explain_miss(kernel, load_model(CONFIGS / "qwen3_30b.json"), options)
+    assert told.remedies == ((remedy, "a use"),)
 
 
 def test_the_error_of_a_miss_has_text_that_explain_takes() -> None:

@@ -171,6 +171,17 @@ def test_another_folder_is_never_written(make: Make, tmp_path: Path, sources: So
         make(2, folder=file)
 
 
+@pytest.mark.parametrize("empty", [False, True], ids=["to nothing", "to an empty folder"])
+def test_a_link_to_the_folder_stays(make: Make, tmp_path: Path, empty: bool) -> None:
+    target, link = tmp_path / "elsewhere" / "bundle", tmp_path / "link"
+    link.symlink_to(target)
+    if empty:
+        target.mkdir(parents=True)
+    assert len(keys(make(2, folder=link))) == 1
+    assert len(keys(make(3, folder=link))) == 2
+    assert link.is_symlink() and (target / "manifest.json").is_file()
+
+
 def test_an_empty_volume_is_filled(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "volume"
     folder.mkdir()

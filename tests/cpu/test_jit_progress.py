@@ -1,11 +1,39 @@
 from __future__ import annotations
 
+import io
 import sys
 import time
 
 import pytest
 
-from moe_fp8.jit.progress import show_time
+from moe_fp8.jit.progress import BuildRow, open_progress, show_time
+from tests.cpu.jit_kernels import spec
+
+
+class _Full(io.StringIO):
+    """A log on a full disk."""
+
+    terminal = False
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+class _FullTerminal(_Full):
+    terminal = True
+
+
+@pytest.mark.parametrize("stream", [_Full(), _FullTerminal(), None])
+def test_a_lost_log_does_not_end_the_work(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO | None
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with show_time("planning", after=0.01), open_progress(None, 1) as report:
+        report(1, 1, BuildRow(spec(), "0" * 32, False, 1.0, 1, 0, 0, ()))
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(

@@ -77,13 +77,17 @@ def test_second_process_hits(tmp_path: Path, sources: SourceTree) -> None:
     assert second == first
 
 
-def test_modes_are_private(tmp_path: Path, sources: SourceTree) -> None:
-    store = KernelStore(tmp_path / "cache", sources)
-    artifact, _ = store.get_or_compile(spec())
-    path = store.path(artifact.key)
-    assert path is not None
-    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+@pytest.mark.parametrize(("umask", "mode"), [(0, 0o755), (0o022, 0o755), (0o077, 0o700)])
+def test_others_may_read_but_not_write(tmp_path: Path, sources: SourceTree, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        KernelStore(tmp_path / "cache", sources).get_or_compile(spec())
+    finally:
+        os.umask(before)
+    modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "cache").iterdir()}
+    # Nobody else may open a lock, or he could hold it.
+    assert modes == {".kernel": 0o644, ".lock": 0o600}
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == mode
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "swap"])
@@ -291,7 +295,7 @@ def test_read_only_folder_is_read_and_warned_about(
     root = tmp_path / "cache"
     KernelStore(root, sources).get_or_compile(spec())
     # chmod alone does not stop root, and tests may run as root.
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     store = KernelStore(root, sources)
     assert store.get_or_compile(spec())[1]
     assert not store.get_or_compile(spec(factor=3))[1]
@@ -299,6 +303,28 @@ def test_read_only_folder_is_read_and_warned_about(
     assert len(list(root.glob("*.kernel"))) == 1
     (message,) = _warnings(caplog)
     assert "read-only" in message
+
+
+def test_what_cannot_be_read_is_not_called_read_only(
+    tmp_path: Path, sources: SourceTree, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "cache"
+    KernelStore(root, sources).get_or_compile(spec())
+
+    def refuse(path: Path) -> tuple[bytes, os.stat_result]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+        patch.setattr(store_module, "read_file", refuse)
+        _use(KernelStore(root, sources))
+    assert ["read-only" in message for message in _warnings(caplog)] == [True, False]
+    assert "cannot be read ([Errno 13] Permission denied" in _warnings(caplog)[1]
+    caplog.clear()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    _use(KernelStore(root, sources))
+    (message,) = _warnings(caplog)
+    assert f"kernel cache {root} cannot be read: " in message
 
 
 def test_folder_that_cannot_be_made(

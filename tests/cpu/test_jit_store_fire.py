@@ -257,6 +257,15 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(public: Path, place: 
     assert told["loads"] == len(_FACTORS)
 
 
+def test_a_store_of_root_serves_other_users(public: Path) -> None:
+    kernels = write_kernels(public / "kernels", "tiny")
+    cache = public / "cache"
+    serve(cache, kernels)
+    told = serve(cache, kernels, user=NOBODY if os.geteuid() == 0 else os.geteuid())
+    assert (told["store_hits"], told["compiles"]) == (len(_FACTORS), 0)
+    assert not any("cannot be read" in warning for warning in told["warnings"])
+
+
 def test_two_versions_share_a_folder(tmp_path: Path, kernels: Path) -> None:
     """Two versions of the kernel sources share a folder, in turns and at once, and find only own kernels."""
     cache = tmp_path / "cache"
