@@ -69,7 +69,8 @@ def explain_miss(
             except ConfigError:
                 continue  # the change does not fit the model
             if found:
-                remedies.append((" ".join(_flag(name, value) for name, value in changed.items()), found[0]))
+                told = (_flag(name, _beside(options, name, value)) for name, value in changed.items())
+                remedies.append((" ".join(told), found[0]))
         if remedies:
             break
     return Miss(kernel, (), tuple(remedies), "" if remedies else _nearest(kernel, planned))
@@ -98,10 +99,7 @@ def _values(kernel: str) -> tuple[str, dict[str, str]]:
 
 
 def _limits(options: PlanOptions) -> Iterator[dict[str, Any]]:
-    """Options that often differ between a plan and its server, one at a time.
-
-    A server uses all values of some options: there, a value is added to the values of the plan.
-    """
+    """Options that often differ between a plan and its server, one at a time."""
     candidates: dict[str, Sequence[Any]] = {
         "max_tokens": (4 * options.max_tokens, 1 << 20),
         "max_batch": (4 * options.max_batch, 1 << 16),
@@ -121,10 +119,19 @@ def _limits(options: PlanOptions) -> Iterator[dict[str, Any]]:
     }
     for name, values in candidates.items():
         given = getattr(options, name)
-        adds = name in ("num_sms", "block_size") or (name == "next_n" and isinstance(given, tuple))
         for value in dict.fromkeys(values):
             if value not in every(given) and value != given:
-                yield {name: (*every(given), value) if adds else value}
+                yield {name: value}
+
+
+def _beside(options: PlanOptions, name: str, value: Any) -> Any:
+    """`value` beside the plan's values of an option of which a server uses all values; else `value` alone.
+
+    A plan for several values has the kernels of each, so it is enough to plan the new value.
+    """
+    given = getattr(options, name)
+    adds = name in ("num_sms", "block_size") or (name == "next_n" and isinstance(given, tuple))
+    return (*every(given), value) if adds else value
 
 
 def _parallelisms(options: PlanOptions) -> Iterator[dict[str, Any]]:
