@@ -121,7 +121,9 @@ def _write(op: str, content: dict[str, Any]) -> Path | OSError:
     name = f"{op}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_numbers)}.json"
     try:
         folder = _folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # The parent may be the kernel store, which is not used if others can write to it.
+        folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         path = folder / name
         path.write_text(json.dumps(content, indent=1, default=str) + "\n")
     except OSError as error:

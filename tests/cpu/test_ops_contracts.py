@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pickle
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from moe_fp8 import (
     paged_mqa_logits_fp8,
     paged_mqa_logits_metadata,
 )
+from moe_fp8.jit.files import distrust
 from moe_fp8.ops import examine, registry
 from moe_fp8.settings import parse_settings
 from tests import cases, checked_calls, graph_cases
@@ -368,6 +370,20 @@ def test_the_folder_of_replay_files(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     folder = examine._folder()
     assert folder.is_dir() and folder.stat().st_mode & 0o777 == 0o700
     folder.rmdir()
+
+
+def test_a_replay_file_does_not_open_the_store_to_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The store's folder is the parent; with this umask, a plain folder could be written by the group."""
+    given = {"MOE_FP8_CACHE_DIR": str(tmp_path / "store")}
+    monkeypatch.setattr(examine, "settings", lambda: parse_settings(given))
+    before = os.umask(0o002)
+    try:
+        written = examine._write("op", {})
+    finally:
+        os.umask(before)
+    assert isinstance(written, Path) and not distrust((tmp_path / "store").stat())
 
 
 @pytest.mark.parametrize("name", graph_cases.CASES)
