@@ -140,12 +140,14 @@ def apart(
     """
     for position in written:
         out = arguments[position]
+        if out is None:
+            continue
         for at in tensors:
             other = arguments[at]
-            # Tensors seldom have memory of one allocation.
-            if at == position or out is None or other is None or not _same_storage(out, other):
+            if other is None or at == position:
                 continue
-            if overlap(out, other):
+            # Tensors seldom have memory of one allocation, so this comes first.
+            if _same_storage(out, other) and overlap(out, other):
                 expected = f"no memory of {names[at]}"
                 raise ArgumentError(
                     op, names[position], expected, "memory that both share", "clone one of them"

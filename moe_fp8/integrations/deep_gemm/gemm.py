@@ -256,8 +256,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
     if c is not None:
         checks.addend(_K_GROUPED, c, d)
         checks.addend_memory(_K_GROUPED, c, d)
-    a_values, b_values = a[0].view(-1), b[0].view(-1)
-    a_scale, b_scale = to_mn_major(a[1]), to_mn_major(b[1])
+    (a_values, a_scale), (b_values, b_scale) = a, b
+    a_scale, b_scale = to_mn_major(a_scale), to_mn_major(b_scale)
     empty: list[tuple[Tensor | None, Tensor]] = []
     start = 0
     for expert, k in enumerate(ks_cpu):
