@@ -3,6 +3,7 @@
 // SMEM_BYTES defined.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -70,8 +71,10 @@ inline char (*static_memory)[kStaticBytes];
 inline int cta;
 
 struct Fiber {
-    ucontext_t context;
+    ucontext_t start;
+    jmp_buf place;
     std::vector<char> stack;
+    bool started = false;
     int thread, cta;
     bool done = false;
     Gate* waits = nullptr;
@@ -79,9 +82,24 @@ struct Fiber {
 };
 
 inline std::mt19937 random_bits(7);
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline Fiber* current;
 inline std::function<void()> body;
+
+// Lets a fiber run until it waits or is done. (`swapcontext` would save the signal mask at each switch, by a system call that takes
+// most of the time.)
+inline void resume(Fiber& fiber) {
+    current = &fiber;
+    if (_setjmp(scheduler) != 0) return;
+    if (fiber.started) _longjmp(fiber.place, 1);
+    fiber.started = true;
+    setcontext(&fiber.start);
+}
+
+// Goes back to the scheduler. The call returns when the fiber runs again.
+inline void leave() {
+    if (_setjmp(current->place) == 0) _longjmp(scheduler, 1);
+}
 
 inline Gate& warp_gate() { return gates[current->cta].warps[current->thread / 32]; }
 inline Gate& cta_gate() { return gates[current->cta].all; }
@@ -136,7 +154,7 @@ inline std::vector<Fiber> fibers() {
 inline void run_thread() {
     body();
     current->done = true;
-    swapcontext(&current->context, &scheduler);
+    leave();
 }
 
 // `work` in every thread of cluster `index`.
@@ -147,14 +165,14 @@ inline void run(int index, std::vector<Fiber>& fibers, std::function<void()> wor
     std::memset(dynamic_memory, 0xa5, sizeof(*dynamic_memory) * CLUSTER_SIZE);
     for (size_t i = 0; i < fibers.size(); ++i) {
         Fiber& fiber = fibers[i];
-        fiber.done = false;
+        fiber.done = fiber.started = false;
         fiber.waits = nullptr;
         fiber.thread = static_cast<int>(i) % NUM_THREADS;
         fiber.cta = static_cast<int>(i) / NUM_THREADS;
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
-        makecontext(&fiber.context, run_thread, 0);
+        getcontext(&fiber.start);
+        fiber.start.uc_stack.ss_sp = fiber.stack.data();
+        fiber.start.uc_stack.ss_size = fiber.stack.size();
+        makecontext(&fiber.start, run_thread, 0);
     }
     size_t left = fibers.size();
     std::vector<int> order(fibers.size());
@@ -174,11 +192,10 @@ inline void run(int index, std::vector<Fiber>& fibers, std::function<void()> wor
             if (fiber.done || (fiber.waits != nullptr && fiber.waits->generation == fiber.generation)) continue;
             fiber.waits = nullptr;
             moved = true;
-            current = &fiber;
             threadIdx.x = fiber.thread;
             blockIdx.x = index * CLUSTER_SIZE + fiber.cta;
             cta = fiber.cta;
-            swapcontext(&scheduler, &fiber.context);
+            resume(fiber);
             left -= fiber.done;
         }
         if (!moved) {  // with nobody late
@@ -198,7 +215,7 @@ inline void Gate::meet(int members) {
     }
     host::current->waits = this;
     host::current->generation = generation;
-    swapcontext(&host::current->context, &host::scheduler);
+    host::leave();
 }
 
 inline void __syncthreads() { host::meet(host::cta_gate(), NUM_THREADS); }

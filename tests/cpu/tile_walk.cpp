@@ -1,9 +1,6 @@
 // The walk over tiles (kernels/sched/tile_walk.cuh) on the host (cta_host.h). For random segments it checks that the tiles of all CTAs
 // store every valid row of every column once, under the right expert and with its range of K, that boxes of tokens lie within the
 // tensor, and that the two tiles of a pair agree on what they have in common. Prints what is wrong; the exit code is 1 then.
-#include <map>
-#include <utility>
-
 #include "host.h"
 
 #include "sched/tile_walk.cuh"
@@ -90,7 +87,8 @@ bool holds(const Case& c) {
                     kBlockN, kPaired ? " in pairs" : "", c.n, c.ctas, what, row, column);
         return false;
     };
-    std::map<std::pair<int, int>, int> stored;
+    const int blocks_of_n = (c.n + 63) / 64;  // columns are counted in blocks of 64
+    std::vector<char> stored(c.owner.size() * blocks_of_n);
     for (const auto& walk : walks) {
         for (const Tile& tile : walk) {
             if (tile.width < kBlockN) {
@@ -121,15 +119,15 @@ bool holds(const Case& c) {
                     if (std::find(after, end, tile.expert) != end) continue;
                 }
                 if (c.owner[row] != tile.expert) return wrong("another expert", row, tile.n);
-                for (int column = tile.n; column < tile.n + tile.width; column += 64) {
-                    if (++stored[{row, column}] > 1) return wrong("a second store", row, column);
+                for (int column = tile.n; column < min(tile.n + tile.width, c.n); column += 64) {
+                    if (++stored[row * blocks_of_n + column / 64] > 1) return wrong("a second store", row, column);
                 }
             }
         }
     }
     for (int row = 0; row < static_cast<int>(c.owner.size()); ++row) {
         for (int column = 0; column < c.n && c.owner[row] >= 0 && c.sound; column += 64) {
-            if (!stored.count({row, column})) return wrong("no store", row, column);
+            if (!stored[row * blocks_of_n + column / 64]) return wrong("no store", row, column);
         }
     }
     int pairs = 0;
