@@ -10,6 +10,7 @@ needs only the standard library.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 GemmLayout = Literal["dense", "m_indices", "psum", "offsets", "masked"]
@@ -33,6 +34,7 @@ _MOST_BLOCKS = 8
 _MOST_ROWS = 32_768
 
 
+@lru_cache(maxsize=1 << 16)  # planning asks for the same numbers millions of times
 def selection_rows(rows: int) -> int:
     """The rows for the choice of a GEMM kernel: at most 1/32 more than there are, and never above 32,768.
 
@@ -77,7 +79,9 @@ class GemmProblem:
         If `expected_m` is not used, these are all rows for "dense" and "masked", else the mean per expert. If
         `blocks` is known, the mean leaves out the padding that is to be expected.
         """
-        blocks = self.blocks
+        return self._rows(self.blocks)
+
+    def _rows(self, blocks: int | None) -> int:
         if blocks is not None:
             # On average, half of an expert's last block is padding. The mean is taken to be 64 or more, since
             # experts without rows need no tile.
@@ -111,7 +115,8 @@ class GemmProblem:
     @property
     def blocks_decide(self) -> bool:
         """Whether the number of blocks decides, and not `rows`."""
-        return self.blocks is not None and self.blocks <= _MOST_BLOCKS * self.num_experts
+        blocks = self.blocks
+        return blocks is not None and blocks <= _MOST_BLOCKS * self.num_experts
 
     @property
     def _shares(self) -> int:
@@ -120,7 +125,8 @@ class GemmProblem:
 
     def for_selection(self) -> GemmProblem:
         """The problem that the choice of a kernel uses: with `blocks` blocks, or `rows` rows an expert."""
-        rows, blocks = self.rows, self.blocks
+        blocks = self.blocks
+        rows = self._rows(blocks)
         return GemmProblem(
             self.layout,
             rows if blocks is None else blocks * SEGMENT_ALIGNMENT,
