@@ -38,6 +38,8 @@ class ServedModel:
 
     `attention`: the attention backend, or "" for vLLM's choice. `drafts`: tokens that the MTP layer proposes
     in each step. `mode`: vLLM's compilation mode; 3 is what `vllm serve` uses, 0 leaves torch.compile out.
+    `backend`: what runs the graph that torch.compile has traced; "eager" runs its ops one by one, and "" is
+    vLLM's choice, which is Inductor.
     """
 
     config: dict[str, Any]
@@ -45,6 +47,7 @@ class ServedModel:
     attention: str = ""
     drafts: int = 0
     mode: int = 0
+    backend: str = ""
 
 
 MODELS: dict[str, ServedModel] = {
@@ -140,6 +143,7 @@ MODELS: dict[str, ServedModel] = {
 }
 
 MODELS["qwen3_30b_compiled"] = replace(MODELS["qwen3_30b"], mode=3)
+MODELS["qwen3_30b_traced"] = replace(MODELS["qwen3_30b"], mode=3, backend="eager")
 _DEEPSEEK = MODELS["deepseek_v32"]
 MODELS["deepseek_v32_mtp"] = replace(
     _DEEPSEEK, config=_DEEPSEEK.config | {"num_nextn_predict_layers": 1}, drafts=1

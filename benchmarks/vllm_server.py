@@ -72,6 +72,8 @@ class Server:
             "mode": served.mode,
             "cudagraph_capture_sizes": [batch * (1 + served.drafts) for batch in batches],
         }
+        if served.backend:
+            compilation["backend"] = served.backend
         if not served.mode:
             compilation["cudagraph_mode"] = "FULL_DECODE_ONLY"
         self.engine = vllm.LLM(
