@@ -50,8 +50,14 @@ _TITLES = {
 
 
 def load_results(folder: Path = RESULTS) -> Results:
-    """The results of every device, sorted by the device's name."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    """The results of every device; the device with the most rows comes first."""
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return sorted(results, key=lambda device: -len(device["rows"]))
+
+
+def _judged(device: dict[str, Any]) -> bool:
+    """Whether the device has rows for a target."""
+    return any(targets.standings(device))
 
 
 def summary(results: Results) -> str:
@@ -59,7 +65,7 @@ def summary(results: Results) -> str:
     if not results:
         return "No device has been measured yet."
     parts = []
-    for device in results:
+    for device in filter(_judged, results):
         parts.append(
             f"On one {_name(device)} ({_versions(device)}). A figure is the time of DeepGEMM, or of the peer "
             "that the line names, over ours: above 1 we are faster."
@@ -87,11 +93,14 @@ def accounting(results: Results) -> str:
         return "No device has been measured yet."
     parts = []
     for device in results:
+        drawn = list(plots.plots(device))
+        if not drawn and not _judged(device):
+            continue
         parts.append(f"This is one {_name(device)} ({_versions(device)}):")
         parts.append(targets.table(device))
         if earlier := _earlier(device):
             parts.append(f"These rows come from earlier runs: {earlier}.")
-        for plot in plots.plots(device):
+        for plot in drawn:
             path = plot.path.relative_to(ROOT / "docs").as_posix()
             parts.append(f"![{plot.title}: {plot.caption}]({path})")
     return "\n\n".join(parts)

@@ -82,6 +82,20 @@ def test_the_readme_publishes_as_unseen_only_rows_of_that_set() -> None:
     assert "the measured commit, `012345678901`. Listed shapes were chosen by hand" in text
 
 
+def test_a_device_without_rows_for_a_target_has_only_its_rows() -> None:
+    shape = {"model": "qwen3_30b", "experts": "deep_gemm", "batch": 1}
+    steps = [
+        Row("engine", {**shape, "time": time}, 10.0, peers={"vllm deep_gemm": 15.0})
+        for time in ("gpu", "wall")
+    ]
+    small = {**_device(*steps), "device_name": "NVIDIA H100"}
+    large = _device(_dense(1, 10.0, 13.0), _dense(2000, 10.0, 11.0))
+    for text in (report.summary([large, small]), report.accounting([large, small])):
+        assert "NVIDIA H200" in text and "NVIDIA H100" not in text
+    assert "## NVIDIA H100" in report.full([large, small])
+    assert "On one NVIDIA H100:" in report.engine([large, small])
+
+
 @pytest.mark.parametrize(
     ("layout", "rows", "line"),
     [
