@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     add_store_arguments(check)
     add_bundle_argument(check, "look only into this bundle")
 
-    doctor = command("doctor", _doctor, "check this machine: driver, GPU, NVRTC, torch, kernel cache")
+    doctor = command("doctor", _doctor, "check this machine: driver, GPU, NVRTC, torch, kernel store")
     add_store_arguments(doctor)
     add_bundle_argument(doctor, "look at this bundle (default: $MOE_FP8_BUNDLE)")
     doctor.add_argument(

@@ -49,8 +49,8 @@ def diagnose(
     imported.
     """
 
-    def cache() -> Finding:
-        return _cache(cache_dir)
+    def store() -> Finding:
+        return _store(cache_dir)
 
     def bundled() -> Finding:
         return _bundle(bundle)
@@ -63,7 +63,7 @@ def diagnose(
         ("NVRTC", compiler),
         ("kernel sources", _sources),
         ("kernel bundle", bundled),
-        ("kernel cache", cache),
+        ("kernel store", store),
         ("torch", _torch),
         ("GPU", _gpu),
         *(() if engine is None else _engine_checks(ENGINES[engine])),
@@ -113,9 +113,9 @@ def _bundle(path: Path | None) -> Finding:
     return Finding("kernel bundle", "ok", f"{folder}, {found.summary()}")
 
 
-def _cache(cache_dir: Path | None) -> Finding:
+def _store(cache_dir: Path | None) -> Finding:
     folder = settings().cache_dir if cache_dir is None else cache_dir
-    name = "kernel cache"
+    name = "kernel store"
     remedy = "set MOE_FP8_CACHE_DIR (or pass --cache-dir) to a folder that only this user can write"
     if folder is None:
         return Finding(name, "warn", "no folder: kernels are kept in memory only", remedy)

@@ -288,7 +288,7 @@ class KernelStore:
         if not self._warned:
             self._warned = True
             _logger.warning(
-                "kernel cache %s %s: kernels compiled now are kept in memory only; "
+                "kernel store %s %s: kernels compiled now are kept in memory only; "
                 "set MOE_FP8_CACHE_DIR to a folder that only this user can write",
                 self.root,
                 problem,

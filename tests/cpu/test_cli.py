@@ -299,7 +299,7 @@ def test_doctor_finds_what_there_is(built: Path, run_json: Json, monkeypatch: py
     assert {finding["status"] for finding in told["findings"]} == {"ok"}
     assert "132 SMs" in by_name["GPU"]["detail"]
     assert by_name["torch"]["detail"] == metadata.version("torch")
-    assert f"{len(list(built.glob('*.kernel')))} kernels" in by_name["kernel cache"]["detail"]
+    assert f"{len(list(built.glob('*.kernel')))} kernels" in by_name["kernel store"]["detail"]
 
 
 def test_doctor_without_a_driver_warns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,13 +344,13 @@ def test_doctor_warns_of_a_cache_that_will_not_be_used(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    assert findings(shared)["kernel cache"].status == "warn"
-    assert findings(shared)["kernel cache"].remedy
-    assert "its mode 777 lets all users write: it is not used" in findings(shared)["kernel cache"].detail
+    assert findings(shared)["kernel store"].status == "warn"
+    assert findings(shared)["kernel store"].remedy
+    assert "its mode 777 lets all users write: it is not used" in findings(shared)["kernel store"].detail
     file = tmp_path / "file"
     file.write_text("")
-    assert findings(file)["kernel cache"].status == "warn"
-    assert findings(tmp_path / "new" / "deeper")["kernel cache"].status == "ok"
+    assert findings(file)["kernel store"].status == "warn"
+    assert findings(tmp_path / "new" / "deeper")["kernel store"].status == "ok"
 
 
 def test_bench_hands_its_arguments_to_the_benchmarks(

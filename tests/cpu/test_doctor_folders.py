@@ -12,14 +12,14 @@ from tests.cpu.cli_runs import no_gpu
 
 __all__ = ["no_gpu"]
 
-NAMES = ["python", "NVRTC", "kernel sources", "kernel bundle", "kernel cache", "torch", "GPU"]
+NAMES = ["python", "NVRTC", "kernel sources", "kernel bundle", "kernel store", "torch", "GPU"]
 
 
 def cache(folder: Path) -> doctor.Finding:
-    """The finding of the kernel cache, beside all other findings."""
+    """The finding of the kernel store, beside all other findings."""
     found = doctor.diagnose(folder)
     assert [finding.name for finding in found] == NAMES
-    return found[NAMES.index("kernel cache")]
+    return found[NAMES.index("kernel store")]
 
 
 def test_a_folder_that_cannot_be_looked_at(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_writable_by_others_is_not_used(
     root.chmod(0o777)
     _use(KernelStore(root, sources))
     (message,) = _warnings(caplog)
-    assert f"kernel cache {root} can be written by others: its mode 777 lets all users write: " in message
+    assert f"kernel store {root} can be written by others: its mode 777 lets all users write: " in message
     assert "MOE_FP8_CACHE_DIR" in message
 
 
@@ -324,7 +324,7 @@ def test_what_cannot_be_read_is_not_called_read_only(
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     _use(KernelStore(root, sources))
     (message,) = _warnings(caplog)
-    assert f"kernel cache {root} cannot be read: " in message
+    assert f"kernel store {root} cannot be read: " in message
 
 
 def test_folder_that_cannot_be_made(

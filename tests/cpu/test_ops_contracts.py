@@ -19,6 +19,7 @@ from moe_fp8 import (
     ContractError,
     grouped_gemm_fp8_contiguous,
     grouped_gemm_fp8_masked,
+    grouped_gemm_silu_mul_fp8,
     mqa_logits_fp8,
     paged_mqa_logits_fp8,
     paged_mqa_logits_metadata,
@@ -82,6 +83,15 @@ def test_bad_layouts_are_located(layout: str, values: list[int], expert: int, ro
     error = caught.value
     assert (error.argument, error.expert, error.row) == (layout, expert, row)
     assert str(expert) in str(error)
+
+
+def test_the_fused_gemm_is_named() -> None:
+    a, a_scale = cases.activations(256, 128, cases.generator(0, "cpu"))
+    b, b_scale = cases.weights(3, 256, 128, cases.generator(0, "cpu"))
+    with pytest.raises(ContractError) as caught:
+        grouped_gemm_silu_mul_fp8(a, a_scale, b, b_scale, offsets=_index([0, 3, 2, 256]))
+    error = caught.value
+    assert (error.op, error.argument, error.expert) == ("grouped_gemm_silu_mul_fp8", "offsets", 1)
 
 
 @pytest.mark.parametrize("counts, expert", [([0, 9], 1), ([-1, 3], 0)])

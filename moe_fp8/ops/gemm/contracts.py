@@ -14,8 +14,6 @@ from moe_fp8.errors import ContractError
 from moe_fp8.ops import contents, scales
 from moe_fp8.problems import SEGMENT_ALIGNMENT
 
-_CONTIGUOUS = "grouped_gemm_fp8_contiguous"
-
 #: Rows of weights that have one scale.
 _BLOCK = 128
 
@@ -26,16 +24,16 @@ def dense(b: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
     contents.finite("gemm_fp8", "b_scale", b_scale, block=1 if scales.of_rows(b, b_scale) else _BLOCK)
 
 
-def contiguous(layout: str, index: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
+def contiguous(op: str, layout: str, index: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
     """The segments of `index` lie in order within the rows of a_scale [M,G], and are aligned if required.
 
-    The scales of every expert's rows, and of all weights, are finite.
+    The scales of every expert's rows, and of all weights, are finite. `op` is the op that was called.
     """
     m, num_experts = a_scale.shape[0], b_scale.shape[0]
     check = {"m_indices": _m_indices, "psum": _psum, "offsets": _offsets}[layout]
-    owner = check(index.long(), m, num_experts)
-    contents.finite_rows(_CONTIGUOUS, "a_scale", a_scale, owner)
-    contents.finite_of_experts(_CONTIGUOUS, "b_scale", b_scale, block=_BLOCK)
+    owner = check(op, index.long(), m, num_experts)
+    contents.finite_rows(op, "a_scale", a_scale, owner)
+    contents.finite_of_experts(op, "b_scale", b_scale, block=_BLOCK)
 
 
 def masked(masked_m: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
@@ -63,17 +61,17 @@ def k_grouped(offsets: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
     contents.finite(op, "b_scale", b_scale.masked_fill(unused, 0))
 
 
-def _fail(argument: str, expected: str, got: object, remedy: str, expert: int, row: int) -> NoReturn:
-    raise ContractError(_CONTIGUOUS, argument, expected, got, remedy, expert=expert, row=row)
+def _fail(op: str, argument: str, expected: str, got: object, remedy: str, expert: int, row: int) -> NoReturn:
+    raise ContractError(op, argument, expected, got, remedy, expert=expert, row=row)
 
 
-def _m_indices(index: Tensor, m: int, num_experts: int) -> Tensor:
+def _m_indices(op: str, index: Tensor, m: int, num_experts: int) -> Tensor:
     """Check the expert of each row; returns it."""
     at = contents.first((index < -1) | (index >= num_experts))
     if at is not None:
         expert, row = int(index[at]), at[0]
         expected = f"experts from 0 to {num_experts - 1}, or -1 for padding"
-        _fail("m_indices", expected, f"{expert} at row {row}", "", expert, row)
+        _fail(op, "m_indices", expected, f"{expert} at row {row}", "", expert, row)
     # An aligned block of rows may hold one expert and padding. The kernel would multiply two experts in one
     # block with the weights of a single expert.
     blocks = torch.nn.functional.pad(index, (0, -m % SEGMENT_ALIGNMENT), value=-1).view(-1, SEGMENT_ALIGNMENT)
@@ -83,6 +81,7 @@ def _m_indices(index: Tensor, m: int, num_experts: int) -> Tensor:
         start, expert, owner = at[0] * SEGMENT_ALIGNMENT, int(blocks[at]), int(leader[at[0]])
         row = start + at[1]
         _fail(
+            op,
             "m_indices",
             f"segments that start at multiples of {SEGMENT_ALIGNMENT} rows",
             f"expert {expert} starting at row {row}, where rows from {start} are expert {owner}'s",
@@ -93,7 +92,7 @@ def _m_indices(index: Tensor, m: int, num_experts: int) -> Tensor:
     return index
 
 
-def _psum(ends: Tensor, m: int, num_experts: int) -> Tensor:
+def _psum(op: str, ends: Tensor, m: int, num_experts: int) -> Tensor:
     """Check the end of each expert's rows; returns the expert of each row."""
     before = torch.nn.functional.pad(ends[:-1], (1, 0))[:num_experts]
     starts = (before + SEGMENT_ALIGNMENT - 1) // SEGMENT_ALIGNMENT * SEGMENT_ALIGNMENT
@@ -101,6 +100,7 @@ def _psum(ends: Tensor, m: int, num_experts: int) -> Tensor:
     if at is not None:
         expert, end = at[0], int(ends[at])
         _fail(
+            op,
             "psum",
             f"an end from {int(starts[at])} (where the expert's rows start) to {m} (rows of a)",
             f"{end} for expert {expert}",
@@ -114,15 +114,16 @@ def _psum(ends: Tensor, m: int, num_experts: int) -> Tensor:
     return torch.where(rows >= torch.nn.functional.pad(starts, (0, 1), value=m)[owner], owner, -1)
 
 
-def _offsets(offsets: Tensor, m: int, num_experts: int) -> Tensor:
+def _offsets(op: str, offsets: Tensor, m: int, num_experts: int) -> Tensor:
     """Check the start of each expert's rows; returns the expert of each row."""
     if int(offsets[0]) < 0:
-        _fail("offsets", "a first row of at least 0", int(offsets[0]), "", 0, int(offsets[0]))
+        _fail(op, "offsets", "a first row of at least 0", int(offsets[0]), "", 0, int(offsets[0]))
     starts, ends = offsets[:-1], offsets[1:]
     at = contents.first((ends < starts) | (ends > m))
     if at is not None:
         expert, end = at[0], int(ends[at])
         _fail(
+            op,
             "offsets",
             f"non-decreasing rows of at most {m} (rows of a)",
             f"{int(starts[at])} to {end} for expert {expert}",

@@ -96,7 +96,7 @@ contiguous_op = register(
     "bool accumulate=False) -> ()",
     check=checks.gemm_contiguous,
     contract=lambda a, a_scale, b, b_scale, index, layout, *_: contracts.contiguous(
-        layout, index, a_scale, b_scale
+        "grouped_gemm_fp8_contiguous", layout, index, a_scale, b_scale
     ),
     empty=lambda a, a_scale, b, b_scale, index, layout, expected_m, out, *_: (
         out.numel() == 0 or b.shape[0] == 0

@@ -36,7 +36,7 @@ gemm_silu_mul_op = register(
     "-> ()",
     check=checks.gemm_silu_mul,
     contract=lambda a, a_scale, b, b_scale, offsets, *_: contracts.contiguous(
-        "offsets", offsets, a_scale, b_scale
+        "grouped_gemm_silu_mul_fp8", "offsets", offsets, a_scale, b_scale
     ),
     empty=lambda a, *_: a.numel() == 0,
     reference=reference.gemm_silu_mul,
