@@ -20,7 +20,7 @@ class LoadedEngine:
     `engine` is "vllm" or "sglang". `dense` are (N, K) of linear layers, `experts` (local experts, N, K) of
     grouped products. `data_parallel`: groups of ranks whose tokens a rank's experts get. `next_n`: the most
     tokens of a request in a decode step. `num_sms`: SMs that the ops use, or all numbers that occur.
-    `masked_rows`: the most rows of an expert's buffer in the masked layout; None: enough for `max_batch` and
+    `block_size`: keys of a cache page, or all numbers that occur. `masked_rows`: the most rows of an expert's buffer in the masked layout; None: enough for `max_batch` and
     `next_n`. `kv_lora_rank`: the K of MLA's `kv_b_proj`, whose rows may be all cached tokens of a context;
     None without MLA.
     """
@@ -35,7 +35,7 @@ class LoadedEngine:
     masked_rows: int | None = None
     data_parallel: int = 1
     experts_per_token: int = 1
-    block_size: int = 64
+    block_size: int | tuple[int, ...] = 64
     kv_lora_rank: int | None = None
     indexer: Indexer | None = None
     dense: set[tuple[int, int]] = field(default_factory=set)

@@ -53,7 +53,8 @@ ANY = EngineCalls(
     tuple(Logits(*form) for form in product((False, True), (False, True), _DTYPES)),
 )  # fmt: skip
 
-_FULL, _COMPRESSED = Logits(False, False, "float32"), Logits(True, False, "float32")
+_FULL, _FILLED = Logits(False, False, "float32"), Logits(False, True, "float32")
+_COMPRESSED = Logits(True, False, "float32")
 
 _ENGINES = (
     # vLLM serves with psum and compressed logits (0.24: with m_indices and full rows). Its indexer multiplies
@@ -66,7 +67,8 @@ _ENGINES = (
         (_FULL, _COMPRESSED),
         ("indexer.wk",),
     ),
-    EngineCalls("sglang", "0.5.23", ("m_indices",), (), (_FULL,)),
+    # SGLang's prefill takes full rows, compressed rows for DeepSeek-V4, and filled rows if keys are pooled.
+    EngineCalls("sglang", "0.5.23", ("m_indices",), (), (_FULL, _COMPRESSED, _FILLED)),
 )
 
 ENGINES = {engine.name: engine for engine in _ENGINES}

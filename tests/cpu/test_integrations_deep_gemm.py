@@ -186,6 +186,8 @@ def test_logits_in_every_spelling(deep_gemm: ModuleType) -> None:
     width = int((ke - ks).max())
     compressed = deep_gemm.fp8_fp4_mqa_logits((q, None), (k, k_scale), weights, ks, ke, width)
     assert compressed.shape == (6, width) and compressed.dtype is torch.float32
+    # SGLang's top-k needs rows whose distance is a multiple of 4; DeepGEMM's is one of 256.
+    assert full.stride() == (40, 1) and plain.stride() == compressed.stride() == (256, 1)
     for row in range(6):
         own = full[row, ks[row] : ke[row]]
         assert torch.equal(compressed[row, : len(own)], own)

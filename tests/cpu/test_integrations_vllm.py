@@ -16,7 +16,9 @@ from moe_fp8 import gemm_fp8, jit, quantize_fp8, silu_mul_quantize, to_mn_major
 from moe_fp8.errors import ConfigError, SettingError, UnsupportedError
 from moe_fp8.integrations import installed, planning
 from moe_fp8.integrations import vllm as plug_in
+from moe_fp8.problems import PagedMqaLogitsProblem
 from moe_fp8.settings import parse_settings
+from moe_fp8.specs import kernel_spec
 from tests import cases
 
 
@@ -62,8 +64,10 @@ class Fake(SimpleNamespace):
     """vLLM's modules as far as the plug-in touches them."""
 
     kernels: list[Any]
+    named: dict[str, set[Any]]
     oracle: Any
     loader: Any
+    own_loader: Any
     wrapper: Any
     platform: Any
 
@@ -81,7 +85,11 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     module(monkeypatch, "vllm.envs", VLLM_BATCH_INVARIANT=False)
     kernels: list[Any] = [_DeepGemm]
     linear = "vllm.model_executor.kernels.linear"
-    module(monkeypatch, linear, _POSSIBLE_FP8_BLOCK_KERNELS={cuda: kernels}, __path__=[])
+    named: dict[str, set[Any]] = {"deep_gemm": {_DeepGemm}}
+    module(
+        monkeypatch, linear, _POSSIBLE_FP8_BLOCK_KERNELS={cuda: kernels},
+        _LINEAR_BACKEND_KERNEL_MAP=named, __path__=[],
+    )  # fmt: skip
     block = f"{linear}.scaled_mm.BlockScaledMMLinearKernel"
     module(monkeypatch, block, Fp8BlockScaledMMLinearKernel=_Base)
     module(monkeypatch, f"{linear}.scaled_mm.deep_gemm", DeepGemmFp8BlockScaledMMKernel=_DeepGemm)
@@ -101,9 +109,16 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
         def load_model(self, vllm_config: Any, model_config: Any) -> Any:
             return torch.nn.Linear(2, 2)
 
+    class OwnLoader(Loader):
+        def load_model(self, vllm_config: Any, model_config: Any) -> Any:
+            return torch.nn.Linear(3, 3)
+
     module(monkeypatch, "vllm.model_executor.model_loader.base_loader", BaseModelLoader=Loader)
     monkeypatch.setenv("VLLM_DEEP_GEMM_WARMUP", "relax")
-    yield Fake(kernels=kernels, oracle=oracle, loader=Loader, wrapper=wrapper, platform=platform)
+    yield Fake(
+        kernels=kernels, named=named, oracle=oracle, loader=Loader, own_loader=OwnLoader, wrapper=wrapper,
+        platform=platform,
+    )  # fmt: skip
     plug_in.deactivate()
     jit.unfreeze()
     for name in ("linear", "experts"):
@@ -139,12 +154,13 @@ def test_register_does_nothing_without_the_variable(vllm: Fake, monkeypatch: pyt
 def test_register_changes_vllm_and_deactivate_restores_it(
     vllm: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = vllm.oracle.backend_to_kernel_cls, vllm.loader.load_model
+    before = vllm.oracle.backend_to_kernel_cls, vllm.loader.load_model, vllm.own_loader.load_model
     monkeypatch.setattr(plug_in, "settings", lambda: parse_settings({"MOE_FP8_ENGINE": "1"}))
     plug_in.register()
     plug_in.register()  # vLLM may call it again
     assert plug_in.active() and installed() == ("dense", "experts", "indexer")
     assert [kernel.__name__ for kernel in vllm.kernels] == ["MoeFp8LinearKernel", "_DeepGemm"]
+    assert vllm.named["deep_gemm"] == set(vllm.kernels)  # --linear-backend deep_gemm
     for backend in ("deepgemm", "triton"):
         ours, theirs = vllm.oracle.backend_to_kernel_cls(backend)
         assert ours.__name__ == "MoeFp8Experts" and theirs == f"{backend} experts"
@@ -152,7 +168,9 @@ def test_register_changes_vllm_and_deactivate_restores_it(
     assert vllm.wrapper._fp8_gemm_nt_impl is None and os.environ["VLLM_DEEP_GEMM_WARMUP"] == "skip"
     plug_in.deactivate()
     assert not plug_in.active() and installed() == () and vllm.kernels == [_DeepGemm]
-    assert (vllm.oracle.backend_to_kernel_cls, vllm.loader.load_model) == before
+    assert vllm.named["deep_gemm"] == {_DeepGemm}
+    after = vllm.oracle.backend_to_kernel_cls, vllm.loader.load_model, vllm.own_loader.load_model
+    assert after == before
     assert os.environ["VLLM_DEEP_GEMM_WARMUP"] == "relax"
 
 
@@ -174,6 +192,18 @@ def test_a_second_activation_replaces_the_first(vllm: Fake) -> None:
     assert vllm.oracle.backend_to_kernel_cls("triton") == ["triton experts"]
     plug_in.activate(["indexer"])
     assert vllm.kernels == [_DeepGemm]
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_the_experts_are_invariant_if_the_ops_are(
+    vllm: Fake, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    plug_in.activate(["experts"])
+    from moe_fp8.integrations.vllm import experts
+
+    given = parse_settings({"MOE_FP8_BATCH_INVARIANT": value})
+    monkeypatch.setattr(experts, "settings", lambda: given)
+    assert experts.MoeFp8Experts._supports_batch_invariance() == (value == "1")
 
 
 def test_batch_invariance_must_be_ours_too(vllm: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +280,7 @@ def test_a_loaded_model_is_planned(vllm: Fake, monkeypatch: pytest.MonkeyPatch) 
     ours = vllm.oracle.backend_to_kernel_cls("triton")[0]
     ours.loaded.add((32, 4096, 7168))
     text = SimpleNamespace(index_topk=2048, index_n_heads=64, index_head_dim=128)
+    pooled = SimpleNamespace(index_topk=2048, index_n_heads=16, index_head_dim=128, index_kpool=4)
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=64),
         parallel_config=SimpleNamespace(
@@ -259,11 +290,17 @@ def test_a_loaded_model_is_planned(vllm: Fake, monkeypatch: pytest.MonkeyPatch) 
     )
     model = vllm.loader().load_model(config, SimpleNamespace(max_model_len=4096, hf_text_config=text))
     assert isinstance(model, torch.nn.Linear)
-    (loaded,) = warmed
+    vllm.own_loader().load_model(config, SimpleNamespace(max_model_len=4096, hf_text_config=pooled))
+    loaded, other = warmed
     assert (loaded.max_tokens, loaded.max_batch, loaded.next_n, loaded.data_parallel) == (8192, 64, 2, 4)
     assert loaded.dense == {(4096, 7168)} and loaded.experts == {(32, 4096, 7168)}
     assert loaded.indexer is not None and loaded.indexer.num_heads == 64
     assert loaded.num_sms == (132,) and planning.plan_loaded(loaded).specs
+    assert loaded.block_size == 64
+    assert other.indexer is not None and (other.indexer.num_heads, other.block_size) == (32, (32, 64))
+    specs = set(planning.plan_loaded(other).specs)
+    for page in other.block_size:
+        assert kernel_spec(PagedMqaLogitsProblem(64, 1, 32, 128, page, 132, "float32")) in specs
 
 
 @pytest.mark.parametrize(
@@ -343,6 +380,7 @@ def test_the_experts_compute_the_layer(ranks: int, quantized: bool, vllm: Fake) 
         ({"hidden_dim": 2880}, "128 divides"),
         ({"has_bias": True}, "bias"),
         ({"num_local_experts": 2000}, "128 divides"),
+        ({"in_dtype": torch.float16}, "bf16"),
     ],
 )
 def test_the_experts_refuse_layers_that_they_do_not_compute(
@@ -351,5 +389,6 @@ def test_the_experts_refuse_layers_that_they_do_not_compute(
     plug_in.activate(["experts"])
     cls = vllm.oracle.backend_to_kernel_cls("triton")[0]
     sizes = {"hidden_dim": 2048, "intermediate_size_per_partition": 768, "num_local_experts": 8}
+    sizes["in_dtype"] = torch.bfloat16
     supported, why = cls.is_supported_config(cls, SimpleNamespace(**(sizes | changed)), None, None, None)
     assert supported == (reason is None) and (reason is None or reason in str(why))

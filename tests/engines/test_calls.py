@@ -231,7 +231,10 @@ def sglang_calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
 @pytest.mark.parametrize(
     ("file", "names"),
     [
-        ("vllm/model_executor/kernels/linear/__init__.py", ("_POSSIBLE_FP8_BLOCK_KERNELS",)),
+        (
+            "vllm/model_executor/kernels/linear/__init__.py",
+            ("_POSSIBLE_FP8_BLOCK_KERNELS", "_LINEAR_BACKEND_KERNEL_MAP", '"deep_gemm": {'),
+        ),
         (
             "vllm/model_executor/kernels/linear/scaled_mm/deep_gemm.py",
             ("DeepGemmFp8BlockScaledMMKernel", "use_deep_gemm_e8m0", "process_weights_after_loading"),
@@ -250,13 +253,20 @@ def sglang_calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
         ),
         (
             "vllm/model_executor/layers/fused_moe/modular_kernel.py",
-            ("expects_unquantized_inputs", "w2_scale"),
+            ("expects_unquantized_inputs", "w2_scale", "def _supports_batch_invariance"),
         ),
         ("vllm/model_executor/layers/fused_moe/utils.py", ("_resize_cache",)),
         (
             "vllm/model_executor/layers/fused_moe/config.py",
-            ("num_local_experts", "intermediate_size_per_partition", "hidden_dim", "experts_per_token"),
+            (
+                "num_local_experts",
+                "intermediate_size_per_partition",
+                "hidden_dim",
+                "experts_per_token",
+                "in_dtype: torch.dtype",
+            ),
         ),
+        ("vllm/model_executor/model_loader/__init__.py", ("import BaseModelLoader", "import TensorizerLoader")),
         ("vllm/model_executor/model_loader/base_loader.py", ("BaseModelLoader", "load_model", "vllm_config")),
         ("vllm/utils/deep_gemm.py", ("_oracle_cache", "_import_deep_gemm", "FLOAT32_CEIL_UE8M0")),
         ("vllm/config/scheduler.py", ("max_num_batched_tokens", "max_num_seqs")),

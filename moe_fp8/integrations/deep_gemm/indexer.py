@@ -9,11 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_fp8.integrations.deep_gemm.utils.math import align
 from moe_fp8.integrations.forwarding import NotServed, or_vendored
 from moe_fp8.ops import mqa_logits_fp8, paged_mqa_logits_fp8
 from moe_fp8.ops import paged_mqa_logits_metadata as make_metadata
 
 Pair = tuple[Tensor, Tensor]
+
+#: Rows of logits begin at multiples of so many elements, as in DeepGEMM. (SGLang's top-k needs multiples of 4.)
+_ROW_ALIGNMENT = 256
+
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @or_vendored
@@ -33,16 +39,17 @@ def fp8_mqa_logits(
     q: fp8 `[M, H, D]`, or (fp8, None). kv: (fp8 `[N, D]`, fp32 `[N]`). weights: fp32 `[M, H]`. The ranges:
     int32 `[M]`. max_seqlen_k > 0, or an int of this meaning in the place of `clean_logits`: compressed rows
     of so many columns. clean_logits: write -inf outside of the ranges; the default is True unless rows are
-    compressed. Returns fp32 or bf16 `[M, N]` or `[M, max_seqlen_k]`. `schedule_meta` has no meaning on
-    Hopper. Safe to capture.
+    compressed. Returns fp32 or bf16 `[M, N]` or `[M, max_seqlen_k]`, the first columns of rows whose distance
+    is a multiple of 256. `schedule_meta` has no meaning on Hopper. Safe to capture.
     """
     if clean_logits is not None and not isinstance(clean_logits, bool):
         clean_logits, max_seqlen_k = False, clean_logits
     if clean_logits is None:
         clean_logits = max_seqlen_k == 0
+    values, columns = _values(q), max_seqlen_k or kv[0].shape[0]
     return mqa_logits_fp8(
-        _values(q), *kv, weights, cu_seq_len_k_start, cu_seq_len_k_end,
-        max_seqlen_k=max_seqlen_k or None, fill=clean_logits, out_dtype=logits_dtype,
+        values, *kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k=max_seqlen_k or None,
+        fill=clean_logits, out=_rows(values, 3, columns, logits_dtype), out_dtype=logits_dtype,
     )  # fmt: skip
 
 
@@ -78,16 +85,15 @@ def fp8_paged_mqa_logits(
     """Logits of each request's tokens over its paged keys; see `moe_fp8.paged_mqa_logits_fp8`.
 
     q: fp8 `[B, next_n, H, D]`, or (fp8, None). kv_cache: uint8 `[pages, block, 1, D + 4]`. context_lens:
-    int32 `[B]` or `[B, next_n]`; zero is allowed. Returns fp32 or bf16 `[B * next_n, max_context_len]`, of
-    which only columns below a token's length are written. clean_logits: the others are -inf, which one more
+    int32 `[B]` or `[B, next_n]`; zero is allowed. Returns fp32 or bf16 `[B * next_n, max_context_len]`, the first
+    columns of rows as above, of which only columns below a token's length are written. clean_logits: the others are -inf, which one more
     kernel writes before. Safe to capture.
     """
     _no_indices(indices)
     values = _values(q)
-    out = None
-    if clean_logits:
-        shape = (values.shape[0] * values.shape[1], max_context_len)
-        out = torch.full(shape, float("-inf"), dtype=logits_dtype, device=values.device)
+    out = _rows(values, 4, max_context_len, logits_dtype)
+    if clean_logits and out is not None:
+        out.fill_(float("-inf"))
     return paged_mqa_logits_fp8(
         values, kv_cache, weights, context_lens.contiguous(), block_table, schedule_meta,
         max_context_len=max_context_len, out=out, out_dtype=logits_dtype,
@@ -95,6 +101,14 @@ def fp8_paged_mqa_logits(
 
 
 fp8_fp4_paged_mqa_logits = fp8_paged_mqa_logits
+
+
+def _rows(q: Tensor, dims: int, columns: int, dtype: torch.dtype) -> Tensor | None:
+    """Room for the logits `[rows, columns]` of `q`; None if an argument is wrong, which the op then tells."""
+    if q.dim() != dims or not isinstance(columns, int) or columns < 0 or dtype not in _DTYPES:
+        return None
+    rows = q.shape[:-2].numel()
+    return torch.empty((rows, align(columns, _ROW_ALIGNMENT)), dtype=dtype, device=q.device)[:, :columns]
 
 
 def _values(q: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:

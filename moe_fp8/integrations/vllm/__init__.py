@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from moe_fp8.errors import SettingError, UnsupportedError
@@ -101,6 +101,7 @@ def _register_linear_kernel() -> None:
     """Put our kernel in front of vLLM's list of kernels for block-scaled FP8 layers.
 
     vLLM's `register_linear_kernel` appends to the list, and the first kernel that can serve a layer wins.
+    `--linear-backend deep_gemm` chooses among kernels of that name, and ours becomes one of them.
     """
     from vllm.model_executor.kernels import linear
     from vllm.platforms import PlatformEnum
@@ -110,6 +111,9 @@ def _register_linear_kernel() -> None:
     kernels = linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA]
     kernels.insert(0, MoeFp8LinearKernel)
     _undo.append(lambda: kernels.remove(MoeFp8LinearKernel))
+    named = linear._LINEAR_BACKEND_KERNEL_MAP["deep_gemm"]
+    named.add(MoeFp8LinearKernel)
+    _undo.append(lambda: named.discard(MoeFp8LinearKernel))
 
 
 def _register_experts() -> None:
@@ -148,22 +152,36 @@ def _set_environment(name: str, value: str) -> None:
 
 def _plan_after_loading() -> None:
     """Plan and load the kernels of each model as soon as vLLM has loaded it."""
+    import vllm.model_executor.model_loader  # noqa: F401 - has all loaders
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+    for loader in _with_subclasses(BaseModelLoader):
+        if "load_model" in vars(loader):
+            _plan_after(loader)
+
+
+def _with_subclasses(cls: type) -> Iterator[type]:
+    yield cls
+    for subclass in cls.__subclasses__():
+        yield from _with_subclasses(subclass)
+
+
+def _plan_after(loader: Any) -> None:
     from moe_fp8.integrations.planning import warm
     from moe_fp8.integrations.vllm.model import describe_loaded
 
-    original = BaseModelLoader.load_model
+    original = loader.load_model
 
     def load_model(self: Any, vllm_config: Any, model_config: Any, *arguments: Any, **options: Any) -> Any:
         model = original(self, vllm_config, model_config, *arguments, **options)
+        # (If a loader leaves its work to another loader, all kernels are there the second time.)
         warm(describe_loaded(model, vllm_config, model_config), _undo)
         return model
 
-    BaseModelLoader.load_model = load_model
+    loader.load_model = load_model
 
     def restore() -> None:
-        BaseModelLoader.load_model = original
+        loader.load_model = original
 
     _undo.append(restore)
 

@@ -17,6 +17,7 @@ from vllm.utils.deep_gemm import DeepGemmQuantScaleFMT
 
 from moe_fp8.limits import MAX_EXPERTS
 from moe_fp8.ops import fused_moe, moe_workspace_bytes
+from moe_fp8.settings import settings
 
 
 class MoeFp8Experts(DeepGemmExperts):
@@ -50,6 +51,8 @@ class MoeFp8Experts(DeepGemmExperts):
         )
         if not supported:
             return supported, reason
+        if moe_config.in_dtype is not torch.bfloat16:
+            return False, f"activations are bf16, not {moe_config.in_dtype}"
         if getattr(moe_config, "has_bias", False):
             return False, "the kernels add no bias"
         alpha, beta = (getattr(moe_config, name, None) for name in ("swiglu_alpha", "swiglu_beta"))
@@ -71,6 +74,10 @@ class MoeFp8Experts(DeepGemmExperts):
     @staticmethod
     def _supports_activation(activation: Any) -> bool:
         return bool(activation == MoEActivation.SILU)
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return settings().batch_invariant
 
     @property
     def expects_unquantized_inputs(self) -> bool:

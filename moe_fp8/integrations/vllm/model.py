@@ -11,6 +11,12 @@ from moe_fp8.integrations.planning import LoadedEngine
 from moe_fp8.ops import get_num_sms
 from moe_fp8.warmup.models import Indexer
 
+#: vLLM pads fewer heads of an indexer with zeros.
+_LEAST_HEADS = 32
+
+#: The pages that vLLM may choose if an indexer's keys are pooled.
+_POOLED_PAGES = (32, 64)
+
 
 def describe_loaded(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> LoadedEngine:
     """The layers of `model` that our kernels serve, within the limits of `vllm_config`."""
@@ -25,7 +31,7 @@ def describe_loaded(model: torch.nn.Module, vllm_config: Any, model_config: Any)
         max_positions=model_config.max_model_len,
         num_sms=_sms(parallel),
         next_n=1 + drafts,
-        data_parallel=parallel.data_parallel_size if parallel.enable_expert_parallel else 1,
+        data_parallel=parallel.data_parallel_size,  # ranks share experts with expert parallelism or without
     )
     if "dense" in served:
         from moe_fp8.integrations.vllm.linear import MoeFp8LinearKernel
@@ -45,7 +51,10 @@ def describe_loaded(model: torch.nn.Module, vllm_config: Any, model_config: Any)
     text = model_config.hf_text_config
     loaded.kv_lora_rank = getattr(text, "kv_lora_rank", None)
     if "indexer" in served and getattr(text, "index_topk", None):
-        loaded.indexer = Indexer(text.index_n_heads, text.index_head_dim, text.index_topk)
+        heads = max(text.index_n_heads, _LEAST_HEADS)
+        loaded.indexer = Indexer(heads, text.index_head_dim, text.index_topk)
+        if (getattr(text, "index_kpool", None) or 1) > 1:
+            loaded.block_size = _POOLED_PAGES
     return loaded
 
 
