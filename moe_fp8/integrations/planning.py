@@ -20,9 +20,10 @@ class LoadedEngine:
     `engine` is "vllm" or "sglang". `dense` are (N, K) of linear layers, `experts` (local experts, N, K) of
     grouped products. `data_parallel`: groups of ranks whose tokens a rank's experts get. `next_n`: the most
     tokens of a request in a decode step. `num_sms`: SMs that the ops use, or all numbers that occur.
-    `block_size`: keys of a cache page, or all numbers that occur. `masked_rows`: the most rows of an expert's buffer in the masked layout; None: enough for `max_batch` and
-    `next_n`. `kv_lora_rank`: the K of MLA's `kv_b_proj`, whose rows may be all cached tokens of a context;
-    None without MLA.
+    `block_size`: keys of a page of the indexer's cache, or all numbers that occur. `masked_rows`: the most
+    rows of an expert's buffer in the masked layout; None: enough for `max_batch` and `next_n`.
+    `kv_lora_rank`: the K of MLA's `kv_b_proj`, whose rows may be all cached tokens of a context; None without
+    MLA.
     """
 
     engine: str

@@ -266,7 +266,10 @@ def sglang_calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
                 "in_dtype: torch.dtype",
             ),
         ),
-        ("vllm/model_executor/model_loader/__init__.py", ("import BaseModelLoader", "import TensorizerLoader")),
+        (
+            "vllm/model_executor/model_loader/__init__.py",
+            ("import BaseModelLoader", "import TensorizerLoader"),
+        ),
         ("vllm/model_executor/model_loader/base_loader.py", ("BaseModelLoader", "load_model", "vllm_config")),
         ("vllm/utils/deep_gemm.py", ("_oracle_cache", "_import_deep_gemm", "FLOAT32_CEIL_UE8M0")),
         ("vllm/config/scheduler.py", ("max_num_batched_tokens", "max_num_seqs")),

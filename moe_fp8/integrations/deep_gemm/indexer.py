@@ -16,7 +16,8 @@ from moe_fp8.ops import paged_mqa_logits_metadata as make_metadata
 
 Pair = tuple[Tensor, Tensor]
 
-#: Rows of logits begin at multiples of so many elements, as in DeepGEMM. (SGLang's top-k needs multiples of 4.)
+#: Rows of logits begin at multiples of so many elements, as in DeepGEMM. (SGLang's top-k needs multiples
+#: of 4.)
 _ROW_ALIGNMENT = 256
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -85,9 +86,9 @@ def fp8_paged_mqa_logits(
     """Logits of each request's tokens over its paged keys; see `moe_fp8.paged_mqa_logits_fp8`.
 
     q: fp8 `[B, next_n, H, D]`, or (fp8, None). kv_cache: uint8 `[pages, block, 1, D + 4]`. context_lens:
-    int32 `[B]` or `[B, next_n]`; zero is allowed. Returns fp32 or bf16 `[B * next_n, max_context_len]`, the first
-    columns of rows as above, of which only columns below a token's length are written. clean_logits: the others are -inf, which one more
-    kernel writes before. Safe to capture.
+    int32 `[B]` or `[B, next_n]`; zero is allowed. Returns fp32 or bf16 `[B * next_n, max_context_len]`, the
+    first columns of rows as above. Only columns below a token's length are written. clean_logits: the others
+    are -inf, which one more kernel writes before. Safe to capture.
     """
     _no_indices(indices)
     values = _values(q)

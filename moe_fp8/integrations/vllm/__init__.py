@@ -160,7 +160,7 @@ def _plan_after_loading() -> None:
             _plan_after(loader)
 
 
-def _with_subclasses(cls: type) -> Iterator[type]:
+def _with_subclasses(cls: type[Any]) -> Iterator[type[Any]]:
     yield cls
     for subclass in cls.__subclasses__():
         yield from _with_subclasses(subclass)
