@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, TypeAlias
 
 from moe_fp8.errors import CompileError, JitError
@@ -153,6 +153,8 @@ def _get_missing(
                 continue
             busy -= 1
             progressed = time.monotonic()
+            if not isinstance(result, str) and result.key != store.key(spec):
+                result = "the kernel sources or NVRTC changed while this process runs; restart it"
             if not isinstance(result, str):
                 # The worker wrote the artifact to disk if it could; this process keeps it in memory too.
                 store.adopt(result)
@@ -287,17 +289,26 @@ class _Compiler:
                 raise OSError("the build was stopped")
             if self._process is None:
                 # multiprocessing would import the caller's main module, and so torch, in every child.
-                code = (
-                    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-                    "from moe_fp8.jit.worker import main; main()"
-                )
+                # With -c, the working folder is searched first until the path is replaced.
+                code = "import sys; sys.path[:] = sys.argv[1:]; from moe_fp8.jit.worker import main; main()"
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", code, json.dumps(sys.path)],
+                    [sys.executable, "-c", code, *_import_path()],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                 )
                 worker.write_frame(_pipe(self._process.stdin), self._location)
             return self._process
+
+
+def _import_path() -> list[str]:
+    """The folders in which a worker finds this package, and what it imports, where this process found them.
+
+    Python itself ignores entries that are no text. An empty entry is the working folder of an interactive
+    interpreter, whose files no worker may run.
+    """
+    path = [entry for entry in sys.path if isinstance(entry, str) and entry]
+    package = str(Path(__file__).parents[2])
+    return path if package in path else [package, *path]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

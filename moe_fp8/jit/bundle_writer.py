@@ -2,7 +2,10 @@
 
 A new bundle is written to a temporary folder beside its final place, which is then renamed. An existing
 bundle first gets the new kernel files, which its manifest does not name yet; a rename then replaces its
-manifest. The same kernels give the same bytes on every machine.
+manifest. An empty folder that cannot be replaced is filled in the same order. A kernel of an existing bundle
+of this toolchain keeps its bytes, unless they are damaged. A reader that has opened a bundle before it is
+replaced with `force` may miss kernels that the new bundle lacks. The same kernels give the same bytes on
+every machine.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -89,9 +92,10 @@ def write_bundle(
             with locked(folder):
                 old = existing_bundle(path, force=force, sources=sources, arch=arch)
                 plans = [coverage] if old is None else [*old.manifest.coverage, coverage]
-                there = () if old is None else old.manifest.kernels
+                keys = {kernel.key for kernel in entries}
+                kept = set(_whole(folder, keys, sources, arch) if old is None else old.manifest.kernels)
                 # For equal keys the later entry wins: the kernel that the bundle already has.
-                _update(folder, Manifest.merged(toolchain, plans, (*entries, *there)), entries)
+                _update(folder, Manifest.merged(toolchain, plans, (*entries, *kept)), entries, kept)
     except OSError as error:
         raise _unwritable(path, error) from error
     return Bundle.open(path, sources, arch)
@@ -102,7 +106,13 @@ def _make(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes]
 
     Another process may have made a bundle there in the meantime.
     """
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    try:
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    except OSError as error:
+        # (A volume is mounted at `path`, and this user may write nowhere else.)
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and path.is_dir():
+            return False
+        raise
     try:
         for kernel, data in entries.items():
             publish(temporary / kernel.file, data)
@@ -122,10 +132,27 @@ def _make(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes]
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _update(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes]) -> None:
-    """Turn the bundle in `path` into the bundle that `manifest` describes."""
+def _whole(
+    path: Path, keys: Collection[str], sources: SourceTree | None, arch: str
+) -> Iterator[BundledKernel]:
+    """The kernels of these keys that the bundle in `path` holds whole; none if it is refused.
+
+    Until its manifest is replaced, their files must stay as they are.
+    """
+    with suppress(BundleError):
+        bundle = Bundle.open(path, sources, arch)
+        for kernel in bundle.manifest.kernels:
+            with suppress(BundleError):
+                if kernel.key in keys and bundle.get(kernel.key) is not None:
+                    yield kernel
+
+
+def _update(
+    path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes], kept: Collection[BundledKernel]
+) -> None:
+    """Turn the bundle in `path`, which holds `kept`, into the bundle that `manifest` describes."""
     for kernel in manifest.kernels:
-        if kernel in entries and not _holds(path, kernel):
+        if kernel not in kept:
             publish(path / kernel.file, entries[kernel])
     sync_folder(path)
     publish(path / MANIFEST, _text(manifest))
@@ -135,12 +162,6 @@ def _update(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, byte
         # Kernels of a replaced bundle, and temporary files of a killed process.
         if file.suffix in (SUFFIX, ".tmp") and file.name not in named:
             file.unlink()
-
-
-def _holds(path: Path, kernel: BundledKernel) -> bool:
-    with suppress(OSError):
-        return hashlib.sha256((path / kernel.file).read_bytes()).hexdigest() == kernel.sha256
-    return False
 
 
 def _text(manifest: Manifest) -> bytes:

@@ -13,9 +13,13 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import cache
+from io import FileIO
 from pathlib import Path
+from typing import TypeVar
+from weakref import WeakSet
 
 from moe_fp8.errors import ToolchainError
 from moe_fp8.jit.artifact import Artifact
@@ -36,6 +40,8 @@ _LOCK_SECONDS = 120.0
 
 #: The first pause in seconds between two attempts to take a lock; `longer` gives the next.
 FIRST_PAUSE = 0.002
+
+_Result = TypeVar("_Result")
 
 
 class KernelStore:
@@ -64,12 +70,14 @@ class KernelStore:
         self._keys: dict[KernelSpec, str] = {}
         self._mutex = threading.Lock()
         self._held: set[str] = set()
+        self._lock_files: set[FileIO] = set()
         self._refused: dict[str, float] = {}
         self._warned = False
         self._warned_files: set[Path | None] = set()
         self._readable = False
         self._writable = False
         self._opened = False
+        _STORES.add(self)
 
     def key(self, spec: KernelSpec) -> str:
         """The key of `spec`; raises ToolchainError, or CompileError for a missing source."""
@@ -86,12 +94,15 @@ class KernelStore:
         """
         artifact = self._memory.get(key)
         if artifact is None:
-            artifact = None if self.bundle is None else self.bundle.get(key)
-            if artifact is None:
-                artifact = self._read(key)
+            artifact = self.get_kept(key)
             if artifact is not None:
                 self._memory[key] = artifact
         return artifact
+
+    def get_kept(self, key: str) -> Artifact | None:
+        """As `get`, but only from the bundle or the disk, where other processes find the artifact too."""
+        artifact = None if self.bundle is None else self.bundle.get(key)
+        return self._read(key) if artifact is None else artifact
 
     def put(self, artifact: Artifact) -> None:
         """Publish `artifact` for this process and, atomically, for others; never raises OSError."""
@@ -111,6 +122,9 @@ class KernelStore:
         while (lock := self.try_lock(key)) is None:
             time.sleep(pause)
             pause = longer(pause)
+            artifact = self.get(key)
+            if artifact is not None:
+                return artifact, True
         with lock:
             artifact = self.get(key)
             if artifact is not None:
@@ -129,7 +143,7 @@ class KernelStore:
 
         Its holder compiles the kernel. Look for the artifact again after this method returned a lock: the
         last holder may have published it. A lock that is held for longer than any compilation takes is
-        passed over. The OS releases a lock if its process dies.
+        passed over. The OS releases a lock if its process dies. A forked process inherits no lock.
         """
         self._open()
         with self._mutex:
@@ -140,9 +154,6 @@ class KernelStore:
         if lock is not None:
             self._refused.pop(key, None)
             lock.callback(self._held.discard, key)
-            for stale in self.root.glob(f"{key}.*.tmp") if self.root is not None and self._writable else ():
-                with suppress(OSError):
-                    stale.unlink()
             return lock
         if free:
             self._held.discard(key)
@@ -177,22 +188,51 @@ class KernelStore:
         lock = ExitStack()
         if self.root is None or not self._writable:
             return lock
+        path = self.root / name
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            descriptor = os.open(self.root / name, flags, 0o600)
+            file = FileIO(self._persist(lambda: os.open(path, flags, 0o600)))
         except OSError as error:
             self._writable = False
             self._warn(f"cannot be written ({error})")
             return lock
-        lock.callback(os.close, descriptor)
+        # A forked process closes the files in this set, and a file is closed once at most.
+        self._lock_files.add(file)
+        lock.callback(self._lock_files.discard, file)
+        lock.callback(file.close)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             lock.close()
             return None if error.errno in (errno.EWOULDBLOCK, errno.EINTR) else lock
-        # A process that was forked meanwhile has a copy of the descriptor, which would keep the lock.
-        lock.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
+        # A process that is just being forked may still have the file open, which would keep the lock.
+        lock.callback(_unlock, file)
+        # Whoever held this lock before has finished its temporary files, or has left them when it died.
+        for stale in self.root.glob(f"{path.stem}.*.tmp"):
+            with suppress(OSError):
+                stale.unlink()
         return lock
+
+    def _persist(self, write: Callable[[], _Result]) -> _Result:
+        """Call `write`, and again if somebody has removed its file or the folder; raises OSError."""
+        try:
+            return write()
+        except FileNotFoundError:
+            with self._mutex:
+                self._opened = False
+            self._open()
+            if not self._writable:
+                raise
+            return write()
+
+    def _after_fork(self) -> None:
+        """In a forked process, give up the locks of its parent, which keeps them."""
+        self._mutex = threading.Lock()
+        self._held, self._refused = set(), {}
+        for file in self._lock_files:
+            with suppress(OSError):
+                file.close()
+        self._lock_files.clear()
 
     def read_file(self, name: str) -> bytes | None:
         """The bytes of the store's file `name`; None if it does not exist, or may not or cannot be read."""
@@ -260,29 +300,33 @@ class KernelStore:
     def _open(self) -> None:
         """Create and check the folder, once."""
         with self._mutex:
-            if self._opened:
-                return
-            self._opened = True
-            if self.root is None:
-                return
-            try:
-                self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
-                status = self.root.stat()
-            except OSError as error:
-                self._warn(f"cannot be created ({error})")
-                return
-            if not stat.S_ISDIR(status.st_mode):
-                self._warn("is not a folder")
-            elif problem := distrust(status):
-                self._warn(problem)
-            elif not os.access(self.root, os.R_OK | os.X_OK):
-                self._warn("cannot be read")
-            else:
-                self._readable = True
-                self._writable = os.access(self.root, os.W_OK | os.X_OK)
-                if not self._writable:
-                    self._warn("is read-only")
-                    self._warned = False  # its files may be unreadable, which is worth a warning too
+            if not self._opened:
+                self._readable, self._writable = self._examine()
+                self._opened = True
+
+    def _examine(self) -> tuple[bool, bool]:
+        """(whether files of the folder may be read, whether it can be written); creates the folder."""
+        if self.root is None:
+            return False, False
+        try:
+            self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
+            status = self.root.stat()
+        except OSError as error:
+            self._warn(f"cannot be created ({error})")
+            return False, False
+        if not stat.S_ISDIR(status.st_mode):
+            self._warn("is not a folder")
+        elif problem := distrust(status):
+            self._warn(problem)
+        elif not os.access(self.root, os.R_OK | os.X_OK):
+            self._warn("cannot be read")
+        elif not os.access(self.root, os.W_OK | os.X_OK):
+            self._warn("is read-only")
+            self._warned = False  # its files may be unreadable, which is worth a warning too
+            return True, False
+        else:
+            return True, True
+        return False, False
 
     def _warn(self, problem: str) -> None:
         if not self._warned:
@@ -312,10 +356,30 @@ class KernelStore:
 
     def _write(self, name: str, data: bytes) -> None:
         assert self.root is not None
-        # A process that is killed here leaves only its temporary file. The next process that holds the lock
+        path = self.root / name
+        # A process that is killed here leaves only its temporary file. The next process that takes the lock
         # of this key removes the file.
-        publish(self.root / name, data)
-        sync_folder(self.root)
+        self._persist(lambda: publish(path, data))
+        # Some file systems cannot sync a folder. A kernel that a crash loses is compiled again.
+        with suppress(OSError):
+            sync_folder(self.root)
+
+
+#: The stores of this process.
+_STORES: WeakSet[KernelStore] = WeakSet()
+
+
+def _give_up_locks() -> None:
+    for store in _STORES:
+        store._after_fork()
+
+
+os.register_at_fork(after_in_child=_give_up_locks)
+
+
+def _unlock(file: FileIO) -> None:
+    if not file.closed:
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def longer(pause: float) -> float:

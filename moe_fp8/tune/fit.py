@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from moe_fp8.heuristics import every_gemm_config, gemm_configs
 from moe_fp8.heuristics.gemm import costs
 from moe_fp8.heuristics.gemm.costs import Constants, Work
 from moe_fp8.jit.files import publish
-from moe_fp8.problems import DEFAULT_NUM_SMS
 from moe_fp8.tune.timings import Timing, class_of
 
 #: Every so-manieth target is left out of the fit, to test it.
@@ -73,7 +73,7 @@ class _Cases:
             counts = tuple((count, 1) for count in timed.counts)
             for name in timed.us.keys() & configs.keys():
                 grouped = target.layout != "dense"
-                works.append(costs.work(configs[name], counts, target.n, target.k, DEFAULT_NUM_SMS, grouped))
+                works.append(costs.work(configs[name], counts, target.n, target.k, timed.num_sms, grouped))
                 tile.append(tiles.index(costs.tile_name(configs[name])))
                 timing.append(number)
                 us.append(timed.us[name])
@@ -155,7 +155,7 @@ def held_out(timings: Sequence[Timing]) -> tuple[list[Timing], list[Timing]]:
     return split
 
 
-def write_constants(path: Path, about: Mapping[str, str], fitted: Constants) -> None:
+def write_constants(path: Path, about: Mapping[str, Any], fitted: Constants) -> None:
     """Put the constants at `path`, as `costs.constants` reads them."""
     text = json.dumps({**about, "constants": fitted._asdict()}, indent=2) + "\n"
     publish(path, text.encode())

@@ -109,13 +109,27 @@ def tune(
                     if time.monotonic() > stop:
                         break
         finally:
+            additions = []
             if timings and timings_file is not None:
-                _add(timings_file, old_timings, put_timings)
+                additions.append(partial(_add, timings_file, old_timings, put_timings))
             if timings and path is not None:
-                _add(path, old_rows, put_rows)
+                additions.append(partial(_add, path, old_rows, put_rows))
+            _do_all(additions)
     written = path or timings_file
     assert written is not None
     return written, timings
+
+
+def _do_all(actions: Iterable[Callable[[], None]]) -> None:
+    """Do every action, also after an error of another; then raise the first error."""
+    errors: list[Exception] = []
+    for action in actions:
+        try:
+            action()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _add(file: Path, read: Callable[[Path], list[_Entry]], put: Callable[[Path, list[_Entry]], None]) -> None:
@@ -193,7 +207,7 @@ def retable(timings_file: Path, out: Path | None = None) -> str:
 def _choice(fitted: gemm_costs.Constants, timing: Timing) -> str:
     """The timed config that the cost model takes to be the fastest."""
     target = timing.target
-    problem = target.problem(timing.rows)
+    problem = target.problem(timing.rows, timing.num_sms)
 
     def cost(config: GemmConfig) -> float:
         return gemm_costs.cost(config, problem, fitted)
@@ -227,7 +241,7 @@ def _timings(
         for rows, tried in configs.items():
             for counts in expert_counts(target, rows):
                 us = time_configs(target, rows, counts, [str(config) for config in tried], replays)
-                yield Timing(target, rows, counts, us)
+                yield Timing(target, rows, counts, us, num_sms)
 
 
 def _line(timing: Timing) -> str:
@@ -254,10 +268,11 @@ def table_path(out: Path | None, device: str) -> Path:
     return gemm_table.table_file(name)
 
 
-def about(device: DeviceInfo) -> dict[str, str]:
-    """What a file says of the machine that its timings come from."""
+def about(device: DeviceInfo) -> dict[str, Any]:
+    """What a file says of the machine that its timings come from, as JSON types."""
     return {
         "device": device.name,
+        "num_sms": device.num_sms,
         "driver": ".".join(map(str, device.driver_version)),
         "cuda": ".".join(map(str, nvrtc_version())),
         "torch": metadata.version("torch"),

@@ -49,11 +49,14 @@ def table_rows(timings: Iterable[Timing]) -> list[dict[str, Any]]:
 
     A problem whose choice was not timed gives no row. Equal neighbours become one row.
     """
+    timings = tuple(timings)
+    num_sms = {(timing.target, timing.rows): timing.num_sms for timing in timings}
     found: list[dict[str, Any]] = []
     for target, problems in groupby(mean_times(timings).items(), key=lambda item: item[0][0]):
         timed = 0
         for (_, rows), us in problems:
-            model = us.get(str(gemm_costs.cheapest(target.problem(rows).for_selection())))
+            problem = target.problem(rows, num_sms[target, rows])
+            model = us.get(str(gemm_costs.cheapest(problem.for_selection())))
             best = min(us, key=us.__getitem__)
             if model is not None and us[best] <= model * (1 - LEAST_GAIN):
                 above = max(timed, rows_below(rows))
@@ -141,7 +144,7 @@ def read_rows(path: Path, device: str | None = None) -> list[dict[str, Any]]:
     return cast(list[dict[str, Any]], rows)
 
 
-def write_table(path: Path, header: Mapping[str, str], rows: Sequence[dict[str, Any]]) -> None:
+def write_table(path: Path, header: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> None:
     """Put a table at `path`, a line for each row. A reader sees either the old file or the new file."""
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in header.items())

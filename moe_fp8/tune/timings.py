@@ -18,6 +18,7 @@ from typing import Any
 
 from moe_fp8.errors import ConfigError
 from moe_fp8.jit.files import publish
+from moe_fp8.problems import DEFAULT_NUM_SMS
 from moe_fp8.specs import GEMM_LAYOUTS
 from moe_fp8.tune.targets import Target
 
@@ -29,27 +30,34 @@ class Timing:
     """Microseconds a call of several configs of one GEMM.
 
     `rows`: the mean number of rows of an expert, which is all that the selector knows. `counts`: the rows
-    that each expert had. `us`: config -> microseconds.
+    that each expert had. `us`: config -> microseconds. `num_sms`: the SMs of the device.
     """
 
     target: Target
     rows: int
     counts: tuple[int, ...]
     us: Mapping[str, float]
+    num_sms: int = DEFAULT_NUM_SMS
 
     @property
     def key(self) -> tuple[Target, int, tuple[int, ...]]:
         return self.target, self.rows, self.counts
 
 
-def read_timings(path: Path) -> tuple[dict[str, str], list[Timing]]:
-    """(about the machine, timings); raises ConfigError if `path` holds no timings."""
+def read_timings(path: Path) -> tuple[dict[str, Any], list[Timing]]:
+    """(about the machine, timings); raises ConfigError if `path` holds no timings.
+
+    A file that does not say how many SMs the device has is read as timings of `DEFAULT_NUM_SMS`.
+    """
     try:
         with gzip.open(path, "rt") as file:
             about = json.loads(file.readline())
             if not isinstance(about["device"], str):
                 raise ValueError("its first line names no device")
-            return about, [_timing(json.loads(line)) for line in file]
+            num_sms = about.get("num_sms", DEFAULT_NUM_SMS)
+            if not isinstance(num_sms, int) or num_sms < 1:
+                raise ValueError("its first line has no number of SMs")
+            return about, [_timing(json.loads(line), num_sms) for line in file]
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
         raise ConfigError("--timings", f"a file of timings ({error})", str(path), _REMEDY) from error
 
@@ -62,7 +70,7 @@ def check_device(option: str, path: Path, found: str, device: str) -> None:
         )
 
 
-def write_timings(path: Path, about: Mapping[str, str], timings: Iterable[Timing]) -> None:
+def write_timings(path: Path, about: Mapping[str, Any], timings: Iterable[Timing]) -> None:
     """Put the timings at `path`. A reader sees either the old file or the new file."""
     lines = [json.dumps(dict(about)), *(_line(timing) for timing in timings)]
     # No time and no name in the header: equal timings are equal bytes.
@@ -100,7 +108,7 @@ def _line(timing: Timing) -> str:
     return json.dumps({**record, "counts": timing.counts, "us": us}, separators=(",", ":"))
 
 
-def _timing(record: dict[str, Any]) -> Timing:
+def _timing(record: dict[str, Any], num_sms: int) -> Timing:
     counts = tuple(int(count) for count in record["counts"])
     target = Target(record["layout"], int(record["n"]), int(record["k"]), len(counts))
     us = {str(name): float(value) for name, value in record["us"].items()}
@@ -109,4 +117,4 @@ def _timing(record: dict[str, Any]) -> Timing:
         raise ValueError("a line has no GEMM")
     if not us or not all(0 < value < math.inf for value in us.values()):
         raise ValueError("a line has no times")
-    return Timing(target, rows, counts, us)
+    return Timing(target, rows, counts, us, num_sms)

@@ -28,7 +28,7 @@ from moe_fp8.warmup.arguments import (
     run_command,
     store_from,
 )
-from moe_fp8.warmup.run import build_plan, hopper_device
+from moe_fp8.warmup.run import build_plan, demand_kept, hopper_device
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,6 +73,8 @@ def _warm(arguments: argparse.Namespace, summary: dict[str, Any]) -> None:
             "there is no Hopper GPU here to load the kernels on; omit --require-gpu to build them only, "
             "or run `moe-fp8 doctor`"
         )
+    # The loaded kernels end with this process.
+    demand_kept(report, store)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

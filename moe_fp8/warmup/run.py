@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_fp8.errors import MoeFp8Error
 from moe_fp8.jit import driver, runtime
 from moe_fp8.jit.build import BuildReport, Progress, build
 from moe_fp8.jit.store import KernelStore, default_store
@@ -40,6 +41,19 @@ def missing_kernels(plan: Plan, store: KernelStore | None = None) -> dict[Kernel
     store = store or default_store()
     keys = {spec: store.key(spec) for spec in plan.specs}
     return {spec: key for spec, key in keys.items() if store.get(key) is None}
+
+
+def demand_kept(report: BuildReport, store: KernelStore) -> None:
+    """Raise MoeFp8Error if `store`, which goes on in memory if it cannot write, kept no file of a kernel.
+
+    A process that only builds has then worked for nothing.
+    """
+    lost = [row for row in report.rows if not row.cached and store.get_kept(row.key) is None]
+    if lost:
+        place = "there is no folder for them; set MOE_FP8_CACHE_DIR"
+        if store.root is not None:
+            place = f"they cannot be written to {store.root}"
+        raise MoeFp8Error(f"{len(lost)} of {len(report.rows)} kernels are compiled but not kept: {place}")
 
 
 def hopper_device() -> driver.DeviceInfo | None:

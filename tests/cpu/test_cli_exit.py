@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 
 from moe_fp8 import cli
+from moe_fp8.errors import MoeFp8Error
+from moe_fp8.jit import driver
+from moe_fp8.jit import store as store_module
+from moe_fp8.jit.build import build
+from moe_fp8.jit.driver import DeviceInfo
+from moe_fp8.jit.runtime import KernelRuntime
+from moe_fp8.jit.sources import SourceTree
+from moe_fp8.jit.store import KernelStore
+from moe_fp8.warmup import __main__ as startup
+from moe_fp8.warmup.run import demand_kept
 from tests.cpu.cli_runs import QWEN, SMALL, no_gpu, with_a_closed_pipe
+from tests.cpu.jit_kernels import spec, write_kernels
 
 __all__ = ["no_gpu"]
 
@@ -113,6 +124,43 @@ def test_build_fails_if_the_store_keeps_nothing(tmp_path: Path, capsys: pytest.C
     shared.chmod(0o777)  # the store keeps nothing where others can write
     assert cli.main(["build", *SMALL, "--cache-dir", str(shared), "--quiet"]) == 1
     assert f"not kept: they cannot be written to {shared}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("devices", [0, 1])
+def test_the_startup_script_fails_if_the_store_keeps_nothing(
+    begun: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, devices: int
+) -> None:
+    """The kernels that it has loaded end with it, so that a server must compile them again."""
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store_module, "publish", full)
+    monkeypatch.setattr(driver, "device_count", lambda: devices)
+    monkeypatch.setattr(driver, "device_info", lambda: DeviceInfo("NVIDIA H200", (9, 0), 132, (13, 0)))
+    monkeypatch.setattr(KernelRuntime, "preload", lambda self, specs: len(specs))
+    capsys.readouterr()
+    assert startup.main([*SMALL, "--cache-dir", str(begun), "--quiet", "--jobs", "1"]) == 1
+    said = capsys.readouterr()
+    told = json.loads(said.out)
+    assert said.out.count("\n") == 1
+    assert (told["ok"], told["compiled"], told["loaded"]) == (False, 3, told["kernels"] * devices)
+    lost = f"3 of {told['kernels']} kernels are compiled but not kept"
+    assert told["message"] == f"{lost}: they cannot be written to {begun}"
+    assert f"error: {told['message']}" in said.err
+
+
+def test_only_what_was_compiled_now_can_be_lost(tmp_path: Path) -> None:
+    sources = SourceTree(write_kernels(tmp_path / "kernels", "tiny"))
+    specs = [spec(factor=factor) for factor in (2, 3)]
+    build(specs[:1], KernelStore(tmp_path / "cache", sources), 1, False)
+    store = KernelStore(tmp_path / "cache", sources)
+    demand_kept(build(specs, store, 1, False), store)
+    (tmp_path / "cache").chmod(0o777)
+    demand_kept(build(specs, store, 1, False), store)
+    store = KernelStore(None, sources)
+    with pytest.raises(MoeFp8Error, match=r"2 of 2 kernels .* no folder for them; set MOE_FP8_CACHE_DIR"):
+        demand_kept(build(specs, store, 1, False), store)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from moe_fp8.errors import CompileError
 from moe_fp8.jit import progress as progress_module
-from moe_fp8.jit.build import _Compiler, build
+from moe_fp8.jit.build import _Compiler, _import_path, build
 from moe_fp8.jit.progress import BuildRow, line_printer
 from moe_fp8.jit.sources import SourceTree
 from moe_fp8.jit.store import KernelStore
@@ -114,6 +114,39 @@ print(report.compiled)
     assert done.stdout == "main runs\n3\n"
     assert done.stderr.count("compiled tiny[") == 3
     assert "3 kernels ready, 3 compiled now" in done.stderr
+
+
+def test_a_worker_runs_no_file_of_the_working_folder(
+    tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "working"
+    folder.mkdir()
+    for name in ("json", "struct", "subprocess"):
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(folder)
+    # Python ignores the path, and takes the empty text for the working folder.
+    monkeypatch.setattr(sys, "path", [tmp_path, "", *sys.path])
+    assert build(_SPECS[:2], KernelStore(None, sources), 2, False).compiled == 2
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_worker_finds_a_package_that_an_interpreter_found_in_its_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path)])
+    assert _import_path() == [str(_ROOT), str(tmp_path)]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(_ROOT)])
+    assert _import_path() == [str(tmp_path), str(_ROOT)]
+
+
+def test_sources_that_change_while_a_process_runs_are_an_error(tmp_path: Path, sources: SourceTree) -> None:
+    store = KernelStore(tmp_path / "cache", sources)
+    keys = [store.key(each) for each in _SPECS]
+    header = tmp_path / "kernels" / "common" / "scaled.cuh"
+    header.write_text(f"{header.read_text()}// changed\n")
+    with pytest.raises(CompileError, match="changed while this process runs; restart it"):
+        build(_SPECS, store, 2, False)
+    assert not any(map(store.get, keys))
 
 
 def test_lines(sources: SourceTree) -> None:

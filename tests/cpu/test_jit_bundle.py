@@ -9,7 +9,9 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import pytest
 
 from moe_fp8.errors import BundleError, ToolchainError
 from moe_fp8.jit import bundle as bundle_module
-from moe_fp8.jit import files, toolchain
+from moe_fp8.jit import bundle_writer, files, toolchain
 from moe_fp8.jit import store as store_module
 from moe_fp8.jit.bundle import Bundle
 from moe_fp8.jit.bundle_writer import existing_bundle, write_bundle
@@ -191,6 +193,58 @@ def test_an_empty_volume_is_filled(make: Make, tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Path, "rename", busy)
     make(2, folder=folder).verify()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_volume_beside_which_nothing_can_be_written_is_filled(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(**place: Any) -> str:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    folder = tmp_path / "volume"
+    with pytest.raises(BundleError, match=os.strerror(number)):
+        make(2, folder=folder)
+    folder.mkdir()
+    make(2, folder=folder).verify()
+    assert len(keys(make(3, folder=folder))) == 2
+
+
+def test_a_forced_build_that_is_killed_leaves_the_old_bundle_whole(
+    make: Make, sources: SourceTree, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same kernel may have other bytes, for example by another patch version of NVRTC."""
+    before = make(2, 3)
+    artifact, _ = KernelStore(cache, sources).get_or_compile(spec())
+    other = {spec(): replace(artifact, registers=artifact.registers + 1)}
+
+    def killed(path: Path, data: bytes) -> None:
+        if path.name == "manifest.json":
+            raise KeyboardInterrupt
+        files.publish(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bundle_writer, "publish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_bundle(before.path, other, told("m"), force=True, sources=sources)
+    now = Bundle.open(before.path, sources)
+    now.verify()
+    assert now.manifest == before.manifest
+    after = write_bundle(before.path, other, told("m"), force=True, sources=sources)
+    assert after.get(artifact.key) == before.get(artifact.key)
+    assert {path.stem for path in after.path.glob("*.kernel")} == {artifact.key}
+    # A damaged file is no loss.
+    (after.path / f"{artifact.key}.kernel").write_bytes(b"damaged")
+    found = write_bundle(before.path, other, told("m"), force=True, sources=sources).get(artifact.key)
+    assert found is not None and found.registers == artifact.registers + 1
+
+
+def test_force_puts_a_file_in_the_place_of_a_link(make: Make, tmp_path: Path) -> None:
+    bundle = make(2)
+    path = bundle.path / bundle.manifest.kernels[0].file
+    path.symlink_to(path.rename(tmp_path / "elsewhere"))
+    make(2, force=True).verify()
 
 
 @pytest.mark.parametrize("when", ["new", "there"])

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,92 @@ def test_the_lock_does_not_outlive_its_holder_in_a_forked_process(tmp_path: Path
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_killed_rank_with_a_forked_process_holds_no_lock(tmp_path: Path) -> None:
+    store = KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels"))
+    key = store.key(spec())
+    told, tell = os.pipe()
+    rank = os.fork()
+    if rank == 0:
+        locks = [store.try_lock(key), store.try_slot(1)]
+        if os.fork() == 0:
+            os.write(tell, b"%d" % os.getpid() if None not in locks else b"0")
+        time.sleep(600)
+        os._exit(0)
+    child = int(os.read(told, 20))
+    try:
+        os.kill(rank, signal.SIGKILL)
+        os.waitpid(rank, 0)
+        assert child and store.try_lock(key) is not None
+        other = KernelStore(tmp_path / "cache")
+        assert None not in [other.try_slot(1) for _ in range(os.cpu_count() or 1)]
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+
+
+def ends_well(child: int) -> bool:
+    """Whether a forked process ends with 0 in a few seconds; it is killed if it does not."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status == 0
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def test_a_process_that_is_forked_while_a_thread_compiles_waits_no_longer_than_others(tmp_path: Path) -> None:
+    store = KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels"))
+    key = store.key(spec())
+    lock = store.try_lock(key)
+    assert lock is not None
+    with store._mutex:  # as a thread holds it for a moment
+        child = os.fork()
+        if child == 0:
+            while store.try_lock(key) is None:
+                time.sleep(0.01)
+            os._exit(0)
+    time.sleep(0.1)
+    assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    lock.close()
+    assert ends_well(child)
+
+
+def test_a_forked_process_that_leaves_a_lock_closes_no_file_of_its_own(tmp_path: Path) -> None:
+    store = KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels"))
+    lock = store.try_lock(store.key(spec()))
+    assert lock is not None
+    child = os.fork()
+    if child == 0:
+        try:
+            own = [os.open(tmp_path, os.O_RDONLY) for _ in range(3)]
+            lock.close()
+            for descriptor in own:
+                os.fstat(descriptor)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert ends_well(child)
+    # The parent's lock is as it was.
+    assert KernelStore(tmp_path / "cache").try_lock(store.key(spec())) is None
+    lock.close()
+
+
+def test_a_rank_that_waits_for_a_lock_takes_what_is_published(tmp_path: Path) -> None:
+    store, stuck = (KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels")) for _ in range(2))
+    lock = stuck.try_lock(stuck.key(spec()))
+    assert lock is not None
+    publishing = threading.Timer(0.2, stuck.compile, [spec()])
+    publishing.start()
+    began = time.monotonic()
+    assert store.get_or_compile(spec())[1]
+    assert time.monotonic() - began < 10
+    publishing.join()
+    lock.close()
 
 
 def test_slots_are_as_many_as_cores_or_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -350,6 +352,91 @@ def test_full_disk_costs_one_warning(
     assert "No space left" in message
     assert not list((tmp_path / "cache").glob("*.tmp"))
     assert not list((tmp_path / "cache").glob("*.kernel"))
+
+
+def test_without_locks_no_temporary_file_is_removed(
+    tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank may be writing it."""
+    store = KernelStore(tmp_path / "cache", sources)
+    key = store.key(spec())
+    store.get(key)
+    temporary = tmp_path / "cache" / f"{key}.kernel.abc.tmp"
+    temporary.write_bytes(b"half")
+
+    def fail(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", fail)
+        assert not store.get_or_compile(spec())[1]
+    assert temporary.exists()
+    lock = store.try_lock(key)
+    assert lock is not None and not temporary.exists()
+    lock.close()
+
+
+def test_a_removed_temporary_file_is_written_again(
+    tmp_path: Path, sources: SourceTree, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fsync
+
+    def removed(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", real)
+        for temporary in (tmp_path / "cache").glob("*.tmp"):
+            temporary.unlink()
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", removed)
+    _use(KernelStore(tmp_path / "cache", sources))
+    assert len(list((tmp_path / "cache").glob("*.kernel"))) == 2
+    assert _warnings(caplog) == []
+
+
+@pytest.mark.parametrize("when", ["before a lock", "before publishing"])
+def test_a_removed_folder_is_made_again(
+    tmp_path: Path, sources: SourceTree, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    store = KernelStore(tmp_path / "cache", sources)
+    store.get_or_compile(spec())
+    shutil.rmtree(tmp_path / "cache")
+    if when == "before a lock":
+        store.get_or_compile(spec(factor=3))
+    else:
+        store.put(_ARTIFACT)
+    store.get_or_compile(spec(factor=4))
+    assert len(list((tmp_path / "cache").glob("*.kernel"))) == 2
+    assert _warnings(caplog) == []
+
+
+def test_a_folder_that_others_can_write_does_not_take_the_place_of_a_removed_folder(
+    tmp_path: Path, sources: SourceTree, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = KernelStore(tmp_path / "cache", sources)
+    store.get_or_compile(spec())
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "mkdir", lambda path, **given: (os.mkdir(path), os.chmod(path, 0o777)))
+        store.put(_ARTIFACT)
+    assert list((tmp_path / "cache").iterdir()) == []
+    (message,) = _warnings(caplog)
+    assert "can be written by others" in message
+
+
+def test_a_folder_that_cannot_be_synced_keeps_kernels(
+    tmp_path: Path, sources: SourceTree, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fsync
+
+    def files_only(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    _use(KernelStore(tmp_path / "cache", sources))
+    assert len(list((tmp_path / "cache").glob("*.kernel"))) == 2
+    assert _warnings(caplog) == []
 
 
 def test_put_then_get(tmp_path: Path) -> None:

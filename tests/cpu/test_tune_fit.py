@@ -80,10 +80,13 @@ def test_timings_are_written_and_read_the_same(tmp_path: Path) -> None:
     write_timings(file, {"device": "NVIDIA H200"}, timings)
     assert read_timings(file) == ({"device": "NVIDIA H200"}, rounded)
     file.write_bytes(a_file({"device": "NVIDIA H200"}))
-    assert [one.us for one in read_timings(file)[1]] == [{"8x128": 10.0}]
+    assert [(one.us, one.num_sms) for one in read_timings(file)[1]] == [({"8x128": 10.0}, 132)]
+    file.write_bytes(a_file({"device": "NVIDIA H100 PCIe", "num_sms": 114}))
+    assert [one.num_sms for one in read_timings(file)[1]] == [114]
 
 
 NO_DEVICE: list[Any] = [{}, [], None, "NVIDIA H200", {"device": 200}]
+NO_SMS: list[Any] = ["114", 0, None]
 NO_TIMES: list[Any] = [{}, [], None, {"8x128": 0}, {"8x128": -1}, {"8x128": float("nan")}]
 
 
@@ -100,12 +103,13 @@ def a_file(about: Any, **changes: Any) -> bytes:
         b"{}",
         b"\x1f\x8b\x08\x00",
         *(a_file(about) for about in NO_DEVICE),
+        *(a_file({"device": "NVIDIA H200", "num_sms": sms}) for sms in NO_SMS),
         *(a_file({"device": "NVIDIA H200"}, us=us) for us in NO_TIMES),
         *(a_file({"device": "NVIDIA H200"}, counts=counts) for counts in ([], ["x"])),
         a_file({"device": "NVIDIA H200"}, layout="sparse"),
         a_file({"device": "NVIDIA H200"}, n=0),
     ],
-    ids=range(18),
+    ids=range(21),
 )
 def test_what_are_no_timings_is_refused(tmp_path: Path, text: bytes) -> None:
     file = tmp_path / "timings.gz"

@@ -17,6 +17,7 @@ import pytest
 
 from moe_fp8 import cli, tune
 from moe_fp8.errors import ConfigError, MoeFp8Error, ToolchainError
+from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.jit import driver
 from moe_fp8.jit.driver import DeviceInfo
 from moe_fp8.tune import Target, Timing, read_timings, run, table
@@ -61,7 +62,7 @@ def test_tune_writes_what_gains(
         [(8, 0), (40, 32), (64, 40)],
         [(8, 0), (64, 32)],
     )
-    assert set(written) == {"device", "driver", "cuda", "torch", "date", "rows"}
+    assert set(written) == {"device", "num_sms", "driver", "cuda", "torch", "date", "rows"}
     assert written["device"] == "NVIDIA H200"
 
 
@@ -101,6 +102,28 @@ def test_an_error_writes_what_was_timed(
     with pytest.raises(MoeFp8Error, match="wrong"):
         tune.tune([(DENSE, 1), (DENSE, 8)], tmp_path / "t.json", quiet=True)
     assert [found["rows"] for found in table.read_rows(tmp_path / "t.json")] == [1]
+
+
+def test_the_models_choice_is_that_of_the_devices_sms(
+    gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "device_info", lambda: H200._replace(name="NVIDIA H100 PCIe", num_sms=114))
+    file, out = tmp_path / "timings.gz", tmp_path / "table.json"
+    target = Target("dense", 1536, 2048, 1)
+    chosen, chosen_for_more = (str(gemm_costs.cheapest(target.problem(1024, sms))) for sms in (114, 132))
+    # Its time tells nothing of the choice for 114 SMs.
+    monkeypatch.setattr(
+        run, "time_configs", lambda *given: {chosen: 10.0, "64x96": 8.0, chosen_for_more: 8.0}
+    )
+    _, timings = tune.tune([(target, 1024)], out, timings_file=file, quiet=True)
+    machine, kept = read_timings(file)
+    assert chosen != chosen_for_more
+    assert machine["num_sms"] == 114 and kept == timings
+    assert run._choice(gemm_costs.constants(), kept[0]) == chosen
+    (row,) = table.read_rows(out)
+    assert row["gain"] == 0.2
+    run.retable(file, tmp_path / "again.json")
+    assert table.read_rows(tmp_path / "again.json") == [row]
 
 
 ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -229,6 +252,23 @@ def test_a_file_that_no_longer_fits_is_kept_and_so_is_what_was_timed(
     else:
         assert [found["rows"] for found in table.read_rows(kept, "NVIDIA H200")] == [1]
         assert damaged or [found["rows"] for found in table.read_rows(out, "NVIDIA H100")] == [8]
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_file_that_no_longer_fits_does_not_keep_the_other_from_being_written(
+    gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, both: bool
+) -> None:
+    file, out, time_configs = tmp_path / "timings.gz", tmp_path / "table.json", run.time_configs
+
+    def meanwhile(*arguments: Any) -> dict[str, float]:
+        on_an_h100(file, out if both else tmp_path / "other.json")
+        return time_configs(*arguments)
+
+    monkeypatch.setattr(run, "time_configs", meanwhile)
+    with pytest.raises(ConfigError, match=r"--timings.*what was timed now is in .*timings\..*gz"):
+        tune.tune([(DENSE, 1)], out, timings_file=file, quiet=True)
+    (written,) = tmp_path.glob("table.*.json" if both else "table.json")
+    assert [found["rows"] for found in table.read_rows(written, "NVIDIA H200")] == [1]
 
 
 @pytest.mark.parametrize(
