@@ -15,6 +15,7 @@ from moe_fp8.heuristics import TOKEN_TILES
 from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit.files import publish
+from moe_fp8.problems import DEFAULT_NUM_SMS
 from moe_fp8.tune.targets import Target
 from moe_fp8.tune.timings import Timing, check_device
 
@@ -62,6 +63,8 @@ def table_rows(timings: Iterable[Timing]) -> list[dict[str, Any]]:
                 above = max(timed, rows_below(rows))
                 gain = round(1 - us[best] / model, 3)
                 row = {**target._asdict(), "rows": rows, "above": above, "config": best, "gain": gain}
+                if problem.num_sms != DEFAULT_NUM_SMS:
+                    row["num_sms"] = problem.num_sms
                 found.append(row)
             timed = rows
     return _joined(found)
@@ -71,11 +74,15 @@ def table_choice(
     rows: Iterable[dict[str, Any]], model_choice: Callable[[Timing], str], timing: Timing
 ) -> str:
     """The config that a table of these rows has for a timed problem, else the cost model's."""
-    key = gemm_table.row_key(timing.target._asdict())
+    key = _key(timing)
     for row in rows:
         if gemm_table.row_key(row) == key and row["above"] < timing.rows <= row["rows"]:
             return str(row["config"])
     return model_choice(timing)
+
+
+def _key(timing: Timing) -> gemm_table.Key:
+    return gemm_table.row_key({**timing.target._asdict(), "num_sms": timing.num_sms})
 
 
 def _joined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -101,7 +108,7 @@ def merge(
     """A table's rows: `new`, and the rows of `old` but for the numbers of rows that `timings` cover."""
     timed: dict[gemm_table.Key, list[int]] = {}
     for timing in timings:
-        timed.setdefault(gemm_table.row_key(timing.target._asdict()), []).append(timing.rows)
+        timed.setdefault(_key(timing), []).append(timing.rows)
     rows = list(new)
     for row in old:
         counts = timed.get(gemm_table.row_key(row), [])

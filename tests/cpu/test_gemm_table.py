@@ -54,13 +54,17 @@ def test_only_the_same_problem_on_the_same_device_reads_a_row(put_table: PutTabl
     assert choice(8, config="64x96") == "64x96", "the caller goes before the table"
 
 
-def test_rows_do_not_serve_calls_on_much_fewer_sms(put_table: PutTable) -> None:
-    put_table([row(8, "128x256/2p"), row(8, "64x96", layout="psum", num_experts=4)])
+def test_a_row_serves_calls_on_the_sms_that_it_was_measured_on(put_table: PutTable) -> None:
+    grouped_row = row(8, "64x96", layout="psum", num_experts=4)
+    put_table(
+        [row(8, "128x256/2p"), row(8, "128x128", num_sms=78), grouped_row, {**grouped_row, "num_sms": 66}]
+    )
     dense = GemmProblem("dense", 8, N, K, device="h200")
     grouped = GemmProblem("psum", 4096, N, K, 4, 8, device="h200")
-    for problem, served in ((dense, [132, 112, 96]), (grouped, [132])):
+    for problem, served in ((dense, [132, 112, 96, 78]), (grouped, [132, 66])):
         found = [sms for sms in (132, 112, 96, 78, 66) if gemm_table.lookup(replace(problem, num_sms=sms))]
         assert found == served
+    assert choice(8, num_sms=78) == "128x128"
 
 
 def test_grouped_rows_are_those_of_an_expert(put_table: PutTable) -> None:

@@ -121,7 +121,7 @@ def test_the_models_choice_is_that_of_the_devices_sms(
     assert machine["num_sms"] == 114 and kept == timings
     assert run._choice(gemm_costs.constants(), kept[0]) == chosen
     (row,) = table.read_rows(out)
-    assert row["gain"] == 0.2
+    assert row["gain"] == 0.2 and row["num_sms"] == 114
     run.retable(file, tmp_path / "again.json")
     assert table.read_rows(tmp_path / "again.json") == [row]
 

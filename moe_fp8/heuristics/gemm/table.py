@@ -3,7 +3,8 @@
 A row is one problem for which a config was faster than the cost model's choice. It serves every number of
 rows from its own down to the next that was measured or needs a smaller tile or fewer ("above"), and of a
 grouped problem every layout, since they all cost the same. But it serves no problem whose number of blocks
-decides. Everything else is left to the model: what has no row was not measured, or the model chose well.
+decides, and it holds for the number of SMs that it was measured on. Everything else is left to the model:
+what has no row was not measured, or the model chose well.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from moe_fp8.problems import DEFAULT_NUM_SMS, GemmProblem
 #: Devices that a problem can name, and words of the driver's name for each.
 DEVICES = {"h100": "H100", "h200": "H200"}
 
-#: Rows were measured on 132 SMs. On fewer SMs, those of grouped GEMMs lose 0 to 5% to the model's choice, and
-#: those of dense GEMMs lose 3 to 4% below this number.
+#: Dense GEMMs take rows of 132 SMs from this number of SMs on. On fewer SMs, they lose 3 to 4% to the model's
+#: choice. Grouped GEMMs lose 0 to 5% on any number but that of the measurement.
 _LEAST_DENSE_SMS = 96
 
 _FOLDER = Path(__file__).parent / "tuned"
 
-#: Whether it is grouped, N, K and experts.
-Key = tuple[bool, int, int, int]
+#: Whether it is grouped, N, K, experts, and the SMs that the row was measured on.
+Key = tuple[bool, int, int, int, int]
 
 #: (rows, above, config), ascending.
 _Rows = tuple[tuple[int, int, str], ...]
@@ -52,11 +53,8 @@ def devices() -> tuple[str, ...]:
 
 def row_key(row: dict[str, Any]) -> Key:
     """The key by which a row of the table is found, together with its number of rows."""
-    return _key(row["layout"], row["n"], row["k"], row["num_experts"])
-
-
-def _key(layout: str, n: int, k: int, num_experts: int) -> Key:
-    return layout != "dense", n, k, num_experts
+    num_sms = row.get("num_sms", DEFAULT_NUM_SMS)
+    return row["layout"] != "dense", row["n"], row["k"], row["num_experts"], num_sms
 
 
 @cache
@@ -72,8 +70,7 @@ def _table(device: str) -> dict[Key, _Rows]:
 def lookup(problem: GemmProblem) -> GemmConfig | None:
     """The config that the device's table has for `problem`, if any.
 
-    None for batch-invariant results, on fewer SMs than its row holds for, and if the number of blocks
-    decides, which tells more than a mean.
+    None for batch-invariant results, and if the number of blocks decides, which tells more than a mean.
     """
     row = find_row(problem)
     return None if row is None else row[2]
@@ -81,12 +78,17 @@ def lookup(problem: GemmProblem) -> GemmConfig | None:
 
 def find_row(problem: GemmProblem) -> tuple[int, int, GemmConfig] | None:
     """(rows, above, config) of the table's row that `lookup` takes its answer from."""
-    least_sms = _LEAST_DENSE_SMS if problem.layout == "dense" else DEFAULT_NUM_SMS
-    if problem.batch_invariant or problem.blocks_decide or problem.num_sms < least_sms:
+    if problem.batch_invariant or problem.blocks_decide:
         return None
-    found = _table(problem.device).get(_key(problem.layout, problem.n, problem.k, problem.num_experts))
-    if found is None:
-        return None
+    dense, num_sms = problem.layout == "dense", problem.num_sms
+    for measured in (num_sms, DEFAULT_NUM_SMS) if dense and num_sms >= _LEAST_DENSE_SMS else (num_sms,):
+        key = not dense, problem.n, problem.k, problem.num_experts, measured
+        if row := _row(_table(problem.device).get(key, ()), problem):
+            return row
+    return None
+
+
+def _row(found: _Rows, problem: GemmProblem) -> tuple[int, int, GemmConfig] | None:
     wanted = problem.rows
     at = bisect_left(found, (wanted,))
     if at == len(found) or found[at][1] >= wanted:
