@@ -33,7 +33,7 @@ class StaticBuffers:
     """Tensors `[capacity * rows, *row_shape]` whose addresses never change; `capacity` counts requests.
 
     A graph captured over `view(bucket)` reads the values that `load` last copied there. All rows start as
-    padding. Not thread-safe.
+    padding. Buffers that were made in inference mode are usable outside of it. Not thread-safe.
     """
 
     def __init__(self, specs: Mapping[str, BufferSpec], capacity: int, device: torch.device | str) -> None:
@@ -45,10 +45,12 @@ class StaticBuffers:
         self.specs = dict(specs)
         self.capacity = capacity
         self.device = torch.device(device)
-        self._tensors = {
-            name: torch.full(spec.shape(capacity), spec.pad, dtype=spec.dtype, device=self.device)
-            for name, spec in self.specs.items()
-        }
+        with torch.inference_mode(False):
+            self._tensors = {
+                name: torch.full(spec.shape(capacity), spec.pad, dtype=spec.dtype, device=self.device)
+                for name, spec in self.specs.items()
+            }
+        self._addresses = {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()}
 
     @property
     def num_bytes(self) -> int:
@@ -71,6 +73,9 @@ class StaticBuffers:
             raise ArgumentError(
                 "StaticBuffers.load", "inputs", f"the names {sorted(self.specs)}", sorted(inputs)
             )
+        for name, value in inputs.items():
+            if not isinstance(value, torch.Tensor):
+                raise ArgumentError("StaticBuffers.load", name, "a tensor", type(value).__name__)
         name, first = next(iter(inputs.items()))
         requests = first.shape[0] // self.specs[name].rows if first.dim() else 0
         for name, value in inputs.items():
@@ -91,28 +96,31 @@ class StaticBuffers:
         `inputs` has exactly the names of the specs. Each tensor is `[requests * rows, *row_shape]` with its
         spec's rows, shape and dtype, on any device; `requests` is the same for all, and
         `requests` <= `bucket` <= `capacity`. The copies are ordered with the current stream, and `load` does
-        not wait for them. A host tensor may be reused at once: it is copied to pinned memory first. Do not
-        call `load` inside a capture. Raises `ArgumentError` for a missing or unknown name, a wrong shape or
-        dtype, and a `bucket` out of range.
+        not wait for them. A host tensor may be reused at once: it is copied to pinned memory first. A tensor
+        may be a view of any of these buffers: all of these are read before a buffer is written. Do not call
+        `load` inside a capture. Raises `ArgumentError` for a missing or unknown name, for a value that is no
+        tensor, for a wrong shape or dtype, and for a `bucket` out of range.
         """
         requests = self.check(inputs)
         if not requests <= bucket <= self.capacity:
             raise ArgumentError(
                 "StaticBuffers.load", "bucket", f"{requests} to {self.capacity} requests", bucket
             )
-        for name, value in inputs.items():
+        staged = {name: self._staged(value) for name, value in inputs.items()}
+        for name, value in staged.items():
             buffer, spec = self._tensors[name], self.specs[name]
             copied = requests * spec.rows
-            buffer[:copied].copy_(self._staged(value), non_blocking=self.device.type == "cuda")
+            buffer[:copied].copy_(value, non_blocking=self.device.type == "cuda")
             if requests < bucket:
                 buffer[copied : bucket * spec.rows].fill_(spec.pad)
         return requests
 
     def _staged(self, value: torch.Tensor) -> torch.Tensor:
-        """`value`, or its copy in pinned memory if it is in host memory and the buffers are on a GPU.
+        """`value`, or its copy if it may change before the buffer has it.
 
-        torch does not give the pinned memory to anyone else before the device has read it.
+        A tensor in host memory is copied to pinned memory if the buffers are on a GPU. torch does not give
+        the pinned memory to anyone else before the device has read it. A view of a buffer is copied too.
         """
         if self.device.type == "cuda" and value.device.type == "cpu":
             return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
-        return value
+        return value.clone() if value.untyped_storage().data_ptr() in self._addresses else value

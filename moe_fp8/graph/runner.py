@@ -26,7 +26,8 @@ class GraphRunner:
     of rows, the same number in every bucket. A capturable step must have shapes that depend only on the
     bucket, must not read device data on the host (`.item()`, `.tolist()`, boolean indexing, `nonzero`), and
     must not copy host tensors to the device; `verify_capture_safe` tells. State that outlives a step (a paged
-    cache) is written in place. Its kernels must be loaded before capture: preload the warmup plan first.
+    cache) is written in place. Its kernels must be loaded before capture: preload the warmup plan first. The
+    step runs under `torch.no_grad()`.
 
     `warmup_runs` eager calls precede each capture, so that libraries allocate workspaces and
     choose algorithms outside the capture. These calls see only padded rows. One thread may use a runner at
@@ -79,8 +80,8 @@ class GraphRunner:
         `progress(bucket)` is called after each bucket. On CPU nothing is captured, and the step is called
         once for each bucket. Call `capture` again after replacing a tensor that the step closes over; it
         drops the old graphs; with a pool of your own, drop their outputs first. Raises `ArgumentError` if the
-        first dimension of an output does not fit the bucket; `CaptureError`, which names the line, for a step
-        that cannot be captured.
+        step does not return a dict of tensors, or if the first dimension of an output does not fit the
+        bucket; `CaptureError`, which names the line, for a step that cannot be captured.
         """
         self._graphs.clear()
         self._grown.clear()
@@ -91,21 +92,28 @@ class GraphRunner:
             if self.uses_graphs:
                 self._captured_pool = torch.cuda.graph_pool_handle() if self.pool is None else self.pool
             for bucket in reversed(self.buckets.sizes):
-                inputs = self.buffers.view(bucket)
                 if self.uses_graphs:
-                    self._capture(inputs, bucket)
+                    self._capture(bucket)
                 else:
-                    self._check_outputs(self.step(inputs), bucket)
+                    self._call(bucket)
                 if progress is not None:
                     progress(bucket)
 
-    def _capture(self, inputs: Tensors, bucket: int) -> None:
+    @torch.no_grad()  # what autograd saved for an output would keep the scratch of its bucket
+    def _capture(self, bucket: int) -> None:
+        inputs = self.buffers.view(bucket)
         warm_up(lambda: self.step(inputs), self.warmup_runs)
         before = memory.pool_bytes(self._captured_pool)
         graph, outputs = capture("GraphRunner.capture", lambda: self.step(inputs), self._captured_pool)
         self._check_outputs(outputs, bucket)
         self._graphs[bucket] = graph, dict(outputs)  # the step may use its dict again for the next bucket
         self._grown[bucket] = memory.pool_bytes(self._captured_pool) - before
+
+    @torch.no_grad()
+    def _call(self, bucket: int) -> Tensors:
+        outputs = self.step(self.buffers.view(bucket))
+        self._check_outputs(outputs, bucket)
+        return outputs
 
     def run(self, inputs: Tensors) -> dict[str, torch.Tensor]:
         """Load `inputs`, pad them to a bucket, run the step, and return the outputs' rows of the requests.
@@ -125,8 +133,7 @@ class GraphRunner:
                 graph.replay()
                 self.replays += 1
             else:
-                outputs = self.step(self.buffers.view(bucket))
-                self._check_outputs(outputs, bucket)
+                outputs = self._call(bucket)
         return {name: tensor[: requests * self._rows[name]] for name, tensor in outputs.items()}
 
     @contextmanager
@@ -139,8 +146,16 @@ class GraphRunner:
             yield
 
     def _check_outputs(self, outputs: Tensors, bucket: int) -> None:
-        """Every output has whole requests, with as many rows as in the buckets before."""
+        """Every output is a tensor of whole requests, with as many rows as in the buckets before."""
+        if not isinstance(outputs, Mapping):
+            raise ArgumentError(
+                "GraphRunner.capture", "step", "a dict of tensors as its result", type(outputs).__name__
+            )
         for name, tensor in outputs.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise ArgumentError(
+                    "GraphRunner.capture", f"output {name}", "a tensor", type(tensor).__name__
+                )
             size = tensor.shape[0] if tensor.dim() else 0
             rows = self._rows.get(name) or max(1, size // bucket)
             if size != bucket * rows:

@@ -10,7 +10,7 @@ from moe_fp8.limits import refuse_next_n, refuse_page
 from moe_fp8.problems import DEFAULT_NUM_SMS, OutDtype
 from moe_fp8.settings import settings
 from moe_fp8.warmup.engines import EngineCalls, engine_calls
-from moe_fp8.warmup.shapes import Parallelism
+from moe_fp8.warmup.shapes import Parallelism, demand_integer, is_integer
 
 _Value = TypeVar("_Value")
 
@@ -53,17 +53,22 @@ class PlanOptions(Parallelism):
         super().__post_init__()
         for name in ("max_tokens", "max_batch", "masked_rows"):
             value = getattr(self, name)
-            if value is not None and not 1 <= value <= _MOST_ROWS:
-                raise ConfigError(name, f"an integer from 1 to {_MOST_ROWS}", value)
+            if value is not None or name != "masked_rows":
+                demand_integer(name, value, 1, _MOST_ROWS)
         for value in every(self.num_sms, "num_sms"):
-            if not 1 <= value <= _MOST_SMS:
-                raise ConfigError("num_sms", f"an integer from 1 to {_MOST_SMS}", value)
+            demand_integer("num_sms", value, 1, _MOST_SMS)
         for name, refuse in (("next_n", refuse_next_n), ("block_size", refuse_page)):
             for value in every(getattr(self, name), name):
-                if refuse(value):
-                    raise ConfigError(name, "a number that the ops serve", value, refuse(value))
-        every(self.batch_invariant, "batch_invariant")
-        if not self.out_dtypes or any(dtype not in _OUT_DTYPES for dtype in self.out_dtypes):
+                refusal = (
+                    refuse(value) if is_integer(value) else "expected an integer, or a tuple of integers"
+                )
+                if refusal:
+                    raise ConfigError(name, "a number that the ops serve", value, refusal)
+        for value in every(self.batch_invariant, "batch_invariant"):
+            if not isinstance(value, bool):
+                raise ConfigError("batch_invariant", "True, False or a tuple of them", value)
+        listed = isinstance(self.out_dtypes, (tuple, list)) and self.out_dtypes
+        if not listed or any(dtype not in _OUT_DTYPES for dtype in self.out_dtypes):
             raise ConfigError("out_dtypes", f"some of {', '.join(_OUT_DTYPES)}", self.out_dtypes)
         engine_calls(self.engine)
 
@@ -89,9 +94,14 @@ class PlanOptions(Parallelism):
 
 
 def every(value: _Value | tuple[_Value, ...], name: str = "") -> tuple[_Value, ...]:
-    """All values of an option that is one value or a tuple of some. Raises ConfigError for an empty tuple."""
+    """All values of an option that is one value or a tuple of some.
+
+    Raises ConfigError for an empty tuple, and for a tuple of lists.
+    """
     if not isinstance(value, tuple):
         return (value,)
     if not value:
         raise ConfigError(name, "at least one value", value)
+    if any(isinstance(each, list) for each in value):
+        raise ConfigError(name, "one value, or a tuple of values", value)
     return tuple(dict.fromkeys(value))

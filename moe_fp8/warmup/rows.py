@@ -46,6 +46,9 @@ from moe_fp8.warmup.shapes import GemmShape, experts_per_token, local_experts
 
 Ranges = tuple[tuple[int, int], ...]
 
+#: vLLM projects the cached latents of several requests up together: of 8 contexts, but of no more tokens.
+_CONTEXTS, _MOST_PROJECTED = 8, 65536
+
 
 @dataclass(frozen=True)
 class PlanRow:
@@ -114,7 +117,8 @@ class Bounds:
         padding = local_experts(model, options) * (SEGMENT_ALIGNMENT - 1)
         contiguous = own * options.dp * experts_per_token(model, options) + padding
         masked = options.masked_rows or _round_up(options.most_decoded * options.dp, SEGMENT_ALIGNMENT)
-        context = max(dense, model.max_positions)
+        projected = min(_CONTEXTS * model.max_positions, _MOST_PROJECTED)
+        context = max(dense, model.max_positions, projected)
         return cls(dense, context, _round_up(contiguous, SEGMENT_ALIGNMENT), masked)
 
 
@@ -377,8 +381,9 @@ def indexer_rows(model: ModelDescription, indexer: Indexer, options: PlanOptions
     for dtype in dtypes if "indexer_topk" in options.calls.further else ():
 
         def chosen(rows: int, dtype: OutDtype = dtype) -> Iterator[IndexerTopkProblem]:
-            # A decode step's logits may be one page wider than the longest context.
-            for columns, _ in _runs(2 * positions, selection_extent):
+            # Logits of prefill may have the keys of several requests. Those of a decode step may be one page
+            # wider than the longest context.
+            for columns, _ in _runs(max(2, options.max_batch) * positions, selection_extent):
                 for sms in budgets:
                     yield IndexerTopkProblem(rows, columns, dtype, sms)
 

@@ -13,6 +13,8 @@ from moe_fp8.warmup.models.description import Domain, Linear, ModelDescription, 
 
 _TRIED_TP = (1, 2, 4, 8, 16, 32, 64)
 
+_MOST_RANKS = 1 << 20
+
 
 @dataclass(frozen=True)
 class GemmShape:
@@ -81,6 +83,16 @@ class Unplanned:
         return f"{self.what} ({experts}{sizes}): {self.reason}"
 
 
+def is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def demand_integer(name: str, value: int, least: int, most: int) -> None:
+    """Raise ConfigError for an option that is no integer in these bounds."""
+    if not is_integer(value) or not least <= value <= most:
+        raise ConfigError(name, f"an integer from {least} to {most}", value)
+
+
 @dataclass(frozen=True)
 class Parallelism:
     """The division of a model among ranks: `tp` ranks split every layer, `ep` ranks split the experts.
@@ -92,7 +104,8 @@ class Parallelism:
     that split dense MLPs. `shared_tp`: ranks that split shared experts, 1 if each rank has them whole
     (replicated or sequence-parallel). `moe_tp`: ranks that split each routed expert. `redundant_experts`:
     copies of experts on all ranks together (EPLB). `fuse_shared`: the shared experts are further routed
-    experts of each rank, so a rank has E + 1 of them.
+    experts of each rank, so a rank has E + 1 of them. They must have the width of routed experts, and FP8
+    weights where these have them.
     """
 
     tp: int = 1
@@ -107,10 +120,9 @@ class Parallelism:
     def __post_init__(self) -> None:
         for name in ("tp", "ep", "attention_tp", "mlp_tp", "shared_tp", "moe_tp"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or not 1 <= value <= 1 << 20):
-                raise ConfigError(name, "an integer >= 1", value)
-        if not 0 <= self.redundant_experts <= 1 << 20:
-            raise ConfigError("redundant_experts", "an integer >= 0", self.redundant_experts)
+            if value is not None:
+                demand_integer(name, value, 1, _MOST_RANKS)
+        demand_integer("redundant_experts", self.redundant_experts, 0, _MOST_RANKS)
         if self.moe_tp is None and self.tp % self.ep and self.ep % self.tp:
             raise ConfigError("ep", f"a divisor or a multiple of tp ({self.tp})", self.ep)
         ranks = self.ways("experts") * self.ep
@@ -143,7 +155,8 @@ def gemm_shapes(
 
     With `pad_intermediate`, a rank's intermediate size that is no multiple of 128 is rounded up, as for
     weights padded with zeros offline. `unplanned` has all other linear layers. Raises ConfigError if the
-    parallelism does not divide the model's heads or experts; the remedy names settings that work.
+    parallelism does not divide the model's heads or experts, for which the remedy names settings that work,
+    and if the shared experts cannot be fused.
     """
     return _rank(model, parallelism, pad_intermediate).gemms
 
@@ -184,11 +197,38 @@ class _Uneven(Exception):
 
 
 def _rank(model: ModelDescription, parallelism: Parallelism, pad: bool) -> _Rank:
+    if parallelism.fuse_shared:
+        _demand_fusible(model)
     try:
         return _divided(model, parallelism, pad)
     except ConfigError as error:
         remedy = working_settings(model, parallelism)
         raise ConfigError(error.field, error.expected, error.got, remedy) from error
+
+
+def _demand_fusible(model: ModelDescription) -> None:
+    """Raise ConfigError if the model's shared experts cannot be further routed experts."""
+
+    def of(domain: Domain) -> list[Linear]:
+        return [linear for linear in model.linears if linear.domain == domain]
+
+    def in_fp8(domain: Domain) -> set[tuple[str, int]]:
+        found = (linear for linear in of(domain) if not linear.reason)
+        return {(linear.what.rpartition(".")[2], layer) for linear in found for layer in linear.layers}
+
+    def widths(domain: Domain) -> set[int]:
+        return {linear.k.units for linear in of(domain) if linear.what.endswith(".down")}
+
+    count, shared, routed = model.num_shared_experts, widths("shared"), widths("experts")
+    remedy = "plan without fuse_shared (--fuse-shared)"
+    if not count:
+        raise ConfigError("fuse_shared", "a model with shared experts", "a model without any", remedy)
+    if shared != {count * width for width in routed}:
+        expected = f"shared experts as wide as {count} of the routed experts ({count * min(routed)})"
+        raise ConfigError("fuse_shared", expected, min(shared), remedy)
+    if in_fp8("shared") != in_fp8("experts") or not in_fp8("shared"):
+        expected = "shared experts in FP8, like the routed experts, in the same layers"
+        raise ConfigError("fuse_shared", expected, "a model in which they are not", remedy)
 
 
 def _divided(model: ModelDescription, parallelism: Parallelism, pad: bool) -> _Rank:

@@ -72,6 +72,78 @@ def test_host_inputs_are_staged_in_host_memory(monkeypatch: pytest.MonkeyPatch) 
     assert made == [{"device": "cpu", "pin_memory": True}]
 
 
+@pytest.mark.parametrize("order", [("tokens", "seen"), ("seen", "tokens")])
+def test_an_input_that_a_step_returns_may_be_the_next_input(order: tuple[str, str]) -> None:
+    specs = {name: BufferSpec((), torch.int64) for name in ("tokens", "seen")}
+
+    def step(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return {"seen": tensors["tokens"], "tokens": tensors["seen"][:]}
+
+    runner = GraphRunner(step, specs, BatchBuckets([4]), "cpu")
+    out = runner.run({"tokens": torch.tensor([1, 2, 3]), "seen": torch.tensor([7, 8, 9])})
+    out = runner.run({name: out[name] for name in order})
+    assert (out["tokens"].tolist(), out["seen"].tolist()) == ([1, 2, 3], [7, 8, 9])
+
+
+def test_an_input_may_be_a_shifted_view_of_its_own_buffer() -> None:
+    runner = GraphRunner(dict, SPECS, BatchBuckets([4]), "cpu")
+    out = runner.run(inputs(3))
+    assert runner.run({name: tensor[1:] for name, tensor in out.items()})["tokens"].tolist() == [2, 3]
+
+
+def test_only_views_of_the_buffers_are_copied_before_the_load() -> None:
+    buffers = StaticBuffers(SPECS, 4, "cpu")
+    value = torch.arange(4)
+    assert buffers._staged(value) is value
+    view = buffers.view(4)["tokens"][2:]
+    assert buffers._staged(view).data_ptr() != view.data_ptr()
+
+
+@pytest.mark.parametrize(("made", "used"), [(True, False), (False, True), (True, True)])
+def test_a_runner_works_in_and_outside_of_inference_mode(made: bool, used: bool) -> None:
+    with torch.inference_mode(made):
+        runner = GraphRunner(
+            lambda tensors: {"tokens": tensors["tokens"] + 1}, SPECS, BatchBuckets([2, 4]), "cpu"
+        )
+        runner.capture()
+    with torch.inference_mode(used):
+        out = runner.run(inputs(3))
+        assert out["tokens"].tolist() == [2, 3, 4]
+        runner.capture()
+    assert runner.run({**inputs(3), "tokens": out["tokens"]})["tokens"].tolist() == [3, 4, 5]
+
+
+def test_a_step_records_no_gradients() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    modes: list[bool] = []
+
+    def step(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        modes.append(torch.is_grad_enabled())
+        return {"x": tensors["table"] * weight}
+
+    runner = GraphRunner(step, SPECS, BatchBuckets([2]), "cpu")
+    runner.capture()
+    assert not runner.run(inputs(2))["x"].requires_grad
+    assert modes == [False, False] and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("result", [None, torch.zeros(2), [torch.zeros(2)], {"odd": None}, {"odd": [0, 0]}])
+def test_a_step_must_return_a_dict_of_tensors(result: Any) -> None:
+    runner = GraphRunner(lambda tensors: result, SPECS, BatchBuckets([2]), "cpu")
+    for call in (runner.capture, lambda: runner.run(inputs(2))):
+        with pytest.raises(ArgumentError, match=r"step: expected a dict|output odd: expected a tensor"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["tokens", "table"])
+@pytest.mark.parametrize("value", [None, [1, 2], 1])
+def test_an_input_must_be_a_tensor(name: str, value: Any) -> None:
+    runner = GraphRunner(lambda tensors: tensors, SPECS, BatchBuckets([2]), "cpu")
+    with pytest.raises(ArgumentError, match=f"{name}: expected a tensor") as caught:
+        runner.run({**inputs(2), name: value})
+    assert caught.value.argument == name
+
+
 def test_load_copies_and_pads_in_place() -> None:
     buffers = StaticBuffers(SPECS, 8, "cpu")
     view = buffers.view(4)

@@ -119,6 +119,62 @@ def test_gqa_heads_must_group() -> None:
         model("qwen3_30b", num_key_value_heads=5)
 
 
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("moe_intermediate_size", [1536, 3072]),
+        ("num_shared_expert", [1, 2]),
+        ("moe_intermediate_size", [0, 1.5]),
+    ],
+)
+def test_layers_of_several_sizes_are_refused(field: str, values: list[int]) -> None:
+    config = in_blocks("hunyuan_a13b")
+    half = config["num_hidden_layers"] // 2
+    with pytest.raises(ConfigError) as caught:
+        describe(config | {field: [value for value in values for _ in range(half)]})
+    assert caught.value.field == field
+
+
+def test_a_number_for_each_layer_may_be_the_same_number() -> None:
+    config = in_blocks("hunyuan_a13b")
+    layers = config["num_hidden_layers"]
+    each = {"moe_intermediate_size": 3072, "num_shared_expert": 1, "moe_topk": 8}
+    one = describe(config | each)
+    listed = {name: [value] * layers for name, value in each.items()}
+    assert describe(config | listed) == one
+    # The most experts of a token bound every buffer.
+    assert describe(config | listed | {"moe_topk": [2, *[8] * (layers - 1)]}) == one
+
+
+@pytest.mark.parametrize("name", ["qwen3_next_80b", "qwen35_397b"])
+def test_attention_has_a_gate_unless_the_config_says_otherwise(name: str) -> None:
+    config = in_blocks(name)
+    place = config.get("text_config", config)
+    found = {}
+    for gate in (None, True, False):
+        place["attn_output_gate"] = gate
+        found[gate] = next(one.n for one in gemm_shapes(describe(config), Parallelism()) if one.what == "qkv")
+    queries = place["num_attention_heads"] * place["head_dim"]
+    assert found[None] == found[True] == found[False] + queries
+    place["attn_output_gate"] = "no"
+    with pytest.raises(ModelError, match="attn_output_gate: expected true or false"):
+        describe(config)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next_80b", "longcat_flash", "hy_v4"])
+@pytest.mark.parametrize("given", [None, "marvel_9"])
+def test_a_model_may_be_read_as_a_known_one(name: str, given: str | None) -> None:
+    config = in_blocks(name)
+    known = describe(config)
+    read = describe(config | {"model_type": given}, read_as=known.architecture)
+    assert read == known
+
+
+def test_a_missing_model_type_may_be_named() -> None:
+    with pytest.raises(ModelError, match=r"model_type: expected a string.*--read-as"):
+        model("deepseek_v3", model_type=...)
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", None])
 def test_unreadable_config_is_a_config_error(tmp_path: Path, text: str | None) -> None:
     if text is not None:

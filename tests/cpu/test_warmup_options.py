@@ -126,6 +126,8 @@ def any_calls(name: str, used: PlanOptions, draw: st.DrawFn) -> Iterator[Problem
 @settings(max_examples=60, deadline=None)
 @given(name=st.sampled_from(sorted(MODELS)), used=options(), data=st.data())
 def test_no_call_misses(name: str, used: PlanOptions, data: st.DataObject) -> None:
+    if not MODELS[name].num_shared_experts:
+        used = replace(used, fuse_shared=False)
     planned = plan(MODELS[name], used)
     for _ in range(20):
         for problem in any_calls(name, used, data.draw):
@@ -170,6 +172,35 @@ def test_redundant_and_fused_experts_are_local() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("qwen3_30b", {}, "a model without any"),
+        ("deepseek_v32", {"n_shared_experts": 0}, "a model without any"),
+        ("qwen3_next_80b", {"shared_expert_intermediate_size": 5632}, r"as wide as 1 .*\(512\), got 5632"),
+        ("deepseek_v32", {"quantization_config": ["mlp.shared_experts"]}, "shared experts in FP8"),
+        (
+            "deepseek_v32",
+            {"quantization_config": ["model.layers.9.mlp.shared_experts"]},
+            "in the same layers",
+        ),
+        ("deepseek_v4_flash", {}, "like the routed experts"),
+    ],
+)
+def test_shared_experts_that_cannot_be_fused_are_refused(
+    name: str, changes: dict[str, Any], why: str
+) -> None:
+    config = read_config(CONFIGS / f"{name}.json")
+    if "quantization_config" in changes:
+        skipped = {"modules_to_not_convert": changes["quantization_config"]}
+        changes = {"quantization_config": config["quantization_config"] | skipped}
+    model = describe(config | changes)
+    plan(model, PlanOptions(max_tokens=8, max_batch=1))
+    with pytest.raises(ConfigError, match=why) as caught:
+        plan(model, PlanOptions(max_tokens=8, max_batch=1, fuse_shared=True))
+    assert caught.value.field == "fuse_shared" and "--fuse-shared" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
     ("field", "given"),
     [
         ("ep", {"tp": 8, "ep": 3}),
@@ -188,6 +219,22 @@ def test_redundant_and_fused_experts_are_local() -> None:
         ("out_dtypes", {"out_dtypes": ("int8",)}),
         ("max_tokens", {"max_tokens": 2**31}),
         ("engine", {"engine": "tgi"}),
+        ("tp", {"tp": True}),
+        ("num_sms", {"num_sms": [132, 112]}),
+        ("num_sms", {"num_sms": ([132, 112],)}),
+        ("num_sms", {"num_sms": "132"}),
+        ("next_n", {"next_n": [1, 2]}),
+        ("next_n", {"next_n": (1, "2")}),
+        ("block_size", {"block_size": [64]}),
+        ("block_size", {"block_size": 64.0}),
+        ("max_tokens", {"max_tokens": "8"}),
+        ("max_tokens", {"max_tokens": None}),
+        ("max_batch", {"max_batch": 1.5}),
+        ("masked_rows", {"masked_rows": True}),
+        ("redundant_experts", {"redundant_experts": "1"}),
+        ("out_dtypes", {"out_dtypes": 16}),
+        ("batch_invariant", {"batch_invariant": "off"}),
+        ("batch_invariant", {"batch_invariant": [True]}),
     ],
 )
 def test_bad_options_name_the_field(field: str, given: dict[str, Any]) -> None:

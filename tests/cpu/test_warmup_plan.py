@@ -37,7 +37,18 @@ from moe_fp8.problems import (
     selection_rows,
 )
 from moe_fp8.specs import KernelSpec, kernel_spec
-from moe_fp8.warmup import GemmShape, Parallelism, Plan, PlanOptions, PlanRow, gemm_shapes, load_model, plan
+from moe_fp8.warmup import (
+    GemmShape,
+    Parallelism,
+    Plan,
+    PlanOptions,
+    PlanRow,
+    describe,
+    gemm_shapes,
+    load_model,
+    plan,
+    read_config,
+)
 from moe_fp8.warmup import rows as plan_rows
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -67,8 +78,9 @@ def most_rows(planned: Plan, layout: str, shape: GemmShape | None = None) -> int
     tokens = max(options.max_tokens, options.max_batch * options.next_n)
     parallelism = Parallelism(options.tp, options.ep)
     if layout == "dense":
-        # A chunked prefill projects the latents of a whole context up again.
-        return max(tokens, model.max_positions) if shape and shape.what == "kv_b" else tokens
+        # A chunked prefill projects the latents of whole contexts up again, in vLLM at most 65,536 together.
+        contexts = max(model.max_positions, min(8 * model.max_positions, 65536))
+        return max(tokens, contexts) if shape and shape.what == "kv_b" else tokens
     if layout == "masked":
         return options.max_batch * options.next_n * parallelism.dp
     if layout == "permute":
@@ -221,7 +233,8 @@ def any_calls(planned: Plan, draw: st.DrawFn) -> Iterator[Problem]:
     dtype = draw(st.sampled_from(("float32", "bfloat16")))
     compressed, fill, invariant = draw(st.booleans()), draw(st.booleans()), options.batch_invariant
     yield MqaLogitsProblem(queries, keys, heads, dim, compressed, fill, sms, dtype, invariant)
-    yield IndexerTopkProblem(cached, draw(st.integers(1, 2 * model.max_positions)), dtype, sms)
+    columns = draw(st.integers(1, 2 * model.max_positions) | st.just(keys))
+    yield IndexerTopkProblem(cached, columns, dtype, sms)
     batch = draw(st.integers(1, options.max_batch))
     next_n = draw(st.integers(1, options.next_n))
     yield PagedMqaLogitsProblem(batch, next_n, heads, dim, options.block_size, sms)
@@ -241,10 +254,10 @@ def capricious(problem: Problem) -> KernelSpec:
 
 
 @pytest.fixture(scope="module")
-def capriciously_planned(planned: Plan) -> Iterator[Plan]:
+def capriciously_planned(planned: Plan) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_rows, "kernel_spec", capricious)
-        yield plan(planned.model, planned.options)
+        return plan(planned.model, planned.options)
 
 
 @settings(max_examples=300, deadline=None)
@@ -333,6 +346,21 @@ def test_equal_weights_are_one_problem() -> None:
 def test_a_spec_outside_the_plan_is_not_in_it(planned: Plan) -> None:
     wider = PagedMqaLogitsProblem(1, 1, 16, 64, 32, planned.options.num_sms)
     assert kernel_spec(wider) not in planned
+
+
+def test_a_top_k_over_the_keys_of_all_requests_is_planned() -> None:
+    config = read_config(CONFIGS / "deepseek_v32.json") | {"max_position_embeddings": 4096}
+    planned = plan(describe(config), PlanOptions(tp=8, ep=8, max_batch=32))
+    for rows, requests in product((1, 8, 64), (1, 2, 16, 32)):
+        assert kernel_spec(IndexerTopkProblem(rows, requests * 4096)) in planned
+
+
+def test_the_latents_of_several_short_contexts_are_projected_together() -> None:
+    for positions, most in ((1024, 8192), (8192, 65536), (16384, 65536), (163840, 163840)):
+        config = read_config(CONFIGS / "deepseek_v3.json") | {"max_position_embeddings": positions}
+        planned = plan(describe(config), PlanOptions(tp=8, ep=8, max_tokens=512, engine="vllm"))
+        rows = [row for row in planned.rows if row.op == "gemm_fp8" and "kv_b" in row.what]
+        assert max(last for row in rows for _, last in row.rows) == most
 
 
 def test_deepseek_v32_is_planned_in_a_second() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_fp8.errors import ModelError
-from moe_fp8.warmup import ModelDescription, PlanOptions, describe, plan, read_config
+from moe_fp8.warmup import ModelDescription, PlanOptions, describe, load_model, plan, read_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -109,6 +110,22 @@ def test_a_bf16_checkpoint_is_planned_if_the_engine_quantizes_it() -> None:
         # Layers of other parts of a model.
         ([f"model.vision_tower.layers.{i}.self_attn.q_proj" for i in range(48)], set()),
         (["vision_tower.layers.*.mlp", "mtp.layers.0.self_attn.o_proj"], set()),
+        # ModelOpt's wildcards.
+        (["*self_attn*"], {"qkv", "o"}),
+        (["*.self_attn.*"], {"qkv", "o"}),
+        ([f"model.layers.{i}.self_attn*" for i in range(48)], {"qkv", "o"}),
+        (["model.layers.*.self_attn.o_*"], {"o"}),
+        (["*.experts.*.down_proj", "*mlp.gate", "*lm_head*"], {"experts.down"}),
+        (["vision_tower*", "model.visual.*", "*q"], set()),
+        (["*"], {"qkv", "o", "experts.gate_up", "experts.down"}),
+        # Names of engines for fused projections.
+        (["qkv_proj"], {"qkv"}),
+        ([f"model.layers.{i}.self_attn.qkv_proj" for i in range(48)], {"qkv"}),
+        (
+            ["re:.*self_attn\\.qkv_proj$", "model.layers.*.mlp.experts.gate_up_proj"],
+            {"qkv", "experts.gate_up"},
+        ),
+        (["re:.*mlp\\.experts\\.\\d+\\.down_proj$"], {"experts.down"}),
     ],
 )
 def test_modules_that_are_not_converted(names: list[str], expected: set[str]) -> None:
@@ -124,6 +141,88 @@ def test_a_layer_that_is_bf16_in_some_layers_is_both() -> None:
     planned = plan(description, PlanOptions(max_tokens=8, max_batch=1))
     assert {"o", "experts.down"} <= {what for row in planned.rows for what in row.what}
     assert {layer.what: layer.layers for layer in planned.unplanned}["o"] == 1
+
+
+def test_wildcards_of_one_layer_hold_in_it() -> None:
+    description = model({**FP8, "modules_to_not_convert": ["model.layers.0.self_attn*", "*.7.self_attn.o*"]})
+    attention = [linear for linear in description.linears if linear.what in ("qkv", "o")]
+    assert {one.what: one.layers for one in attention if one.reason} == {"qkv": (0,), "o": (0, 7)}
+
+
+def test_the_fused_down_projection_of_latent_attention_is_understood() -> None:
+    config = read_config(CONFIGS / "deepseek_v3.json")
+    config["quantization_config"]["modules_to_not_convert"] = ["self_attn.fused_qkv_a_proj"]
+    assert in_bf16(describe(config)) == {"q_a+kv_a"}
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (["Linear"], {"qkv": 48, "o": 48, "experts.gate_up": 48, "experts.down": 48}),
+        (["Linear", "FusedMoE"], {"qkv": 48, "o": 48, "experts.gate_up": 48, "experts.down": 48}),
+        (["re:.*mlp\\.experts.*"], {"experts.gate_up": 48, "experts.down": 48}),
+        (["model.layers.0.self_attn"], {"qkv": 1, "o": 1}),
+        (["self_attn", "re:.*gate_up_proj$"], {"qkv": 48, "o": 48, "experts.gate_up": 48}),
+    ],
+)
+def test_compressed_tensors_may_name_its_targets(targets: list[str], expected: dict[str, int]) -> None:
+    quantization = tensors()
+    quantization["config_groups"]["group_0"]["targets"] = targets
+    fp8 = [linear for linear in model(quantization).linears if not linear.reason]
+    assert {linear.what: len(linear.layers) for linear in fp8} == expected
+
+
+@pytest.mark.parametrize("targets", [[], "Linear", [1], ["FusedMoE"], ["re:.*mlp.*", "LinearBase"]])
+def test_other_targets_are_refused(targets: Any) -> None:
+    quantization = tensors()
+    quantization["config_groups"]["group_0"]["targets"] = targets
+    with pytest.raises(ModelError, match="names of modules") as caught:
+        model(quantization)
+    assert caught.value.field.endswith(".targets")
+
+
+def test_the_modules_that_longcat_disables_are_bf16() -> None:
+    attention = {"q_a+kv_a", "q_b", "kv_b", "o"}
+    for names, expected in (
+        (["self_attn"], attention),
+        (["mlps"], {"mlp.gate_up", "mlp.down"}),
+        (["self_attn", "mlps"], attention | {"mlp.gate_up", "mlp.down"}),
+    ):
+        config = read_config(CONFIGS / "longcat_flash.json") | {"quantization_config": FP8}
+        description = describe(config | {"disable_quant_module": names})
+        assert {
+            linear.what for linear in description.linears if "disable_quant_module" in linear.reason
+        } == expected
+        quantized = read_config(CONFIGS / "longcat_flash.json") | {"disable_quant_module": names}
+        assert describe(quantized, quantize="fp8-block").linears == description.linears
+
+
+def test_the_names_of_longcats_dense_mlps_are_understood() -> None:
+    names = [f"model.layers.{layer}.mlps.{half}.down_proj" for layer in range(28) for half in (0, 1)]
+    config = read_config(CONFIGS / "longcat_flash.json")
+    config["quantization_config"] = {**FP8, "ignored_layers": names}
+    assert in_bf16(describe(config)) == {"mlp.down"}
+
+
+def test_the_file_of_modelopt_beside_the_config_counts(tmp_path: Path) -> None:
+    config = read_config(CONFIGS / "qwen3_30b.json")
+    stated = config.pop("quantization_config")
+    told = {"quant_algo": "FP8_PB_WO", "exclude_modules": ["lm_head", "*self_attn*"]}
+    beside = tmp_path / "hf_quant_config.json"
+    beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": told}))
+    for extra, expected in (({}, {"qkv", "o"}), ({"quantization_config": stated}, set())):
+        (tmp_path / "config.json").write_text(json.dumps(config | extra))
+        for path in (tmp_path, tmp_path / "config.json"):
+            assert in_bf16(load_model(path)) == expected
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="no quantization_config"):
+        load_model(tmp_path, quantize="fp8-block")
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    with pytest.raises(ModelError, match=r"FP8_PB_WO.*NVFP4"):
+        load_model(tmp_path)
+    beside.write_text("{")
+    with pytest.raises(ModelError, match=r"hf_quant_config\.json"):
+        load_model(tmp_path)
 
 
 def test_bad_expressions_are_errors() -> None:

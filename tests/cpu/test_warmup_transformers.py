@@ -45,7 +45,7 @@ RENAMED = (
     (r"indexer\.(q|k)_proj", "indexer"),
     (r"indexer\.index_kpool_compress_gate", "indexer.kpool"),
     (r"forget_gate\.", ""),
-    (r"mlps\.\d\.", "mlp."),
+    (r"mlps\.\d\.", "mlps."),
     (r"self_attn\.\d\.", "self_attn."),
     (r"mlp\.router\.classifier|mlp\.gate\.wg|mlp\.router$", "mlp.gate"),
     (r"block_sparse_moe", "mlp"),

@@ -17,7 +17,7 @@ from moe_fp8.warmup.models.description import Indexer, Linear, ModelDescription,
 from moe_fp8.warmup.models.families import Family, family_of, known
 from moe_fp8.warmup.models.fields import Fields, read_config
 from moe_fp8.warmup.models.layers import expert_layers
-from moe_fp8.warmup.models.quantization import read_quantization
+from moe_fp8.warmup.models.quantization import has_quantization, read_quantization
 
 __all__ = ["Indexer", "Linear", "ModelDescription", "Part", "describe", "load_model", "read_config"]
 
@@ -27,13 +27,19 @@ _DTYPES = ("bfloat16", "float16", "float32")
 def load_model(
     path: str | Path, *, quantize: str | None = None, read_as: str | None = None
 ) -> ModelDescription:
-    """The description of the model in `path`, a folder or a config file. See `describe`."""
+    """The description of the model in `path`, a folder or a config file. See `describe`.
+
+    If the folder's config says nothing of quantization, ModelOpt's `hf_quant_config.json` beside it counts.
+    """
     path = Path(path)
-    name = path.stem
+    name, config = path.stem, read_config(path)
     if path.is_dir() or path.name == "config.json":
         folder = path if path.is_dir() else path.parent
         name = folder.name or folder.resolve().name
-    return describe(read_config(path), name=name, quantize=quantize, read_as=read_as)
+        modelopt = folder / "hf_quant_config.json"
+        if not has_quantization(config) and modelopt.exists():
+            config["quantization_config"] = {"quant_method": "modelopt", **read_config(modelopt)}
+    return describe(config, name=name, quantize=quantize, read_as=read_as)
 
 
 def describe(
@@ -46,9 +52,9 @@ def describe(
     """The description of the model that a parsed `config.json` defines.
 
     `quantize`: "fp8-block" for a bf16 checkpoint that the engine quantizes while it loads it. `read_as`: the
-    known `model_type` whose layers an unknown architecture has. Raises ModelError for an unknown
-    architecture, for a missing (all of them), malformed or contradictory field, and if the weights are not
-    FP8 in 128 x 128 blocks.
+    known `model_type` whose layers an unknown architecture has; it counts as the config's. Raises ModelError
+    for an unknown architecture, for a missing (all of them), malformed or contradictory field, and if the
+    weights are not FP8 in 128 x 128 blocks.
     """
     fields = Fields(config)
     family = _family(fields, read_as)
@@ -85,10 +91,12 @@ def describe(
 
 
 def _family(fields: Fields, read_as: str | None) -> Family:
+    """The family of the architecture, whose name becomes the `model_type` of `fields`."""
     if read_as is not None:
         family = family_of(read_as)
         if family is None:
             raise ModelError("read_as", f"one of {', '.join(known())}", read_as)
+        fields.replace("model_type", read_as)
         return family
     names = [
         value for value in (fields.raw("model_type"), fields.outer("model_type")) if isinstance(value, str)
@@ -96,9 +104,13 @@ def _family(fields: Fields, read_as: str | None) -> Family:
     for name in names:
         family = family_of(name)
         if family is not None:
+            fields.replace("model_type", name)
             return family
     if not names:
-        raise ModelError("model_type", "a string", fields.raw("model_type"), "the config.json must have it")
+        raise ModelError(
+            "model_type", "a string", fields.raw("model_type"),
+            "the config.json must have it; or name a known architecture with read_as (--read-as)",
+        )  # fmt: skip
     remedy = "if it has the layers of a known architecture, name this with read_as (--read-as)"
     missing = fields.lacking("hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts_per_tok")
     if missing:
@@ -124,7 +136,7 @@ def _dtype(fields: Fields) -> InDtype:
 
 def _first(fields: Fields, names: tuple[str, ...]) -> int:
     """The first field of `names` that exists; if none exists, the first name is missing."""
-    return fields.most(next((name for name in names if fields.has(name)), names[0]))
+    return fields.same(next((name for name in names if fields.has(name)), names[0]))
 
 
 def _mlps(
@@ -144,7 +156,7 @@ def _mlps(
     found = []
     if dense:
         dense_width = _first(fields, family.dense_width)
-        names = blocks.projections("mlp")
+        names = blocks.projections(family.dense)
         found += blocks.mlp(fields, "mlp", dense, dense_width, "mlp", names, padded=family.padded)
     moe = family.moe
     shared_count = _shared_count(fields, family)
@@ -171,7 +183,7 @@ def _mlps(
 def _shared_count(fields: Fields, family: Family) -> int:
     """The number of shared experts; a width of its own without a number means one."""
     has_width = any(fields.has(name) and fields.most(name) for name in family.shared_width)
-    return fields.most(*family.shared_count, default=1 if has_width else 0)
+    return fields.same(*family.shared_count, default=1 if has_width else 0)
 
 
 def _outer(fields: Fields, family: Family, predictors: tuple[int, ...]) -> list[Linear]:

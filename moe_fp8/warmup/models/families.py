@@ -23,7 +23,8 @@ class Family:
     `attention` gives the linear layers of attention in all layers. `expert_width`, `dense_width` and
     `shared_width` are the names of config fields; the first that exists counts. A shared expert without a
     field of its own has the width of a routed expert times the number of shared experts, which `shared_count`
-    names. `moe` is the module of the experts. `dense_everywhere`: layers with experts have dense MLPs too.
+    names. `moe` is the module of the experts, and `dense` that of dense MLPs. `dense_everywhere`: layers with
+    experts have dense MLPs too.
     `padded`: engines round a rank's width of dense MLPs and shared experts up to whole blocks. `fp4_experts`:
     the experts are FP4 unless the config says otherwise. `predictor` gives what a prediction layer (MTP) has
     beside a layer of the model; its MLP is dense if `dense_predictors`. `predictor_count` are names of the
@@ -36,6 +37,7 @@ class Family:
     shared_width: tuple[str, ...] = ()
     shared_count: tuple[str, ...] = ("n_shared_experts",)
     moe: str = "mlp"
+    dense: str = "mlp"
     shared: str = "shared_experts"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     dense_everywhere: bool = False
@@ -188,14 +190,18 @@ def _minimax_m3(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer 
 
 
 def _delta_and_grouped(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
-    """Qwen3-Next and Qwen3.5: gated delta nets, and gated grouped-query attention in every fourth layer."""
+    """Qwen3-Next and Qwen3.5: gated delta nets, and grouped-query attention in every fourth layer.
+
+    Attention is gated unless the config says otherwise.
+    """
     full = _select(fields, "layer_types", "full_attention", layers, predictors=True)
     if full is None:
         every = fields.number("full_attention_interval", default=4)
         last = _model_layers(fields)
         full = tuple(i for i in layers if i >= last or (i + 1) % every == 0)
     linear = tuple(i for i in layers if i not in full)
-    return [*blocks.gated_delta_net(fields, linear), *blocks.gqa(fields, full, gated=True)], None
+    gated = fields.flag("attn_output_gate", default=True)
+    return [*blocks.gated_delta_net(fields, linear), *blocks.gqa(fields, full, gated=gated)], None
 
 
 def _deepseek_v4(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
@@ -301,7 +307,7 @@ _FAMILIES: dict[str, Family] = {
     "kimi_k25": _LATENT,
     "longcat_flash": Family(
         _doubled_latent, expert_width=("expert_ffn_hidden_size", "moe_intermediate_size"),
-        dense_width=("ffn_hidden_size", "intermediate_size"), dense_everywhere=True,
+        dense_width=("ffn_hidden_size", "intermediate_size"), dense="mlps", dense_everywhere=True,
     ),
     "mimo_v2_flash": Family(_grouped_and_sliding),
     "minimax_m2": _ONE_WIDTH,

@@ -53,6 +53,10 @@ class Fields:
     def raw(self, name: str) -> Any:
         return self._config.get(name)
 
+    def replace(self, name: str, value: str) -> None:
+        """Read `value` for the field from now on."""
+        self._config[name] = value
+
     def outer(self, name: str) -> Any:
         """The field of the outer config."""
         return self._outer.get(name)
@@ -101,6 +105,25 @@ class Fields:
             if isinstance(value, list) and value:
                 return max(self._integer(name, each, 0) for each in value)
         return self.number(*names, least=0, default=default)
+
+    def same(self, *names: str, default: int | None = None) -> int:
+        """The value of a field that holds an integer, or an equal integer for each layer."""
+        for name in names:
+            value = self._config.get(name)
+            found = {self._integer(name, each, 0) for each in value} if isinstance(value, list) else set()
+            if len(found) > 1:
+                raise ModelError(
+                    name, "one value for all layers", sorted(found), "layers of several sizes are not planned"
+                )
+        return self.most(*names, default=default)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        value = self._config.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ModelError(name, "true or false", value)
+        return value
 
     def text(self, name: str) -> str:
         value = self._config.get(name)

@@ -6,6 +6,7 @@ strategy "block", and `modelopt` with FP8 blocks. All other forms are refused by
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -26,20 +27,28 @@ QUANTIZE = ("fp8-block",)
 #: Where a checkpoint's names may have the layers.
 _PREFIXES = ("model", "model.language_model", "language_model.model", "language_model", "transformer")
 
+#: The names that engines have for projections which they fuse, by the name of the first of them.
+_FUSED = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj", "q_a_proj": "fused_qkv_a_proj"}
+
+#: The class name that compressed-tensors has for all linear layers.
+_LINEAR = "Linear"
+
 
 @dataclass(frozen=True)
 class Quantization:
-    """The modules of a checkpoint that are not FP8: names, parts of names, or "re:" and an expression.
+    """The modules of a checkpoint that are not FP8, and those that are, if all others are not.
 
-    `field` is the config field that lists them.
+    Both are names, parts of names, names with `*`, or "re:" and an expression. Without `targets` all modules
+    that are not skipped are FP8. `field` is the config field that lists them.
     """
 
     field: str = ""
     skipped: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
 
     def apply(self, linear: Linear) -> list[Linear]:
         """The layer, with a reason if its modules are skipped; both forms if some layers are skipped."""
-        if linear.reason or not self.skipped:
+        if linear.reason or not (self.skipped or self.targets):
             return [linear]
         reason = f"its weights are not FP8 ({self.field})"
         if not linear.layers:
@@ -50,23 +59,12 @@ class Quantization:
         return [*parts, *([replace(linear, layers=bf16, reason=reason)] if bf16 else [])]
 
     def _skips(self, modules: Iterable[str], layer: int | None) -> bool:
-        names = self._names
-        for module in modules:
-            parts = tuple(module.split("."))
-            if any(_leads(name, parts) for name in names.in_layer.get(layer, ())):
-                return True
-            if any(_within(name, parts) for name in names.anywhere):
-                return True
-            paths = (
-                [module] if layer is None else [f"{prefix}.layers.{layer}.{module}" for prefix in _PREFIXES]
-            )
-            if any(pattern.match(path) for pattern in names.patterns for path in paths):
-                return True
-        return False
+        skipped, targets = self._names
+        return skipped.have(modules, layer) or (bool(self.targets) and not targets.have(modules, layer))
 
     @cached_property
-    def _names(self) -> _Names:
-        return _Names.parse(self.skipped)
+    def _names(self) -> tuple[_Names, _Names]:
+        return _Names.parse(self.skipped), _Names.parse(self.targets)
 
 
 _Parts = tuple[str, ...]
@@ -80,9 +78,9 @@ class _Names(NamedTuple):
     patterns: list[re.Pattern[str]]
 
     @classmethod
-    def parse(cls, skipped: Iterable[str]) -> _Names:
-        found = cls({}, [], [])
-        for name in skipped:
+    def parse(cls, listed: Iterable[str]) -> _Names:
+        found, wildcards = cls({}, [], []), []
+        for name in listed:
             if name.startswith("re:"):
                 try:
                     found.patterns.append(re.compile(name[3:]))
@@ -90,6 +88,8 @@ class _Names(NamedTuple):
                     field = "quantization_config.ignore"
                     raise ModelError(field, "regular expressions", name, str(error)) from error
                 continue
+            if "*" in name:
+                wildcards += [fnmatch.translate(name), fnmatch.translate(f"{name}.*")]
             parts = [part for part in name.split(".") if part not in ("", "*")]
             if "layers" in parts[:-1]:
                 at = parts.index("layers")
@@ -105,7 +105,35 @@ class _Names(NamedTuple):
                     found.anywhere.append((number, *below))
             elif parts:
                 found.anywhere.append(tuple(parts))
+        if wildcards:
+            found.patterns.append(re.compile("|".join(wildcards)))
         return found
+
+    def have(self, modules: Iterable[str], layer: int | None) -> bool:
+        """Whether one of the modules, or a module around it, is in the list for this layer."""
+        return any(self._has(name, layer) for module in modules for name in _spellings(module))
+
+    def _has(self, module: str, layer: int | None) -> bool:
+        parts = tuple(module.split("."))
+        if any(_leads(name, parts) for name in self.in_layer.get(layer, ())):
+            return True
+        if any(_within(name, parts) for name in self.anywhere):
+            return True
+        return any(pattern.match(path) for pattern in self.patterns for path in _paths(module, layer))
+
+
+def _spellings(module: str) -> list[str]:
+    """The module's name, and the name of the fused projection that has it."""
+    around, _, last = module.rpartition(".")
+    return [module, f"{around}.{_FUSED[last]}"] if last in _FUSED else [module]
+
+
+def _paths(module: str, layer: int | None) -> list[str]:
+    """The whole names that a checkpoint may have for a module; that of a first expert stands for all."""
+    names = [module, module.replace(".experts.", ".experts.0.")] if ".experts." in module else [module]
+    if layer is None:
+        return names
+    return [f"{prefix}.layers.{layer}.{name}" for name in names for prefix in _PREFIXES]
 
 
 def _leads(name: _Parts, module: _Parts) -> bool:
@@ -126,6 +154,17 @@ def read_quantization(config: Mapping[str, Any], quantize: str | None = None) ->
     """
     if quantize is not None and quantize not in QUANTIZE:
         raise ModelError("quantize", f"one of {', '.join(QUANTIZE)}", quantize)
+    stated = _stated(config, quantize)
+    field, disabled = _skipped("", config, "disable_quant_module")  # LongCat lists modules outside
+    return replace(stated, field=_joined(stated.field, field), skipped=(*stated.skipped, *disabled))
+
+
+def has_quantization(config: Mapping[str, Any]) -> bool:
+    """Whether the config says anything of quantization."""
+    return _found(config)[1] is not None
+
+
+def _stated(config: Mapping[str, Any], quantize: str | None) -> Quantization:
     name, value = _found(config)
     if value is None:
         if quantize is not None:
@@ -166,6 +205,7 @@ def _compressed_tensors(name: str, value: dict[str, Any]) -> Quantization:
     groups = value.get("config_groups")
     _demand(name, "config_groups", groups, "an object", lambda given: isinstance(given, dict) and given)
     assert isinstance(groups, dict)
+    targets: list[str] = []
     for key, group in groups.items():
         path = f"{name}.config_groups.{key}"
         for part in ("weights", "input_activations"):
@@ -182,7 +222,16 @@ def _compressed_tensors(name: str, value: dict[str, Any]) -> Quantization:
         _demand(path, "input_activations.strategy", strategy, "'group'", _is("group"))
         size = inputs.get("group_size", SCALE_BLOCK)
         _demand(path, "input_activations.group_size", size, str(SCALE_BLOCK), _is(SCALE_BLOCK))
-    return Quantization(*_skipped(name, value, "ignore"))
+        listed = group.get("targets", [_LINEAR])
+        _demand(path, "targets", listed, f"['{_LINEAR}'], or names of modules", _are_names)
+        targets += listed
+    field, ignored = _skipped(name, value, "ignore")
+    if _LINEAR in targets:
+        return Quantization(field, ignored)
+    # Other classes of layers, whose modules are not known here, begin with a capital.
+    classes = [target for target in targets if target[:1].isupper()]
+    _demand(f"{name}.config_groups", "targets", classes, f"'{_LINEAR}', or names of modules", _is([]))
+    return Quantization(_joined(field, f"{name}.config_groups"), ignored, tuple(targets))
 
 
 def _modelopt(name: str, value: dict[str, Any]) -> Quantization:
@@ -205,13 +254,17 @@ def _skipped(name: str, value: Mapping[str, Any], *fields: str) -> tuple[str, tu
     """The fields that list modules without FP8 weights, and the modules."""
     used, modules = [], []
     for field in fields:
-        listed = value.get(field)
+        listed, path = value.get(field), f"{name}.{field}" if name else field
         if listed:
-            if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
-                raise ModelError(f"{name}.{field}", "a list of names", listed)
-            used.append(f"{name}.{field}")
+            if not _are_names(listed):
+                raise ModelError(path, "a list of names", listed)
+            used.append(path)
             modules += listed
-    return ", ".join(used), tuple(dict.fromkeys(modules))
+    return _joined(*used), tuple(dict.fromkeys(modules))
+
+
+def _joined(*fields: str) -> str:
+    return ", ".join(field for field in fields if field)
 
 
 def _demand(name: str, field: str, given: Any, expected: str, holds: Callable[[Any], Any]) -> None:
@@ -225,6 +278,10 @@ def _is(expected: Any) -> Callable[[Any], bool]:
 
 def _is_object(given: Any) -> bool:
     return isinstance(given, dict)
+
+
+def _are_names(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and all(isinstance(each, str) for each in given)
 
 
 def _sizes(given: Any) -> Any:
