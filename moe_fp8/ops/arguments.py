@@ -6,6 +6,7 @@ attributes; a message is built only for an error.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +21,8 @@ BF16 = torch.bfloat16
 I32 = torch.int32
 F32_MAX = torch.finfo(F32).max
 
-_same_storage = torch._C._is_alias_of  # type: ignore[attr-defined]
+same_storage = torch._C._is_alias_of  # type: ignore[attr-defined]
+_tracing, _dispatch_modes = torch.compiler.is_dynamo_compiling, torch._C._len_torch_dispatch_stack
 
 #: Kernels count rows, columns and coordinates in signed 32 bits. The last tile may reach 2^17 further.
 MAX_EXTENT = 2**31 - 2**17
@@ -48,9 +50,17 @@ def refuse_address(op: str, name: str, tensor: Tensor) -> NoReturn:
     )
 
 
+def traced() -> bool:
+    """Whether calls are traced now: by torch.compile, or by an exporter, each of which has a dispatch mode.
+
+    Traced tensors have no address and no contents. They are checked when the op runs.
+    """
+    return _tracing() or _dispatch_modes() > 0
+
+
 def unaligned(tensor: Tensor) -> bool:
     """Whether 16 does not divide the address. A traced tensor has none, and is checked when the op runs."""
-    return not torch.compiler.is_compiling() and tensor.data_ptr() & 15 != 0
+    return not (_tracing() or _dispatch_modes()) and tensor.data_ptr() & 15 != 0
 
 
 def contiguous(op: str, **tensors: Tensor) -> None:
@@ -102,7 +112,7 @@ def rows(op: str, **tensors: Tensor) -> None:
             refuse_address(op, name, tensor)
 
 
-def _end(tensor: Tensor) -> int:
+def end_of(tensor: Tensor) -> int:
     """The address behind the last element."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return tensor.data_ptr() + tensor.nbytes
@@ -115,14 +125,19 @@ def _end(tensor: Tensor) -> int:
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of the same device may share an element.
 
-    Columns of one buffer do not, as long as rows are as far apart in both tensors.
+    Columns of one buffer do not, as long as rows are as far apart in both tensors. A single row goes with any
+    distance. The rows of an MN-major buffer are columns of its transpose.
     """
     after = other.data_ptr() - one.data_ptr()
-    if other.data_ptr() >= _end(one) or one.data_ptr() >= _end(other) or not (one.numel() and other.numel()):
+    if other.data_ptr() >= end_of(one) or one.data_ptr() >= end_of(other):
         return False
-    distance, same = (row_stride(tensor) * tensor.element_size() for tensor in (one, other))
-    if distance != same or distance == 0:
+    if not (one.numel() and other.numel()):
+        return False
+    one, other = (x.t() if x.dim() == 2 and x.stride(0) == 1 else x for x in (one, other))
+    distances = {row_stride(x) * x.element_size() for x in (one, other) if prod(x.shape[:-1]) > 1}
+    if len(distances) != 1 or 0 in distances:
         return True
+    distance = distances.pop()
     columns, others = (tensor.shape[-1] * tensor.element_size() for tensor in (one, other))
     return after % distance < columns or after % distance + others > distance
 
@@ -147,7 +162,7 @@ def apart(
             if other is None or at == position:
                 continue
             # Tensors seldom have memory of one allocation, so this comes first.
-            if _same_storage(out, other) and overlap(out, other):
+            if same_storage(out, other) and overlap(out, other):
                 expected = f"no memory of {names[at]}"
                 raise ArgumentError(
                     op, names[position], expected, "memory that both share", "clone one of them"

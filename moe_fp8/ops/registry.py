@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.autograd.profiler as _profiler
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from moe_fp8.errors import ArgumentError
 from moe_fp8.ops.arguments import apart
@@ -82,9 +83,10 @@ def resolve(cuda: str) -> Callable[..., Any]:
 def checked(tensor: Tensor) -> bool:
     """Whether to check contents now: checked mode is on, and the current stream is not being captured.
 
-    Reading contents waits for the device, which a capture does not allow.
+    Reading contents waits for the device, which a capture does not allow. Tensors of the meta device and of
+    exporters have none.
     """
-    if not settings().checked:
+    if not settings().checked or tensor.is_meta or is_fake(tensor):
         return False
     if not tensor.is_cuda:
         return True
@@ -181,7 +183,8 @@ def register(
         if first.is_cuda:
             _launcher().first(resolve(cuda), arguments, first.get_device(), call)
         else:
-            with torch.no_grad():  # as on a GPU, where nothing is recorded
+            # As on a GPU, where nothing is recorded and no operand is rounded.
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 reference(*arguments)
 
     def describe(arguments: tuple[Any, ...]) -> dict[str, Any]:

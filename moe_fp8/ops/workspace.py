@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.ops.arguments import refuse_device, unaligned
+from moe_fp8.ops.arguments import end_of, overlap, refuse_device, same_storage, traced
 
 #: Every buffer in a workspace begins at a multiple of this.
 _ALIGNMENT = 256
@@ -27,28 +27,38 @@ def buffers(workspace: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
         begin += -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def check(op: str, workspace: Tensor, like: Tensor) -> None:
-    """Raise ArgumentError unless it is uint8 [bytes], contiguous, 16-byte aligned, on `like`'s device."""
+def check(
+    op: str, workspace: Tensor, like: Tensor, names: Sequence[str], others: Sequence[Tensor | None]
+) -> None:
+    """Raise ArgumentError unless it is uint8 [bytes], contiguous, 16-byte aligned, on `like`'s device.
+
+    `names`, `others`: the op's other tensors, whose memory it may not share.
+    """
     if workspace.dim() != 1 or workspace.dtype is not torch.uint8 or not workspace.is_contiguous():
         got = f"{workspace.dtype} {list(workspace.shape)} of stride {workspace.stride()}"
         raise ArgumentError(op, "workspace", "contiguous uint8 [bytes]", got)
-    if unaligned(workspace):
-        address = hex(workspace.data_ptr())
-        raise ArgumentError(op, "workspace", "a 16-byte aligned address", address, "clone it")
     if workspace.device != like.device:
         refuse_device(op, like, workspace=workspace)
+    if traced():
+        return
+    begin = workspace.data_ptr()
+    if begin & 15:
+        raise ArgumentError(op, "workspace", "a 16-byte aligned address", hex(begin), "clone it")
+    # Every call comes here. What shares memory begins in the same storage, before the workspace ends.
+    storage, end = begin - workspace.storage_offset(), begin + workspace.numel()
+    for tensor in others:
+        if (
+            tensor is not None
+            and storage <= tensor.data_ptr() < end
+            and end_of(tensor) > begin
+            and same_storage(workspace, tensor)
+            and overlap(workspace, tensor)
+        ):
+            name = next(name for name, other in zip(names, others, strict=True) if other is tensor)
+            expected = f"no memory of {name}"
+            raise ArgumentError(op, "workspace", expected, "memory that both share", "clone one of them")
 
 
 def new(num_bytes: int, like: Tensor) -> Tensor:
     """A workspace on `like`'s device."""
     return torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
-
-
-def given_or_new(op: str, workspace: Tensor | None, like: Tensor, num_bytes: int) -> Tensor:
-    """The caller's workspace, or a new one. Raises ArgumentError if the caller's is unfit or too small."""
-    if workspace is None:
-        return new(num_bytes, like)
-    check(op, workspace, like)
-    if workspace.numel() < num_bytes:
-        raise ArgumentError(op, "workspace", f"at least {num_bytes} bytes", workspace.numel())
-    return workspace

@@ -106,7 +106,7 @@ def _contiguous() -> dict[str, Any]:
 
 def _gemm_silu_mul() -> dict[str, Any]:
     case = cases.contiguous_case("offsets", (3, 2), 256, 256)
-    arguments = {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale}
+    arguments = {"a": case.a, "a_scale": case.a_scale, "w13": case.b, "w13_scale": case.b_scale}
     options = {"expected_m": None, "limit": None, "power_of_two": False, "rounded": False}
     q, scale = torch.zeros(5, 128, dtype=torch.float8_e4m3fn), torch.empty_strided((5, 1), (1, 8)).zero_()
     return {**arguments, "offsets": case.index, **options, "q": q, "scale": scale}

@@ -262,6 +262,39 @@ def test_experts_out_of_order_are_found_in_checked_mode(
         deep_gemm.set_mk_alignment_for_contiguous_layout(before)
 
 
+@pytest.mark.parametrize("alignment", [64, 256])
+def test_wrong_ends_are_found_in_checked_mode(
+    alignment: int, deep_gemm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an alignment other than 128, ends fall nowhere and lie within the rows."""
+    gen = cases.generator(3, "cpu")
+    a, b = cases.activations(768, 256, gen), cases.weights(3, 128, 256, gen)
+    out = torch.empty(768, 128, dtype=torch.bfloat16)
+    monkeypatch.setattr(gemm, "checked", lambda tensor: True)
+    before = deep_gemm.get_mk_alignment_for_contiguous_layout()
+    deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
+    try:
+        for ends, wrong in (
+            ((70, 512, 768), None),
+            ((70, 512, 769), 2),
+            ((70, 300, 2**31 - 1), 2),
+            ((300, 70, 768), 1),
+            ((70, 71, 768), 1),  # the rows of expert 1 start behind the padding
+            ((-1, 512, 768), 0),
+        ):
+            psum = torch.tensor(ends, dtype=torch.int32)
+            if wrong is None:
+                deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, psum, use_psum_layout=True)
+                continue
+            with pytest.raises(ContractError, match="an end from") as error:
+                deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, psum, use_psum_layout=True)
+            found = error.value
+            assert (found.op, found.argument) == ("m_grouped_fp8_gemm_nt_contiguous", "grouped_layout")
+            assert (found.expert, found.row) == (wrong, ends[wrong])
+    finally:
+        deep_gemm.set_mk_alignment_for_contiguous_layout(before)
+
+
 def test_masked(copy: ModuleType, deep_gemm: ModuleType) -> None:
     case = cases.masked_case((3, 0, 9), 16, 128, 256)
     for name in ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked"):

@@ -92,6 +92,13 @@ def test_the_fused_gemm_is_named() -> None:
         grouped_gemm_silu_mul_fp8(a, a_scale, b, b_scale, offsets=_index([0, 3, 2, 256]))
     error = caught.value
     assert (error.op, error.argument, error.expert) == ("grouped_gemm_silu_mul_fp8", "offsets", 1)
+    b_scale[2, 1, 0] = float("nan")
+    with pytest.raises(ContractError) as caught:
+        grouped_gemm_silu_mul_fp8(a, a_scale, b, b_scale, offsets=_index([0, 3, 9, 256]))
+    error = caught.value
+    assert (error.op, error.argument, error.expert, error.row) == (
+        "grouped_gemm_silu_mul_fp8", "w13_scale", 2, 128,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("counts, expert", [([0, 9], 1), ([-1, 3], 0)])
@@ -412,7 +419,7 @@ def test_contents_cost_nothing_unless_asked(name: str, monkeypatch: pytest.Monke
 def test_a_capture_is_not_checked_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    on_a_gpu = SimpleNamespace(is_cuda=True, device=-1)  # a device that torch leaves alone
+    on_a_gpu = SimpleNamespace(is_cuda=True, is_meta=False, device=-1)  # a device that torch leaves alone
     capturing = [True, True, False]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.pop(0))
     registry._say_unchecked.cache_clear()

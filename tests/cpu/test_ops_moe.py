@@ -66,6 +66,7 @@ def test_layer_without_tokens_or_experts() -> None:
     [
         ("w13", {"w13": torch.zeros(3, 128, 256, dtype=torch.float8_e4m3fn)}),
         ("w13", {"w13": torch.zeros(3, 256, 384, dtype=torch.float8_e4m3fn)}),
+        ("w13", {"w13": torch.zeros(1, 256, 256, dtype=torch.float8_e4m3fn).expand(1025, -1, -1)}),
         ("w2", {"w2": torch.zeros(3, 256, 256, dtype=torch.float8_e4m3fn)}),
         ("w13_scale", {"w13_scale": torch.ones(3, 1, 2)}),
         ("w2_scale", {"w2_scale": torch.ones(2, 2, 1)}),
@@ -83,6 +84,7 @@ def test_layer_names_the_wrong_argument(argument: str, given: dict[str, Any]) ->
     with pytest.raises(ArgumentError) as caught:
         fused_moe(**(arguments | given))
     assert caught.value.argument == argument
+    assert argument == "x" or caught.value.op == "fused_moe"
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
@@ -151,6 +153,29 @@ def test_permute_refuses_outputs_that_are_too_small() -> None:
         moe_permute(X, IDS, num_experts=9, out=out)
     with pytest.raises(ArgumentError, match="a_scale"):
         moe_permute(X, IDS, num_experts=8, out=out._replace(a_scale=out.a_scale.double()))
+
+
+def test_permute_writes_to_a_plain_tuple() -> None:
+    x = torch.randn(4, 256, generator=cases.generator(0, "cpu")).bfloat16()
+    given = tuple(torch.zeros_like(tensor) for tensor in moe_permute(X, IDS, num_experts=8))
+    permuted = moe_permute(x, IDS, num_experts=8, out=given)
+    assert permuted.a is given[0] and permuted.rows is given[3]
+    for one, other in zip(permuted, moe_permute(x, IDS, num_experts=8), strict=True):
+        assert torch.equal(one.float(), other.float())
+    with pytest.raises(ArgumentError) as caught:
+        moe_permute(x, IDS, num_experts=8, out=given[:3])
+    assert (caught.value.op, caught.value.argument) == ("moe_permute", "out")
+
+
+def test_the_default_dtype_rounds_no_scale() -> None:
+    x = torch.randn(4, 256, generator=cases.generator(0, "cpu")).bfloat16()
+    expected = moe_permute(x, IDS, num_experts=8)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = moe_permute(x, IDS, num_experts=8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got.a_scale, expected.a_scale) and torch.equal(got.a.float(), expected.a.float())
 
 
 Y, ROWS = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor
 import moe_fp8
 from moe_fp8 import ArgumentError
 from moe_fp8.ops import registry
-from tests import cases
-from tests.cpu.op_arguments import OPS, run
+from moe_fp8.ops.arguments import overlap
+from tests import cases, moe_cases
+from tests.cpu.op_arguments import I32, OPS, run
 from tests.gemm_addend_cases import addend, call, named_case
 
 
@@ -92,3 +94,75 @@ def test_wrong_memory_leaves_the_output_as_it_was() -> None:
     with pytest.raises(ArgumentError, match="no memory of a_scale"):
         moe_fp8.gemm_fp8(case.a, scale, case.b, case.b_scale, c=c, out=out)
     assert (memory == 2).all()
+
+
+@pytest.mark.parametrize("start", [256, 248])
+@pytest.mark.parametrize("read, written", [((0, 3), (1, 2)), ((1, 2), (0, 3)), ((1, 2), (1, 2))])
+def test_a_single_row_is_apart_from_other_columns(
+    read: tuple[int, int], written: tuple[int, int], start: int
+) -> None:
+    buffer = torch.randn(3, 512, generator=cases.generator(0, "cpu")).bfloat16()
+    y, out = buffer[slice(*read), :256], buffer[slice(*written), start : start + 256]
+    places = torch.zeros(len(out), 1, dtype=torch.int32)
+    if start == 256:
+        assert torch.equal(moe_fp8.moe_combine(y, places, out=out), y[:1].expand_as(out))
+    else:
+        with pytest.raises(ArgumentError, match="no memory of y"):
+            moe_fp8.moe_combine(y, places, out=out)
+
+
+def test_rows_of_mn_major_scales_are_apart() -> None:
+    buffer = torch.empty_strided((64, 3), (1, 64))
+    assert not overlap(buffer[:32], buffer[32:])
+    assert not overlap(buffer[40:41], buffer[:40])
+    assert overlap(buffer[:33], buffer[32:])
+    assert overlap(buffer[32:33], buffer[32:])
+
+
+def _with_workspace() -> dict[str, tuple[Callable[..., Tensor], dict[str, Any], dict[str, Any]]]:
+    """Each op with a workspace, its tensors by name with one output, and its other arguments."""
+    layer = moe_cases.Layer(moe_cases.Case(9, 2, 3, 256), 128, "cpu")
+    x, ids, weights = layer.inputs()
+    x, x_scale = moe_fp8.quantize_fp8(x)
+    names = ("w13", "w13_scale", "w2", "w2_scale")
+    tokens = {"x": x, "topk_ids": ids, "topk_weights": weights, "x_scale": x_scale}
+    tokens |= {name: getattr(layer, name) for name in names}
+    tokens |= {"expert_map": torch.arange(3, dtype=torch.int32), "out": torch.zeros(9, 256).bfloat16()}
+    mqa = dict(
+        zip(("q", "k", "k_scale", "weights", "ks", "ke"), cases.mqa_case(4, 9, 8).arguments(), strict=True)
+    )
+    case = cases.paged_case([64, 128], 1, 8, 64)
+    cached = {
+        name: getattr(case, name) for name in ("q", "kv_cache", "weights", "context_lens", "block_table")
+    }
+    sizes = {"topk": 5, "max_context_len": 128, "num_sms": 4}
+    return {
+        "fused_moe": (moe_fp8.fused_moe, tokens, {}),
+        "indexer_select": (moe_fp8.indexer_select, {**mqa, "out": torch.zeros(4, 5, dtype=I32)}, {"topk": 5}),
+        "paged_indexer_select": (
+            moe_fp8.paged_indexer_select, {**cached, "out": torch.zeros(2, 5, dtype=I32)}, sizes,
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("op", ["fused_moe", "indexer_select", "paged_indexer_select"])
+def test_a_workspace_over_another_argument_is_refused(op: str) -> None:
+    function, tensors, options = _with_workspace()[op]
+    expected = function(**tensors, **options).clone()
+    size = 1 << 20
+    memory = torch.zeros(3 * size, dtype=torch.uint8)
+    workspace = memory[size : 2 * size]
+    for name, tensor in tensors.items():
+        for start in (size, 2 * size - 16, *([size - 16] if tensor.nbytes > 16 else [])):
+            view = placed(tensor, memory, start)
+            with pytest.raises(ArgumentError, match=f"no memory of {name}") as error:
+                function(**{**tensors, name: view}, **options, workspace=workspace)
+            assert (error.value.op, error.value.argument) == (op, "workspace")
+        for start in (0, 2 * size):
+            view = placed(tensor, memory, start)
+            if tensor.element_size() == 1:
+                view.view(torch.uint8).copy_(tensor.view(torch.uint8))
+            else:
+                view.copy_(tensor)
+            got = function(**{**tensors, name: view}, **options, workspace=workspace)
+            assert torch.equal(got, expected)

@@ -131,6 +131,36 @@ def test_shapes_no_kernel_serves() -> None:
         moe_fp8.indexer_quantize_and_cache(**{**cache, "kv_cache": cache["kv_cache"][:, :16]})
 
 
+def test_selections_refuse_the_same_shapes() -> None:
+    mqa, paged = accepted.mqa(), accepted.paged()
+    del mqa["out"], paged["metadata"], paged["out"]
+    with pytest.raises(UnsupportedError, match=r"^indexer_select: q: .* heads"):
+        moe_fp8.indexer_select(**{**mqa, "q": mqa["q"][:, :4].contiguous()}, topk=4)
+    with pytest.raises(UnsupportedError, match="paged_indexer_select: block_size"):
+        cache = paged["kv_cache"][:, :16]
+        moe_fp8.paged_indexer_select(**{**paged, "kv_cache": cache}, topk=4, num_sms=4)
+
+
+@pytest.mark.parametrize(
+    "argument, change",
+    [
+        ("w13", lambda w: w[:, :128]),
+        ("w13", lambda w: w.to(torch.bfloat16)),
+        ("w13", lambda w: w.mT.contiguous().mT),
+        ("w13_scale", lambda s: s[:, :1]),
+        ("w13_scale", lambda s: s.double()),
+        ("w13_scale", lambda s: s.mT.contiguous().mT),
+    ],
+)
+def test_the_fused_gemm_calls_weights_by_their_name(argument: str, change: Change) -> None:
+    case = cases.contiguous_case("offsets", (3, 2), 256, 256)
+    given = {"a": case.a, "a_scale": case.a_scale, "w13": case.b, "w13_scale": case.b_scale}
+    given[argument] = change(given[argument])
+    with pytest.raises(ArgumentError) as caught:
+        moe_fp8.grouped_gemm_silu_mul_fp8(**given, offsets=case.index)
+    assert (caught.value.op, caught.value.argument) == ("grouped_gemm_silu_mul_fp8", argument)
+
+
 def test_widths_of_given_outputs() -> None:
     with pytest.raises(ArgumentError, match="max_seqlen_k"):
         moe_fp8.mqa_logits_fp8(**accepted.mqa(), max_seqlen_k=8)

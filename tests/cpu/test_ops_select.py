@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
@@ -165,3 +169,26 @@ def test_bad_workspaces_are_named() -> None:
     for bad in (good[:100], good[1:], good.view(torch.int8), good.view(2, -1), good[::2]):
         with pytest.raises(ArgumentError, match="workspace"):
             indexer_select(*case.arguments(), topk=TOPK, workspace=bad)
+
+
+def test_errors_name_the_selection_that_was_called() -> None:
+    mqa, case = exact_cases.mqa(4, 500, 8, "causal"), exact_cases.paged([900, 5], 1, 8, 64)
+    cached = case.q, case.kv_cache, case.weights, case.context_lens, case.block_table
+    ops: dict[str, Callable[..., object]] = {
+        "indexer_select": partial(indexer_select, *mqa.arguments()),
+        "paged_indexer_select": partial(paged_indexer_select, *cached, max_context_len=900, num_sms=7),
+        "indexer_workspace_bytes": partial(indexer_workspace_bytes, num_queries=4, num_keys=500),
+    }
+    good = _workspace(1 << 16)
+    assert good is not None
+    for name, op in ops.items():
+        wrong: list[tuple[str, dict[str, Any]]] = [("topk", {"topk": 0})]
+        if name == "indexer_workspace_bytes":
+            wrong.append(("max_bytes", {"topk": TOPK, "max_bytes": 1}))
+        else:
+            given = good[:100], good.view(torch.int8), good[1:]
+            wrong += [("workspace", {"topk": TOPK, "workspace": bad}) for bad in given]
+        for argument, options in wrong:
+            with pytest.raises(ArgumentError) as caught:
+                op(**options)
+            assert (caught.value.op, caught.value.argument) == (name, argument)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import moe_fp8
 from moe_fp8.ops.registry import OPS as REGISTERED
@@ -268,6 +270,55 @@ def test_a_compiled_paged_selection_equals_the_eager_one() -> None:
     selection = partial(moe_fp8.paged_indexer_select, topk=5, max_context_len=128, num_sms=4)
     compiled = torch.compile(selection, backend="aot_eager")
     assert torch.equal(compiled(*arguments), selection(*arguments))
+
+
+def _selections() -> dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]]:
+    """Each selection, with its tensors and a workspace at the end."""
+    mqa, paged = cases.mqa_case(4, 9, 8), cases.paged_case([64, 128, 0], 2, 8, 64)
+    workspace = torch.empty(1 << 16, dtype=torch.uint8)
+    cached = paged.q, paged.kv_cache, paged.weights, paged.context_lens, paged.block_table
+
+    def prefill(*tensors: torch.Tensor) -> torch.Tensor:
+        return moe_fp8.indexer_select(*tensors[:-1], topk=5, workspace=tensors[-1])
+
+    def decode(*tensors: torch.Tensor) -> torch.Tensor:
+        sizes = {"topk": 5, "max_context_len": 128, "num_sms": 4}
+        return moe_fp8.paged_indexer_select(*tensors[:-1], **sizes, workspace=tensors[-1])
+
+    return {"prefill": (prefill, (*mqa.arguments(), workspace)), "decode": (decode, (*cached, workspace))}
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_an_exporter_traces_a_selection(name: str) -> None:
+    selection, tensors = _selections()[name]
+    traced = make_fx(selection, tracing_mode="fake")(*tensors)
+    assert torch.equal(traced(*tensors), selection(*tensors))
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+@pytest.mark.usefixtures("checked_mode")
+def test_tensors_without_contents_are_not_checked(name: str) -> None:
+    selection, tensors = _selections()[name]
+    mode = FakeTensorMode()
+    fake = [mode.from_tensor(tensor) for tensor in tensors]
+    with mode:
+        assert selection(*fake).shape == selection(*(tensor.to("meta") for tensor in fake)).shape
+    assert selection(*(tensor.to("meta") for tensor in tensors)).is_meta
+
+
+def test_autocast_rounds_no_operand_of_the_reference() -> None:
+    case, mqa = cases.dense_case(5, 64, 256), cases.mqa_case(4, 9, 8)
+
+    def calls() -> tuple[torch.Tensor, ...]:
+        product = moe_fp8.gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, out_dtype=torch.float32)
+        return product, moe_fp8.mqa_logits_fp8(*mqa.arguments(), fill=True)
+
+    expected = calls()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = calls()
+        assert torch.is_autocast_enabled("cpu")
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_meta_tensors_give_shapes() -> None:

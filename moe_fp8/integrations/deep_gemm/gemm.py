@@ -144,7 +144,9 @@ def _demand_layout(grouped_layout: Tensor, length: int) -> None:
 def _index_ranges(m_indices: Tensor, rows: int, num_experts: int, alignment: int) -> Tensor:
     """The ranges of rows of each expert, int32 `[E + 1]`; padding belongs to the expert before it."""
     if checked(m_indices):
-        examine(_CONTIGUOUS, {"m_indices": m_indices}, partial(_demand_ascending, m_indices, num_experts))
+        examine(
+            _CONTIGUOUS, {"grouped_layout": m_indices}, partial(_demand_ascending, m_indices, num_experts)
+        )
     experts = torch.arange(num_experts + 1, dtype=m_indices.dtype, device=m_indices.device)
     return torch.searchsorted(m_indices.cummax(0).values, experts, out_int32=True)
 
@@ -162,7 +164,21 @@ def _demand_ascending(m_indices: Tensor, num_experts: int) -> None:
 
 def _psum_ranges(psum: Tensor, rows: int, num_experts: int, alignment: int) -> Tensor:
     """The same from the experts' ends."""
+    if checked(psum):
+        examine(_CONTIGUOUS, {"grouped_layout": psum}, partial(_demand_ends, psum, rows, alignment))
     return torch.nn.functional.pad(_aligned(psum, alignment).clamp(max=rows), (1, 0)).to(torch.int32)
+
+
+def _demand_ends(psum: Tensor, rows: int, alignment: int) -> None:
+    """Raise ContractError unless every expert's rows end where they start or behind, and within the rows."""
+    starts = torch.nn.functional.pad(_aligned(psum[:-1].long(), alignment), (1, 0))
+    at = contents.first((psum < starts) | (psum > rows))
+    if at is not None:
+        expert, end = at[0], int(psum[at])
+        expected = f"an end from {int(starts[at])} (where the expert's rows start) to {rows} (rows of a)"
+        remedy = f"grouped_layout[e] = align(grouped_layout[e-1], {alignment}) + rows of e"
+        got = f"{end} for expert {expert}"
+        raise ContractError(_CONTIGUOUS, "grouped_layout", expected, got, remedy, expert=expert, row=end)
 
 
 def _psum_padding(psum: Tensor, rows: int, alignment: int) -> Tensor:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_fp8.ops import arguments
 from moe_fp8.ops.gemm import checks
 from moe_fp8.ops.modes import launches
 from moe_fp8.ops.registry import OPS
-
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def add_to(
@@ -26,7 +25,7 @@ def add_to(
     """Call `op`, which adds to `out`, after `out` got `c`. `check` checks the `operands`."""
     if c is not out:
         # Wrong operands must leave `out` as it was. (Operands of a traced call are checked when the op runs.)
-        traced = torch.compiler.is_compiling() or _dispatch_modes()
+        traced = arguments.traced()
         if not traced:
             operands = check(*operands) or operands
             OPS[name].apart(operands)

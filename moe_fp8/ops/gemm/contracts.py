@@ -24,16 +24,19 @@ def dense(b: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
     contents.finite("gemm_fp8", "b_scale", b_scale, block=1 if scales.of_rows(b, b_scale) else _BLOCK)
 
 
-def contiguous(op: str, layout: str, index: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
+def contiguous(
+    op: str, layout: str, index: Tensor, a_scale: Tensor, b_scale: Tensor, b_name: str = "b_scale"
+) -> None:
     """The segments of `index` lie in order within the rows of a_scale [M,G], and are aligned if required.
 
-    The scales of every expert's rows, and of all weights, are finite. `op` is the op that was called.
+    The scales of every expert's rows, and of all weights, are finite. `op` is the op that was called, and
+    `b_name` its name of `b_scale`.
     """
     m, num_experts = a_scale.shape[0], b_scale.shape[0]
     check = {"m_indices": _m_indices, "psum": _psum, "offsets": _offsets}[layout]
     owner = check(op, index.long(), m, num_experts)
     contents.finite_rows(op, "a_scale", a_scale, owner)
-    contents.finite_of_experts(op, "b_scale", b_scale, block=_BLOCK)
+    contents.finite_of_experts(op, b_name, b_scale, block=_BLOCK)
 
 
 def masked(masked_m: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:

@@ -293,10 +293,10 @@ def paged_inputs(
     cache_address(op, kv_cache)
 
 
-def topk_width(topk: int) -> None:
+def topk_width(op: str, topk: int) -> None:
     """Refuse a number of columns that no kernel serves."""
     if limits.refuse_topk(topk):
-        raise ArgumentError(TOPK, "topk", f"1 to {limits.MAX_TOPK}", topk)
+        raise ArgumentError(op, "topk", f"1 to {limits.MAX_TOPK}", topk)
 
 
 def _topk_operand(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, remedy: str) -> None:
@@ -332,7 +332,7 @@ def indexer_topk(
     if (column_stride != 1 and columns > 1) or (row_stride < 0 and rows > 1):
         got = f"stride {logits.stride()}"
         raise ArgumentError(TOPK, "logits", "contiguous rows", got, "call .contiguous() on it")
-    topk_width(topk)
+    topk_width(TOPK, topk)
     ints = "call .int() on it"
     _topk_operand("out", out, (rows, topk), torch.int32, "allocate it as int32")
     if ks is not None:
@@ -355,7 +355,7 @@ def indexer_topk(
 
 def selection_out(op: str, rows: int, topk: int, like: Tensor, out: Tensor | None) -> Tensor:
     """Return `out`, int32 [rows, topk] on the device of `like`; allocate it if it is None."""
-    topk_width(topk)
+    topk_width(op, topk)
     if out is None:
         return torch.empty((rows, topk), dtype=torch.int32, device=like.device)
     if out.shape != (rows, topk) or out.dtype is not torch.int32 or not out.is_contiguous():

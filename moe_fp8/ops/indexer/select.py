@@ -67,11 +67,19 @@ class SelectionPlan:
 
 
 def selection_plan(
-    rows: int, keys: int, topk: int, max_bytes: int | None, row_step: int = 1, workers: int = 0
+    rows: int,
+    keys: int,
+    topk: int,
+    max_bytes: int | None,
+    row_step: int = 1,
+    workers: int = 0,
+    *,
+    op: str = "indexer_select",
+    budget: str = "workspace",
 ) -> SelectionPlan:
     """Divide `rows` x `keys` logits into the fewest chunks within `max_bytes`, by `row_step` rows.
 
-    Raises ArgumentError if `max_bytes` is too small for any plan.
+    Raises ArgumentError, which names the argument `budget` of `op`, if `max_bytes` is too small for any plan.
     """
     most = max(row_step, rows)
     whole = max(_KEYS, -(-keys // _KEYS) * _KEYS)
@@ -98,7 +106,7 @@ def selection_plan(
     at_once = min(enough, most_rows(columns, carried))
     if at_once <= 0:
         least = min(needed(row_step, columns, carried), needed(row_step, whole, 0))
-        raise ArgumentError("indexer_select", "workspace", f"at least {least} bytes", max_bytes)
+        raise ArgumentError(op, budget, f"at least {least} bytes", max_bytes)
     # _KEYS more columns add a multiple of the alignment. At least two chunks remain.
     room = (max_bytes - needed(at_once, columns, carried)) // (4 * at_once * _KEYS)
     columns = min(columns + room * _KEYS, whole - _KEYS)
@@ -127,8 +135,9 @@ def indexer_workspace_bytes(
     op = "indexer_workspace_bytes"
     arguments.at_least(op, 0, num_queries=num_queries, num_keys=num_keys, num_sms=num_sms)
     arguments.at_least(op, 1, next_n=next_n)
-    checks.topk_width(topk)
-    return selection_plan(num_queries, num_keys, topk, max_bytes, next_n, num_sms).num_bytes
+    checks.topk_width(op, topk)
+    plan = selection_plan(num_queries, num_keys, topk, max_bytes, next_n, num_sms, op=op, budget="max_bytes")
+    return plan.num_bytes
 
 
 #: Takes rows, keys `begin` to `end`, the rows' bounds in that chunk, and a tensor for their logits.
@@ -196,11 +205,9 @@ def _checked(q: Tensor) -> bool:
     return not torch.compiler.is_compiling() and checked(q)
 
 
-def _budget(workspace: Tensor | None, like: Tensor) -> int | None:
-    if workspace is None:
-        return None
-    workspaces.check("indexer_select", workspace, like)
-    return workspace.numel()
+#: The tensors among the arguments of the selections, but for the workspace.
+_PREFILL = ("q", "k", "k_scale", "weights", "ks", "ke", "out")
+_DECODE = ("q", "kv_cache", "weights", "context_lens", "block_table", "out")
 
 
 def indexer_select(
@@ -221,12 +228,13 @@ def indexer_select(
     q, k, k_scale, weights, ks, ke: as in `mqa_logits_fp8`. topk, sorted: as in `indexer_topk`.
     workspace: uint8 `[bytes]`, contiguous, 16-byte aligned, of any size that holds one query and a chunk of
     4 * topk keys; `indexer_workspace_bytes` says how much of a budget is used. Queries and keys are taken in
-    as few chunks as fit. Its contents are lost. None: the op allocates enough for one piece.
+    as few chunks as fit. Its contents are lost. It may not overlap any other argument. None: the op
+    allocates enough for one piece.
     out: int32 `[M, topk]`, contiguous, or None.
 
     Returns out: rows of k, then -1. Every workspace gives the same bits. Nothing is allocated but the
-    workspace and out. No host synchronization; safe to capture. Raises what both ops raise, and
-    ArgumentError for a workspace that is too small.
+    workspace and out. No host synchronization; safe to capture. Raises what both ops raise (ArgumentError,
+    UnsupportedError for another H or D), and ArgumentError for a workspace that is too small.
 
     Large calls take the second kernel of `mqa_logits_fp8`, whose zeros are not exact. Keys whose logits tie
     at 0 are then chosen in any order, not the lower one first. A key is passed over only for a key whose
@@ -242,7 +250,11 @@ def indexer_select(
     out = checks.selection_out("indexer_select", num_rows, topk, q, out)
     if num_rows == 0:
         return out
-    plan = selection_plan(num_rows, keys, topk, _budget(workspace, q))
+    budget = None
+    if workspace is not None:
+        workspaces.check("indexer_select", workspace, q, _PREFILL, (q, k, k_scale, weights, ks, ke, out))
+        budget = workspace.numel()
+    plan = selection_plan(num_rows, keys, topk, budget)
     if workspace is None:
         workspace = workspaces.new(plan.num_bytes, q)
 
@@ -279,7 +291,8 @@ def paged_indexer_select(
     max_context_len keys, next_n and num_sms.
     out: int32 `[B * next_n, topk]`, contiguous, or None.
 
-    Returns out: positions in the context, then -1. The rest is as in `indexer_select`.
+    Returns out: positions in the context, then -1. The rest is as in `indexer_select`, but that
+    UnsupportedError is also for another page size or next_n.
     """
     checks.paged_inputs("paged_indexer_select", q, kv_cache, weights, context_lens, block_table)
     batch, next_n = q.shape[:2]
@@ -295,7 +308,14 @@ def paged_indexer_select(
     out = checks.selection_out("paged_indexer_select", batch * next_n, topk, q, out)
     if batch == 0:
         return out
-    plan = selection_plan(batch * next_n, max_context_len, topk, _budget(workspace, q), next_n, num_sms)
+    budget = None
+    if workspace is not None:
+        others = q, kv_cache, weights, context_lens, block_table, out
+        workspaces.check("paged_indexer_select", workspace, q, _DECODE, others)
+        budget = workspace.numel()
+    plan = selection_plan(
+        batch * next_n, max_context_len, topk, budget, next_n, num_sms, op="paged_indexer_select"
+    )
     if workspace is None:
         workspace = workspaces.new(plan.num_bytes, q)
     *_, schedule = plan.buffers(workspace)

@@ -60,7 +60,7 @@ def indexer_topk(
     if out is None:
         if logits.dim() != 2:
             arguments.rank("indexer_topk", "logits", logits, "[M, N]", 2)
-        checks.topk_width(topk)
+        checks.topk_width("indexer_topk", topk)
         out = torch.empty((logits.shape[0], topk), dtype=torch.int32, device=logits.device)
     topk_op(logits, topk, ks, ke, sorted, out, values)
     return out

@@ -97,8 +97,8 @@ def permute(
 def gemm_silu_mul(
     a: Tensor,
     a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
     offsets: Tensor,
     expected_m: int | None,
     limit: float | None,
@@ -107,7 +107,7 @@ def gemm_silu_mul(
     q: Tensor,
     scale: Tensor,
 ) -> tuple[Any, ...] | None:
-    """a fp8 [M,K], b fp8 [E,2I,K] interleaved; q fp8 [M,I], scale fp32 [M,I/128].
+    """a fp8 [M,K], w13 fp8 [E,2I,K] interleaved; q fp8 [M,I], scale fp32 [M,I/128].
 
     If `a_scale` is not MN-major, returns the arguments with converted scales.
     """
@@ -115,13 +115,13 @@ def gemm_silu_mul(
     if a.dim() != 2 or a.shape[1] % 128 or not a.shape[1]:
         refuse_shape(op, "a", a, "[M, K] with K a positive multiple of 128")
     m, k = a.shape
-    if b.dim() != 3 or b.shape[2] != k or b.shape[1] % 256 or not b.numel():
-        refuse_shape(op, "b", b, f"[E, 2I, {k}] with I a positive multiple of 128")
-    num_experts, n, _ = b.shape
-    extent(op, "b", num_experts * n, "rows, those of all experts together")
+    if w13.dim() != 3 or w13.shape[2] != k or w13.shape[1] % 256 or not w13.numel():
+        refuse_shape(op, "w13", w13, f"[E, 2I, {k}] with I a positive multiple of 128")
+    num_experts, n, _ = w13.shape
+    extent(op, "w13", num_experts * n, "rows, those of all experts together")
     expected = {
         "a_scale": (a_scale, (m, k // 128), F32),
-        "b_scale": (b_scale, (num_experts, n // 128, k // 128), F32),
+        "w13_scale": (w13_scale, (num_experts, n // 128, k // 128), F32),
         "q": (q, (m, n // 2), FP8),
         "scale": (scale, (m, n // 256), F32),
     }
@@ -130,21 +130,22 @@ def gemm_silu_mul(
             refuse_shape(op, name, tensor, f"{list(shape)}")
         if tensor.dtype is not dtype:
             refuse_dtype(op, name, tensor, str(dtype).removeprefix("torch."))
-    for name, tensor in (("a", a), ("b", b)):
+    for name, tensor in (("a", a), ("w13", w13)):
         if tensor.dtype is not FP8:
             refuse_dtype(op, name, tensor, "float8_e4m3fn")
-    contiguous(op, a=a, b=b, q=q)
-    if not b_scale.is_contiguous():
-        refuse_layout(op, "b_scale", b_scale)
+    contiguous(op, a=a, w13=w13, q=q)
+    if not w13_scale.is_contiguous():
+        refuse_layout(op, "w13_scale", w13_scale)
     swiglu_limit(op, limit)
     int32_vector(op, "offsets", offsets, num_experts + 1, "the start of each expert's rows, then the end")
-    given = {"a_scale": a_scale, "b": b, "b_scale": b_scale, "offsets": offsets, "q": q, "scale": scale}
+    given = {"a_scale": a_scale, "w13": w13, "w13_scale": w13_scale}
+    given |= {"offsets": offsets, "q": q, "scale": scale}
     if any(tensor.get_device() != a.get_device() for tensor in given.values()):
         refuse_device(op, a, **given)
     if scales.is_mn_major(a_scale):
         return None
     mn_major = scales.converted(op, a_scale)
-    return a, mn_major, b, b_scale, offsets, expected_m, limit, power_of_two, rounded, q, scale
+    return a, mn_major, w13, w13_scale, offsets, expected_m, limit, power_of_two, rounded, q, scale
 
 
 def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> None:
@@ -186,6 +187,8 @@ def layer_weights(x: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scal
     if w13.dim() != 3 or w13.shape[2] != k or w13.shape[1] % 256 or not w13.numel():
         refuse_shape(op, "w13", w13, f"[E, 2I, {k}] with I a positive multiple of 128")
     num_experts, width = w13.shape[0], w13.shape[1] // 2
+    if num_experts > MAX_EXPERTS:
+        refuse_shape(op, "w13", w13, f"[E, 2I, {k}] with at most {MAX_EXPERTS} experts")
     if w2.shape != (num_experts, k, width):
         refuse_shape(op, "w2", w2, f"{[num_experts, k, width]}")
     for name, weight, scale in (("w13_scale", w13, w13_scale), ("w2_scale", w2, w2_scale)):

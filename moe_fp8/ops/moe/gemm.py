@@ -31,12 +31,12 @@ def interleave_gate_up(w13: Tensor) -> Tensor:
 
 
 gemm_silu_mul_op = register(
-    "grouped_gemm_silu_mul_fp8(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offsets, "
+    "grouped_gemm_silu_mul_fp8(Tensor a, Tensor a_scale, Tensor w13, Tensor w13_scale, Tensor offsets, "
     "SymInt? expected_m, float? limit, bool power_of_two, bool rounded, Tensor(a!) q, Tensor(b!) scale) "
     "-> ()",
     check=checks.gemm_silu_mul,
-    contract=lambda a, a_scale, b, b_scale, offsets, *_: contracts.contiguous(
-        "grouped_gemm_silu_mul_fp8", "offsets", offsets, a_scale, b_scale
+    contract=lambda a, a_scale, w13, w13_scale, offsets, *_: contracts.contiguous(
+        "grouped_gemm_silu_mul_fp8", "offsets", offsets, a_scale, w13_scale, "w13_scale"
     ),
     empty=lambda a, *_: a.numel() == 0,
     reference=reference.gemm_silu_mul,

@@ -19,6 +19,11 @@ from moe_fp8.ops.moe.gemm import grouped_gemm_silu_mul_fp8
 from moe_fp8.ops.moe.public import Permuted, moe_combine, moe_permute
 from moe_fp8.ops.quantize import silu_mul_quantize
 
+#: The tensors among the arguments of `fused_moe`, but for the workspace.
+_TENSORS = (
+    "x", "topk_ids", "topk_weights", "w13", "w13_scale", "w2", "w2_scale", "x_scale", "expert_map", "out"
+)  # fmt: skip
+
 
 def _sizes(
     rows: int, num_experts: int, hidden_size: int, intermediate_size: int, interleaved: bool
@@ -119,8 +124,15 @@ def fused_moe(
         out = torch.empty((tokens, k), dtype=torch.bfloat16, device=x.device)
     rows = topk_ids.numel()
     sizes = _sizes(rows, num_experts, k, width, interleaved)
-    memory = workspaces.given_or_new("fused_moe", workspace, x, workspaces.total_bytes(sizes))
-    fp8, bf16, x_scales, y_scales, offsets, places = workspaces.buffers(memory, sizes)
+    num_bytes = workspaces.total_bytes(sizes)
+    if workspace is None:
+        workspace = workspaces.new(num_bytes, x)
+    else:
+        others = x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, x_scale, expert_map, out
+        workspaces.check("fused_moe", workspace, x, _TENSORS, others)
+        if workspace.numel() < num_bytes:
+            raise ArgumentError("fused_moe", "workspace", f"at least {num_bytes} bytes", workspace.numel())
+    fp8, bf16, x_scales, y_scales, offsets, places = workspaces.buffers(workspace, sizes)
     fp8, bf16 = fp8.view(torch.float8_e4m3fn), bf16.view(torch.bfloat16)
 
     a, a_scale, offsets, places = moe_permute(

@@ -59,7 +59,7 @@ def moe_permute(
     x_scale: Tensor | None = None,
     expert_map: Tensor | None = None,
     power_of_two: bool = False,
-    out: Permuted | None = None,
+    out: Permuted | tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> Permuted:
     """Copy each token to a row for each of its experts; the rows of an expert follow one another.
 
@@ -97,9 +97,16 @@ def moe_permute(
             torch.empty(num_experts + 1, dtype=torch.int32, device=x.device),
             torch.empty(topk_ids.shape, dtype=torch.int32, device=x.device),
         )
-    elif out.offsets.shape != (num_experts + 1,):
-        raise ArgumentError("moe_permute", "offsets", f"[{num_experts + 1}]", list(out.offsets.shape))
-    permute_op(x, x_scale, topk_ids, expert_map, *out, power_of_two)
+    else:
+        if not isinstance(out, Permuted):
+            if len(out) != 4:
+                got = f"{len(out)} tensors"
+                raise ArgumentError("moe_permute", "out", "(a, a_scale, offsets, rows)", got)
+            out = Permuted(*out)
+        if out.offsets.shape != (num_experts + 1,):
+            raise ArgumentError("moe_permute", "offsets", f"[{num_experts + 1}]", list(out.offsets.shape))
+    a, a_scale, offsets, row_of_place = out
+    permute_op(x, x_scale, topk_ids, expert_map, a, a_scale, offsets, row_of_place, power_of_two)
     return out
 
 

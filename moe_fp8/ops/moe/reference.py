@@ -40,7 +40,7 @@ def permute(
         values, scales = x, x_scale
     else:
         values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-        scales = torch.empty((x.shape[0], x.shape[1] // 128))
+        scales = torch.empty((x.shape[0], x.shape[1] // 128), dtype=torch.float32)
         quantizing.quantize(x, values, scales, power_of_two)
     count = places.shape[0]
     # torch on a CPU gathers no FP8.
