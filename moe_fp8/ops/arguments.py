@@ -60,7 +60,7 @@ def traced() -> bool:
 
 def unaligned(tensor: Tensor) -> bool:
     """Whether 16 does not divide the address. A traced tensor has none, and is checked when the op runs."""
-    return not (_tracing() or _dispatch_modes()) and tensor.data_ptr() & 15 != 0
+    return not traced() and tensor.data_ptr() & 15 != 0
 
 
 def contiguous(op: str, **tensors: Tensor) -> None:

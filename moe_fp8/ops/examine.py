@@ -44,7 +44,7 @@ _recording = _Recording()
 def examine(
     op: str,
     arguments: Mapping[str, Any],
-    contract: Callable[[], None],
+    contract: Callable[[], object],
     kernel: Callable[[], dict[str, Any]] | None = None,
 ) -> None:
     """Run `contract`. If it raises ContractError, write a replay file and name it in the error.

@@ -203,13 +203,10 @@ def test_a_layout_that_does_not_fit_is_refused(
     out = torch.empty(256, 128, dtype=torch.bfloat16)
     right = torch.tensor([128, 256] if use_psum_layout else [0] * 128 + [1] * 128, dtype=torch.int32)
     deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
-    try:
-        for wrong in (right[:1], right.repeat(2), right.long(), right.float(), right[None]):
-            with pytest.raises(ArgumentError):
-                deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, wrong, use_psum_layout=use_psum_layout)
-        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, right, use_psum_layout=use_psum_layout)
-    finally:
-        deep_gemm.set_mk_alignment_for_contiguous_layout(128)
+    for wrong in (right[:1], right.repeat(2), right.long(), right.float(), right[None]):
+        with pytest.raises(ArgumentError):
+            deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, wrong, use_psum_layout=use_psum_layout)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, right, use_psum_layout=use_psum_layout)
 
 
 @pytest.mark.parametrize("layout", ["m_indices", "psum"])
@@ -222,14 +219,10 @@ def test_contiguous_with_another_alignment(alignment: int, layout: str, deep_gem
     b, b_scale = cases.weights(4, 128, 256, gen)
     out = torch.full((rows, 128), float("nan"), dtype=torch.bfloat16)
     given = torch.tensor(ends if layout == "psum" else index, dtype=torch.int32)
-    before = deep_gemm.get_mk_alignment_for_contiguous_layout()
     deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
-    try:
-        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
-            (a, a_scale), (b, b_scale), out, given, use_psum_layout=layout == "psum", ensure_zero_padding=True
-        )
-    finally:
-        deep_gemm.set_mk_alignment_for_contiguous_layout(before)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+        (a, a_scale), (b, b_scale), out, given, use_psum_layout=layout == "psum", ensure_zero_padding=True
+    )
     assert not out[torch.tensor(index) < 0].any()
     for expert in range(4):
         own = torch.tensor(index) == expert
@@ -247,19 +240,15 @@ def test_experts_out_of_order_are_found_in_checked_mode(
     a, b = cases.activations(192, 256, gen), cases.weights(3, 128, 256, gen)
     out = torch.empty(192, 128, dtype=torch.bfloat16)
     monkeypatch.setattr(gemm, "checked", lambda tensor: True)
-    before = deep_gemm.get_mk_alignment_for_contiguous_layout()
     deep_gemm.set_mk_alignment_for_contiguous_layout(64)
-    try:
-        for experts, row in (((0, 2, 1), 128), ((0, 3, -1), 64), ((0, -1, 2), None)):
-            index = torch.tensor(experts, dtype=torch.int32).repeat_interleave(64)
-            if row is None:
-                deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, index)
-                continue
-            with pytest.raises(ContractError, match="ascending experts from 0 to 2") as error:
-                deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, index)
-            assert error.value.row == row
-    finally:
-        deep_gemm.set_mk_alignment_for_contiguous_layout(before)
+    for experts, row in (((0, 2, 1), 128), ((0, 3, -1), 64), ((0, -1, 2), None)):
+        index = torch.tensor(experts, dtype=torch.int32).repeat_interleave(64)
+        if row is None:
+            deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, index)
+            continue
+        with pytest.raises(ContractError, match="ascending experts from 0 to 2") as error:
+            deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, index)
+        assert error.value.row == row
 
 
 @pytest.mark.parametrize("alignment", [64, 256])
@@ -271,28 +260,24 @@ def test_wrong_ends_are_found_in_checked_mode(
     a, b = cases.activations(768, 256, gen), cases.weights(3, 128, 256, gen)
     out = torch.empty(768, 128, dtype=torch.bfloat16)
     monkeypatch.setattr(gemm, "checked", lambda tensor: True)
-    before = deep_gemm.get_mk_alignment_for_contiguous_layout()
     deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
-    try:
-        for ends, wrong in (
-            ((70, 512, 768), None),
-            ((70, 512, 769), 2),
-            ((70, 300, 2**31 - 1), 2),
-            ((300, 70, 768), 1),
-            ((70, 71, 768), 1),  # the rows of expert 1 start behind the padding
-            ((-1, 512, 768), 0),
-        ):
-            psum = torch.tensor(ends, dtype=torch.int32)
-            if wrong is None:
-                deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, psum, use_psum_layout=True)
-                continue
-            with pytest.raises(ContractError, match="an end from") as error:
-                deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, psum, use_psum_layout=True)
-            found = error.value
-            assert (found.op, found.argument) == ("m_grouped_fp8_gemm_nt_contiguous", "grouped_layout")
-            assert (found.expert, found.row) == (wrong, ends[wrong])
-    finally:
-        deep_gemm.set_mk_alignment_for_contiguous_layout(before)
+    for ends, wrong in (
+        ((70, 512, 768), None),
+        ((70, 512, 769), 2),
+        ((70, 300, 2**31 - 1), 2),
+        ((300, 70, 768), 1),
+        ((70, 71, 768), 1),  # the rows of expert 1 start behind the padding
+        ((-1, 512, 768), 0),
+    ):
+        psum = torch.tensor(ends, dtype=torch.int32)
+        if wrong is None:
+            deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, psum, use_psum_layout=True)
+            continue
+        with pytest.raises(ContractError, match="an end from") as error:
+            deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, psum, use_psum_layout=True)
+        found = error.value
+        assert (found.op, found.argument) == ("m_grouped_fp8_gemm_nt_contiguous", "grouped_layout")
+        assert (found.expert, found.row) == (wrong, ends[wrong])
 
 
 def test_masked(copy: ModuleType, deep_gemm: ModuleType) -> None:

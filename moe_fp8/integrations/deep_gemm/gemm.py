@@ -27,6 +27,7 @@ from moe_fp8.ops import (
 )
 from moe_fp8.ops.examine import examine
 from moe_fp8.ops.gemm import checks
+from moe_fp8.ops.gemm.contracts import psum_starts
 from moe_fp8.ops.modes import launches
 from moe_fp8.ops.registry import checked
 from moe_fp8.problems import SEGMENT_ALIGNMENT
@@ -165,20 +166,9 @@ def _demand_ascending(m_indices: Tensor, num_experts: int) -> None:
 def _psum_ranges(psum: Tensor, rows: int, num_experts: int, alignment: int) -> Tensor:
     """The same from the experts' ends."""
     if checked(psum):
-        examine(_CONTIGUOUS, {"grouped_layout": psum}, partial(_demand_ends, psum, rows, alignment))
+        check = partial(psum_starts, _CONTIGUOUS, "grouped_layout", psum.long(), rows, alignment)
+        examine(_CONTIGUOUS, {"grouped_layout": psum}, check)
     return torch.nn.functional.pad(_aligned(psum, alignment).clamp(max=rows), (1, 0)).to(torch.int32)
-
-
-def _demand_ends(psum: Tensor, rows: int, alignment: int) -> None:
-    """Raise ContractError unless every expert's rows end where they start or behind, and within the rows."""
-    starts = torch.nn.functional.pad(_aligned(psum[:-1].long(), alignment), (1, 0))
-    at = contents.first((psum < starts) | (psum > rows))
-    if at is not None:
-        expert, end = at[0], int(psum[at])
-        expected = f"an end from {int(starts[at])} (where the expert's rows start) to {rows} (rows of a)"
-        remedy = f"grouped_layout[e] = align(grouped_layout[e-1], {alignment}) + rows of e"
-        got = f"{end} for expert {expert}"
-        raise ContractError(_CONTIGUOUS, "grouped_layout", expected, got, remedy, expert=expert, row=end)
 
 
 def _psum_padding(psum: Tensor, rows: int, alignment: int) -> Tensor:

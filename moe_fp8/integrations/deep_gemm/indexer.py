@@ -47,7 +47,7 @@ def fp8_mqa_logits(
         clean_logits, max_seqlen_k = False, clean_logits
     if clean_logits is None:
         clean_logits = max_seqlen_k == 0
-    values, columns = _values(q), max_seqlen_k or kv[0].shape[0]
+    values, columns = _values(q), max_seqlen_k or kv[0].shape[:1].numel()
     return mqa_logits_fp8(
         values, *kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, max_seqlen_k=max_seqlen_k or None,
         fill=clean_logits, out=_rows(values, 3, columns, logits_dtype), out_dtype=logits_dtype,

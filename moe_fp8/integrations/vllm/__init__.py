@@ -129,12 +129,13 @@ def _register_experts() -> None:
         classes: list[type] = original(backend)
         return [MoeFp8Experts, *classes] if backend in replaced else classes
 
-    oracle.backend_to_kernel_cls = backend_to_kernel_cls
+    _replace(oracle, "backend_to_kernel_cls", backend_to_kernel_cls)
 
-    def restore() -> None:
-        oracle.backend_to_kernel_cls = original
 
-    _undo.append(restore)
+def _replace(owner: Any, name: str, value: Any) -> None:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    _undo.append(lambda: setattr(owner, name, before))
 
 
 def _set_environment(name: str, value: str) -> None:
@@ -178,12 +179,7 @@ def _plan_after(loader: Any) -> None:
         warm(describe_loaded(model, vllm_config, model_config), _undo)
         return model
 
-    loader.load_model = load_model
-
-    def restore() -> None:
-        loader.load_model = original
-
-    _undo.append(restore)
+    _replace(loader, "load_model", load_model)
 
 
 def active() -> bool:

@@ -95,22 +95,28 @@ def _m_indices(op: str, index: Tensor, m: int, num_experts: int) -> Tensor:
     return index
 
 
-def _psum(op: str, ends: Tensor, m: int, num_experts: int) -> Tensor:
-    """Check the end of each expert's rows; returns the expert of each row."""
-    before = torch.nn.functional.pad(ends[:-1], (1, 0))[:num_experts]
-    starts = (before + SEGMENT_ALIGNMENT - 1) // SEGMENT_ALIGNMENT * SEGMENT_ALIGNMENT
+def psum_starts(op: str, argument: str, ends: Tensor, m: int, alignment: int) -> Tensor:
+    """Check the end of each expert's rows; returns where they start, aligned behind the expert before."""
+    before = torch.nn.functional.pad(ends[:-1], (1, 0))[: ends.shape[0]]
+    starts = (before + alignment - 1) // alignment * alignment
     at = contents.first((ends < starts) | (ends > m))
     if at is not None:
         expert, end = at[0], int(ends[at])
         _fail(
             op,
-            "psum",
+            argument,
             f"an end from {int(starts[at])} (where the expert's rows start) to {m} (rows of a)",
             f"{end} for expert {expert}",
-            f"psum[e] = align(psum[e-1], {SEGMENT_ALIGNMENT}) + rows of e",
+            f"{argument}[e] = align({argument}[e-1], {alignment}) + rows of e",
             expert,
             end,
         )
+    return starts
+
+
+def _psum(op: str, ends: Tensor, m: int, num_experts: int) -> Tensor:
+    """Check the end of each expert's rows; returns the expert of each row."""
+    starts = psum_starts(op, "psum", ends, m, SEGMENT_ALIGNMENT)
     rows = torch.arange(m, device=ends.device)
     owner = torch.searchsorted(ends, rows, right=True)
     # A row behind the last end belongs to no expert; the padding gives it an expert that starts behind it.
