@@ -47,21 +47,26 @@ class ParamStruct:
 
     Types are TensorMap, pointer, int64, int and float. `pack_into(buffer, offset, *values)` takes a value for
     each field: 128 bytes for a TensorMap, an address for a pointer. `size` is in bytes and includes padding.
+    `maps` and `pointers` have, for each field of these types, its number and its offset in words of 8 bytes.
     """
 
     def __init__(self, name: str, *fields: str) -> None:
         self.name = name
         self.offsets: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
+        found: dict[str, list[tuple[int, int]]] = {"TensorMap": [], "pointer": []}
         layout, end, largest = "=", 0, 1
-        for kind, field in (text.split() for text in fields):
+        for number, (kind, field) in enumerate(text.split() for text in fields):
             code, size, alignment = _TYPES[kind]
             padding = -end % alignment
             layout += f"{padding}x{code}" if padding else code
             self.offsets[field], self._sizes[field] = end + padding, size
+            if kind in found:
+                found[kind].append((number, self.offsets[field] // 8))
             end += padding + size
             largest = max(largest, alignment)
         self.size = end + -end % largest
+        self.maps, self.pointers = tuple(found["TensorMap"]), tuple(found["pointer"])
         self.pack_into = struct.Struct(layout).pack_into
 
     def assertions(self) -> Iterable[tuple[str, int]]:

@@ -79,19 +79,7 @@ class GemmProblem:
         If `expected_m` is not used, these are all rows for "dense" and "masked", else the mean per expert. If
         `blocks` is known, the mean leaves out the padding that is to be expected.
         """
-        return self._rows(self.blocks)
-
-    def _rows(self, blocks: int | None) -> int:
-        if blocks is not None:
-            # On average, half of an expert's last block is padding. The mean is taken to be 64 or more, since
-            # experts without rows need no tile.
-            mean = -(-blocks * SEGMENT_ALIGNMENT // max(1, self.num_experts))
-            rows = max(mean - _HALF_BLOCK, _HALF_BLOCK)
-        elif self.expected_m is not None and self.layout != "dense":
-            rows = min(self.expected_m, self.m)
-        else:
-            rows = -(-self.m // self._shares)
-        return selection_rows(max(1, rows))
+        return _gemm_rows(self.layout, self.m, self.num_experts, self.expected_m, self.blocks)
 
     @property
     def blocks(self) -> int | None:
@@ -102,15 +90,7 @@ class GemmProblem:
         since blocks tell little of so few rows; they have many blocks; `m` is too small for `expected_m`; or
         it is so large that the buffer probably has room to spare. Then this number is not used.
         """
-        if self.num_experts == 1 or self.layout not in ("m_indices", "psum"):
-            return None
-        rows = self.m + -self.m % SEGMENT_ALIGNMENT
-        blocks = selection_rows(max(1, rows // SEGMENT_ALIGNMENT))
-        if self.expected_m is not None:
-            full = 0 <= rows - self.expected_m * self.num_experts <= _MOST_PADDING * self.num_experts
-            if not full or self.expected_m <= _HALF_BLOCK or blocks > _MOST_BLOCKS * self.num_experts:
-                return None
-        return blocks
+        return _gemm_blocks(self.layout, self.m, self.num_experts, self.expected_m)
 
     @property
     def blocks_decide(self) -> bool:
@@ -118,28 +98,62 @@ class GemmProblem:
         blocks = self.blocks
         return blocks is not None and blocks <= _MOST_BLOCKS * self.num_experts
 
-    @property
-    def _shares(self) -> int:
-        # The experts share the rows of a contiguous layout.
-        return 1 if self.layout in ("dense", "masked") else max(1, self.num_experts)
-
     def for_selection(self) -> GemmProblem:
         """The problem that the choice of a kernel uses: with `blocks` blocks, or `rows` rows an expert."""
-        blocks = self.blocks
-        rows = self._rows(blocks)
+        m, expected_m = gemm_selection(self.layout, self.m, self.num_experts, self.expected_m)
         return GemmProblem(
             self.layout,
-            rows if blocks is None else blocks * SEGMENT_ALIGNMENT,
+            m,
             self.n,
             self.k,
             self.num_experts,
-            rows if blocks is None else None,
+            expected_m,
             self.out_dtype,
             self.num_sms,
             self.device,
             self.batch_invariant,
             self.config,
         )
+
+
+@lru_cache(maxsize=1 << 16)
+def gemm_selection(
+    layout: GemmLayout, m: int, num_experts: int, expected_m: int | None
+) -> tuple[int, int | None]:
+    """`m` and `expected_m` of `GemmProblem.for_selection`, for launches that have no time for the problem."""
+    blocks = _gemm_blocks(layout, m, num_experts, expected_m)
+    if blocks is not None:
+        return blocks * SEGMENT_ALIGNMENT, None
+    rows = _gemm_rows(layout, m, num_experts, expected_m, None)
+    return rows, rows
+
+
+def _gemm_blocks(layout: GemmLayout, m: int, num_experts: int, expected_m: int | None) -> int | None:
+    if num_experts == 1 or layout not in ("m_indices", "psum"):
+        return None
+    rows = m + -m % SEGMENT_ALIGNMENT
+    blocks = selection_rows(max(1, rows // SEGMENT_ALIGNMENT))
+    if expected_m is not None:
+        full = 0 <= rows - expected_m * num_experts <= _MOST_PADDING * num_experts
+        if not full or expected_m <= _HALF_BLOCK or blocks > _MOST_BLOCKS * num_experts:
+            return None
+    return blocks
+
+
+def _gemm_rows(
+    layout: GemmLayout, m: int, num_experts: int, expected_m: int | None, blocks: int | None
+) -> int:
+    if blocks is not None:
+        # On average, half of an expert's last block is padding. The mean is taken to be 64 or more, since
+        # experts without rows need no tile.
+        mean = -(-blocks * SEGMENT_ALIGNMENT // max(1, num_experts))
+        rows = max(mean - _HALF_BLOCK, _HALF_BLOCK)
+    elif expected_m is not None and layout != "dense":
+        rows = min(expected_m, m)
+    else:
+        # The experts share the rows of a contiguous layout.
+        rows = m if layout in ("dense", "masked") else -(-m // max(1, num_experts))
+    return selection_rows(max(1, rows))
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,12 @@ class ParamBlock:
         self.kernel_params = self.address + padded
         struct.pack_into("P", view, offset + padded, self.address)
 
+    def copy(self) -> ParamBlock:
+        """A new block with the same contents."""
+        block = ParamBlock(self.size)
+        block.buffer[:] = self.buffer
+        return block
+
 
 #: Parameters of `LoadedKernel.launch`: a block, or any writable buffer of the struct's size.
 Params: TypeAlias = ParamBlock | bytearray | memoryview | ctypes.Array[Any] | ctypes.Structure

@@ -1,7 +1,8 @@
 """Launches of loaded kernels on the current stream.
 
-A launch is remembered for its call, so that `repeat` makes it again without checks or preparation. Nothing
-here waits for the device, reads device data or allocates device memory.
+A launch is remembered for its call, so that `repeat` makes it again without checks or preparation, and
+`move` makes it with other addresses. Nothing here waits for the device, reads device data or allocates device
+memory.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -18,11 +20,11 @@ from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit.driver import LoadedKernel, ParamBlock, device_info, ensure_context
 from moe_fp8.jit.runtime import get_kernel
 from moe_fp8.jit.store import default_store
+from moe_fp8.jit.tensor_map import starts_with_address
 from moe_fp8.ops.keys import Call, Key, attributes_like
 from moe_fp8.ops.modes import Modes
-from moe_fp8.params import ParamStruct
+from moe_fp8.ops.parameters import Prepared
 from moe_fp8.problems import InDtype
-from moe_fp8.specs import KernelSpec
 
 #: The names that problems have for the dtypes a kernel may read.
 IN_DTYPES: dict[torch.dtype, InDtype] = {
@@ -30,9 +32,6 @@ IN_DTYPES: dict[torch.dtype, InDtype] = {
     torch.float16: "float16",
     torch.float32: "float32",
 }
-
-#: A family's CUDA side prepares these three: the kernel, its grid and its parameters.
-Prepared: TypeAlias = tuple[KernelSpec, int, ParamBlock]
 
 _raw_stream = torch._C._cuda_getCurrentRawStream
 _current_device = torch._C._cuda_getDevice
@@ -51,11 +50,28 @@ class _Launch(NamedTuple):
     block: ParamBlock
 
 
+class _Mold(NamedTuple):
+    """A launch whose block can be copied for tensors that differ only in their addresses.
+
+    `low`: the lowest four bits of every address, since checks and kernels may depend on alignment. `places`:
+    triples of a word of the block, the number of the tensor whose address it holds, and bytes added to it.
+    """
+
+    launch: _Launch
+    low: tuple[int, ...]
+    places: tuple[tuple[int, int, int], ...]
+
+
 _launches: dict[Key, _Launch] = {}
+# Many layouts come once, so the first launch of a layout leaves only None, and the second a mold.
+_molds: dict[Key, _Mold | None] = {}
 # Allocators usually hand out the same addresses again. If they do not, launches are remembered in vain. They
 # must not grow without end, so the oldest is dropped. A launch takes about 3.5 KiB.
 _MAX_LAUNCHES = 8192
 _remembering = threading.Lock()
+
+_shape, _low_bits = attrgetter("shape"), (15).__and__
+_Remembered = TypeVar("_Remembered")
 
 
 def num_sms(device: int) -> int:
@@ -104,37 +120,97 @@ def repeat(call: Call) -> bool:
     return True
 
 
+def move(call: Call, check: Callable[[], None]) -> Key | None:
+    """Make the launch that is remembered for calls that differ from this call only in addresses.
+
+    These calls have passed the checks. Checks of addresses remain: each address must be aligned as in these
+    calls, and `check` does the others. Returns None, or if there is no such launch the key under which
+    `first` remembers it: the call's key with the shapes of all tensors in place of their addresses.
+    """
+    key, tensors = call
+    layout = Modes.num_sms, key[: -len(tensors)], tuple(map(_shape, tensors))
+    mold = _molds.get(layout)
+    if mold is None or not Modes.launching:
+        return layout
+    (same, kernel, grid, device, block), low, places = mold
+    addresses: Any = key[-len(tensors) :]
+    if tuple(map(_low_bits, addresses)) != low or not same(*tensors):
+        return layout
+    check()
+    block = block.copy()
+    words = block.buffer.cast("Q")
+    for word, tensor, offset in places:
+        words[word] = addresses[tensor] + offset
+    if device == _current_device():
+        kernel.launch(grid, _raw_stream(device), block, device)
+    else:
+        with torch.cuda.device(device):
+            kernel.launch(grid, _raw_stream(device), block, device)
+    made = _Launch(same, kernel, grid, device, block)
+    _keep(_launches, key if Modes.usual else (Modes.num_sms, key), made)
+    return None
+
+
+def _keep(remembered: dict[Key, _Remembered], key: Key, one: _Remembered) -> None:
+    with _remembering:
+        while len(remembered) >= _MAX_LAUNCHES:
+            del remembered[next(iter(remembered))]
+        remembered[key] = one
+
+
 def first(
-    prepare: Callable[..., Prepared | None], arguments: tuple[Any, ...], device: int, call: Call | None
+    prepare: Callable[..., Prepared | None],
+    arguments: tuple[Any, ...],
+    device: int,
+    call: Call | None,
+    layout: Key | None = None,
 ) -> None:
-    """Prepare a launch from an op's arguments, whose tensors are on `device`, and make it."""
+    """Prepare a launch from an op's arguments, whose tensors are on `device`, and make it.
+
+    It is remembered for `call` and for `layout`, if they are given; with `layout`, from the second launch on.
+    """
     if device != _current_device():
         with torch.cuda.device(device):
-            return first(prepare, arguments, device, call)
+            return first(prepare, arguments, device, call, layout)
     # A thread that has not called the CUDA runtime yet has no context, and tensor maps need one.
     ensure_context(device)
     prepared = prepare(*arguments)
     if prepared is not None:
-        launch(*prepared, device, call)
+        launch(prepared, device, call, layout)
 
 
-def launch(spec: KernelSpec, grid: int, block: ParamBlock, device: int, call: Call | None) -> None:
-    """Launch the kernel of `spec` on the current `device`, loading it if need be; remember it for `call`."""
-    kernel = get_kernel(spec)
+def launch(prepared: Prepared, device: int, call: Call | None, layout: Key | None = None) -> None:
+    """Launch the prepared kernel on the current `device`, loading it if need be; remember as `first` does."""
+    kernel = get_kernel(prepared.spec)
     # A launch that fails because the kernel is not prepared would end a capture.
     kernel.prepare(device)
     if not Modes.launching:
         return
+    grid, block = prepared.grid, prepared.block
     kernel.launch(grid, _raw_stream(device), block, device)
-    if call is not None:
-        key, tensors = call
-        if not Modes.usual:
-            key = Modes.num_sms, key
-        made = _Launch(attributes_like(tensors), kernel, grid, device, block)
-        with _remembering:
-            while len(_launches) >= _MAX_LAUNCHES:
-                del _launches[next(iter(_launches))]
-            _launches[key] = made
+    if call is None:
+        return
+    if layout is not None and layout not in _molds:
+        return _keep(_molds, layout, None)
+    key, tensors = call
+    made = _Launch(attributes_like(tensors), kernel, grid, device, block)
+    _keep(_launches, key if Modes.usual else (Modes.num_sms, key), made)
+    if layout is not None:
+        _keep(_molds, layout, _mold(made, prepared, call))
+
+
+def _mold(made: _Launch, prepared: Prepared, call: Call) -> _Mold | None:
+    """The mold of a launch; None if it is not known which of the addresses in its block is which tensor's."""
+    key, tensors = call
+    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+    if len(numbers) < len(tensors) or (prepared.has_maps() and not starts_with_address()):
+        return None
+    try:
+        places = tuple([(word, numbers[id(tensor)], offset) for word, tensor, offset in prepared.places()])
+    except KeyError:
+        return None
+    addresses: Any = key[-len(tensors) :]
+    return _Mold(made, tuple(map(_low_bits, addresses)), places)
 
 
 def describe(
@@ -146,10 +222,5 @@ def describe(
         prepared = prepare(*arguments)
     if prepared is None:
         return {}
-    spec, grid, _ = prepared
-    return {"spec": str(spec), "grid": grid, "key": default_store().key(spec)}
-
-
-def new_block(params: ParamStruct) -> ParamBlock:
-    """Return a block with room for the parameters of one launch."""
-    return ParamBlock(-(-params.size // 64) * 64)
+    key = default_store().key(prepared.spec)
+    return {"spec": str(prepared.spec), "grid": prepared.grid, "key": key}

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import is_fake
 from moe_fp8.errors import ArgumentError
 from moe_fp8.ops.arguments import apart
 from moe_fp8.ops.examine import examine
-from moe_fp8.ops.keys import Call
+from moe_fp8.ops.keys import Call, Key
 from moe_fp8.settings import settings
 
 _log = logging.getLogger(__name__)
@@ -141,14 +141,14 @@ def register(
     tensors. It is plain torch, on either device. A failed one leaves a replay file (`examine`).
     `empty` returns whether there is nothing for a kernel to compute; it has then done any remaining work.
     `reference` is the CPU implementation.
-    `cuda`, "module:function", prepares the launch: it returns (spec, grid, parameter block), or None if it
-    has launched everything itself. It is imported at the first CUDA call.
+    `cuda`, "module:function", prepares the launch: it returns `Prepared` (`parameters`), or None if it has
+    launched everything itself. It is imported at the first CUDA call.
     `fake` is the meta implementation; the caller gives the outputs, so for most ops it does nothing.
     `varying` names tensors, in addition to the first, whose shapes change from call to call while their
     addresses do not, such as a cache that grows.
 
-    All ops share the other steps. A call that equals an earlier call repeats its remembered launch
-    (`launch`). Any other call is checked, prepared, launched and remembered.
+    All ops share the other steps. Two calls that differ at most in addresses are checked, prepared and
+    launched, and the second launch is remembered (`launch`). A third call repeats it, with its own addresses.
     """
     name = schema.split("(", 1)[0]
     _library.define(schema)
@@ -164,13 +164,16 @@ def register(
     tensors_of = _getter(tensors)
     call_of = _call_of(name, names, kinds, varying)
 
-    def fresh(arguments: tuple[Any, ...], call: Call | None) -> None:
-        """Check and run a call that has no remembered launch, or that must not use it (`call` is None)."""
+    def fresh(arguments: tuple[Any, ...], call: Call | None, layout: Key | None) -> None:
+        """Check and run a call that has no remembered launch, or that must not use it (`call` is None).
+
+        Its launch is remembered for `call` and for `layout`.
+        """
         first = arguments[0]
         given, others = arguments, check(*arguments)
         check_apart(arguments)
         if others is not None:
-            arguments, call = others, None
+            arguments, call, layout = others, None, None
         if contract is not None and checked(first):
             examine(
                 name,
@@ -181,7 +184,7 @@ def register(
         if empty(*arguments):
             return
         if first.is_cuda:
-            _launcher().first(resolve(cuda), arguments, first.get_device(), call)
+            _launcher().first(resolve(cuda), arguments, first.get_device(), call, layout)
         else:
             # As on a GPU, where nothing is recorded and no operand is rounded.
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -195,12 +198,15 @@ def register(
         if len(arguments) < arity:  # torch omits trailing arguments that equal their defaults
             arguments += defaults[len(arguments) :]
         first = arguments[0]
-        call = None
+        call = layout = None
         if first.is_cuda and (contract is None or not checked(first)):
             call = call_of(arguments, tensors_of(arguments))
             if (_Launcher.repeat or _load_repeat())(call):
                 return
-        fresh(arguments, call)
+            layout = _launcher().move(call, partial(check_apart, arguments))
+            if layout is None:
+                return
+        fresh(arguments, call, layout)
 
     def eager(*arguments: Any) -> None:
         # Skip torch's dispatcher, which costs 1.5 us per call, if the result is the same: for plain CUDA
@@ -217,10 +223,13 @@ def register(
             call = call_of(arguments, tensors)
             if (_Launcher.repeat or _load_repeat())(call):
                 return
-            # Functional tensors have the plain type too. Their calls are never remembered, so `repeat` has
-            # not matched one. They need the dispatcher.
+            layout = _launcher().move(call, partial(check_apart, arguments))
+            if layout is None:
+                return
+            # Functional tensors have the plain type too. Their calls are never remembered, so `repeat` and
+            # `move` have not matched one. They need the dispatcher.
             if not any(map(torch._is_functional_tensor, call[1])):
-                return fresh(arguments, call)
+                return fresh(arguments, call, layout)
         op(*arguments)
 
     def meta(*arguments: Any) -> None:

@@ -131,9 +131,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(driver, "_driver", lambda: api)
     driver.tensor_map_encoder.cache_clear()
     tensor_map.encode_tiled.cache_clear()
+    tensor_map.starts_with_address.cache_clear()
     yield api
     driver.tensor_map_encoder.cache_clear()
     tensor_map.encode_tiled.cache_clear()
+    tensor_map.starts_with_address.cache_clear()
 
 
 def test_load_prepares_and_launch_passes_everything(fake: FakeDriver) -> None:
@@ -219,8 +221,8 @@ def test_no_driver_is_a_toolchain_error(monkeypatch: pytest.MonkeyPatch) -> None
         driver._driver.cache_clear()
 
 
-def test_encode_2d(fake: FakeDriver) -> None:
-    encoded = tensor_map.encode_2d(0x40000, "bfloat16", (7168, 2**32 - 1), 14336, (64, 256))
+def test_encode_a_matrix(fake: FakeDriver) -> None:
+    encoded = tensor_map.encode_tiled(0x40000, "bfloat16", (7168, 2**32 - 1), (14336,), (64, 256))
     assert struct.unpack("4IQ3Q2I", encoded[:56]) == (
         9, 2, 3, 3, 0x40000, 7168, 2**32 - 1, 14336, 64, 256,
     )  # fmt: skip
@@ -239,11 +241,24 @@ def test_encode_any_rank(fake: FakeDriver, rank: int) -> None:
 
 
 def test_encoding_is_cached_by_value(fake: FakeDriver) -> None:
-    arguments: Any = ("uint8", (7168, 64), 7168, (128, 64))
-    first = tensor_map.encode_2d(0x1000, *arguments)
-    other = tensor_map.encode_2d(0x2000, *arguments)
-    assert tensor_map.encode_2d(0x1000, *arguments) == first != other
+    arguments: Any = ("uint8", (7168, 64), (7168,), (128, 64))
+    first = tensor_map.encode_tiled(0x1000, *arguments)
+    other = tensor_map.encode_tiled(0x2000, *arguments)
+    assert tensor_map.encode_tiled(0x1000, *arguments) == first != other
     assert fake.maps == 2
+
+
+@pytest.mark.parametrize("form", ["leads", "follows", "leads, with a checksum", "refused"])
+def test_a_map_that_starts_with_its_address(
+    form: str, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(out: int, dtype: int, rank: int, address: int, *rest: int) -> int:
+        text = struct.pack("QQ", address, sum(address.to_bytes(8, "little")) if "checksum" in form else 7)
+        ctypes.memmove(out, (text if "leads" in form else text[::-1]).ljust(128, b"\0"), 128)
+        return int(form == "refused")
+
+    monkeypatch.setattr(fake, "encode", encode)
+    assert tensor_map.starts_with_address() == (form == "leads")
 
 
 @pytest.mark.parametrize(
@@ -256,7 +271,7 @@ def test_encoding_is_cached_by_value(fake: FakeDriver) -> None:
         ("box", {"box": (128, 300)}),
         ("box", {"box": (144, 64)}),
         ("dims", {"dims": (7168,)}),
-        ("strides_bytes", {"stride_bytes": -16}),
+        ("strides_bytes", {"strides_bytes": (-16,)}),
     ],
 )
 def test_refusals_name_the_argument(fake: FakeDriver, argument: str, change: dict[str, Any]) -> None:
@@ -264,19 +279,19 @@ def test_refusals_name_the_argument(fake: FakeDriver, argument: str, change: dic
         "ptr": 0x1000,
         "dtype": "float8_e4m3fn",
         "dims": (7168, 64),
-        "stride_bytes": 7168,
+        "strides_bytes": (7168,),
         "box": (128, 64),
     }
-    tensor_map.encode_2d(**arguments)
+    tensor_map.encode_tiled(**arguments)
     with pytest.raises(ArgumentError) as caught:
-        tensor_map.encode_2d(**{**arguments, **change})
+        tensor_map.encode_tiled(**{**arguments, **change})
     assert caught.value.argument == argument
 
 
 def test_an_unexplained_refusal_is_a_driver_error(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake, "encode", lambda *arguments: 201)
     with pytest.raises(DriverError, match="INVALID_CONTEXT") as caught:
-        tensor_map.encode_2d(0x1000, "uint8", (7168, 64), 7168, (128, 64))
+        tensor_map.encode_tiled(0x1000, "uint8", (7168, 64), (7168,), (128, 64))
     assert caught.value.code == 201
 
 

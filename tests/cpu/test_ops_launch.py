@@ -15,6 +15,9 @@ from moe_fp8.jit import driver
 from moe_fp8.jit.driver import ParamBlock
 from moe_fp8.ops import registry
 from moe_fp8.ops.keys import Call
+from moe_fp8.ops.parameters import Prepared
+from moe_fp8.params import ParamStruct
+from moe_fp8.specs import KernelSpec
 from tests import cases
 from tests.cpu.cuda_side import import_cuda_side
 from tests.cpu.test_jit_driver import _ARTIFACT, FakeDriver
@@ -50,6 +53,10 @@ def launch(fake: StrictDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modu
     yield module
 
 
+def launch_of_nothing() -> Prepared:
+    return Prepared(KernelSpec("tiny", (), 128, 100_000), 1, ParamBlock(16), ParamStruct("Nothing"), ())
+
+
 def in_a_thread(function: Any, *arguments: Any) -> None:
     errors: list[BaseException] = []
 
@@ -69,7 +76,7 @@ def in_a_thread(function: Any, *arguments: Any) -> None:
 def test_tensor_maps_are_encoded_in_a_context(launch: ModuleType, fake: StrictDriver) -> None:
     def prepare(*_: object) -> Any:
         assert fake._current() == 100, "cuTensorMapEncodeTiled needs one"
-        return None, 1, ParamBlock(16)
+        return launch_of_nothing()
 
     in_a_thread(launch.first, prepare, (), 0, None)
     assert len(fake.launches) == 1
@@ -77,7 +84,7 @@ def test_tensor_maps_are_encoded_in_a_context(launch: ModuleType, fake: StrictDr
 
 def test_a_repeated_launch_of_a_new_thread_finds_its_context(launch: ModuleType, fake: StrictDriver) -> None:
     call: Call = ("op", 1), (torch.zeros(1),)
-    launch.first(lambda *_: (None, 1, ParamBlock(16)), (), 0, call)
+    launch.first(lambda *_: launch_of_nothing(), (), 0, call)
 
     def again() -> None:
         assert launch.repeat(call)
@@ -100,7 +107,7 @@ def test_the_context_is_that_of_the_tensors_device(fake: StrictDriver) -> None:
 
 def test_the_first_use_on_a_second_device_fails_no_launch(launch: ModuleType, fake: StrictDriver) -> None:
     fake.cuCtxSetCurrent(101)
-    launch.first(lambda *_: (None, 1, ParamBlock(16)), (), 1, None)
+    launch.first(lambda *_: launch_of_nothing(), (), 1, None)
     assert (fake.failed, len(fake.launches)) == (0, 1), "inside a capture a failed launch ends it"
     assert fake.smem_limits == {0: 100_000, 1: 100_000}
 

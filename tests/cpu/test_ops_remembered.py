@@ -23,6 +23,9 @@ from tests import cache_cases, moe_cases
 from tests.cpu.cuda_side import import_cuda_side
 from tests.cpu.op_arguments import I32, OPS
 
+#: Where launches get their tensor maps.
+PARAMETERS_ENCODE = "moe_fp8.ops.parameters.encode_tiled"
+
 
 class _Kernel:
     """A kernel that records the arguments of its launches."""
@@ -51,13 +54,14 @@ class _Cuda:
         monkeypatch.setattr(self.launch, "table", lambda device: "")
         monkeypatch.setattr(self.launch, "get_kernel", lambda spec: self.kernel)
         monkeypatch.setattr(self.launch, "_launches", {})
+        monkeypatch.setattr(self.launch, "_molds", {})
 
     def run(self, op: str, arguments: dict[str, Any], call: Call | None = None) -> None:
         """Do the op's work after its checks."""
         registered = registry.OPS[op]
         prepared = registry.resolve(registered.cuda)(*(arguments[name] for name in registered.arguments))
         if prepared is not None:
-            self.launch.launch(*prepared, -1, call)
+            self.launch.launch(prepared, -1, call)
 
     def quantize(self, call: Call | None = None, **arguments: Any) -> None:
         self.run("quantize_fp8", arguments, call)
@@ -225,7 +229,7 @@ def test_a_launch_of_a_gemm_packs_what_the_kernel_reads(
     cuda: _Cuda, monkeypatch: pytest.MonkeyPatch, op: str, index: str | None, promise: dict[str, bool]
 ) -> None:
     maps = itertools.count(1)
-    monkeypatch.setattr(cuda.gemm, "encode_2d", lambda *sizes, **kinds: bytes([next(maps)] * 128))
+    monkeypatch.setattr(PARAMETERS_ENCODE, lambda *described: bytes([next(maps)] * 128))
     arguments = {**OPS[op](), "config": "8x128", **promise}
     cuda.run(op, arguments)
     ((_, _, params),) = cuda.kernel.launches
@@ -244,37 +248,34 @@ def test_a_launch_of_a_gemm_packs_what_the_kernel_reads(
 def test_a_launch_of_ragged_k_packs_what_the_kernel_reads(
     cuda: _Cuda, monkeypatch: pytest.MonkeyPatch, accumulate: bool
 ) -> None:
-    maps = iter(range(1, 4))
-    monkeypatch.setattr(cuda.gemm, "encode_2d", lambda *sizes, **kinds: bytes([next(maps)] * 128))
     boxes = []
 
-    def encode(pointer: int, dtype: str, *sizes: tuple[int, ...], l2_promotion: int = 256) -> bytes:
-        boxes.append((pointer, dtype, *sizes))
-        return bytes([7 + len(boxes)] * 128)
+    def encode(pointer: int, dtype: str, dims: Any, strides: Any, box: Any, *_: int) -> bytes:
+        boxes.append((pointer, dtype, dims, strides, box))
+        return bytes([len(boxes)] * 128)
 
-    monkeypatch.setattr(cuda.gemm, "encode_tiled", encode)
+    monkeypatch.setattr(PARAMETERS_ENCODE, encode)
     arguments = {**OPS["k_grouped_gemm_fp8"](), "accumulate": accumulate}
     cuda.run("k_grouped_gemm_fp8", arguments)
     ((grid, _, params),) = cuda.kernel.launches
     assert grid == 6  # a pair of CTAs has the only tile of each expert
     # TMA stores the sums of narrow tiles, and loads even rows and odd rows of b apart.
-    assert boxes == [
-        (arguments["out"].data_ptr(), "float32", (64, 5, 3), (256, 1280), (32, 64, 1)),
+    assert boxes[2:4] == [
         (arguments["b"].data_ptr(), "uint8", (384, 2, 32), (384, 768), (128, 1, 64)),
+        (arguments["out"].data_ptr(), "float32", (64, 5, 3), (256, 1280), (32, 64, 1)),
     ]
-    assert params[:512] == b"".join(bytes([number] * 128) for number in (1, 2, 9, 8))
+    assert params[:512] == b"".join(bytes([number] * 128) for number in (1, 2, 3, 4))
     addresses = (arguments["out"].data_ptr(), 0, arguments["offsets"].data_ptr())
     assert struct.unpack("<4q5i", params[512:564]) == (*addresses, 64, 5, 64, 384, 3, 0)
     assert struct.unpack_from("<i", params, 564) == (accumulate,)
-    assert params[576:704] == bytes([3] * 128) and not any(params[568:576]) and not any(params[704:])
+    assert params[576:704] == bytes([5] * 128) and not any(params[568:576]) and not any(params[704:])
 
 
 @pytest.mark.parametrize("dtype, accumulate", [("bfloat16", False), ("float32", False), ("float32", True)])
 def test_a_dense_launch_of_scales_of_rows_packs_one_expert(
     cuda: _Cuda, monkeypatch: pytest.MonkeyPatch, dtype: str, accumulate: bool
 ) -> None:
-    for name in ("encode_2d", "encode_tiled"):
-        monkeypatch.setattr(cuda.gemm, name, lambda *sizes, **kinds: b"")
+    monkeypatch.setattr(PARAMETERS_ENCODE, lambda *described: b"")
     out = torch.zeros(3, 64, dtype=getattr(torch, dtype))
     options = {"out": out, "accumulate": accumulate, "constant_weights": True}
     cuda.run("gemm_fp8", {**OPS["gemm_fp8"](), "b_scale": torch.ones(2, 64).T, **options})

@@ -53,16 +53,19 @@ class Server:
         for name, replaced in {
             "get_kernel": lambda spec: self.launched.append(spec) or _Kernel(),
             "repeat": lambda call: False,
+            "move": lambda call, check: False,
+            "starts_with_address": lambda: False,
             "ensure_context": lambda device: None,
             "num_sms": lambda device: self.sms,
             "table": lambda device: self.device,
             "_raw_stream": lambda device: 0,
             "_current_device": lambda: -1,
             "_launches": {},
+            "_molds": {},
         }.items():
             patch.setattr(launch, name, replaced)
-        for name in ("moe_fp8.ops.gemm.cuda", "moe_fp8.ops.moe.cuda"):
-            patch.setattr(import_cuda_side(name, patch), "encode_2d", lambda *sizes, **kinds: bytes(128))
+        parameters = import_cuda_side("moe_fp8.ops.parameters", patch)
+        patch.setattr(parameters, "encode_tiled", lambda *described: bytes(128))
         patch.setattr("moe_fp8.ops.registry._Launcher.repeat", None)
         patch.setattr("moe_fp8.ops.arguments.get_num_sms", lambda device: self.sms)
         patch.setattr("moe_fp8.ops.arguments.workers", lambda op, tensor, num_sms: num_sms or self.sms)

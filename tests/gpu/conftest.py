@@ -53,6 +53,7 @@ def _fresh_runtime() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime._RUNTIME, "__dict__", vars(runtime.KernelRuntime()))
         patch.setattr(launch, "_launches", {})
+        patch.setattr(launch, "_molds", {})
         tensor_map.encode_tiled.cache_clear()
         yield
 

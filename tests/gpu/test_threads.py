@@ -15,13 +15,23 @@ pytestmark = pytest.mark.usefixtures("fresh_runtime")
 
 @pytest.mark.parametrize("rows", [3, 130])
 def test_a_gemm_in_a_new_thread(rows: int) -> None:
+    # No earlier call has this shape, so the thread prepares the call, including its tensor maps.
     case = cases.dense_case(rows, 192, 512, "cuda")
-    expected = moe_fp8.gemm_fp8(case.a, case.a_scale, case.b, case.b_scale)
-    # Copies have new addresses, so the thread prepares the call, including its tensor maps.
-    a, b = case.a.clone(), case.b.clone()
     torch.cuda.synchronize()
+    operands = case.a, case.a_scale, case.b, case.b_scale, case.poisoned()
     with torch.inference_mode(), ThreadPoolExecutor(1) as executor:
-        got = executor.submit(_gemm, a, case.a_scale, b, case.b_scale, torch.empty_like(expected)).result()
+        cases.check_gemm(case, executor.submit(_gemm, *operands).result())
+
+
+@pytest.mark.parametrize("rows", [3, 130])
+def test_a_moved_gemm_in_a_new_thread(rows: int) -> None:
+    case = cases.dense_case(rows, 192, 512, "cuda")
+    expected = _gemm(case.a, case.a_scale, case.b, case.b_scale, case.poisoned())
+    _gemm(case.a.clone(), case.a_scale, case.b, case.b_scale, case.poisoned())
+    a, b, out = case.a.clone(), case.b.clone(), case.poisoned()
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as executor:
+        got = executor.submit(_gemm, a, case.a_scale, b, case.b_scale, out).result()
     assert torch.equal(got, expected)
 
 

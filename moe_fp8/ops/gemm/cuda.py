@@ -13,21 +13,20 @@ import torch
 from torch import Tensor
 
 from moe_fp8 import heuristics
-from moe_fp8.jit.tensor_map import encode_2d, encode_tiled
 from moe_fp8.ops import launch, scales
 from moe_fp8.ops.arguments import row_stride
-from moe_fp8.ops.launch import Prepared
+from moe_fp8.ops.parameters import Prepared, Tiled, prepared
 from moe_fp8.params import GEMM, K_GROUPED_GEMM
-from moe_fp8.problems import GemmLayout, GemmProblem, KGroupedGemmProblem, OutDtype
+from moe_fp8.problems import GemmLayout, GemmProblem, KGroupedGemmProblem, OutDtype, gemm_selection
 from moe_fp8.settings import settings
 from moe_fp8.specs import KernelSpec, select_gemm, select_k_grouped_gemm
 
 
 class _GemmPlan(NamedTuple):
-    """A GEMM's kernel, its grid, and the boxes of its tensor maps, innermost dimension first."""
+    """A GEMM's kernel and tile, and the boxes of its tensor maps, innermost dimension first."""
 
     spec: KernelSpec
-    grid: int
+    config: heuristics.GemmConfig
     a_box: tuple[int, int]
     a_scale_box: tuple[int, int]
     b_box: tuple[int, int]
@@ -74,13 +73,16 @@ def _gemm_plan(
     device: int,
     num_sms: int,
 ) -> _GemmPlan:
-    """The plan of a call. Raises TileError if `config_text` names no config that this call may use."""
+    """The plan of calls, whose `m` and `expected_m` are those of `gemm_selection`.
+
+    Raises TileError if `config_text` names no config that such a call may use.
+    """
     problem = _gemm_problem(layout, m, n, k, num_experts, expected_m, fp32, config_text, device, num_sms)
     chosen = select_gemm(problem)
     config = chosen.config
     return _GemmPlan(
         chosen.spec,
-        chosen.grid,
+        config,
         a_box=(128, config.token_box),
         a_scale_box=(config.block_m, 1),
         b_box=(128, config.weight_box),
@@ -156,34 +158,26 @@ def _gemm(
     num_experts = b.shape[0] if layout != "dense" else 1
     fp32 = out.dtype is torch.float32
     sms = launch.num_sms(device)
-    plan = _gemm_plan(layout, m, n, k, num_experts, expected_m, fp32, config, device, sms)
+    selected_m, expected_m = gemm_selection(layout, m, num_experts, expected_m)
+    plan = _gemm_plan(layout, selected_m, n, k, num_experts, expected_m, fp32, config, device, sms)
     batch = num_experts if layout == "masked" else 1
     out_stride = row_stride(out)
     scale_pitch = a_scale.stride(-1) if k > 128 else scales.pitch(a_scale)
-    block = launch.new_block(GEMM)
     # A box is 128 bytes of each row. With a promotion of 256 bytes, L2 would also fetch the bytes of the next
     # box, which gives 4.04 instead of 4.39 TB/s.
-    GEMM.pack_into(
-        block.buffer,
-        0,
-        encode_2d(a.data_ptr(), "uint8", (k, m * batch), row_stride(a), plan.a_box, l2_promotion=128),
-        encode_2d(
-            a_scale.data_ptr(),
-            "float32",
-            (m, batch * (k >> 7)),
-            scale_pitch * 4,
-            plan.a_scale_box,
-            0,
-        ),
-        encode_2d(b.data_ptr(), "uint8", (k, n * num_experts), row_stride(b), plan.b_box, l2_promotion=128),
-        encode_2d(
-            out.data_ptr(), "bfloat16", (n, m * batch), out_stride * 2, plan.out_box, plan.out_box[0] * 2
-        )
+    return prepared(
+        GEMM,
+        plan.spec,
+        heuristics.gemm_grid(plan.config, layout, m, n, sms),
+        Tiled(a, "uint8", (k, m * batch), (row_stride(a),), plan.a_box, l2_promotion=128),
+        Tiled(a_scale, "float32", (m, batch * (k >> 7)), (scale_pitch * 4,), plan.a_scale_box, 0),
+        Tiled(b, "uint8", (k, n * num_experts), (row_stride(b),), plan.b_box, l2_promotion=128),
+        Tiled(out, "bfloat16", (n, m * batch), (out_stride * 2,), plan.out_box, plan.out_box[0] * 2)
         if plan.out_box
-        else b"",
-        out.data_ptr(),
-        b_scale.data_ptr(),
-        0 if index is None else index.data_ptr(),
+        else None,
+        out,
+        b_scale,
+        index,
         out_stride,
         m,
         n,
@@ -192,7 +186,6 @@ def _gemm(
         constant_weights,
         accumulate,
     )
-    return plan.spec, plan.grid, block
 
 
 def k_grouped(
@@ -225,36 +218,29 @@ def _of_rows(
     problem = KGroupedGemmProblem(m, n, k, num_experts, accumulate, sms, out_dtype)
     chosen = select_k_grouped_gemm(problem)
     config = chosen.config
-    block = launch.new_block(K_GROUPED_GEMM)
 
-    def row_scales(scale: Tensor, box: int) -> bytes:
+    def row_scales(scale: Tensor, box: int) -> Tiled:
         pitch = scale.stride(-1) if k > 128 else scales.pitch(scale)
-        return encode_2d(scale.data_ptr(), "float32", (scale.shape[0], k >> 7), pitch * 4, (box, 1), 0)
+        return Tiled(scale, "float32", (scale.shape[0], k >> 7), (pitch * 4,), (box, 1), 0)
 
     out_stride = row_stride(out)
-    sums = b""
+    sums = None
     if heuristics.k_grouped_sums_staged(config, out_dtype):
         strides = out_stride * 4, m * out_stride * 4
-        box = *heuristics.K_GROUPED_SUM_BOX, 1
-        sums = encode_tiled(out.data_ptr(), "float32", (n, m, num_experts), strides, box)
-    K_GROUPED_GEMM.pack_into(
-        block.buffer,
-        0,
-        encode_2d(a.data_ptr(), "uint8", (k, m), row_stride(a), (128, config.token_box), l2_promotion=128),
+        sums = Tiled(out, "float32", (n, m, num_experts), strides, (*heuristics.K_GROUPED_SUM_BOX, 1))
+    # A box of weights has even rows alone or odd rows alone.
+    weights = (k, 2, n // 2), (row_stride(b), 2 * row_stride(b)), (128, 1, config.weight_box // 2)
+    return prepared(
+        K_GROUPED_GEMM,
+        chosen.spec,
+        chosen.grid,
+        Tiled(a, "uint8", (k, m), (row_stride(a),), (128, config.token_box), l2_promotion=128),
         row_scales(a_scale, config.block_m),
-        # A box has even rows alone or odd rows alone.
-        encode_tiled(
-            b.data_ptr(),
-            "uint8",
-            (k, 2, n // 2),
-            (row_stride(b), 2 * row_stride(b)),
-            (128, 1, config.weight_box // 2),
-            l2_promotion=128,
-        ),
+        Tiled(b, "uint8", *weights, l2_promotion=128),
         sums,
-        out.data_ptr(),
-        0,
-        0 if offsets is None else offsets.data_ptr(),
+        out,
+        None,
+        offsets,
         out_stride,
         m,
         n,
@@ -264,4 +250,3 @@ def _of_rows(
         accumulate,
         row_scales(b_scale, config.block_n),
     )
-    return chosen.spec, chosen.grid, block

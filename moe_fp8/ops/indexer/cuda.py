@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from moe_fp8 import heuristics
-from moe_fp8.jit.tensor_map import encode_2d, encode_tiled
 from moe_fp8.ops import launch
 from moe_fp8.ops.arguments import row_stride
-from moe_fp8.ops.launch import Prepared
+from moe_fp8.ops.parameters import Prepared, Tiled, prepared
 from moe_fp8.params import INDEXER_CACHE, INDEXER_TOPK, MQA_LOGITS, PAGED_MQA_LOGITS, PAGED_MQA_METADATA
 from moe_fp8.problems import (
     IndexerCacheProblem,
@@ -69,17 +68,17 @@ def mqa_logits(
     )
     config, division, query_blocks, items = chosen.config
     block_q, box_q = config.block_q, heuristics.query_box_rows(config, heads)
-    block = launch.new_block(MQA_LOGITS)
-    MQA_LOGITS.pack_into(
-        block.buffer,
-        0,
-        encode_2d(q.data_ptr(), "uint8", (dim, m * heads), row_stride(q), (dim, box_q), dim),
-        encode_2d(k.data_ptr(), "uint8", (dim, n), row_stride(k), (dim, heuristics.MQA_BLOCK_KV), dim),
-        encode_2d(k_scale.data_ptr(), "float32", (n, 1), (n + 3 & -4) * 4, (heuristics.MQA_BLOCK_KV, 1), 0),
-        encode_2d(weights.data_ptr(), "float32", (heads, m), row_stride(weights) * 4, (heads, block_q), 0),
-        out.data_ptr(),
-        ks.data_ptr(),
-        ke.data_ptr(),
+    return prepared(
+        MQA_LOGITS,
+        chosen.spec,
+        chosen.grid,
+        Tiled(q, "uint8", (dim, m * heads), (row_stride(q),), (dim, box_q), dim),
+        Tiled(k, "uint8", (dim, n), (row_stride(k),), (dim, heuristics.MQA_BLOCK_KV), dim),
+        Tiled(k_scale, "float32", (n, 1), ((n + 3 & -4) * 4,), (heuristics.MQA_BLOCK_KV, 1), 0),
+        Tiled(weights, "float32", (heads, m), (row_stride(weights) * 4,), (heads, block_q), 0),
+        out,
+        ks,
+        ke,
         out.stride(0),
         m,
         n,
@@ -89,7 +88,6 @@ def mqa_logits(
         items,
         division.even,
     )
-    return chosen.spec, chosen.grid, block
 
 
 def paged_mqa_logits_metadata(
@@ -103,18 +101,17 @@ def paged_mqa_logits_metadata(
     num_workers = out.shape[0] - 1
     num_sms = launch.num_sms(context_lens.get_device())
     chosen = select_paged_mqa_metadata(PagedMqaMetadataProblem(batch, next_n, num_sms))
-    block = launch.new_block(PAGED_MQA_METADATA)
-    PAGED_MQA_METADATA.pack_into(
-        block.buffer,
-        0,
-        context_lens.data_ptr(),
+    return prepared(
+        PAGED_MQA_METADATA,
+        chosen.spec,
+        chosen.grid,
+        context_lens,
         next_n,
         context_lens.dim() == 2,
-        out.data_ptr(),
+        out,
         batch,
         num_workers,
     )
-    return chosen.spec, chosen.grid, block
 
 
 def paged_mqa_logits(
@@ -145,19 +142,19 @@ def paged_mqa_logits(
     block_q, box_q = chosen.config.block_q, heuristics.query_box_rows(chosen.config, heads)
     rows = batch * next_n
     box = heuristics.key_box_rows(page_size)
-    cache = kv_cache.data_ptr()
-    block = launch.new_block(PAGED_MQA_LOGITS)
-    PAGED_MQA_LOGITS.pack_into(
-        block.buffer,
-        0,
-        encode_2d(q.data_ptr(), "uint8", (dim, rows * heads), row_stride(q), (dim, box_q), dim),
-        encode_tiled(cache, "uint8", (dim, page_size, pages), (dim, page_stride), (dim, box, 1), dim, 128),
-        encode_2d(cache + page_size * dim, "float32", (page_size, pages), page_stride, (box, 1), 0),
-        encode_2d(weights.data_ptr(), "float32", (heads, rows), row_stride(weights) * 4, (heads, block_q), 0),
-        out.data_ptr(),
-        block_table.data_ptr(),
-        metadata.data_ptr(),
-        context_lens.data_ptr(),
+    return prepared(
+        PAGED_MQA_LOGITS,
+        chosen.spec,
+        chosen.grid,
+        Tiled(q, "uint8", (dim, rows * heads), (row_stride(q),), (dim, box_q), dim),
+        Tiled(kv_cache, "uint8", (dim, page_size, pages), (dim, page_stride), (dim, box, 1), dim, 128),
+        # A page's scales stand behind its keys.
+        Tiled(kv_cache, "float32", (page_size, pages), (page_stride,), (box, 1), 0, offset=page_size * dim),
+        Tiled(weights, "float32", (heads, rows), (row_stride(weights) * 4,), (heads, block_q), 0),
+        out,
+        block_table,
+        metadata,
+        context_lens,
         next_n,
         context_lens.dim() == 2,
         out.stride(0),
@@ -166,7 +163,6 @@ def paged_mqa_logits(
         # The kernel stops at this width whatever the lengths say, and so reads no page past the table.
         min(out.shape[1], block_table.shape[1] * page_size),
     )
-    return chosen.spec, chosen.grid, block
 
 
 def indexer_quantize_and_cache(
@@ -179,13 +175,13 @@ def indexer_quantize_and_cache(
     chosen = select_indexer_cache(
         IndexerCacheProblem(rows, dim, launch.IN_DTYPES[k.dtype], power_of_two, num_sms)
     )
-    block = launch.new_block(INDEXER_CACHE)
-    INDEXER_CACHE.pack_into(
-        block.buffer,
-        0,
-        k.data_ptr(),
-        kv_cache.data_ptr(),
-        slot_mapping.data_ptr(),
+    return prepared(
+        INDEXER_CACHE,
+        chosen.spec,
+        chosen.grid,
+        k,
+        kv_cache,
+        slot_mapping,
         k.stride(0),
         kv_cache.stride(0),
         pages,
@@ -193,7 +189,6 @@ def indexer_quantize_and_cache(
         page_size.bit_length() - 1,
         slot_mapping.dtype is torch.int64,
     )
-    return chosen.spec, chosen.grid, block
 
 
 def indexer_topk(
@@ -214,16 +209,16 @@ def indexer_topk(
     rows, columns = logits.shape
     num_sms = launch.num_sms(logits.get_device())
     chosen = select_indexer_topk(IndexerTopkProblem(rows, columns, _OUT_DTYPES[logits.dtype], num_sms))
-    block = launch.new_block(INDEXER_TOPK)
-    INDEXER_TOPK.pack_into(
-        block.buffer,
-        0,
-        logits.data_ptr(),
-        0 if ks is None else ks.data_ptr(),
-        0 if ke is None else ke.data_ptr(),
-        out.data_ptr(),
-        0 if values is None else values.data_ptr(),
-        0 if carried is None else carried.data_ptr(),
+    return prepared(
+        INDEXER_TOPK,
+        chosen.spec,
+        chosen.grid,
+        logits,
+        ks,
+        ke,
+        out,
+        values,
+        carried,
         logits.stride(0),
         columns,
         topk,
@@ -231,4 +226,3 @@ def indexer_topk(
         first_column,
         0 if carried is None else carried.shape[1],
     )
-    return chosen.spec, chosen.grid, block

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_fp8.jit.tensor_map import encode_2d
 from moe_fp8.ops import launch, registry, scales
-from moe_fp8.ops.launch import Prepared
+from moe_fp8.ops.parameters import Prepared, Tiled, prepared
 from moe_fp8.params import GEMM_SILU_MUL, MOE_COMBINE, MOE_PERMUTE, ROUTE_TOPK
 from moe_fp8.problems import GemmSiluMulProblem, MoeCombineProblem, MoePermuteProblem, RouteTopkProblem
 from moe_fp8.specs import select_gemm_silu_mul, select_moe_combine, select_moe_permute, select_route_topk
@@ -42,18 +41,18 @@ def permute(
     chosen = select_moe_permute(
         MoePermuteProblem(tokens, topk, k, in_dtype, power_of_two, wide, launch.num_sms(x.get_device()))
     )
-    block = launch.new_block(MOE_PERMUTE)
-    MOE_PERMUTE.pack_into(
-        block.buffer,
-        0,
-        x.data_ptr(),
-        0 if x_scale is None else x_scale.data_ptr(),
-        topk_ids.data_ptr(),
-        0 if expert_map is None else expert_map.data_ptr(),
-        a.data_ptr(),
-        a_scale.data_ptr(),
-        offsets.data_ptr(),
-        rows.data_ptr(),
+    return prepared(
+        MOE_PERMUTE,
+        chosen.spec,
+        chosen.grid,
+        x,
+        x_scale,
+        topk_ids,
+        expert_map,
+        a,
+        a_scale,
+        offsets,
+        rows,
         x.stride(0),
         0 if x_scale is None else x_scale.stride(0),
         0 if x_scale is None else x_scale.stride(1),
@@ -66,7 +65,6 @@ def permute(
         num_experts if expert_map is None else expert_map.shape[0],
         *chosen.config,
     )
-    return chosen.spec, chosen.grid, block
 
 
 def gemm_silu_mul(
@@ -94,19 +92,17 @@ def gemm_silu_mul(
     problem = GemmSiluMulProblem(m, n, k, num_experts, expected_m, power_of_two, rounded, num_sms)
     chosen = select_gemm_silu_mul(problem)
     config = chosen.config
-    block = launch.new_block(GEMM_SILU_MUL)
-    GEMM_SILU_MUL.pack_into(
-        block.buffer,
-        0,
-        encode_2d(a.data_ptr(), "uint8", (k, m), k, (128, config.token_box), l2_promotion=128),
-        encode_2d(
-            a_scale.data_ptr(), "float32", (m, k // 128), scales.pitch(a_scale) * 4, (config.block_m, 1), 0
-        ),
-        encode_2d(b.data_ptr(), "uint8", (k, n * num_experts), k, (128, config.weight_box), l2_promotion=128),
-        b"",
-        q.data_ptr(),
-        b_scale.data_ptr(),
-        offsets.data_ptr(),
+    return prepared(
+        GEMM_SILU_MUL,
+        chosen.spec,
+        chosen.grid,
+        Tiled(a, "uint8", (k, m), (k,), (128, config.token_box), l2_promotion=128),
+        Tiled(a_scale, "float32", (m, k // 128), (scales.pitch(a_scale) * 4,), (config.block_m, 1), 0),
+        Tiled(b, "uint8", (k, n * num_experts), (k,), (128, config.weight_box), l2_promotion=128),
+        None,
+        q,
+        b_scale,
+        offsets,
         n // 2,
         m,
         n,
@@ -114,24 +110,23 @@ def gemm_silu_mul(
         num_experts,
         False,
         float("inf") if limit is None else limit,
-        scale.data_ptr(),
+        scale,
         scales.pitch(scale),
     )
-    return chosen.spec, chosen.grid, block
 
 
 def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> Prepared:
     """y [R,N], rows [T,k], weights [T,k] or None -> out [T,N]."""
     (tokens, topk), n = rows.shape, y.shape[1]
     chosen = select_moe_combine(MoeCombineProblem(tokens, topk, n, launch.num_sms(y.get_device())))
-    block = launch.new_block(MOE_COMBINE)
-    MOE_COMBINE.pack_into(
-        block.buffer,
-        0,
-        y.data_ptr(),
-        rows.data_ptr(),
-        0 if weights is None else weights.data_ptr(),
-        out.data_ptr(),
+    return prepared(
+        MOE_COMBINE,
+        chosen.spec,
+        chosen.grid,
+        y,
+        rows,
+        weights,
+        out,
         y.stride(0),
         0 if weights is None else weights.stride(0),
         out.stride(0),
@@ -140,7 +135,6 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> Pre
         n,
         y.shape[0],
     )
-    return chosen.spec, chosen.grid, block
 
 
 def route(
@@ -160,14 +154,14 @@ def route(
     chosen = select_route_topk(
         RouteTopkProblem(tokens, num_experts, topk, launch.IN_DTYPES[logits.dtype], sms)
     )
-    block = launch.new_block(ROUTE_TOPK)
-    ROUTE_TOPK.pack_into(
-        block.buffer,
-        0,
-        logits.data_ptr(),
-        0 if correction_bias is None else correction_bias.data_ptr(),
-        weights.data_ptr(),
-        ids.data_ptr(),
+    return prepared(
+        ROUTE_TOPK,
+        chosen.spec,
+        chosen.grid,
+        logits,
+        correction_bias,
+        weights,
+        ids,
         logits.stride(0),
         weights.stride(0),
         ids.stride(0),
@@ -181,4 +175,3 @@ def route(
         ids.dtype is torch.int64,
         scaling_factor,
     )
-    return chosen.spec, chosen.grid, block

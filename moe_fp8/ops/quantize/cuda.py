@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from moe_fp8.ops import launch, registry, scales
-from moe_fp8.ops.launch import Prepared
+from moe_fp8.ops.parameters import Prepared, prepared
 from moe_fp8.params import QUANTIZE, SILU_MUL_QUANTIZE
 from moe_fp8.problems import QuantizeProblem, SiluMulQuantizeProblem
 from moe_fp8.specs import select_quantize, select_silu_mul_quantize
@@ -29,10 +29,7 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Prepare
     num_sms = launch.num_sms(x.get_device())
     m, k = x.shape
     chosen = select_quantize(QuantizeProblem(m, k, launch.IN_DTYPES[x.dtype], power_of_two, num_sms))
-    block = launch.new_block(QUANTIZE)
-    addresses = x.data_ptr(), q.data_ptr(), scale.data_ptr()
-    QUANTIZE.pack_into(block.buffer, 0, *addresses, x.stride(0), pitch, m, k)
-    return chosen.spec, chosen.grid, block
+    return prepared(QUANTIZE, chosen.spec, chosen.grid, x, q, scale, x.stride(0), pitch, m, k)
 
 
 def silu_mul_quantize(
@@ -57,14 +54,14 @@ def silu_mul_quantize(
     num_sms = launch.num_sms(x.get_device())
     problem = SiluMulQuantizeProblem(m, k, num_experts, power_of_two, rounded, num_sms)
     chosen = select_silu_mul_quantize(problem)
-    block = launch.new_block(SILU_MUL_QUANTIZE)
-    SILU_MUL_QUANTIZE.pack_into(
-        block.buffer,
-        0,
-        x.data_ptr(),
-        0 if masked_m is None else masked_m.data_ptr(),
-        q.data_ptr(),
-        scale.data_ptr(),
+    return prepared(
+        SILU_MUL_QUANTIZE,
+        chosen.spec,
+        chosen.grid,
+        x,
+        masked_m,
+        q,
+        scale,
         0 if masked_m is None else x.stride(0),
         x.stride(-2),
         pitch,
@@ -73,4 +70,3 @@ def silu_mul_quantize(
         num_experts or 1,
         math.inf if limit is None else limit,
     )
-    return chosen.spec, chosen.grid, block

@@ -1,0 +1,76 @@
+"""The parameter block of a launch, and the places in it that hold the addresses of tensors.
+
+A family's CUDA side gives tensors, not addresses. So a later call whose tensors differ only in their
+addresses can take a copy of the block, with its own addresses in these places (`launch.move`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from moe_fp8.jit.driver import ParamBlock
+from moe_fp8.jit.tensor_map import MapDtype, encode_tiled
+from moe_fp8.params import ParamStruct
+from moe_fp8.specs import KernelSpec
+
+
+class Tiled(NamedTuple):
+    """A tensor map to be made of `tensor`, from `offset` bytes behind its address on.
+
+    The other fields are those of `encode_tiled`.
+    """
+
+    tensor: Tensor
+    dtype: MapDtype
+    dims: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int = 128
+    l2_promotion: int = 256
+    offset: int = 0
+
+
+class Prepared(NamedTuple):
+    """What a family's CUDA side prepares: the kernel, its grid, its parameters as a block, and as values."""
+
+    spec: KernelSpec
+    grid: int
+    block: ParamBlock
+    params: ParamStruct
+    values: tuple[Any, ...]
+
+    def places(self) -> Iterator[tuple[int, Tensor, int]]:
+        """Each word of the block (8 bytes) with an address: the tensor it is of, and bytes added to it."""
+        for number, word in self.params.maps:
+            if self.values[number] is not None:
+                yield word, self.values[number].tensor, self.values[number].offset
+        for number, word in self.params.pointers:
+            if self.values[number] is not None:
+                yield word, self.values[number], 0
+
+    def has_maps(self) -> bool:
+        return any(self.values[number] is not None for number, _ in self.params.maps)
+
+
+def prepared(params: ParamStruct, spec: KernelSpec, grid: int, *values: Any) -> Prepared:
+    """Pack `values`, one for each field of `params`: a `Tiled`, a tensor for a pointer, or a number.
+
+    None stands for a null pointer, or for a map that the kernel does not read.
+    """
+    fields = list(values)
+    for number, _ in params.maps:
+        tiled = values[number]
+        if tiled is None:
+            fields[number] = b""
+        else:
+            tensor, *described, offset = tiled
+            fields[number] = encode_tiled(tensor.data_ptr() + offset, *described)
+    for number, _ in params.pointers:
+        tensor = values[number]
+        fields[number] = 0 if tensor is None else tensor.data_ptr()
+    block = ParamBlock(-(-params.size // 64) * 64)
+    params.pack_into(block.buffer, 0, *fields)
+    return Prepared(spec, grid, block, params, values)

@@ -1,0 +1,224 @@
+"""A call that differs from two earlier calls only in addresses launches what a fresh preparation would."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_fp8
+from moe_fp8.errors import ArgumentError
+from moe_fp8.ops import registry
+from tests.cpu.cuda_side import import_cuda_side
+from tests.cpu.op_arguments import OPS
+
+
+def _encode(address: int, *described: object) -> bytes:
+    """A tensor map as the driver makes it: the address, then the rest."""
+    return address.to_bytes(8, "little") + hashlib.sha256(repr(described).encode()).digest() * 3 + bytes(24)
+
+
+class _Launches:
+    """The CUDA side on CPU tensors, which claim to be on a GPU; records kernels, grids and parameters."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[str, int, bytes]] = []
+        self.spec = ""
+        self.patch = patch
+        self.module = import_cuda_side("moe_fp8.ops.launch", patch)
+        for name, replaced in {
+            "_raw_stream": lambda device: 0,
+            "_current_device": lambda: -1,
+            "num_sms": lambda device: 132,
+            "table": lambda device: "",
+            "ensure_context": lambda device: None,
+            "get_kernel": self.get_kernel,
+            "starts_with_address": lambda: True,
+        }.items():
+            patch.setattr(self.module, name, replaced)
+        self.forget()
+        patch.setattr(import_cuda_side("moe_fp8.ops.parameters", patch), "encode_tiled", _encode)
+        patch.setattr(registry._Launcher, "repeat", None)
+        patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+
+    def forget(self) -> None:
+        for name in ("_launches", "_molds"):
+            self.patch.setattr(self.module, name, {})
+
+    def get_kernel(self, spec: Any) -> _Launches:
+        self.spec = str(spec)
+        return self
+
+    def prepare(self, device: int) -> None: ...
+
+    def launch(self, grid: int, stream: int, block: Any, device: int) -> None:
+        self.made.append((self.spec, grid, ctypes.string_at(block.address, block.size)))
+
+    def prepares_nothing(self) -> None:
+        def refuse(cuda: str) -> NoReturn:
+            raise AssertionError(f"{cuda} prepares a launch")
+
+        self.patch.setattr(registry, "resolve", refuse)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Launches]:
+    with torch.no_grad():
+        yield _Launches(monkeypatch)
+
+
+def _elsewhere(value: Any, shift: int = 0) -> Any:
+    """The same tensor in other memory, with the alignment of its address but for `shift` elements."""
+    if not isinstance(value, Tensor):
+        return value
+    last = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+    room = torch.zeros(last + 65, dtype=value.dtype)
+    size = value.element_size()
+    first = (value.data_ptr() - room.data_ptr()) % 16 // size + shift
+    return room.as_strided(value.shape, value.stride(), first)
+
+
+def _call(op: str, arguments: dict[str, Any]) -> None:
+    registered = registry.OPS[op]
+    registered.call(*(arguments[name] for name in registered.arguments))
+
+
+def _call_twice(op: str, arguments: dict[str, Any], launches: _Launches) -> None:
+    """Make the call twice, at two addresses, so that later calls move; only the first remains in `made`."""
+    _call(op, arguments)
+    _call(op, {name: _elsewhere(value) for name, value in arguments.items()})
+    launches.made.pop()
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_a_moved_call_has_the_parameters_of_a_fresh_call(op: str, launches: _Launches) -> None:
+    given = OPS[op]()
+    _call_twice(op, given, launches)
+    resolve = registry.resolve
+    moved = {name: _elsewhere(value) for name, value in given.items()}
+    launches.prepares_nothing()
+    _call(op, moved)
+    _call(op, moved)
+    launches.patch.setattr(registry, "resolve", resolve)
+    launches.forget()
+    _call(op, moved)
+    first, other, again, fresh = launches.made
+    assert other == again == fresh and other[2] != first[2]
+    assert first[:2] == other[:2]
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_every_tensor_of_a_call_can_move_alone(op: str, launches: _Launches) -> None:
+    given = OPS[op]()
+    _call_twice(op, given, launches)
+    resolve = registry.resolve
+    for name in registry.OPS[op].arguments:
+        if isinstance(given[name], Tensor):
+            moved = {**given, name: _elsewhere(given[name])}
+            launches.prepares_nothing()
+            _call(op, moved)
+            launches.patch.setattr(registry, "resolve", resolve)
+            launches.forget()
+            _call_twice(op, moved, launches)
+            assert launches.made[-2] == launches.made[-1] != launches.made[0], name
+
+
+def _prepared(op: str, launches: _Launches, given: dict[str, Any]) -> None:
+    """The call is prepared, not moved."""
+    launches.prepares_nothing()
+    with pytest.raises(AssertionError, match="prepares a launch"):
+        _call(op, given)
+
+
+def test_other_attributes_are_prepared_anew(launches: _Launches) -> None:
+    given = OPS["quantize_fp8"]()
+    _call_twice("quantize_fp8", given, launches)
+    _prepared("quantize_fp8", launches, {**given, "x": torch.zeros(5, 256, dtype=torch.bfloat16)})
+    _prepared("quantize_fp8", launches, {**given, "x": torch.zeros(5, 264)[:, :256]})
+    _prepared("quantize_fp8", launches, {**given, "power_of_two": True})
+    _prepared("quantize_fp8", launches, {**given, "x": torch.zeros(4, 256), "q": given["q"][:4]} | {
+        "scale": given["scale"][:4]
+    })  # fmt: skip
+
+
+def test_other_alignment_is_checked(launches: _Launches) -> None:
+    given = OPS["gemm_fp8"]()
+    _call_twice("gemm_fp8", given, launches)
+    with pytest.raises(ArgumentError, match="16-byte aligned"):
+        _call("gemm_fp8", {**given, "a": _elsewhere(given["a"], 8)})
+    # Nothing asks this of an index, but a launch may depend on it.
+    given = OPS["grouped_gemm_fp8_masked"]()
+    _call_twice("grouped_gemm_fp8_masked", given, launches)
+    moved = {**given, "masked_m": _elsewhere(given["masked_m"], 1)}
+    _prepared("grouped_gemm_fp8_masked", launches, moved)
+
+
+def test_memory_that_an_output_shares_is_refused_after_a_move(launches: _Launches) -> None:
+    given = OPS["moe_combine"]()
+    _call_twice("moe_combine", given, launches)
+    room = torch.zeros(6, 64, dtype=torch.bfloat16)
+    before = len(launches.made)
+    with pytest.raises(ArgumentError, match="both share"):
+        _call("moe_combine", {**given, "y": room, "out": room[:3]})
+    assert len(launches.made) == before
+
+
+def test_the_second_call_of_a_layout_is_prepared_too(launches: _Launches) -> None:
+    _call("quantize_fp8", OPS["quantize_fp8"]())
+    _prepared("quantize_fp8", launches, OPS["quantize_fp8"]())
+
+
+def test_a_tensor_given_twice_is_not_moved(launches: _Launches) -> None:
+    def given() -> dict[str, Any]:
+        arguments = OPS["mqa_logits_fp8"]()
+        return {**arguments, "ke": arguments["ks"]}
+
+    kept = [given(), given()]
+    for arguments in kept:
+        _call("mqa_logits_fp8", arguments)
+    # The block does not tell the two addresses apart.
+    _prepared("mqa_logits_fp8", launches, given())
+
+
+def test_maps_of_another_form_are_encoded_anew(launches: _Launches) -> None:
+    launches.patch.setattr(launches.module, "starts_with_address", lambda: False)
+    kept = [OPS[op]() for op in ("gemm_fp8", "quantize_fp8")]
+    _call_twice("gemm_fp8", kept[0], launches)
+    _call_twice("quantize_fp8", kept[1], launches)
+    kept[1] = OPS["quantize_fp8"]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "resolve", None)
+        _call("quantize_fp8", kept[1])  # a kernel without maps
+    _prepared("gemm_fp8", launches, OPS["gemm_fp8"]())
+
+
+def test_modes_hold_for_moved_calls(launches: _Launches) -> None:
+    given = OPS["quantize_fp8"]()
+    _call_twice("quantize_fp8", given, launches)
+    moved = {name: _elsewhere(value) for name, value in given.items()}
+    with moe_fp8.compile_only():
+        _call("quantize_fp8", moved)
+    assert len(launches.made) == 1
+    moe_fp8.set_num_sms(100)
+    try:
+        _prepared("quantize_fp8", launches, moved)
+    finally:
+        moe_fp8.set_num_sms(None)
+
+
+def test_what_is_remembered_is_bounded(launches: _Launches) -> None:
+    launches.patch.setattr(launches.module, "_MAX_LAUNCHES", 3)
+    given = OPS["quantize_fp8"]()
+    kept = []
+    for rows in (1, 2, 3, 4, 5):
+        for _ in range(3):
+            cut = {name: _elsewhere(given[name][:rows]) for name in ("x", "q", "scale")}
+            kept.append({**given, **cut})
+            _call("quantize_fp8", kept[-1])
+            assert len(launches.module._launches) <= 3 and len(launches.module._molds) <= 3
+    assert len(launches.made) == 15
