@@ -42,31 +42,37 @@ class DeviceInfo(NamedTuple):
 class ParamBlock:
     """Host memory for a kernel's single by-value struct parameter, reusable from call to call.
 
-    `buffer` is a writable view of `size` bytes, to be filled with `struct.pack_into`; tensor maps need its
-    64-byte alignment. A launch copies the buffer before it returns, so one block serves any number of
+    `words` is a writable view of its words of 8 bytes: those of the struct, to be filled with
+    `struct.pack_into` or one by one, and then one that the block needs itself. Tensor maps need the struct's
+    64-byte alignment. A launch copies the struct before it returns, so one block serves any number of
     launches. Several threads may launch with the same block while no thread writes to it.
     """
 
-    __slots__ = ("_storage", "address", "buffer", "kernel_params", "size")
+    __slots__ = ("_storage", "address", "kernel_params", "size", "words")
 
     def __init__(self, size: int) -> None:
         padded = -(-size // 8) * 8
-        self._storage = (ctypes.c_char * (padded + 8 + _ALIGNMENT))()
-        base = ctypes.addressof(self._storage)
+        self._storage = storage = _chars(padded + 8 + _ALIGNMENT)()
+        base = ctypes.addressof(storage)
         offset = -base % _ALIGNMENT
-        view = memoryview(self._storage).cast("B")
         self.size = size
-        self.address = base + offset
-        self.buffer = view[offset : offset + size]
+        self.address = address = base + offset
         #: Address of the `void*[1]` that a launch takes; the array holds `address`.
-        self.kernel_params = self.address + padded
-        struct.pack_into("P", view, offset + padded, self.address)
+        self.kernel_params = address + padded
+        self.words = memoryview(storage).cast("B")[offset : offset + padded + 8].cast("Q")
+        self.words[-1] = address
 
     def copy(self) -> ParamBlock:
-        """A new block with the same contents."""
+        """A new block with the same struct."""
         block = ParamBlock(self.size)
-        block.buffer[:] = self.buffer
+        block.words[:] = self.words
+        block.words[-1] = block.address
         return block
+
+
+@cache
+def _chars(size: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * size
 
 
 #: Parameters of `LoadedKernel.launch`: a block, or any writable buffer of the struct's size.

@@ -138,7 +138,7 @@ def move(call: Call, check: Callable[[], None]) -> Key | None:
         return layout
     check()
     block = block.copy()
-    words = block.buffer.cast("Q")
+    words = block.words
     for word, tensor, offset in places:
         words[word] = addresses[tensor] + offset
     if device == _current_device():

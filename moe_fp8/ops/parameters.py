@@ -72,5 +72,5 @@ def prepared(params: ParamStruct, spec: KernelSpec, grid: int, *values: Any) -> 
         tensor = values[number]
         fields[number] = 0 if tensor is None else tensor.data_ptr()
     block = ParamBlock(-(-params.size // 64) * 64)
-    params.pack_into(block.buffer, 0, *fields)
+    params.pack_into(block.words, 0, *fields)
     return Prepared(spec, grid, block, params, values)

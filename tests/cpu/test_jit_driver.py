@@ -144,7 +144,7 @@ def test_load_prepares_and_launch_passes_everything(fake: FakeDriver) -> None:
     assert fake.functions == 1
     assert not fake.relaxed
     block = ParamBlock(16)
-    struct.pack_into("QQ", block.buffer, 0, 1, 2)
+    struct.pack_into("QQ", block.words, 0, 1, 2)
     kernel.launch(132, 0x7000, block)
     assert fake.launches == [(132, 384, 200_000, 0x7000, struct.pack("QQ", 1, 2))]
 
@@ -200,11 +200,14 @@ def test_failures_name_the_call(fake: FakeDriver) -> None:
 def test_param_blocks_are_aligned_and_self_contained(size: int) -> None:
     blocks = [ParamBlock(size) for _ in range(20)]
     for block in blocks:
-        block.buffer[:] = bytes(index % 251 for index in range(size))
+        struct.pack_into(f"{size}s", block.words, 0, filled := bytes(index % 251 for index in range(size)))
         assert block.address % 64 == 0
         assert block.kernel_params % 8 == 0
         assert ctypes.c_void_p.from_address(block.kernel_params).value == block.address
-        assert ctypes.string_at(block.address, size) == bytes(block.buffer)
+        for made in (block, block.copy()):
+            assert made.address % 64 == 0
+            assert ctypes.c_void_p.from_address(made.kernel_params).value == made.address
+            assert ctypes.string_at(made.address, size) == filled
 
 
 def test_no_driver_is_a_toolchain_error(monkeypatch: pytest.MonkeyPatch) -> None:
