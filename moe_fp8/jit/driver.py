@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
