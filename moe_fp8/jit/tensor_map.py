@@ -127,7 +127,8 @@ def encode_tiled(
 def starts_with_address() -> bool:
     """Whether a tensor map is its address, in its first eight bytes, and 120 bytes that do not depend on it.
 
-    The driver does not promise this, so maps of two addresses that differ in all bits are compared.
+    The driver does not promise this, so maps of two addresses are compared that differ in all bits from the
+    fourth to the 46th.
     """
     addresses = 0x5555_5555_5550, 0x2AAA_AAAA_AAA0
     try:

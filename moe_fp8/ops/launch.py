@@ -50,7 +50,7 @@ class _Launch(NamedTuple):
     block: ParamBlock
 
 
-class _Mold(NamedTuple):
+class _Template(NamedTuple):
     """A launch whose block can be copied for tensors that differ only in their addresses.
 
     `low`: the lowest four bits of every address, since checks and kernels may depend on alignment. `places`:
@@ -63,10 +63,12 @@ class _Mold(NamedTuple):
 
 
 _launches: dict[Key, _Launch] = {}
-# Many layouts come once, so the first launch of a layout leaves only None, and the second a mold.
-_molds: dict[Key, _Mold | None] = {}
+# Calls of one form may still differ in dtypes, strides and alignment, so a form has a few templates. Many
+# forms come once, so the first launch of a form leaves only an empty tuple.
+_templates: dict[Key, tuple[_Template, ...]] = {}
+_MAX_TEMPLATES = 4
 # Allocators usually hand out the same addresses again. If they do not, launches are remembered in vain. They
-# must not grow without end, so the oldest is dropped. A launch takes about 3.5 KiB.
+# must not grow without end, so each dictionary drops its oldest. A launch takes up to 3.5 KiB.
 _MAX_LAUNCHES = 8192
 _remembering = threading.Lock()
 
@@ -120,23 +122,32 @@ def repeat(call: Call) -> bool:
     return True
 
 
-def move(call: Call, check: Callable[[], None]) -> Key | None:
-    """Make the launch that is remembered for calls that differ from this call only in addresses.
-
-    These calls have passed the checks. Checks of addresses remain: each address must be aligned as in these
-    calls, and `check` does the others. Returns None, or if there is no such launch the key under which
-    `first` remembers it: the call's key with the shapes of all tensors in place of their addresses.
-    """
+def form_of(call: Call) -> Key:
+    """The call's key with the shapes of all tensors in place of their addresses."""
     key, tensors = call
-    layout = Modes.num_sms, key[: -len(tensors)], tuple(map(_shape, tensors))
-    mold = _molds.get(layout)
-    if mold is None or not Modes.launching:
-        return layout
-    (same, kernel, grid, device, block), low, places = mold
+    return Modes.num_sms, key[: -len(tensors)], tuple(map(_shape, tensors))
+
+
+def move(call: Call, form: Key, check: Callable[[], None]) -> bool:
+    """Make the launch of an earlier call that differs from this call only in addresses.
+
+    Returns False if no such launch is remembered. The earlier call has passed the checks. Checks of addresses
+    remain: all tensors must be aligned as those of the earlier call, and `check` does the others. `form`:
+    `form_of` this call.
+    """
+    templates = _templates.get(form)
+    if not templates or not Modes.launching:
+        return False
+    key, tensors = call
     addresses: Any = key[-len(tensors) :]
-    if tuple(map(_low_bits, addresses)) != low or not same(*tensors):
-        return layout
+    low_bits = tuple(map(_low_bits, addresses))
+    for template in templates:
+        if template.low == low_bits and template.launch.same(*tensors):
+            break
+    else:
+        return False
     check()
+    (same, kernel, grid, device, block), _, places = template
     block = block.copy()
     words = block.words
     for word, tensor, offset in places:
@@ -146,13 +157,18 @@ def move(call: Call, check: Callable[[], None]) -> Key | None:
     else:
         with torch.cuda.device(device):
             kernel.launch(grid, _raw_stream(device), block, device)
-    made = _Launch(same, kernel, grid, device, block)
-    _keep(_launches, key if Modes.usual else (Modes.num_sms, key), made)
-    return None
+    _keep(_launches, _key_of_launch(key, form[0]), _Launch(same, kernel, grid, device, block))
+    return True
+
+
+def _key_of_launch(key: Key, num_sms: object) -> Key:
+    """The key under which `repeat` looks, for calls that were made while `Modes.num_sms` was `num_sms`."""
+    return key if num_sms is None else (num_sms, key)
 
 
 def _keep(remembered: dict[Key, _Remembered], key: Key, one: _Remembered) -> None:
     with _remembering:
+        remembered.pop(key, None)  # a renewed entry is the youngest
         while len(remembered) >= _MAX_LAUNCHES:
             del remembered[next(iter(remembered))]
         remembered[key] = one
@@ -163,23 +179,23 @@ def first(
     arguments: tuple[Any, ...],
     device: int,
     call: Call | None,
-    layout: Key | None = None,
+    form: Key | None,
 ) -> None:
     """Prepare a launch from an op's arguments, whose tensors are on `device`, and make it.
 
-    It is remembered for `call` and for `layout`, if they are given; with `layout`, from the second launch on.
+    From the second launch of a form on, it is remembered for `call` and its `form`, if they are given.
     """
     if device != _current_device():
         with torch.cuda.device(device):
-            return first(prepare, arguments, device, call, layout)
+            return first(prepare, arguments, device, call, form)
     # A thread that has not called the CUDA runtime yet has no context, and tensor maps need one.
     ensure_context(device)
     prepared = prepare(*arguments)
     if prepared is not None:
-        launch(prepared, device, call, layout)
+        launch(prepared, device, call, form)
 
 
-def launch(prepared: Prepared, device: int, call: Call | None, layout: Key | None = None) -> None:
+def launch(prepared: Prepared, device: int, call: Call | None, form: Key | None) -> None:
     """Launch the prepared kernel on the current `device`, loading it if need be; remember as `first` does."""
     kernel = get_kernel(prepared.spec)
     # A launch that fails because the kernel is not prepared would end a capture.
@@ -188,29 +204,33 @@ def launch(prepared: Prepared, device: int, call: Call | None, layout: Key | Non
         return
     grid, block = prepared.grid, prepared.block
     kernel.launch(grid, _raw_stream(device), block, device)
-    if call is None:
+    # If another thread has changed the number of SMs meanwhile, nobody knows which number the launch has.
+    if call is None or form is None or form[0] != Modes.num_sms:
         return
-    if layout is not None and layout not in _molds:
-        return _keep(_molds, layout, None)
+    known = _templates.get(form)
+    if known is None:
+        return _keep(_templates, form, ())
     key, tensors = call
     made = _Launch(attributes_like(tensors), kernel, grid, device, block)
-    _keep(_launches, key if Modes.usual else (Modes.num_sms, key), made)
-    if layout is not None:
-        _keep(_molds, layout, _mold(made, prepared, call))
+    _keep(_launches, _key_of_launch(key, form[0]), made)
+    if template := _template(made, prepared, call):
+        _keep(_templates, form, (template, *known[: _MAX_TEMPLATES - 1]))
 
 
-def _mold(made: _Launch, prepared: Prepared, call: Call) -> _Mold | None:
-    """The mold of a launch; None if it is not known which of the addresses in its block is which tensor's."""
+def _template(made: _Launch, prepared: Prepared, call: Call) -> _Template | None:
+    """The template of a launch; None if it is not known which address in its block is which tensor's."""
     key, tensors = call
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
     if len(numbers) < len(tensors) or (prepared.has_maps() and not starts_with_address()):
         return None
-    try:
-        places = tuple([(word, numbers[id(tensor)], offset) for word, tensor, offset in prepared.places()])
-    except KeyError:
-        return None
     addresses: Any = key[-len(tensors) :]
-    return _Mold(made, tuple(map(_low_bits, addresses)), places)
+    places = []
+    for word, tensor, offset in prepared.places():
+        number = numbers.get(id(tensor))
+        if number is None or prepared.block.words[word] != addresses[number] + offset:
+            return None
+        places.append((word, number, offset))
+    return _Template(made, tuple(map(_low_bits, addresses)), tuple(places))
 
 
 def describe(

@@ -142,13 +142,16 @@ def register(
     `empty` returns whether there is nothing for a kernel to compute; it has then done any remaining work.
     `reference` is the CPU implementation.
     `cuda`, "module:function", prepares the launch: it returns `Prepared` (`parameters`), or None if it has
-    launched everything itself. It is imported at the first CUDA call.
+    launched everything itself. Apart from the addresses, which it gives as the op's own tensors, the result
+    depends only on the tensors' attributes, on the alignment of their addresses to 16 bytes, on the other
+    arguments and on the modes. It is imported at the first CUDA call.
     `fake` is the meta implementation; the caller gives the outputs, so for most ops it does nothing.
     `varying` names tensors, in addition to the first, whose shapes change from call to call while their
     addresses do not, such as a cache that grows.
 
     All ops share the other steps. Two calls that differ at most in addresses are checked, prepared and
-    launched, and the second launch is remembered (`launch`). A third call repeats it, with its own addresses.
+    launched, and the second launch is remembered (`launch`). Further calls make it again, with their own
+    addresses, and an equal call does so without any check.
     """
     name = schema.split("(", 1)[0]
     _library.define(schema)
@@ -164,16 +167,16 @@ def register(
     tensors_of = _getter(tensors)
     call_of = _call_of(name, names, kinds, varying)
 
-    def fresh(arguments: tuple[Any, ...], call: Call | None, layout: Key | None) -> None:
+    def fresh(arguments: tuple[Any, ...], call: Call | None, form: Key | None) -> None:
         """Check and run a call that has no remembered launch, or that must not use it (`call` is None).
 
-        Its launch is remembered for `call` and for `layout`.
+        Its launch is remembered for `call` and its `form` (`launch.form_of`).
         """
         first = arguments[0]
         given, others = arguments, check(*arguments)
         check_apart(arguments)
         if others is not None:
-            arguments, call, layout = others, None, None
+            arguments, call, form = others, None, None
         if contract is not None and checked(first):
             examine(
                 name,
@@ -184,7 +187,7 @@ def register(
         if empty(*arguments):
             return
         if first.is_cuda:
-            _launcher().first(resolve(cuda), arguments, first.get_device(), call, layout)
+            _launcher().first(resolve(cuda), arguments, first.get_device(), call, form)
         else:
             # As on a GPU, where nothing is recorded and no operand is rounded.
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -198,15 +201,15 @@ def register(
         if len(arguments) < arity:  # torch omits trailing arguments that equal their defaults
             arguments += defaults[len(arguments) :]
         first = arguments[0]
-        call = layout = None
+        call = form = None
         if first.is_cuda and (contract is None or not checked(first)):
             call = call_of(arguments, tensors_of(arguments))
             if (_Launcher.repeat or _load_repeat())(call):
                 return
-            layout = _launcher().move(call, partial(check_apart, arguments))
-            if layout is None:
+            form = _launcher().form_of(call)
+            if _launcher().move(call, form, partial(check_apart, arguments)):
                 return
-        fresh(arguments, call, layout)
+        fresh(arguments, call, form)
 
     def eager(*arguments: Any) -> None:
         # Skip torch's dispatcher, which costs 1.5 us per call, if the result is the same: for plain CUDA
@@ -223,13 +226,13 @@ def register(
             call = call_of(arguments, tensors)
             if (_Launcher.repeat or _load_repeat())(call):
                 return
-            layout = _launcher().move(call, partial(check_apart, arguments))
-            if layout is None:
+            form = _launcher().form_of(call)
+            if _launcher().move(call, form, partial(check_apart, arguments)):
                 return
-            # Functional tensors have the plain type too. Their calls are never remembered, so `repeat` and
-            # `move` have not matched one. They need the dispatcher.
+            # Functional tensors have the plain type too, but other dispatch keys, so `repeat` and `move` have
+            # not matched one. They need the dispatcher.
             if not any(map(torch._is_functional_tensor, call[1])):
-                return fresh(arguments, call, layout)
+                return fresh(arguments, call, form)
         op(*arguments)
 
     def meta(*arguments: Any) -> None:
@@ -254,6 +257,7 @@ def _call_of(name: str, names: tuple[str, ...], kinds: list[str], varying: tuple
     shapes_of = _getter([0, *(names.index(one) for one in varying)])
 
     # Every call runs one of these functions; a function for each kind of op is faster than a general one.
+    # The addresses come last, as `launch` expects.
     def plain(arguments: tuple[Any, ...], tensors: tuple[Any, ...]) -> Call:
         return (name, tensors[0].shape, *scalars_of(arguments), *map(_data_ptr, tensors)), tensors
 

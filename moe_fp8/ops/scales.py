@@ -37,7 +37,7 @@ def pitch(scale: Tensor) -> int:
     if scale.stride() == (
         1,
         usual,
-    ):  # the usual case comes first, because every new GEMM call runs this check
+    ):  # the usual case comes first, because every GEMM call that is prepared runs this check
         return 0 if scale.data_ptr() & 15 else max(usual, 4)
     *expert_strides, row_stride, stride = scale.stride()
     if m == 0 or 0 in experts:

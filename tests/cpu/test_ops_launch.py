@@ -50,6 +50,7 @@ def launch(fake: StrictDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modu
     monkeypatch.setattr(module, "_raw_stream", lambda device: 0x7000)
     monkeypatch.setattr(module, "_current_device", lambda: max(fake._current() - 100, 0))
     monkeypatch.setattr(module, "_launches", {})
+    monkeypatch.setattr(module, "_templates", {})
     yield module
 
 
@@ -78,20 +79,21 @@ def test_tensor_maps_are_encoded_in_a_context(launch: ModuleType, fake: StrictDr
         assert fake._current() == 100, "cuTensorMapEncodeTiled needs one"
         return launch_of_nothing()
 
-    in_a_thread(launch.first, prepare, (), 0, None)
+    in_a_thread(launch.first, prepare, (), 0, None, None)
     assert len(fake.launches) == 1
 
 
 def test_a_repeated_launch_of_a_new_thread_finds_its_context(launch: ModuleType, fake: StrictDriver) -> None:
     call: Call = ("op", 1), (torch.zeros(1),)
-    launch.first(lambda *_: launch_of_nothing(), (), 0, call)
+    for _ in range(2):
+        launch.first(lambda *_: launch_of_nothing(), (), 0, call, launch.form_of(call))
 
     def again() -> None:
         assert launch.repeat(call)
         assert fake._current() == 100
 
     in_a_thread(again)
-    assert len(fake.launches) == 2
+    assert len(fake.launches) == 3
 
 
 def test_the_context_is_that_of_the_tensors_device(fake: StrictDriver) -> None:
@@ -107,7 +109,7 @@ def test_the_context_is_that_of_the_tensors_device(fake: StrictDriver) -> None:
 
 def test_the_first_use_on_a_second_device_fails_no_launch(launch: ModuleType, fake: StrictDriver) -> None:
     fake.cuCtxSetCurrent(101)
-    launch.first(lambda *_: launch_of_nothing(), (), 1, None)
+    launch.first(lambda *_: launch_of_nothing(), (), 1, None, None)
     assert (fake.failed, len(fake.launches)) == (0, 1), "inside a capture a failed launch ends it"
     assert fake.smem_limits == {0: 100_000, 1: 100_000}
 

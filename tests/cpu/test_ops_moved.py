@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
+import struct
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -47,7 +49,7 @@ class _Launches:
         patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
 
     def forget(self) -> None:
-        for name in ("_launches", "_molds"):
+        for name in ("_launches", "_templates"):
             self.patch.setattr(self.module, name, {})
 
     def get_kernel(self, spec: Any) -> _Launches:
@@ -95,6 +97,7 @@ def _call_twice(op: str, arguments: dict[str, Any], launches: _Launches) -> None
     launches.made.pop()
 
 
+@pytest.mark.usefixtures("either_comparison")
 @pytest.mark.parametrize("op", sorted(OPS))
 def test_a_moved_call_has_the_parameters_of_a_fresh_call(op: str, launches: _Launches) -> None:
     given = OPS[op]()
@@ -146,6 +149,64 @@ def test_other_attributes_are_prepared_anew(launches: _Launches) -> None:
     })  # fmt: skip
 
 
+def test_calls_of_one_form_that_differ_in_attributes_all_move(launches: _Launches) -> None:
+    given = OPS["grouped_gemm_fp8_masked"]()
+    # No dtype of out, no stride of it and no alignment of the index is part of the form.
+    wide = torch.zeros(*given["out"].shape[:2], given["out"].shape[2] + 8, dtype=given["out"].dtype)
+    kinds = [
+        given,
+        {**given, "out": given["out"].float()},
+        {**given, "out": wide[..., : given["out"].shape[2]]},
+        {**given, "masked_m": _elsewhere(given["masked_m"], 1)},
+    ]
+
+    def moved(arguments: dict[str, Any]) -> dict[str, Any]:
+        return {name: _elsewhere(value) for name, value in arguments.items()}
+
+    kept = [moved(arguments) for _ in range(2) for arguments in kinds]
+    for arguments in kept:
+        _call("grouped_gemm_fp8_masked", arguments)
+    kept += [moved(arguments) for arguments in kinds]
+    launches.prepares_nothing()
+    for arguments in kept[-4:]:
+        _call("grouped_gemm_fp8_masked", arguments)
+
+
+@pytest.mark.usefixtures("either_comparison")
+def test_a_functional_tensor_is_never_moved(launches: _Launches) -> None:
+    given = OPS["quantize_fp8"]()
+    _call_twice("quantize_fp8", given, launches)
+    functional = {
+        name: torch._to_functional_tensor(value) if isinstance(value, Tensor) else value
+        for name, value in given.items()
+    }
+    with contextlib.suppress(Exception):  # the dispatcher refuses functional tensors outside of a transform
+        _call("quantize_fp8", functional)
+    assert all(struct.unpack_from("<3q", params) != (0, 0, 0) for *_, params in launches.made)
+    assert len(launches.made) == 1
+
+
+def test_a_number_of_sms_that_changes_during_a_call_is_not_remembered(launches: _Launches) -> None:
+    given = [OPS["quantize_fp8"]() for _ in range(4)]
+    _call("quantize_fp8", given[0])
+    registered = registry.resolve(registry.OPS["quantize_fp8"].cuda)
+
+    def meanwhile(*arguments: Any) -> Any:
+        moe_fp8.set_num_sms(100)
+        return registered(*arguments)
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(registry, "resolve", lambda cuda: meanwhile)
+            _call("quantize_fp8", given[1])
+    finally:
+        moe_fp8.set_num_sms(None)
+    assert all(not templates for templates in launches.module._templates.values())
+    _call("quantize_fp8", given[2])
+    launches.prepares_nothing()
+    _call("quantize_fp8", given[3])
+
+
 def test_other_alignment_is_checked(launches: _Launches) -> None:
     given = OPS["gemm_fp8"]()
     _call_twice("gemm_fp8", given, launches)
@@ -168,9 +229,11 @@ def test_memory_that_an_output_shares_is_refused_after_a_move(launches: _Launche
     assert len(launches.made) == before
 
 
-def test_the_second_call_of_a_layout_is_prepared_too(launches: _Launches) -> None:
-    _call("quantize_fp8", OPS["quantize_fp8"]())
-    _prepared("quantize_fp8", launches, OPS["quantize_fp8"]())
+def test_the_second_call_of_a_form_is_prepared_too(launches: _Launches) -> None:
+    given = OPS["quantize_fp8"]()
+    _call("quantize_fp8", given)
+    assert not launches.module._launches
+    _prepared("quantize_fp8", launches, given)
 
 
 def test_a_tensor_given_twice_is_not_moved(launches: _Launches) -> None:
@@ -220,5 +283,5 @@ def test_what_is_remembered_is_bounded(launches: _Launches) -> None:
             cut = {name: _elsewhere(given[name][:rows]) for name in ("x", "q", "scale")}
             kept.append({**given, **cut})
             _call("quantize_fp8", kept[-1])
-            assert len(launches.module._launches) <= 3 and len(launches.module._molds) <= 3
+            assert len(launches.module._launches) <= 3 and len(launches.module._templates) <= 3
     assert len(launches.made) == 15

@@ -54,14 +54,16 @@ class _Cuda:
         monkeypatch.setattr(self.launch, "table", lambda device: "")
         monkeypatch.setattr(self.launch, "get_kernel", lambda spec: self.kernel)
         monkeypatch.setattr(self.launch, "_launches", {})
-        monkeypatch.setattr(self.launch, "_molds", {})
+        monkeypatch.setattr(self.launch, "_templates", {})
 
     def run(self, op: str, arguments: dict[str, Any], call: Call | None = None) -> None:
         """Do the op's work after its checks."""
         registered = registry.OPS[op]
         prepared = registry.resolve(registered.cuda)(*(arguments[name] for name in registered.arguments))
         if prepared is not None:
-            self.launch.launch(prepared, -1, call)
+            form = call and self.launch.form_of(call)
+            self.launch._templates.setdefault(form, ())  # as if the form had come before
+            self.launch.launch(prepared, -1, call, form)
 
     def quantize(self, call: Call | None = None, **arguments: Any) -> None:
         self.run("quantize_fp8", arguments, call)

@@ -53,7 +53,7 @@ class Server:
         for name, replaced in {
             "get_kernel": lambda spec: self.launched.append(spec) or _Kernel(),
             "repeat": lambda call: False,
-            "move": lambda call, check: False,
+            "move": lambda call, form, check: False,
             "starts_with_address": lambda: False,
             "ensure_context": lambda device: None,
             "num_sms": lambda device: self.sms,
@@ -61,7 +61,7 @@ class Server:
             "_raw_stream": lambda device: 0,
             "_current_device": lambda: -1,
             "_launches": {},
-            "_molds": {},
+            "_templates": {},
         }.items():
             patch.setattr(launch, name, replaced)
         parameters = import_cuda_side("moe_fp8.ops.parameters", patch)

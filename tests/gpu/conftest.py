@@ -53,7 +53,7 @@ def _fresh_runtime() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime._RUNTIME, "__dict__", vars(runtime.KernelRuntime()))
         patch.setattr(launch, "_launches", {})
-        patch.setattr(launch, "_molds", {})
+        patch.setattr(launch, "_templates", {})
         tensor_map.encode_tiled.cache_clear()
         yield
 

@@ -1,4 +1,4 @@
-"""Checks of the GEMMs' arguments; they run on every call that does not repeat an earlier call."""
+"""Checks of the GEMMs' arguments; they run on every call that does not reuse an earlier call's launch."""
 
 from __future__ import annotations
 
