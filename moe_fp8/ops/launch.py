@@ -123,7 +123,7 @@ def repeat(call: Call) -> bool:
 
 
 def form_of(call: Call) -> Key:
-    """The call's key with the shapes of all tensors in place of their addresses."""
+    """The number of SMs to use, the call's key without addresses, and the shapes of all tensors."""
     key, tensors = call
     return Modes.num_sms, key[: -len(tensors)], tuple(map(_shape, tensors))
 
@@ -208,7 +208,7 @@ def launch(prepared: Prepared, device: int, call: Call | None, form: Key | None)
     if call is None or form is None or form[0] != Modes.num_sms:
         return
     known = _templates.get(form)
-    if known is None:
+    if known is None:  # the first launch of the form
         return _keep(_templates, form, ())
     key, tensors = call
     made = _Launch(attributes_like(tensors), kernel, grid, device, block)
