@@ -221,7 +221,7 @@ def _template(made: _Launch, prepared: Prepared, call: Call) -> _Template | None
     """The template of a launch; None if it is not known which address in its block is which tensor's."""
     key, tensors = call
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-    if len(numbers) < len(tensors) or (prepared.has_maps() and not starts_with_address()):
+    if len(numbers) < len(tensors) or (prepared.params.maps and not starts_with_address()):
         return None
     addresses: Any = key[-len(tensors) :]
     places = []

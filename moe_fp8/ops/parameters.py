@@ -51,9 +51,6 @@ class Prepared(NamedTuple):
             if self.values[number] is not None:
                 yield word, self.values[number], 0
 
-    def has_maps(self) -> bool:
-        return any(self.values[number] is not None for number, _ in self.params.maps)
-
 
 def prepared(params: ParamStruct, spec: KernelSpec, grid: int, *values: Any) -> Prepared:
     """Pack `values`, one for each field of `params`: a `Tiled`, a tensor for a pointer, or a number.

@@ -16,8 +16,8 @@ from torch import Tensor
 import moe_fp8
 from moe_fp8.errors import ArgumentError
 from moe_fp8.ops import registry
-from tests.cpu.cuda_side import import_cuda_side
 from tests.cpu.op_arguments import OPS
+from tests.cpu.test_ops_remembered import PARAMETERS_ENCODE, _Cuda
 
 
 def _encode(address: int, *described: object) -> bytes:
@@ -25,41 +25,35 @@ def _encode(address: int, *described: object) -> bytes:
     return address.to_bytes(8, "little") + hashlib.sha256(repr(described).encode()).digest() * 3 + bytes(24)
 
 
-class _Launches:
-    """The CUDA side on CPU tensors, which claim to be on a GPU; records kernels, grids and parameters."""
+class _Kernel:
+    """A kernel that records its launches in `made`: itself, the grid and the parameters."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.made: list[tuple[str, int, bytes]] = []
-        self.spec = ""
-        self.patch = patch
-        self.module = import_cuda_side("moe_fp8.ops.launch", patch)
-        for name, replaced in {
-            "_raw_stream": lambda device: 0,
-            "_current_device": lambda: -1,
-            "num_sms": lambda device: 132,
-            "table": lambda device: "",
-            "ensure_context": lambda device: None,
-            "get_kernel": self.get_kernel,
-            "starts_with_address": lambda: True,
-        }.items():
-            patch.setattr(self.module, name, replaced)
-        self.forget()
-        patch.setattr(import_cuda_side("moe_fp8.ops.parameters", patch), "encode_tiled", _encode)
-        patch.setattr(registry._Launcher, "repeat", None)
-        patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-
-    def forget(self) -> None:
-        for name in ("_launches", "_templates"):
-            self.patch.setattr(self.module, name, {})
-
-    def get_kernel(self, spec: Any) -> _Launches:
-        self.spec = str(spec)
-        return self
+    def __init__(self, spec: str, made: list[tuple[str, int, bytes]]) -> None:
+        self.spec, self.made = spec, made
 
     def prepare(self, device: int) -> None: ...
 
     def launch(self, grid: int, stream: int, block: Any, device: int) -> None:
         self.made.append((self.spec, grid, ctypes.string_at(block.address, block.size)))
+
+
+class _Launches(_Cuda):
+    """The CUDA side with tensors that claim to be on a GPU, so that whole calls go through it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(patch)
+        self.made: list[tuple[str, int, bytes]] = []
+        self.patch = patch
+        patch.setattr(self.launch, "ensure_context", lambda device: None)
+        patch.setattr(self.launch, "get_kernel", lambda spec: _Kernel(str(spec), self.made))
+        patch.setattr(self.launch, "starts_with_address", lambda: True)
+        patch.setattr(PARAMETERS_ENCODE, _encode)
+        patch.setattr(registry._Launcher, "repeat", None)
+        patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+
+    def forget(self) -> None:
+        for name in ("_launches", "_templates"):
+            self.patch.setattr(self.launch, name, {})
 
     def prepares_nothing(self) -> None:
         def refuse(cuda: str) -> NoReturn:
@@ -71,7 +65,9 @@ class _Launches:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Launches]:
     with torch.no_grad():
-        yield _Launches(monkeypatch)
+        side = _Launches(monkeypatch)
+        yield side
+    side.gemm._gemm_plan.cache_clear()
 
 
 def _elsewhere(value: Any, shift: int = 0) -> Any:
@@ -201,7 +197,7 @@ def test_a_number_of_sms_that_changes_during_a_call_is_not_remembered(launches: 
             _call("quantize_fp8", given[1])
     finally:
         moe_fp8.set_num_sms(None)
-    assert all(not templates for templates in launches.module._templates.values())
+    assert all(not templates for templates in launches.launch._templates.values())
     _call("quantize_fp8", given[2])
     launches.prepares_nothing()
     _call("quantize_fp8", given[3])
@@ -232,7 +228,7 @@ def test_memory_that_an_output_shares_is_refused_after_a_move(launches: _Launche
 def test_the_second_call_of_a_form_is_prepared_too(launches: _Launches) -> None:
     given = OPS["quantize_fp8"]()
     _call("quantize_fp8", given)
-    assert not launches.module._launches
+    assert not launches.launch._launches
     _prepared("quantize_fp8", launches, given)
 
 
@@ -249,7 +245,7 @@ def test_a_tensor_given_twice_is_not_moved(launches: _Launches) -> None:
 
 
 def test_maps_of_another_form_are_encoded_anew(launches: _Launches) -> None:
-    launches.patch.setattr(launches.module, "starts_with_address", lambda: False)
+    launches.patch.setattr(launches.launch, "starts_with_address", lambda: False)
     kept = [OPS[op]() for op in ("gemm_fp8", "quantize_fp8")]
     _call_twice("gemm_fp8", kept[0], launches)
     _call_twice("quantize_fp8", kept[1], launches)
@@ -275,7 +271,7 @@ def test_modes_hold_for_moved_calls(launches: _Launches) -> None:
 
 
 def test_what_is_remembered_is_bounded(launches: _Launches) -> None:
-    launches.patch.setattr(launches.module, "_MAX_LAUNCHES", 3)
+    launches.patch.setattr(launches.launch, "_MAX_LAUNCHES", 3)
     given = OPS["quantize_fp8"]()
     kept = []
     for rows in (1, 2, 3, 4, 5):
@@ -283,5 +279,5 @@ def test_what_is_remembered_is_bounded(launches: _Launches) -> None:
             cut = {name: _elsewhere(given[name][:rows]) for name in ("x", "q", "scale")}
             kept.append({**given, **cut})
             _call("quantize_fp8", kept[-1])
-            assert len(launches.module._launches) <= 3 and len(launches.module._templates) <= 3
+            assert len(launches.launch._launches) <= 3 and len(launches.launch._templates) <= 3
     assert len(launches.made) == 15

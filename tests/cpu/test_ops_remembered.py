@@ -207,7 +207,7 @@ def test_remembered_launches_are_bounded(cuda: _Cuda, monkeypatch: pytest.Monkey
 def _plan(cuda: _Cuda, config: str | None = None) -> dict[str, int]:
     """The macros of the kernel for 8 rows, a problem for which a config may divide K."""
     cuda.gemm._gemm_plan.cache_clear()
-    return dict(cuda.gemm._gemm_plan("dense", 8, 4096, 7168, 1, None, False, config, -1, 132)[0].defines)
+    return dict(cuda.gemm._gemm_plan("dense", 8, 4096, 7168, 1, None, False, config, -1, 132).spec.defines)
 
 
 def test_a_launch_has_the_callers_config(cuda: _Cuda) -> None:

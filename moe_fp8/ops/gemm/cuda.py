@@ -7,7 +7,6 @@ The arguments are already checked, the outputs allocated and the activation scal
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,18 +18,7 @@ from moe_fp8.ops.parameters import Prepared, Tiled, prepared
 from moe_fp8.params import GEMM, K_GROUPED_GEMM
 from moe_fp8.problems import GemmLayout, GemmProblem, KGroupedGemmProblem, OutDtype, gemm_selection
 from moe_fp8.settings import settings
-from moe_fp8.specs import KernelSpec, select_gemm, select_k_grouped_gemm
-
-
-class _GemmPlan(NamedTuple):
-    """A GEMM's kernel and tile, and the boxes of its tensor maps, innermost dimension first."""
-
-    spec: KernelSpec
-    config: heuristics.GemmConfig
-    a_box: tuple[int, int]
-    a_scale_box: tuple[int, int]
-    b_box: tuple[int, int]
-    out_box: tuple[int, int] | None
+from moe_fp8.specs import Selection, select_gemm, select_k_grouped_gemm
 
 
 def _gemm_problem(
@@ -72,21 +60,14 @@ def _gemm_plan(
     config_text: str | None,
     device: int,
     num_sms: int,
-) -> _GemmPlan:
-    """The plan of calls, whose `m` and `expected_m` are those of `gemm_selection`.
+) -> Selection[heuristics.GemmConfig]:
+    """The kernel and tile of calls whose `m` and `expected_m` are those of `gemm_selection`.
 
-    Raises TileError if `config_text` names no config that such a call may use.
+    The grid is not theirs, since it follows a call's own `m`. Raises TileError if `config_text` names no
+    config that such a call may use.
     """
-    problem = _gemm_problem(layout, m, n, k, num_experts, expected_m, fp32, config_text, device, num_sms)
-    chosen = select_gemm(problem)
-    config = chosen.config
-    return _GemmPlan(
-        chosen.spec,
-        config,
-        a_box=(128, config.token_box),
-        a_scale_box=(config.block_m, 1),
-        b_box=(128, config.weight_box),
-        out_box=None if fp32 else config.out_box,
+    return select_gemm(
+        _gemm_problem(layout, m, n, k, num_experts, expected_m, fp32, config_text, device, num_sms)
     )
 
 
@@ -160,6 +141,7 @@ def _gemm(
     sms = launch.num_sms(device)
     selected_m, expected_m = gemm_selection(layout, m, num_experts, expected_m)
     plan = _gemm_plan(layout, selected_m, n, k, num_experts, expected_m, fp32, config, device, sms)
+    tile = plan.config
     batch = num_experts if layout == "masked" else 1
     out_stride = row_stride(out)
     scale_pitch = a_scale.stride(-1) if k > 128 else scales.pitch(a_scale)
@@ -168,12 +150,12 @@ def _gemm(
     return prepared(
         GEMM,
         plan.spec,
-        heuristics.gemm_grid(plan.config, layout, m, n, sms),
-        Tiled(a, "uint8", (k, m * batch), (row_stride(a),), plan.a_box, l2_promotion=128),
-        Tiled(a_scale, "float32", (m, batch * (k >> 7)), (scale_pitch * 4,), plan.a_scale_box, 0),
-        Tiled(b, "uint8", (k, n * num_experts), (row_stride(b),), plan.b_box, l2_promotion=128),
-        Tiled(out, "bfloat16", (n, m * batch), (out_stride * 2,), plan.out_box, plan.out_box[0] * 2)
-        if plan.out_box
+        heuristics.gemm_grid(tile, layout, m, n, sms),
+        Tiled(a, "uint8", (k, m * batch), (row_stride(a),), (128, tile.token_box), l2_promotion=128),
+        Tiled(a_scale, "float32", (m, batch * (k >> 7)), (scale_pitch * 4,), (tile.block_m, 1), 0),
+        Tiled(b, "uint8", (k, n * num_experts), (row_stride(b),), (128, tile.weight_box), l2_promotion=128),
+        Tiled(out, "bfloat16", (n, m * batch), (out_stride * 2,), tile.out_box, tile.out_box[0] * 2)
+        if tile.out_box and not fp32
         else None,
         out,
         b_scale,
