@@ -1,4 +1,4 @@
-"""Class engine: decode steps of a real vLLM with and without the plug-in, in processes that take turns.
+"""Class engine: decode and prefill steps of a real vLLM with and without the plug-in, in turns.
 
 vLLM must be importable. The contestants are vLLM's two kinds of experts, each alone and with the plug-in
 (MOE_FP8_ENGINE=1): "deep_gemm" is DeepGEMM for experts and dense layers, "triton" is Triton experts with
@@ -6,6 +6,10 @@ CUTLASS dense layers. (The indexer of DeepSeek-V3.2 needs DeepGEMM in both.) All
 the same time, and one works at a time. In each turn the main threads of all engines run on the same core,
 and each turn takes another core: cores of a shared host differ by up to a third. So the ratio of wall times
 is the median of the turns' ratios. A start is timed while no other engine lives.
+
+A decode step serves a batch, and its graph is replayed. A prefill step reads one prompt and calls op by op.
+No two prompts of an engine have the same length, as in a server, so its calls have numbers of rows that are
+new to the process.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .compare import Session
 from .device import environment
@@ -33,6 +37,15 @@ EXPERTS = ("deep_gemm", "triton")
 
 #: Tokens of each request that are compared, decode steps of a turn, and profiled steps.
 _TOKENS, _TURN, _PROFILED = 32, 12, 8
+
+#: Prompts of a turn, and profiled prompts.
+_PROMPTS, _PROFILED_PROMPTS = 4, 4
+
+#: What a step does: ("batch", requests that decode) or ("prompt", tokens that are read, at most).
+Step: TypeAlias = tuple[str, int]
+
+#: A kind of experts, and whether they are ours.
+Contestant: TypeAlias = tuple[str, bool]
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -127,17 +140,20 @@ class Engine:
 
 @dataclass
 class Measured:
-    """What the processes of one contestant told: for each batch, an entry a process."""
+    """What the processes of one contestant told: of tokens and profiles, an entry a process.
+
+    `tokens` has the batches that were compared.
+    """
 
     tokens: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    wall_us: dict[int, list[float]] = field(default_factory=dict)
-    profiles: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    wall_us: dict[Step, list[float]] = field(default_factory=dict)
+    profiles: dict[Step, list[dict[str, Any]]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     counters: Any = None
 
-    def gpu_us(self, batch: int) -> float:
+    def gpu_us(self, step: Step) -> float:
         """The least of all processes."""
-        return min(float(profile["gpu_us"]) for profile in self.profiles[batch])
+        return min(float(profile["gpu_us"]) for profile in self.profiles[step])
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
@@ -157,11 +173,12 @@ def run_model(
     experts: Sequence[str],
     rounds: int,
     batches: Sequence[int],
+    prompts: Sequence[int],
     processes: int,
     starts: bool,
     caches: Path | None,
-) -> dict[tuple[str, bool], Measured]:
-    """All contestants of a model: (experts, whether ours) -> what was measured."""
+) -> dict[Contestant, Measured]:
+    """What was measured of all contestants of a model."""
     kinds = [(kind, ours) for kind in experts for ours in (True, False)]
     measured = {kind: Measured() for kind in kinds}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
@@ -181,7 +198,9 @@ def run_model(
         for _, engine in engines:
             engine.wait_ready()
         for batch in batches:
-            _measure(engines, measured, batch, rounds)
+            _measure_decode(engines, measured, batch, rounds)
+        for prompt in prompts:
+            _measure_prefill(engines, measured, prompt, rounds)
         for kind, engine in engines:
             counters = engine.ask("counters")
             if bool(counters and counters["loads"]) != kind[1]:
@@ -190,9 +209,9 @@ def run_model(
     return measured
 
 
-def _measure(
-    engines: Sequence[tuple[tuple[str, bool], Engine]],
-    measured: dict[tuple[str, bool], Measured],
+def _measure_decode(
+    engines: Sequence[tuple[Contestant, Engine]],
+    measured: dict[Contestant, Measured],
     batch: int,
     rounds: int,
 ) -> None:
@@ -205,17 +224,43 @@ def _measure(
     for _, engine in engines:
         # A step gives at least one token, and with a draft at most two.
         engine.ask("begin", batch=batch, tokens=2 * (_TURN * (rounds + 1) + _PROFILED))
-    cores = sorted(os.sched_getaffinity(0))
-    for number in range(rounds + 1):
-        for kind, engine in engines:
-            engine.run_on(cores[number % len(cores)])
-            wall = engine.ask("decode", steps=_TURN)["wall_us"]
-            if number:  # the first turn warms up
-                measured[kind].wall_us.setdefault(batch, []).append(wall)
+    step = "batch", batch
+    _take_turns(engines, measured, step, [{"request": "decode", "steps": _TURN}] * (rounds + 1))
     for kind, engine in engines:
-        measured[kind].profiles.setdefault(batch, []).append(engine.ask("profile", steps=_PROFILED))
+        measured[kind].profiles.setdefault(step, []).append(engine.ask("profile", steps=_PROFILED))
     for _, engine in engines:
         engine.ask("end")
+
+
+def _measure_prefill(
+    engines: Sequence[tuple[Contestant, Engine]],
+    measured: dict[Contestant, Measured],
+    prompt: int,
+    rounds: int,
+) -> None:
+    step = "prompt", prompt
+    lengths = [list(range(top, top - _PROMPTS, -1)) for top in range(prompt, 0, -_PROMPTS)][: rounds + 2]
+    turns = [{"request": "prefill", "lengths": some} for some in lengths[:-1]]
+    _take_turns(engines, measured, step, turns)
+    for kind, engine in engines:
+        told = engine.ask("profile_prefill", lengths=lengths[-1])
+        measured[kind].profiles.setdefault(step, []).append(told)
+
+
+def _take_turns(
+    engines: Sequence[tuple[Contestant, Engine]],
+    measured: dict[Contestant, Measured],
+    step: Step,
+    turns: Sequence[dict[str, Any]],
+) -> None:
+    """Every turn has one request, which all engines get."""
+    cores = sorted(os.sched_getaffinity(0))
+    for number, turn in enumerate(turns):
+        for kind, engine in engines:
+            engine.run_on(cores[number % len(cores)])
+            wall = engine.ask(**turn)["wall_us"]
+            if number:  # the first turn warms up
+                measured[kind].wall_us.setdefault(step, []).append(wall)
 
 
 def run_engine(
@@ -224,6 +269,7 @@ def run_engine(
     experts: Sequence[str] = EXPERTS,
     rounds: int = 10,
     batches: Sequence[int] = (1, 8, 32, 64, 256),
+    prompts: Sequence[int] = (256, 1024, 4000),
     processes: int = 1,
     starts: bool = True,
     caches: Path | None = None,
@@ -234,7 +280,7 @@ def run_engine(
     """
     for model in models:
         try:
-            measured = run_model(model, experts, rounds, batches, processes, starts, caches)
+            measured = run_model(model, experts, rounds, batches, prompts, processes, starts, caches)
         except RuntimeError as error:
             session.fail(f"engine {model}", error)
             continue
@@ -244,13 +290,14 @@ def run_engine(
 
 def _store(session: Session, model: str, experts: str, ours: Measured, theirs: Measured) -> None:
     name = f"vllm {experts}"
-    for batch in ours.tokens:
-        shape = {"model": model, "experts": experts, "batch": batch}
-        row = Row("engine", {**shape, "time": "gpu"}, ours.gpu_us(batch))
-        row.peers[name] = theirs.gpu_us(batch)
-        row.notes = _notes(ours, theirs, batch) | {"counters": ours.counters}
+    for step in ours.profiles:
+        kind, size = step
+        shape = {"model": model, "experts": experts, kind: size}
+        row = Row("engine", {**shape, "time": "gpu"}, ours.gpu_us(step))
+        row.peers[name] = theirs.gpu_us(step)
+        row.notes = _notes(ours, theirs, step) | {"counters": ours.counters}
         session.store(row)
-        one, other = ours.wall_us[batch], theirs.wall_us[batch]
+        one, other = ours.wall_us[step], theirs.wall_us[step]
         row = Row("engine", {**shape, "time": "wall"}, statistics.median(one))
         # Only times of the same turn can be compared, since each turn has another core.
         row.peers[name] = row.us * statistics.median(b / a for a, b in zip(one, other, strict=True))
@@ -263,16 +310,22 @@ def _store(session: Session, model: str, experts: str, ours: Measured, theirs: M
         session.store(row)
 
 
-def _notes(ours: Measured, theirs: Measured, batch: int) -> dict[str, Any]:
-    one, other = ours.tokens[batch], theirs.tokens[batch]
+def _notes(ours: Measured, theirs: Measured, step: Step) -> dict[str, Any]:
     notes: dict[str, Any] = {}
-    for text, pair in (("", (one[0], other[0])), ("theirs again: ", (other[0], other[1]))):
-        equal, mean = distance(*pair)
-        notes |= {f"{text}equal tokens": four_digits(equal), f"{text}mean |d log p|": four_digits(mean)}
+    kind, size = step
+    if kind == "batch":
+        one, other = ours.tokens[size], theirs.tokens[size]
+        for text, pair in (("", (one[0], other[0])), ("theirs again: ", (other[0], other[1]))):
+            equal, mean = distance(*pair)
+            notes |= {f"{text}equal tokens": four_digits(equal), f"{text}mean |d log p|": four_digits(mean)}
     for name, measured in (("ours", ours), ("theirs", theirs)):
-        top = measured.profiles[batch][0]["kernels_us"]
+        top = measured.profiles[step][0]["kernels_us"]
         notes[f"kernels of {name}"] = {kernel: four_digits(us) for kernel, us in list(top.items())[:6]}
     return notes
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(size) for size in text.split(",") if size]
 
 
 def main() -> None:
@@ -282,7 +335,8 @@ def main() -> None:
     )
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--experts", default=",".join(EXPERTS))
-    parser.add_argument("--batches", default="1,8,32,64,256")
+    parser.add_argument("--batches", type=_sizes, default="1,8,32,64,256")
+    parser.add_argument("--prompts", type=_sizes, default="256,1024,4000")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--processes", type=int, default=1, help="of each contestant")
     parser.add_argument("--no-starts", action="store_true", help="do not time cold and warm starts")
@@ -298,7 +352,8 @@ def main() -> None:
         options.models.split(","),
         options.experts.split(","),
         options.rounds,
-        [int(batch) for batch in options.batches.split(",")],
+        options.batches,
+        options.prompts,
         options.processes,
         not options.no_starts,
         options.caches,

@@ -41,7 +41,7 @@ _TITLES = {
     "compile": "compile of one kernel",
     "plan": "planning",
     "warmup": "warmup",
-    "engine": "decode step of vLLM",
+    "engine": "steps of vLLM",
     "serve": "serving",
     "full_size": "decode step with layers of full size",
     "http": "serving over HTTP",
@@ -119,38 +119,37 @@ def full(results: Results) -> str:
 
 
 def engine(results: Results) -> str:
-    """Each model's decode steps in vLLM over all batches, against each of vLLM's kinds of experts."""
-    header = [
-        "model",
-        "vLLM's experts",
-        "batches",
-        "GPU time: geometric mean",
-        "least",
-        "wall time: geometric mean",
-        "least",
-    ]
-    header += ["cold start", "warm start"]
+    """Each model's steps in vLLM over all batches and prompts, against each of vLLM's kinds of experts."""
     parts = []
     for device in results:
         rows = [row for row in device["rows"] if row["class"] == "engine"]
-        lines = [_line(header), _line(["---"] * len(header))]
-        groups = dict.fromkeys((row["shape"]["model"], row["shape"]["experts"]) for row in rows)
-        for model, experts in groups:
-            own = [
-                row for row in rows if (row["shape"]["model"], row["shape"]["experts"]) == (model, experts)
-            ]
-            steps = [row for row in own if "batch" in row["shape"]]
-            if not steps:
-                continue
-            starts = {row["shape"]["start"]: row["ratio"] for row in own if "start" in row["shape"]}
-            cells = [model, experts, ", ".join(dict.fromkeys(str(row["shape"]["batch"]) for row in steps))]
-            for time in ("gpu", "wall"):
-                ratios = [row["ratio"] for row in steps if row["shape"]["time"] == time]
-                cells += [_number(statistics.geometric_mean(ratios), 2), _number(min(ratios), 2)]
-            lines.append(_line([*cells, *(_number(starts.get(name), 2) for name in ("cold", "warm"))]))
-        if len(lines) > 2:
-            parts.append("\n".join([f"On one {_name(device)}:", "", *lines, "", _measured(rows)]))
+        tables = [_steps(rows, "batch", "Decode steps, batches"), _steps(rows, "prompt", "Prefill, tokens")]
+        if any(tables):
+            parts += [f"On one {_name(device)}:", *filter(None, tables), _measured(rows)]
     return "\n\n".join(parts) or "No device has been measured yet."
+
+
+def _steps(rows: Results, kind: str, title: str) -> str:
+    """A line for each model and kind of experts, over the rows whose shape has `kind`; "" without any.
+
+    The table of decode steps has the starts, too.
+    """
+    times = ["GPU time: geometric mean", "least", "wall time: geometric mean", "least"]
+    starts = ["cold", "warm"] if kind == "batch" else []
+    header = ["model", "vLLM's experts", title, *times, *(f"{start} start" for start in starts)]
+    lines = [_line(header), _line(["---"] * len(header))]
+    for model, experts in dict.fromkeys((row["shape"]["model"], row["shape"]["experts"]) for row in rows):
+        own = [row for row in rows if (row["shape"]["model"], row["shape"]["experts"]) == (model, experts)]
+        steps = [row for row in own if kind in row["shape"]]
+        if not steps:
+            continue
+        ratios_of_starts = {row["shape"]["start"]: row["ratio"] for row in own if "start" in row["shape"]}
+        cells = [model, experts, ", ".join(dict.fromkeys(str(row["shape"][kind]) for row in steps))]
+        for time in ("gpu", "wall"):
+            ratios = [row["ratio"] for row in steps if row["shape"]["time"] == time]
+            cells += [_number(statistics.geometric_mean(ratios), 2), _number(min(ratios), 2)]
+        lines.append(_line([*cells, *(_number(ratios_of_starts.get(start), 2) for start in starts)]))
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 #: (file, name of the markers, generator): one entry for each marked section.

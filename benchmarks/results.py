@@ -142,10 +142,10 @@ class ResultsFile:
 
     The first new row of a class and set removes the rows that an earlier run left there, so the rows of a
     class and set always come from one run. In class moe_layer it removes those of the same model, and in
-    class engine those of the same model and experts, where starts and steps are two runs. In class repetition
-    it removes only the row of the same case and seed. All other rows stay, with one exception: each commit
-    has its own shapes of the sets unseen and few_rounds, so a commit's first row of such a set removes the
-    set's rows of all other commits.
+    class engine those of the same model, experts and kind, which is decode, prefill or start. In class
+    repetition it removes only the row of the same case and seed. All other rows stay, with one exception:
+    each commit has its own shapes of the sets unseen and few_rounds, so a commit's first row of such a set
+    removes the set's rows of all other commits.
     Raises ValueError if the file belongs to another device.
     """
 
@@ -195,7 +195,9 @@ def _group(row: dict[str, Any]) -> tuple[str, ...]:
     if row["class"] == "moe_layer":
         return *group, row["shape"]["model"]
     if row["class"] == "engine":
-        return *group, row["shape"]["model"], row["shape"]["experts"], str("start" in row["shape"])
+        shape = row["shape"]
+        kind = next(kind for kind in ("batch", "prompt", "start") if kind in shape)
+        return *group, shape["model"], shape["experts"], kind
     return group
 
 

@@ -14,7 +14,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class Server:
         dummy_loader.DummyModelLoader.load_weights = lambda self, model, model_config: _fill(model)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(served.config))
+        longest = 8192 if served.prompt > 1000 else 4096
         options: dict[str, Any] = {}
         if served.attention:
             options["attention_config"] = {"backend": served.attention}
@@ -78,13 +80,14 @@ class Server:
             compilation["cudagraph_mode"] = "FULL_DECODE_ONLY"
         self.engine = vllm.LLM(
             model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
-            max_model_len=8192 if served.prompt > 1000 else 4096, max_num_seqs=max(batches),
+            max_model_len=longest, max_num_seqs=max(batches),
             max_num_batched_tokens=8192, gpu_memory_utilization=0.1, kv_cache_memory_bytes=_CACHE_BYTES,
             enable_prefix_caching=False, disable_log_stats=True, async_scheduling=False,
             compilation_config=compilation, **options,
         ).llm_engine  # fmt: skip
         draw = torch.Generator().manual_seed(11)
         self._prompts = torch.randint(2, VOCABULARY, (max(batches), served.prompt), generator=draw).tolist()
+        self._long = torch.randint(2, VOCABULARY, (longest,), generator=draw).tolist()
         self._running: Iterator[list[Any]] | None = None
         self._number = 0
 
@@ -120,14 +123,7 @@ class Server:
 
     def profile(self, steps: int) -> dict[str, Any]:
         """Microseconds of a decode step in which the GPU runs any kernel, and those of the kernels."""
-        import torch
-
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            for _ in range(steps):
-                self._step()
-            torch.cuda.synchronize()
-        busy, kernels = _busy(profiler, steps)
-        return {"gpu_us": busy, "kernels_us": dict(sorted(kernels.items(), key=lambda item: -item[1])[:14])}
+        return _profile([self._step] * steps)
 
     def end(self) -> None:
         """Drop the requests of `begin`."""
@@ -135,6 +131,19 @@ class Server:
         self.engine.abort_request([f"{self._number}-{i}" for i in range(len(self._prompts))])
         while self.engine.has_unfinished_requests():
             self.engine.step()
+
+    def prefill(self, lengths: list[int]) -> dict[str, float]:
+        """Microseconds from a prompt to its first token: the median of prompts that come one by one."""
+        walls = []
+        for length in lengths:
+            start = time.perf_counter()
+            self._prefill(length)
+            walls.append(time.perf_counter() - start)
+        return {"wall_us": statistics.median(walls) * 1e6}
+
+    def profile_prefill(self, lengths: list[int]) -> dict[str, Any]:
+        """As `profile`, of the steps that read these prompts."""
+        return _profile([partial(self._prefill, length) for length in lengths])
 
     def counters(self) -> dict[str, int] | None:
         """What the package has compiled, loaded and missed, if it is in use."""
@@ -149,8 +158,15 @@ class Server:
             raise RuntimeError("no batch was begun")
         return next(self._running)
 
+    def _prefill(self, length: int) -> None:
+        for _ in self._requests([self._long[:length]], 1, False):
+            pass
+
     def _steps(self, batch: int, tokens: int, logprobs: bool) -> Iterator[list[Any]]:
         """Run the first prompts together; yields the outputs of each step."""
+        return self._requests(self._prompts[:batch], tokens, logprobs)
+
+    def _requests(self, prompts: list[list[int]], tokens: int, logprobs: bool) -> Iterator[list[Any]]:
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -158,10 +174,22 @@ class Server:
             logprobs=0 if logprobs else None,
         )  # fmt: skip
         self._number += 1
-        for i, prompt in enumerate(self._prompts[:batch]):
+        for i, prompt in enumerate(prompts):
             self.engine.add_request(f"{self._number}-{i}", {"prompt_token_ids": prompt}, sampling)
         while self.engine.has_unfinished_requests():
             yield self.engine.step()
+
+
+def _profile(steps: Sequence[Callable[[], object]]) -> dict[str, Any]:
+    """Microseconds of a step in which the GPU runs any kernel, and those of the kernels."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for step in steps:
+            step()
+        torch.cuda.synchronize()
+    busy, kernels = _busy(profiler, len(steps))
+    return {"gpu_us": busy, "kernels_us": dict(sorted(kernels.items(), key=lambda item: -item[1])[:14])}
 
 
 def _busy(profiler: Any, steps: int) -> tuple[float, dict[str, float]]:

@@ -15,7 +15,10 @@ from tests.cpu.benchmark_rows import ENVIRONMENT, read_rows
 
 
 class Answers:
-    """An engine whose steps take 100 us a request with the plug-in and 150 us without it."""
+    """An engine whose steps take 100 us a request with the plug-in and 150 us without it.
+
+    Reading a token takes 1 us and 2 us. Every prompt that was read is in `read`.
+    """
 
     alive: int = 0
     loaded: bool = True
@@ -24,6 +27,7 @@ class Answers:
     def __init__(self, model: str, experts: str, ours: bool, *others: Any) -> None:
         self.name, self.ours, self.seconds = model, ours, {"engine": 10.0 if ours else 20.0}
         self.batch = 0
+        self.read: list[int] = []
         Answers.alive += 1
 
     def wait_ready(self) -> None:
@@ -35,6 +39,8 @@ class Answers:
     def ask(self, request: str, **options: Any) -> Any:
         if request in ("tokens", "begin"):
             self.batch = options["batch"]
+        if "lengths" in options:
+            return self._prefill(**options)
         us = self.batch * (100.0 if self.ours else 150.0)
         tokens = [5, 6, 7 if self.ours else 8]
         return {
@@ -43,6 +49,12 @@ class Answers:
             "profile": {"gpu_us": us, "kernels_us": {"gemm": us}},
             "counters": {"misses": 0, "loads": 57 * (self.ours or Answers.stray)} if self.loaded else None,
         }.get(request)
+
+    def _prefill(self, lengths: list[int]) -> dict[str, Any]:
+        assert not set(lengths) & set(self.read), "all prompts differ in length"
+        self.read += lengths
+        us = lengths[0] * (1.0 if self.ours else 2.0)
+        return {"wall_us": 3 * us, "gpu_us": us, "kernels_us": {"gemm": us}}
 
     def close(self) -> None:
         Answers.alive -= 1
@@ -60,7 +72,7 @@ def test_each_contestant_gives_rows(processes: int, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(engine, "Engine", Answers)
     path = tmp_path / "h200.json"
     session = Session(ResultsFile(path, ENVIRONMENT), replays=1, failures=[])
-    engine.run_engine(session, ["qwen3_30b"], ("deep_gemm", "triton"), 2, (1, 8), processes)
+    engine.run_engine(session, ["qwen3_30b"], ("deep_gemm", "triton"), 2, (1, 8), (300,), processes)
     rows = read_rows(path)
     steps = [row for row in rows if "batch" in row["shape"]]
     assert len(steps) == 2 * 2 * 2
@@ -69,6 +81,13 @@ def test_each_contestant_gives_rows(processes: int, tmp_path: Path, monkeypatch:
     gpu = [row for row in steps if row["shape"]["time"] == "gpu"]
     assert {row["notes"]["equal tokens"] for row in gpu} == {0.6667}
     assert {row["notes"]["theirs again: equal tokens"] for row in gpu} == {1.0}
+    prefill = [row for row in rows if "prompt" in row["shape"]]
+    assert {(row["shape"]["experts"], row["shape"]["time"]) for row in prefill} == {
+        (experts, time) for experts in ("deep_gemm", "triton") for time in ("gpu", "wall")
+    }
+    for row in prefill:
+        assert row["shape"]["prompt"] == 300 and row["ratio"] == 2
+        assert 0.9 * 300 < row["us"] / (3 if row["shape"]["time"] == "wall" else 1) <= 300
     starts = [row for row in rows if "start" in row["shape"]]
     assert [row["shape"]["start"] for row in starts] == ["cold", "warm"]
     assert {row["shape"]["experts"] for row in starts} == {"deep_gemm"}

@@ -222,7 +222,11 @@ def test_an_engines_steps_become_a_line_for_each_model_and_kind_of_experts() -> 
     rows = [step(1, "gpu", 200.0), step(8, "gpu", 800.0), step(1, "wall", 110.0), step(8, "wall", 110.0)]
     rows.append(Row("engine", start, 2e7, peers={"vllm triton": 5e7}))
     rows.append(Row("engine", {**start, "model": "only starts"}, 2e7, peers={"vllm triton": 5e7}))
+    for time, peer in (("gpu", 150.0), ("wall", 90.0)):
+        shape = {"model": "a", "experts": "triton", "prompt": 256, "time": time}
+        rows.append(Row("engine", shape, 100.0, peers={"vllm triton": peer}))
     text = report.engine([_device(*rows)])
+    assert "| a | triton | 256 | 1.50 | 1.50 | 0.90 | 0.90 |" in text
     assert "| a | triton | 1, 8 | 4.00 | 2.00 | 1.10 | 1.10 | 2.50 |  |" in text
     assert "only starts" not in text
     assert report.engine([]) == "No device has been measured yet."
