@@ -83,7 +83,8 @@ class Engine:
         self._log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - closed with the process
         read, write = os.pipe()
         command = [sys.executable, "-m", "benchmarks.vllm_server", "--model", model]
-        command += ["--batches", ",".join(map(str, batches)), "--answers", str(write)]
+        # vLLM captures a graph for each batch, and wants one at least.
+        command += ["--batches", ",".join(map(str, batches or (1,))), "--answers", str(write)]
         self._process = subprocess.Popen(
             [*command, "--folder", str(folder / model)],
             cwd=ROOT,
