@@ -1,19 +1,20 @@
 """Launches of loaded kernels on the current stream.
 
-A launch is remembered for its call, so that `repeat` makes it again without checks or preparation, and
-`move` makes it with other addresses. Nothing here waits for the device, reads device data or allocates device
-memory.
+The launches of a call are remembered: of an op one kernel, of a `sequence` the kernels of its ops. `repeat`
+makes them again without checks or preparation, and `move` makes them with other addresses. Nothing here waits
+for the device, reads device data or allocates device memory.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 
 from moe_fp8.errors import UnsupportedError
 from moe_fp8.heuristics.gemm import table as gemm_table
@@ -21,6 +22,7 @@ from moe_fp8.jit.driver import LoadedKernel, ParamBlock, device_info, ensure_con
 from moe_fp8.jit.runtime import get_kernel
 from moe_fp8.jit.store import default_store
 from moe_fp8.jit.tensor_map import starts_with_address
+from moe_fp8.ops.arguments import end_of
 from moe_fp8.ops.keys import Call, Key, attributes_like
 from moe_fp8.ops.modes import Modes
 from moe_fp8.ops.parameters import Prepared
@@ -37,38 +39,48 @@ _raw_stream = torch._C._cuda_getCurrentRawStream
 _current_device = torch._C._cuda_getDevice
 
 
-class _Launch(NamedTuple):
-    """A whole launch, except its stream. It is read-only, so that threads may share it.
+#: A kernel, its grid and its parameters.
+_Kernel: TypeAlias = tuple[LoadedKernel, int, ParamBlock]
 
-    `same` tells whether tensors have the attributes of the tensors that the launch was made for.
+
+class _Launch(NamedTuple):
+    """The launches of a call, except their stream. It is read-only, so that threads may share it.
+
+    `same` tells whether tensors have the attributes of the tensors that the launches were made for.
     """
 
     same: Callable[..., bool]
-    kernel: LoadedKernel
-    grid: int
     device: int
-    block: ParamBlock
+    kernels: tuple[_Kernel, ...]
+
+
+class Launched(NamedTuple):
+    """A kernel that was launched, and what was prepared for it."""
+
+    kernel: LoadedKernel
+    prepared: Prepared
 
 
 class _Template(NamedTuple):
-    """A launch whose block can be copied for tensors that differ only in their addresses.
+    """Launches whose blocks can be copied for tensors that differ only in their addresses.
 
-    `low`: the lowest four bits of every address, since checks and kernels may depend on alignment. `places`:
-    triples of a word of the block, the number of the tensor whose address it holds, and bytes added to it.
+    `low`: the lowest four bits of every address, since checks and kernels may depend on alignment. `places`,
+    for each kernel: triples of a word of the block, the number of the tensor whose address it holds, and
+    bytes added to it.
     """
 
     launch: _Launch
     low: tuple[int, ...]
-    places: tuple[tuple[int, int, int], ...]
+    places: tuple[tuple[tuple[int, int, int], ...], ...]
 
 
 _launches: dict[Key, _Launch] = {}
-# Calls of one form may still differ in dtypes, strides and alignment, so a form has a few templates. Many
-# forms come once, so the first launch of a form leaves only an empty tuple.
+# Calls of one form may still differ in dtypes, strides and alignment, so a form has a few templates. It has
+# none if its calls cannot be moved.
 _templates: dict[Key, tuple[_Template, ...]] = {}
 _MAX_TEMPLATES = 4
 # Allocators usually hand out the same addresses again. If they do not, launches are remembered in vain. They
-# must not grow without end, so each dictionary drops its oldest. A launch takes up to 3.5 KiB.
+# must not grow without end, so each dictionary drops its oldest. A launch takes up to 3.5 KiB a kernel.
 _MAX_LAUNCHES = 8192
 _remembering = threading.Lock()
 
@@ -111,15 +123,20 @@ def repeat(call: Call) -> bool:
     launch = _launches.get(key)
     if launch is None:
         return False
-    same, kernel, grid, device, block = launch
+    same, device, kernels = launch
     if not same(*tensors):
         return False
-    if device == _current_device():
-        kernel.launch(grid, _raw_stream(device), block, device)
-    else:
-        with torch.cuda.device(device):
-            kernel.launch(grid, _raw_stream(device), block, device)
+    _start(device, kernels)
     return True
+
+
+def _start(device: int, kernels: tuple[_Kernel, ...]) -> None:
+    if device != _current_device():
+        with torch.cuda.device(device):
+            return _start(device, kernels)
+    stream = _raw_stream(device)
+    for kernel, grid, block in kernels:
+        kernel.launch(grid, stream, block, device)
 
 
 def form_of(call: Call) -> Key:
@@ -147,18 +164,28 @@ def move(call: Call, form: Key, check: Callable[[], None]) -> bool:
     else:
         return False
     check()
-    (same, kernel, grid, device, block), _, places = template
-    block = block.copy()
-    words = block.words
-    for word, tensor, offset in places:
-        words[word] = addresses[tensor] + offset
-    if device == _current_device():
-        kernel.launch(grid, _raw_stream(device), block, device)
-    else:
-        with torch.cuda.device(device):
-            kernel.launch(grid, _raw_stream(device), block, device)
-    _keep(_launches, _key_of_launch(key, form[0]), _Launch(same, kernel, grid, device, block))
+    (same, device, kernels), _, places = template
+    moved = []
+    for (kernel, grid, block), places_of_kernel in zip(kernels, places, strict=True):
+        block = block.copy()
+        words = block.words
+        for word, tensor, offset in places_of_kernel:
+            words[word] = addresses[tensor] + offset
+        moved.append((kernel, grid, block))
+    kernels = tuple(moved)
+    _start(device, kernels)
+    _keep(_launches, _key_of_launch(key, form[0]), _Launch(same, device, kernels))
     return True
+
+
+def movable(form: Key) -> bool:
+    """Whether calls of this form can be moved, as far as is known."""
+    return _templates.get(form) != ()
+
+
+def give_up(form: Key) -> None:
+    """Calls of this form cannot be moved."""
+    _keep(_templates, form, ())
 
 
 def _key_of_launch(key: Key, num_sms: object) -> Key:
@@ -180,10 +207,11 @@ def first(
     device: int,
     call: Call | None,
     form: Key | None,
-) -> None:
+) -> Launched | None:
     """Prepare a launch from an op's arguments, whose tensors are on `device`, and make it.
 
-    From the second launch of a form on, it is remembered for `call` and its `form`, if they are given.
+    It is remembered for `call` and its `form`, if they are given. Returns None if nothing was launched, or if
+    `prepare` has launched everything itself.
     """
     if device != _current_device():
         with torch.cuda.device(device):
@@ -191,46 +219,68 @@ def first(
     # A thread that has not called the CUDA runtime yet has no context, and tensor maps need one.
     ensure_context(device)
     prepared = prepare(*arguments)
-    if prepared is not None:
-        launch(prepared, device, call, form)
+    return None if prepared is None else launch(prepared, device, call, form)
 
 
-def launch(prepared: Prepared, device: int, call: Call | None, form: Key | None) -> None:
+def launch(prepared: Prepared, device: int, call: Call | None, form: Key | None) -> Launched | None:
     """Launch the prepared kernel on the current `device`, loading it if need be; remember as `first` does."""
     kernel = get_kernel(prepared.spec)
     # A launch that fails because the kernel is not prepared would end a capture.
     kernel.prepare(device)
     if not Modes.launching:
-        return
-    grid, block = prepared.grid, prepared.block
-    kernel.launch(grid, _raw_stream(device), block, device)
-    # If another thread has changed the number of SMs meanwhile, nobody knows which number the launch has.
-    if call is None or form is None or form[0] != Modes.num_sms:
-        return
-    known = _templates.get(form)
-    if known is None:  # the first launch of the form
-        return _keep(_templates, form, ())
-    key, tensors = call
-    made = _Launch(attributes_like(tensors), kernel, grid, device, block)
-    _keep(_launches, _key_of_launch(key, form[0]), made)
-    if template := _template(made, prepared, call):
-        _keep(_templates, form, (template, *known[: _MAX_TEMPLATES - 1]))
-
-
-def _template(made: _Launch, prepared: Prepared, call: Call) -> _Template | None:
-    """The template of a launch; None if it is not known which address in its block is which tensor's."""
-    key, tensors = call
-    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-    if len(numbers) < len(tensors) or (prepared.params.maps and not starts_with_address()):
         return None
+    kernel.launch(prepared.grid, _raw_stream(device), prepared.block, device)
+    launched = Launched(kernel, prepared)
+    if call is not None and form is not None:
+        remember(call, form, device, [launched])
+    return launched
+
+
+def remember(call: Call, form: Key, device: int, launched: Sequence[Launched]) -> None:
+    """Remember what a call has launched on `device`, for `repeat` and `move`."""
+    # If another thread has changed the number of SMs meanwhile, nobody knows which number the launches have.
+    if form[0] != Modes.num_sms:
+        return
+    key, tensors = call
+    kernels = tuple([(kernel, prepared.grid, prepared.block) for kernel, prepared in launched])
+    made = _Launch(attributes_like(tensors), device, kernels)
+    _keep(_launches, _key_of_launch(key, form[0]), made)
+    known = _templates.get(form, ())
+    template = _template(made, launched, call)
+    _keep(_templates, form, (template, *known[: _MAX_TEMPLATES - 1]) if template else known)
+
+
+def _template(made: _Launch, launched: Sequence[Launched], call: Call) -> _Template | None:
+    """The template of launches; None if it is not known which address in a block is which tensor's."""
+    key, tensors = call
     addresses: Any = key[-len(tensors) :]
+    if len(set(addresses)) < len(addresses):
+        return None
+    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
     places = []
-    for word, tensor, offset in prepared.places():
-        number = numbers.get(id(tensor))
-        if number is None or prepared.block.words[word] != addresses[number] + offset:
+    for _, prepared in launched:
+        if prepared.params.maps and not starts_with_address():
             return None
-        places.append((word, number, offset))
+        of_kernel = []
+        for word, tensor, offset in prepared.places():
+            number = numbers.get(id(tensor))
+            if number is None:
+                number = _holder(tensor, tensors)
+            if number is None:
+                return None
+            address = tensor.data_ptr() + offset
+            if prepared.block.words[word] != address:
+                return None
+            of_kernel.append((word, number, address - addresses[number]))
+        places.append(tuple(of_kernel))
     return _Template(made, tuple(map(_low_bits, addresses)), tuple(places))
+
+
+def _holder(view: Tensor, tensors: tuple[Tensor, ...]) -> int | None:
+    """The number of the only tensor in whose memory `view` begins."""
+    address = view.data_ptr()
+    found = [number for number, tensor in enumerate(tensors) if tensor.data_ptr() <= address < end_of(tensor)]
+    return found[0] if len(found) == 1 else None
 
 
 def describe(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from operator import attrgetter, itemgetter
 from types import ModuleType, NoneType
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.autograd.profiler as _profiler
@@ -27,6 +27,9 @@ from moe_fp8.ops.examine import examine
 from moe_fp8.ops.keys import Call, Key
 from moe_fp8.settings import settings
 
+if TYPE_CHECKING:
+    from moe_fp8.ops.launch import Launched
+
 _log = logging.getLogger(__name__)
 
 # The type is Any, because torch leaves Library's methods untyped.
@@ -36,6 +39,8 @@ _library: Any = torch.library.Library("moe_fp8", "DEF")
 class Op(NamedTuple):
     """A registered op: the package calls `call`, and torch's dispatcher calls `run` for the CPU and for CUDA.
 
+    `fresh` checks and runs a call without what is remembered of others, and remembers nothing of it. It
+    returns its launch, or None if it is not the launch of one kernel with these arguments.
     `arguments` are the argument names of the schema, in order; `cuda` names the function that prepares the
     launch, as "module:function". `apart` raises ArgumentError if an output shares memory with another
     argument.
@@ -43,6 +48,7 @@ class Op(NamedTuple):
 
     call: Callable[..., None]
     run: Callable[..., None]
+    fresh: Callable[[tuple[Any, ...]], Launched | None]
     arguments: tuple[str, ...]
     cuda: str
     apart: Callable[[tuple[Any, ...]], None]
@@ -62,12 +68,13 @@ class _Launcher:
 
 
 @cache
-def _launcher() -> ModuleType:
+def launcher() -> ModuleType:
+    """The module `moe_fp8.ops.launch`."""
     return importlib.import_module("moe_fp8.ops.launch")
 
 
 def _load_repeat() -> Callable[[Call], bool]:
-    repeat: Callable[[Call], bool] = _launcher().repeat
+    repeat: Callable[[Call], bool] = launcher().repeat
     _Launcher.repeat = repeat
     return repeat
 
@@ -111,12 +118,29 @@ def _nothing(*_arguments: object) -> None:
 
 
 # is_compiling would take twice as long and is not needed: other compilers and exporters use a dispatch mode.
-_gradients_on, _tracing = torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
+_gradients_on, tracing = torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 # These types override nothing, unlike other subclasses of Tensor. An optional tensor may be None.
 _plain = frozenset({Tensor, torch.nn.Parameter, NoneType}).issuperset
 _shape, _data_ptr = attrgetter("shape"), Tensor.data_ptr
+
+
+def past_dispatcher(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether a call on these tensors may skip torch's dispatcher, which costs 1.5 us a call.
+
+    The result is the same for plain CUDA tensors with gradients off, as engines run, and if nothing traces,
+    transforms or profiles the call. Callers ask for `tracing` first, since torch.compile cannot trace this
+    function. The first tensor is not None.
+    """
+    return (
+        _plain(map(type, tensors))
+        and tensors[0].is_cuda  # type: ignore[union-attr]
+        and not _gradients_on()
+        and not _dispatch_modes()
+        and not _profiler._is_profiler_enabled
+        and settings().past_dispatcher
+    )
 
 
 def register(
@@ -149,9 +173,9 @@ def register(
     `varying` names tensors, in addition to the first, whose shapes change from call to call while their
     addresses do not, such as a cache that grows.
 
-    All ops share the other steps. Two calls that differ at most in addresses are checked, prepared and
-    launched, and the second launch is remembered (`launch`). Further calls make it again, with their own
-    addresses, and an equal call does so without any check.
+    All ops share the other steps. A call is checked, prepared and launched, and its launch is remembered
+    (`launch`). Calls that differ from it only in addresses make it again, with their own addresses, and an
+    equal call does so without any check.
     """
     name = schema.split("(", 1)[0]
     _library.define(schema)
@@ -167,7 +191,9 @@ def register(
     tensors_of = _getter(tensors)
     call_of = _call_of(name, names, kinds, varying)
 
-    def fresh(arguments: tuple[Any, ...], call: Call | None, form: Key | None) -> None:
+    def fresh(
+        arguments: tuple[Any, ...], call: Call | None = None, form: Key | None = None
+    ) -> Launched | None:
         """Check and run a call that has no remembered launch, or that must not use it (`call` is None).
 
         Its launch is remembered for `call` and its `form` (`launch.form_of`).
@@ -185,16 +211,18 @@ def register(
                 partial(describe, arguments) if first.is_cuda else None,
             )
         if empty(*arguments):
-            return
+            return None
         if first.is_cuda:
-            _launcher().first(resolve(cuda), arguments, first.get_device(), call, form)
-        else:
-            # As on a GPU, where nothing is recorded and no operand is rounded.
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                reference(*arguments)
+            device = first.get_device()
+            launched: Launched | None = launcher().first(resolve(cuda), arguments, device, call, form)
+            return launched if others is None else None
+        # As on a GPU, where nothing is recorded and no operand is rounded.
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            reference(*arguments)
+        return None
 
     def describe(arguments: tuple[Any, ...]) -> dict[str, Any]:
-        described: dict[str, Any] = _launcher().describe(resolve(cuda), arguments, arguments[0].get_device())
+        described: dict[str, Any] = launcher().describe(resolve(cuda), arguments, arguments[0].get_device())
         return described
 
     def run(*arguments: Any) -> None:
@@ -206,33 +234,24 @@ def register(
             call = call_of(arguments, tensors_of(arguments))
             if (_Launcher.repeat or _load_repeat())(call):
                 return
-            form = _launcher().form_of(call)
-            if _launcher().move(call, form, partial(check_apart, arguments)):
+            form = launcher().form_of(call)
+            if launcher().move(call, form, partial(check_apart, arguments)):
                 return
         fresh(arguments, call, form)
 
     def eager(*arguments: Any) -> None:
-        # Skip torch's dispatcher, which costs 1.5 us per call, if the result is the same: for plain CUDA
-        # tensors with gradients off, as engines run, and if nothing traces, transforms or profiles the call.
-        if (
-            not _tracing()
-            and _plain(map(type, tensors := tensors_of(arguments)))
-            and tensors[0].is_cuda
-            and not _gradients_on()
-            and not _dispatch_modes()
-            and not _profiler._is_profiler_enabled
-            and settings().past_dispatcher
-        ):
+        if not tracing() and past_dispatcher(tensors := tensors_of(arguments)):
             call = call_of(arguments, tensors)
             if (_Launcher.repeat or _load_repeat())(call):
                 return
-            form = _launcher().form_of(call)
-            if _launcher().move(call, form, partial(check_apart, arguments)):
+            form = launcher().form_of(call)
+            if launcher().move(call, form, partial(check_apart, arguments)):
                 return
             # Functional tensors have the plain type too, but other dispatch keys, so `repeat` and `move` have
             # not matched one. They need the dispatcher.
             if not any(map(torch._is_functional_tensor, call[1])):
-                return fresh(arguments, call, form)
+                fresh(arguments, call, form)
+                return
         op(*arguments)
 
     def meta(*arguments: Any) -> None:
@@ -244,7 +263,7 @@ def register(
 
     for key, implementation in (("CPU", run), ("CUDA", run), ("Meta", meta)):
         _library.impl(name, implementation, key)
-    OPS[name] = Op(eager, run, names, cuda, check_apart)
+    OPS[name] = Op(eager, run, fresh, names, cuda, check_apart)
     return eager
 
 

@@ -1,4 +1,4 @@
-"""A call that differs from two earlier calls only in addresses launches what a fresh preparation would."""
+"""A call that differs from an earlier call only in addresses launches what a fresh preparation would."""
 
 from __future__ import annotations
 
@@ -86,18 +86,11 @@ def _call(op: str, arguments: dict[str, Any]) -> None:
     registered.call(*(arguments[name] for name in registered.arguments))
 
 
-def _call_twice(op: str, arguments: dict[str, Any], launches: _Launches) -> None:
-    """Make the call twice, at two addresses, so that later calls move; only the first remains in `made`."""
-    _call(op, arguments)
-    _call(op, {name: _elsewhere(value) for name, value in arguments.items()})
-    launches.made.pop()
-
-
 @pytest.mark.usefixtures("either_comparison")
 @pytest.mark.parametrize("op", sorted(OPS))
 def test_a_moved_call_has_the_parameters_of_a_fresh_call(op: str, launches: _Launches) -> None:
     given = OPS[op]()
-    _call_twice(op, given, launches)
+    _call(op, given)
     resolve = registry.resolve
     moved = {name: _elsewhere(value) for name, value in given.items()}
     launches.prepares_nothing()
@@ -114,7 +107,7 @@ def test_a_moved_call_has_the_parameters_of_a_fresh_call(op: str, launches: _Lau
 @pytest.mark.parametrize("op", sorted(OPS))
 def test_every_tensor_of_a_call_can_move_alone(op: str, launches: _Launches) -> None:
     given = OPS[op]()
-    _call_twice(op, given, launches)
+    _call(op, given)
     resolve = registry.resolve
     for name in registry.OPS[op].arguments:
         if isinstance(given[name], Tensor):
@@ -123,7 +116,7 @@ def test_every_tensor_of_a_call_can_move_alone(op: str, launches: _Launches) -> 
             _call(op, moved)
             launches.patch.setattr(registry, "resolve", resolve)
             launches.forget()
-            _call_twice(op, moved, launches)
+            _call(op, moved)
             assert launches.made[-2] == launches.made[-1] != launches.made[0], name
 
 
@@ -136,7 +129,7 @@ def _prepared(op: str, launches: _Launches, given: dict[str, Any]) -> None:
 
 def test_other_attributes_are_prepared_anew(launches: _Launches) -> None:
     given = OPS["quantize_fp8"]()
-    _call_twice("quantize_fp8", given, launches)
+    _call("quantize_fp8", given)
     _prepared("quantize_fp8", launches, {**given, "x": torch.zeros(5, 256, dtype=torch.bfloat16)})
     _prepared("quantize_fp8", launches, {**given, "x": torch.zeros(5, 264)[:, :256]})
     _prepared("quantize_fp8", launches, {**given, "power_of_two": True})
@@ -171,7 +164,7 @@ def test_calls_of_one_form_that_differ_in_attributes_all_move(launches: _Launche
 @pytest.mark.usefixtures("either_comparison")
 def test_a_functional_tensor_is_never_moved(launches: _Launches) -> None:
     given = OPS["quantize_fp8"]()
-    _call_twice("quantize_fp8", given, launches)
+    _call("quantize_fp8", given)
     functional = {
         name: torch._to_functional_tensor(value) if isinstance(value, Tensor) else value
         for name, value in given.items()
@@ -183,8 +176,7 @@ def test_a_functional_tensor_is_never_moved(launches: _Launches) -> None:
 
 
 def test_a_number_of_sms_that_changes_during_a_call_is_not_remembered(launches: _Launches) -> None:
-    given = [OPS["quantize_fp8"]() for _ in range(4)]
-    _call("quantize_fp8", given[0])
+    given = [OPS["quantize_fp8"]() for _ in range(3)]
     registered = registry.resolve(registry.OPS["quantize_fp8"].cuda)
 
     def meanwhile(*arguments: Any) -> Any:
@@ -194,42 +186,35 @@ def test_a_number_of_sms_that_changes_during_a_call_is_not_remembered(launches: 
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(registry, "resolve", lambda cuda: meanwhile)
-            _call("quantize_fp8", given[1])
+            _call("quantize_fp8", given[0])
     finally:
         moe_fp8.set_num_sms(None)
-    assert all(not templates for templates in launches.launch._templates.values())
-    _call("quantize_fp8", given[2])
+    assert not launches.launch._templates and not launches.launch._launches
+    _call("quantize_fp8", given[1])
     launches.prepares_nothing()
-    _call("quantize_fp8", given[3])
+    _call("quantize_fp8", given[2])
 
 
 def test_other_alignment_is_checked(launches: _Launches) -> None:
     given = OPS["gemm_fp8"]()
-    _call_twice("gemm_fp8", given, launches)
+    _call("gemm_fp8", given)
     with pytest.raises(ArgumentError, match="16-byte aligned"):
         _call("gemm_fp8", {**given, "a": _elsewhere(given["a"], 8)})
     # Nothing asks this of an index, but a launch may depend on it.
     given = OPS["grouped_gemm_fp8_masked"]()
-    _call_twice("grouped_gemm_fp8_masked", given, launches)
+    _call("grouped_gemm_fp8_masked", given)
     moved = {**given, "masked_m": _elsewhere(given["masked_m"], 1)}
     _prepared("grouped_gemm_fp8_masked", launches, moved)
 
 
 def test_memory_that_an_output_shares_is_refused_after_a_move(launches: _Launches) -> None:
     given = OPS["moe_combine"]()
-    _call_twice("moe_combine", given, launches)
+    _call("moe_combine", given)
     room = torch.zeros(6, 64, dtype=torch.bfloat16)
     before = len(launches.made)
     with pytest.raises(ArgumentError, match="both share"):
         _call("moe_combine", {**given, "y": room, "out": room[:3]})
     assert len(launches.made) == before
-
-
-def test_the_second_call_of_a_form_is_prepared_too(launches: _Launches) -> None:
-    given = OPS["quantize_fp8"]()
-    _call("quantize_fp8", given)
-    assert not launches.launch._launches
-    _prepared("quantize_fp8", launches, given)
 
 
 def test_a_tensor_given_twice_is_not_moved(launches: _Launches) -> None:
@@ -247,8 +232,8 @@ def test_a_tensor_given_twice_is_not_moved(launches: _Launches) -> None:
 def test_maps_of_another_form_are_encoded_anew(launches: _Launches) -> None:
     launches.patch.setattr(launches.launch, "starts_with_address", lambda: False)
     kept = [OPS[op]() for op in ("gemm_fp8", "quantize_fp8")]
-    _call_twice("gemm_fp8", kept[0], launches)
-    _call_twice("quantize_fp8", kept[1], launches)
+    _call("gemm_fp8", kept[0])
+    _call("quantize_fp8", kept[1])
     kept[1] = OPS["quantize_fp8"]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "resolve", None)
@@ -258,7 +243,7 @@ def test_maps_of_another_form_are_encoded_anew(launches: _Launches) -> None:
 
 def test_modes_hold_for_moved_calls(launches: _Launches) -> None:
     given = OPS["quantize_fp8"]()
-    _call_twice("quantize_fp8", given, launches)
+    _call("quantize_fp8", given)
     moved = {name: _elsewhere(value) for name, value in given.items()}
     with moe_fp8.compile_only():
         _call("quantize_fp8", moved)

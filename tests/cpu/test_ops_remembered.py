@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import importlib
 import inspect
 import itertools
 import math
@@ -289,18 +288,18 @@ def test_a_dense_launch_of_scales_of_rows_packs_one_expert(
 
 
 def test_the_second_gemm_of_a_layer_reads_weights_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, given = importlib.import_module("moe_fp8.ops.moe.layer"), []
-    gemm = layer.grouped_gemm_fp8_contiguous
+    name = "grouped_gemm_fp8_contiguous"
+    op, constant = registry.OPS[name], []
 
-    def recorded(*operands: Any, **named: Any) -> Any:
-        given.append(named)
-        return gemm(*operands, **named)
+    def recorded(*arguments: Any) -> None:
+        constant.append(dict(zip(op.arguments, arguments, strict=True))["constant_weights"])
+        op.call(*arguments)
 
-    monkeypatch.setattr(layer, "grouped_gemm_fp8_contiguous", recorded)
+    monkeypatch.setitem(registry.OPS, name, op._replace(call=recorded))
     case = moe_cases.Layer(moe_cases.Case(9, 2, 3, 256), 128, "cpu")
     case.fused(*case.inputs())
     # `moe_permute` writes the offsets right before the first.
-    assert [named.get("constant_weights", False) for named in given] == [False, True]
+    assert constant == [False, True]
 
 
 def test_a_launch_asks_the_devices_table(

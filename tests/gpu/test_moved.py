@@ -1,4 +1,4 @@
-"""Calls that differ from two earlier calls only in addresses read and write their own tensors."""
+"""Calls that differ from an earlier call only in addresses read and write their own tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 import moe_fp8
 from moe_fp8.jit import tensor_map
 from moe_fp8.ops import registry
-from tests import cases
+from tests import cases, moe_cases
 
 pytestmark = pytest.mark.usefixtures("fresh_runtime")
 
@@ -53,12 +53,28 @@ def _paged() -> Case:
     return (case.q, case.kv_cache, case.weights, case.context_lens, case.block_table, schedule), run
 
 
+def _layer(interleaved: bool) -> Case:
+    layer = moe_cases.Layer(moe_cases.Case(40, 4, 16, 256), 128, "cuda", interleaved=interleaved)
+
+    def run(*tensors: Tensor) -> Tensor:
+        x, ids, weights, *operands = tensors
+        out = torch.full_like(x, float("nan"))
+        workspace = layer.workspace()
+        return moe_fp8.fused_moe(
+            x, ids, weights, *operands, interleaved=interleaved, workspace=workspace, out=out
+        )
+
+    return (*layer.inputs(), layer.given_w13, layer.w13_scale, layer.w2, layer.w2_scale), run
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "dense of 3 rows": lambda: _dense(3),
     "dense of 300 rows": lambda: _dense(300),
     "masked": _masked,
     "logits": _logits,
     "paged logits": _paged,
+    "layer": lambda: _layer(False),
+    "interleaved layer": lambda: _layer(True),
 }
 
 
@@ -83,7 +99,6 @@ def test_a_moved_call_reads_its_own_tensors(
 ) -> None:
     given, run = CASES[name]()
     expected = run(*given)
-    run(*[_elsewhere(tensor) for tensor in given])
     moved = [_elsewhere(tensor) for tensor in given]
     kept = [tensor.clone() for tensor in given]
     for tensor in given:

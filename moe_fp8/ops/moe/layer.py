@@ -6,18 +6,16 @@ The layer is that of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2); each expert 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from moe_fp8 import limits
 from moe_fp8.errors import ArgumentError
-from moe_fp8.ops import arguments
+from moe_fp8.ops import arguments, sequence
 from moe_fp8.ops import workspace as workspaces
-from moe_fp8.ops.gemm import grouped_gemm_fp8_contiguous
 from moe_fp8.ops.moe import checks
-from moe_fp8.ops.moe.gemm import grouped_gemm_silu_mul_fp8
-from moe_fp8.ops.moe.public import Permuted, moe_combine, moe_permute
-from moe_fp8.ops.quantize import silu_mul_quantize
 
 #: The tensors among the arguments of `fused_moe`, but for the workspace.
 _TENSORS = (
@@ -118,86 +116,94 @@ def fused_moe(
     if x.dim() != 2 or topk_ids.dim() != 2:
         arguments.rank("fused_moe", "x", x, "[T, K]", 2)
         arguments.rank("fused_moe", "topk_ids", topk_ids, "[T, k]", 2)
-    checks.layer_weights(x, w13, w13_scale, w2, w2_scale)
-    (tokens, k), num_experts, width = x.shape, w13.shape[0], w2.shape[2]
     if out is None:
-        out = torch.empty((tokens, k), dtype=torch.bfloat16, device=x.device)
-    rows = topk_ids.numel()
+        out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    if workspace is None:
+        checks.layer_weights(x, w13, w13_scale, w2, w2_scale)
+        sizes = _sizes(topk_ids.numel(), w13.shape[0], x.shape[1], w2.shape[2], interleaved)
+        workspace = workspaces.new(workspaces.total_bytes(sizes), x)
+    others = x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, x_scale, expert_map, out
+    sequence.run(
+        "fused_moe",
+        (*others, workspace),
+        (limit, power_of_two, rounded, interleaved),
+        partial(_check_memory, workspace, others),
+        partial(_steps, *others, workspace, limit, power_of_two, rounded, interleaved),
+    )
+    return out
+
+
+def _check_memory(workspace: Tensor, others: tuple[Tensor | None, ...]) -> None:
+    x, _, topk_weights, *_, out = others
+    assert x is not None
+    workspaces.check("fused_moe", workspace, x, _TENSORS, others)
+    if not arguments.traced():
+        arguments.apart("moe_combine", ("weights", "out"), (0, 1), (1,), (topk_weights, out))
+
+
+def _steps(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor | None,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    x_scale: Tensor | None,
+    expert_map: Tensor | None,
+    out: Tensor,
+    workspace: Tensor,
+    limit: float | None,
+    power_of_two: bool,
+    rounded: bool,
+    interleaved: bool,
+) -> list[sequence.Step]:
+    checks.layer_weights(x, w13, w13_scale, w2, w2_scale)
+    k, num_experts, width, rows = x.shape[1], w13.shape[0], w2.shape[2], topk_ids.numel()
     sizes = _sizes(rows, num_experts, k, width, interleaved)
     num_bytes = workspaces.total_bytes(sizes)
-    if workspace is None:
-        workspace = workspaces.new(num_bytes, x)
-    else:
-        others = x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, x_scale, expert_map, out
-        workspaces.check("fused_moe", workspace, x, _TENSORS, others)
-        if workspace.numel() < num_bytes:
-            raise ArgumentError("fused_moe", "workspace", f"at least {num_bytes} bytes", workspace.numel())
+    if workspace.numel() < num_bytes:
+        raise ArgumentError("fused_moe", "workspace", f"at least {num_bytes} bytes", workspace.numel())
     fp8, bf16, x_scales, y_scales, offsets, places = workspaces.buffers(workspace, sizes)
     fp8, bf16 = fp8.view(torch.float8_e4m3fn), bf16.view(torch.bfloat16)
+    offsets, places = offsets.view(torch.int32), places.view(torch.int32).view(topk_ids.shape)
 
-    a, a_scale, offsets, places = moe_permute(
-        x,
-        topk_ids,
-        num_experts=num_experts,
-        x_scale=x_scale,
-        expert_map=expert_map,
-        power_of_two=power_of_two,
-        out=Permuted(
-            fp8[: rows * k].view(rows, k),
-            _mn_major(x_scales, rows, k),
-            offsets.view(torch.int32),
-            places.view(torch.int32).view(topk_ids.shape),
-        ),
-    )
+    a, a_scale = fp8[: rows * k].view(rows, k), _mn_major(x_scales, rows, k)
+    permute = x, x_scale, topk_ids, expert_map, a, a_scale, offsets, places, power_of_two
+    steps: list[sequence.Step] = [("moe_permute", permute)]
     # Without a map, every place has a row; with a map, about the share of this rank's experts.
     expected_m = None if expert_map is None else -(-rows // max(expert_map.numel(), num_experts))
+    scales = _mn_major(y_scales, rows, width)
     if interleaved:
-        values, scales = grouped_gemm_silu_mul_fp8(
-            a,
-            a_scale,
-            w13,
-            w13_scale,
-            offsets=offsets,
-            expected_m=expected_m,
-            limit=limit,
-            power_of_two=power_of_two,
-            rounded=rounded,
-            out=(fp8[rows * k :].view(rows, width), _mn_major(y_scales, rows, width)),
-        )
+        values = fp8[rows * k :].view(rows, width)
+        first = a, a_scale, w13, w13_scale, offsets, expected_m
+        steps += [("grouped_gemm_silu_mul_fp8", (*first, limit, power_of_two, rounded, values, scales))]
     else:
         y = bf16[: rows * 2 * width].view(rows, 2 * width)
-        grouped_gemm_fp8_contiguous(
-            a,
-            a_scale,
-            w13,
-            w13_scale,
-            offsets=offsets,
-            expected_m=expected_m,
-            out=y,
-        )
-        values, scales = fp8[: rows * width].view(rows, width), _mn_major(y_scales, rows, width)
+        values = fp8[: rows * width].view(rows, width)
+        steps += [_gemm(a, a_scale, w13, w13_scale, offsets, expected_m, y, constant=False)]
         # Only the first offsets[num_experts] rows are rows of experts of this rank.
-        silu_mul_quantize(
-            y[None],
-            masked_m=offsets[num_experts:],
-            power_of_two=power_of_two,
-            limit=limit,
-            rounded=rounded,
-            out=(values[None], scales[None]),
-        )
-    y = grouped_gemm_fp8_contiguous(
-        values,
-        scales,
-        w2,
-        w2_scale,
-        offsets=offsets,
-        expected_m=expected_m,
-        out=bf16[: rows * k].view(rows, k),
-        # Each kernel between `moe_permute` and this kernel lets the next begin only after its own wait, so
-        # the offsets are written when this kernel begins.
-        constant_weights=True,
-    )
-    return moe_combine(y, places, topk_weights, out=out)
+        silu = y[None], offsets[num_experts:], values[None], scales[None]
+        steps += [("silu_mul_quantize", (*silu, power_of_two, limit, rounded))]
+    y = bf16[: rows * k].view(rows, k)
+    # Each kernel between `moe_permute` and this kernel lets the next begin only after its own wait, so the
+    # offsets are written when this kernel begins.
+    steps += [_gemm(values, scales, w2, w2_scale, offsets, expected_m, y, constant=True)]
+    return [*steps, ("moe_combine", (y, places, topk_weights, out))]
+
+
+def _gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    expected_m: int | None,
+    out: Tensor,
+    constant: bool,
+) -> sequence.Step:
+    operands = a, a_scale, b, b_scale, offsets, "offsets", expected_m, out
+    return "grouped_gemm_fp8_contiguous", (*operands, None, constant, False)
 
 
 def _mn_major(buffer: Tensor, rows: int, width: int) -> Tensor:

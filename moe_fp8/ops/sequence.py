@@ -1,0 +1,65 @@
+"""Functions of several ops whose launches are remembered together, such as a layer.
+
+A call of such a function that differs from an earlier call only in addresses copies the parameters of all
+launches and writes its own addresses there. It takes no view of a tensor, and checks nothing but addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_fp8.ops.modes import Modes
+from moe_fp8.ops.registry import OPS, launcher, past_dispatcher, tracing
+
+_data_ptr = Tensor.data_ptr
+
+#: An op's name, and its arguments in the order of its schema.
+Step = tuple[str, tuple[Any, ...]]
+
+
+def run(
+    name: str,
+    tensors: tuple[Tensor | None, ...],
+    scalars: tuple[object, ...],
+    check: Callable[[], None],
+    steps: Callable[[], Sequence[Step]],
+) -> None:
+    """Run the ops of `steps` one after another.
+
+    name: the function's. tensors: all that its caller gave or gets; the first is not None. scalars: its other
+    arguments, hashable. check: raises ArgumentError for invalid addresses; it comes before every launch that
+    is not the repetition of an equal call.
+    steps: the ops and their arguments. Arguments that are tensors are `tensors` or views into them, and so is
+    everything else that depends on addresses. What does not depend on addresses depends on nothing but
+    scalars, and the tensors' attributes. It raises ArgumentError for other invalid arguments.
+    """
+    given = tuple([tensor for tensor in tensors if tensor is not None])
+    if tracing() or not (past_dispatcher(given) and Modes.launching):
+        check()
+        return _one_by_one(steps())
+    which = tuple([tensor is not None for tensor in tensors])
+    call = (name, given[0].shape, which, *scalars, *map(_data_ptr, given)), given
+    launch = launcher()
+    if launch.repeat(call):
+        return
+    form = launch.form_of(call)
+    if launch.move(call, form, check):
+        return
+    check()
+    # (Functional tensors need the dispatcher, see `register`.)
+    if not launch.movable(form) or any(map(torch._is_functional_tensor, given)):
+        return _one_by_one(steps())
+    launched = [OPS[op].fresh(arguments) for op, arguments in steps()]
+    if all(launched):
+        launch.remember(call, form, given[0].get_device(), launched)
+    else:  # an op had nothing to do, or has done more than a launch
+        launch.give_up(form)
+
+
+def _one_by_one(steps: Sequence[Step]) -> None:
+    for op, arguments in steps:
+        OPS[op].call(*arguments)

@@ -1,0 +1,194 @@
+"""A layer at other addresses launches what its ops would launch one by one, from what is remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_fp8
+from moe_fp8.errors import ArgumentError
+from moe_fp8.ops import registry, sequence
+from tests.cpu.test_ops_moved import _elsewhere, _Launches
+
+TOKENS, TOPK, EXPERTS, HIDDEN, WIDTH = 6, 2, 3, 256, 128
+
+Arguments = dict[str, Any]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Launches]:
+    with torch.no_grad():
+        side = _Launches(monkeypatch)
+        yield side
+    side.gemm._gemm_plan.cache_clear()
+
+
+def _layer(interleaved: bool = False, **given: Any) -> Arguments:
+    fp8 = torch.float8_e4m3fn
+    num_bytes = moe_fp8.moe_workspace_bytes(
+        num_tokens=TOKENS, topk=TOPK, num_experts=EXPERTS, hidden_size=HIDDEN, intermediate_size=WIDTH,
+        interleaved=interleaved,
+    )  # fmt: skip
+    arguments: Arguments = {
+        "x": torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16),
+        "topk_ids": torch.zeros(TOKENS, TOPK, dtype=torch.int32),
+        "topk_weights": torch.zeros(TOKENS, TOPK),
+        "w13": torch.zeros(EXPERTS, 2 * WIDTH, HIDDEN, dtype=torch.uint8).view(fp8),
+        "w13_scale": torch.zeros(EXPERTS, 2 * WIDTH // 128, HIDDEN // 128),
+        "w2": torch.zeros(EXPERTS, HIDDEN, WIDTH, dtype=torch.uint8).view(fp8),
+        "w2_scale": torch.zeros(EXPERTS, HIDDEN // 128, WIDTH // 128),
+        "workspace": torch.zeros(num_bytes + 64, dtype=torch.uint8)[16:],
+        "out": torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16),
+        "interleaved": interleaved,
+    }
+    return arguments | given
+
+
+KINDS: dict[str, Arguments] = {
+    "bf16": {},
+    "interleaved": {"interleaved": True},
+    "FP8": {
+        "x": torch.zeros(TOKENS, HIDDEN, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "x_scale": torch.zeros(TOKENS, HIDDEN // 128),
+    },
+    "a rank": {"expert_map": torch.zeros(9, dtype=torch.int32)},
+    "weights of 1": {"topk_weights": None, "limit": 2.0, "power_of_two": True},
+    "rows far apart": {"x": torch.zeros(TOKENS, 2 * HIDDEN, dtype=torch.bfloat16)[:, :HIDDEN]},
+}
+
+
+def _moved(given: Arguments) -> Arguments:
+    return {name: _elsewhere(value) for name, value in given.items()}
+
+
+def _by_ops(given: Arguments, patch: pytest.MonkeyPatch) -> None:
+    """The layer, whose ops make a call each."""
+    with patch.context() as context:
+        context.setattr(sequence, "past_dispatcher", lambda tensors: False)
+        moe_fp8.fused_moe(**given)
+
+
+@pytest.mark.usefixtures("either_comparison")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_moved_layer_launches_what_its_ops_launch(
+    kind: str, cuda: _Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = _layer(**KINDS[kind])
+    moe_fp8.fused_moe(**given)
+    launched = 4 if given["interleaved"] else 5
+    resolve = registry.resolve
+    cuda.prepares_nothing()
+    moved = _moved(given)
+    moe_fp8.fused_moe(**moved)
+    moe_fp8.fused_moe(**moved)
+    cuda.patch.setattr(registry, "resolve", resolve)
+    cuda.forget()
+    _by_ops(moved, monkeypatch)
+    _by_ops(given, monkeypatch)
+    parts = [cuda.made[at : at + launched] for at in range(0, len(cuda.made), launched)]
+    first, other, again, ops, first_by_ops = parts
+    assert other == again == ops != first == first_by_ops
+
+
+def test_every_tensor_of_a_layer_can_move_alone(cuda: _Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = _layer()
+    moe_fp8.fused_moe(**given)
+    resolve = registry.resolve
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            moved = {**given, name: _elsewhere(value)}
+            cuda.prepares_nothing()
+            moe_fp8.fused_moe(**moved)
+            cuda.patch.setattr(registry, "resolve", resolve)
+            _by_ops(moved, monkeypatch)
+            assert cuda.made[-5:] == cuda.made[-10:-5] != cuda.made[:5], name
+
+
+def test_memory_that_a_layer_shares_is_refused_after_a_move(cuda: _Launches) -> None:
+    given = _layer()
+    moe_fp8.fused_moe(**given)
+    before = len(cuda.made)
+    workspace = given["workspace"]
+    for name in ("x", "topk_ids", "w2_scale"):
+        value = given[name]
+        inside = workspace[: value.nbytes].view(value.dtype).view(value.shape)
+        with pytest.raises(ArgumentError, match=f"no memory of {name}"):
+            moe_fp8.fused_moe(**{**given, name: inside})
+    weights = given["out"].view(torch.float32)[:, :TOPK]
+    with pytest.raises(ArgumentError, match="both share"):
+        moe_fp8.fused_moe(**{**given, "topk_weights": weights})
+    assert len(cuda.made) == before
+
+
+def test_other_attributes_and_alignments_are_prepared_anew(cuda: _Launches) -> None:
+    given = _layer()
+    moe_fp8.fused_moe(**given)
+    cuda.prepares_nothing()
+    for other in (
+        {"topk_ids": given["topk_ids"].long()},
+        {"x": KINDS["rows far apart"]["x"]},
+        {"topk_weights": None},
+        {"rounded": True},
+        {"topk_ids": _elsewhere(given["topk_ids"], 1)},
+    ):
+        with pytest.raises(AssertionError, match="prepares a launch"):
+            moe_fp8.fused_moe(**{**given, **other})
+
+
+def test_a_layer_that_writes_its_input_is_not_moved(cuda: _Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = _layer()
+    given["out"] = given["x"]
+    for _ in range(3):  # the blocks do not tell which address is the input's and which is the output's
+        moe_fp8.fused_moe(**given)
+    _by_ops(given, monkeypatch)
+    assert cuda.made[:5] == cuda.made[5:10] == cuda.made[10:15] == cuda.made[15:]
+    apart = {**given, "out": torch.zeros_like(given["x"])}
+    moe_fp8.fused_moe(**apart)
+    _by_ops(apart, monkeypatch)
+    assert cuda.made[-5:] == cuda.made[-10:-5]
+
+
+def test_a_layer_without_tokens_launches_nothing(cuda: _Launches) -> None:
+    given = _layer()
+    for name in ("x", "topk_ids", "topk_weights", "out"):
+        given[name] = given[name][:0]
+    for _ in range(3):
+        assert moe_fp8.fused_moe(**given).shape == (0, HIDDEN)
+    assert not cuda.made
+
+
+def test_a_layer_launches_nothing_within_compile_only(cuda: _Launches) -> None:
+    given = _layer()
+    with moe_fp8.compile_only():
+        moe_fp8.fused_moe(**given)
+    assert not cuda.made
+    moe_fp8.fused_moe(**given)
+    with moe_fp8.compile_only():
+        moe_fp8.fused_moe(**given)
+    assert len(cuda.made) == 5
+
+
+def test_a_layers_launches_are_kept_apart_by_the_number_of_sms(cuda: _Launches) -> None:
+    given = _layer()
+    moe_fp8.fused_moe(**given)
+    cuda.prepares_nothing()
+    try:
+        moe_fp8.set_num_sms(100)
+        with pytest.raises(AssertionError, match="prepares a launch"):
+            moe_fp8.fused_moe(**given)
+    finally:
+        moe_fp8.set_num_sms(None)
+    moe_fp8.fused_moe(**given)
+    assert cuda.made[:5] == cuda.made[5:]
+
+
+def test_a_small_workspace_is_refused_after_a_larger(cuda: _Launches) -> None:
+    given = _layer()
+    moe_fp8.fused_moe(**given)
+    with pytest.raises(ArgumentError, match="at least"):
+        moe_fp8.fused_moe(**{**given, "workspace": given["workspace"][:-256]})
+    assert len(cuda.made) == 5
