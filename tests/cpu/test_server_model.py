@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import moe_fp8
 from moe_fp8.errors import ConfigError
-from moe_fp8.ops.moe import layer
+from moe_fp8.ops import registry
+from moe_fp8.ops.gemm import public as gemm
 from server_example.model.batch import DecodeBatch, PrefillBatch, Run
 from server_example.model.config import ModelConfig
 from server_example.model.layers import rms_norm
@@ -248,15 +249,15 @@ def test_decode_rows_do_not_depend_on_their_batch(demo_model: Transformer) -> No
 
 def test_padding_reaches_no_expert(demo_model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
-    original = layer.grouped_gemm_fp8_contiguous
+    op = registry.OPS["grouped_gemm_fp8_contiguous"]
 
-    def poisoned(*args: torch.Tensor, offsets: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        out = original(*args, offsets=offsets, **kwargs)
-        counts.append(int(offsets[-1]))
-        out[counts[-1] :] = torch.nan
-        return out
+    def poisoned(*arguments: Any) -> None:
+        op.call(*arguments)
+        given = dict(zip(op.arguments, arguments, strict=True))
+        counts.append(int(given["index"][-1]))
+        given["out"][counts[-1] :] = torch.nan
 
-    monkeypatch.setattr(layer, "grouped_gemm_fp8_contiguous", poisoned)
+    monkeypatch.setitem(registry.OPS, "grouped_gemm_fp8_contiguous", op._replace(call=poisoned))
     moe = next(each.feed_forward for each in demo_model.layers if isinstance(each.feed_forward, Moe))
     x = torch.randn(4, demo_model.config.hidden_size, generator=torch.Generator().manual_seed(0))
     lens = torch.tensor([3, 0, 9, 0], dtype=torch.int32)
@@ -280,21 +281,20 @@ def test_greedy_tokens_survive_another_devices_rounding_up_to_ties(
     chosen, logits = model_run(demo_model, 128).greedy(tokens, GREEDY_TOKENS)
     generator = torch.Generator().manual_seed(1)
 
-    def noisy(module: ModuleType, name: str) -> None:
-        original = getattr(module, name)
-
-        def op(*args: object, **kwargs: object) -> torch.Tensor:
+    def noisy(op: registry.Op) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
             # The results before the rounding to bf16: Hopper's FP8 tensor core keeps about 14 bits.
-            given = kwargs.pop("out", None)
-            out = original(*args, **kwargs, out_dtype=torch.float32)
-            size = out.nan_to_num().square().mean(-1, keepdim=True).sqrt()
-            out += torch.randn(out.shape, generator=generator) * size * 2**-14
-            return out.bfloat16() if given is None else given.copy_(out)
+            given = dict(zip(op.arguments, arguments, strict=True))
+            exact = torch.empty(given["out"].shape)
+            op.call(*(given | {"out": exact}).values())
+            size = exact.nan_to_num().square().mean(-1, keepdim=True).sqrt()
+            given["out"].copy_(exact + torch.randn(exact.shape, generator=generator) * size * 2**-14)
 
-        monkeypatch.setattr(module, name, op)
+        return call
 
-    noisy(moe_fp8, "gemm_fp8")
-    noisy(layer, "grouped_gemm_fp8_contiguous")
+    monkeypatch.setattr(gemm, "gemm_op", noisy(registry.OPS["gemm_fp8"]))
+    grouped = registry.OPS["grouped_gemm_fp8_contiguous"]
+    monkeypatch.setitem(registry.OPS, "grouped_gemm_fp8_contiguous", grouped._replace(call=noisy(grouped)))
     other = model_run(demo_model, 128).follow(tokens, chosen)
     short = behind(other, chosen)
     assert float(short.max()) < TIE and int((short > 0).sum()) <= GREEDY_TOKENS / 10
