@@ -33,6 +33,12 @@ def _gemm(case: cases.GemmCase) -> Named:
     return named if case.index is None else {**named, "index": case.index}
 
 
+def _linear(seed: int, device: str) -> Named:
+    x = torch.randn(5, 256, generator=cases.generator(seed, "cpu")).bfloat16()
+    weight, scale = cases.weights(1, 192, 256, cases.generator(seed + 7, "cpu"))
+    return _on(device, x=x, weight=weight[0], weight_scale=scale[0])
+
+
 def _operands(given: Named) -> tuple[Tensor, ...]:
     return given["a"], given["a_scale"], given["b"], given["b_scale"]
 
@@ -235,6 +241,9 @@ CASES = {
     "route_topk": GraphCase(
         lambda seed, device: _on(device, logits=torch.randn(9, 32, generator=cases.generator(seed, "cpu"))),
         lambda given: moe_fp8.route_topk(given["logits"], topk=4, scoring="sigmoid"),
+    ),
+    "linear_fp8": GraphCase(
+        _linear, lambda given: moe_fp8.linear_fp8(given["x"], given["weight"], given["weight_scale"])
     ),
     "fused_moe": GraphCase(_layer, _fused_call),
     "fused_moe of a rank": GraphCase(_one_rank, _fused_call),

@@ -7,6 +7,7 @@ from moe_fp8.ops.gemm import (
     grouped_gemm_fp8_contiguous,
     grouped_gemm_fp8_masked,
     k_grouped_gemm_fp8,
+    linear_fp8,
 )
 from moe_fp8.ops.indexer import (
     indexer_quantize_and_cache,
@@ -47,6 +48,7 @@ __all__ = [
     "indexer_workspace_bytes",
     "interleave_gate_up",
     "k_grouped_gemm_fp8",
+    "linear_fp8",
     "moe_combine",
     "moe_permute",
     "moe_workspace_bytes",

@@ -14,7 +14,6 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
 
 from moe_fp8.errors import UnsupportedError
 from moe_fp8.heuristics.gemm import table as gemm_table
@@ -257,30 +256,27 @@ def _template(made: _Launch, launched: Sequence[Launched], call: Call) -> _Templ
     if len(set(addresses)) < len(addresses):
         return None
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+    spans: list[tuple[int, int]] = []
     places = []
     for _, prepared in launched:
         if prepared.params.maps and not starts_with_address():
             return None
-        of_kernel = []
+        words, of_kernel = prepared.block.words, []
         for word, tensor, offset in prepared.places():
             number = numbers.get(id(tensor))
-            if number is None:
-                number = _holder(tensor, tensors)
-            if number is None:
+            if number is None:  # a view
+                spans = spans or [(one.data_ptr(), end_of(one)) for one in tensors]
+                address = tensor.data_ptr()
+                holders = [at for at, (begin, end) in enumerate(spans) if begin <= address < end]
+                if len(holders) != 1:
+                    return None
+                number = holders[0]
+                offset += address - addresses[number]
+            if words[word] != addresses[number] + offset:
                 return None
-            address = tensor.data_ptr() + offset
-            if prepared.block.words[word] != address:
-                return None
-            of_kernel.append((word, number, address - addresses[number]))
+            of_kernel.append((word, number, offset))
         places.append(tuple(of_kernel))
     return _Template(made, tuple(map(_low_bits, addresses)), tuple(places))
-
-
-def _holder(view: Tensor, tensors: tuple[Tensor, ...]) -> int | None:
-    """The number of the only tensor in whose memory `view` begins."""
-    address = view.data_ptr()
-    found = [number for number, tensor in enumerate(tensors) if tensor.data_ptr() <= address < end_of(tensor)]
-    return found[0] if len(found) == 1 else None
 
 
 def describe(

@@ -38,7 +38,10 @@ class Quantizer:
 
     def linear(self, x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
         """x [M,K] @ weight^T -> fp32 [M,N] with bf16 values."""
-        return gemm(self(x), weight).float()
+        x = x.to(self.dtype).contiguous()
+        return moe_fp8.linear_fp8(
+            x, weight.weight, weight.scale, power_of_two=self.power_of_two, constant_weights=True
+        ).float()
 
 
 def gemm(x: tuple[torch.Tensor, torch.Tensor], weight: Fp8Weight) -> torch.Tensor:

@@ -192,3 +192,36 @@ def test_a_small_workspace_is_refused_after_a_larger(cuda: _Launches) -> None:
     with pytest.raises(ArgumentError, match="at least"):
         moe_fp8.fused_moe(**{**given, "workspace": given["workspace"][:-256]})
     assert len(cuda.made) == 5
+
+
+def test_a_moved_linear_layer_launches_what_its_ops_launch(
+    cuda: _Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.zeros(192, 256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    new = {"empty": torch.empty, "empty_like": torch.empty_like, "empty_strided": torch.empty_strided}
+    made: list[Tensor] = []  # what a call allocates, which the next call must not get again
+
+    def kept(name: str) -> Any:
+        def allocate(*arguments: Any, **options: Any) -> Tensor:
+            made.append(new[name](*arguments, **options))
+            return made[-1]
+
+        return allocate
+
+    for name in new:
+        monkeypatch.setattr(torch, name, kept(name))
+    given = torch.zeros(3, 256, dtype=torch.bfloat16), weight, torch.zeros(2, 2)
+    moe_fp8.linear_fp8(*given)
+    cuda.prepares_nothing()
+    moved = [_elsewhere(value) for value in given]
+    first_made = len(made)
+    moe_fp8.linear_fp8(*moved)
+    monkeypatch.undo()
+    again = iter(made[first_made:])
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        fresh = _Launches(patch)
+        for name in new:
+            patch.setattr(torch, name, lambda *arguments, **options: next(again))
+        moe_fp8.linear_fp8(*moved)
+    assert len(cuda.made) == 4 and cuda.made[2:] == fresh.made
+    assert cuda.made[2:] != cuda.made[:2]

@@ -53,6 +53,12 @@ def _paged() -> Case:
     return (case.q, case.kv_cache, case.weights, case.context_lens, case.block_table, schedule), run
 
 
+def _linear() -> Case:
+    x = torch.randn(70, 512, device="cuda").bfloat16()
+    weight = moe_fp8.quantize_fp8_blocks(torch.randn(192, 512, device="cuda"))
+    return (x, *weight), moe_fp8.linear_fp8
+
+
 def _layer(interleaved: bool) -> Case:
     layer = moe_cases.Layer(moe_cases.Case(40, 4, 16, 256), 128, "cuda", interleaved=interleaved)
 
@@ -73,6 +79,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "masked": _masked,
     "logits": _logits,
     "paged logits": _paged,
+    "linear": _linear,
     "layer": lambda: _layer(False),
     "interleaved layer": lambda: _layer(True),
 }

@@ -12,7 +12,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
 from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
 
 from moe_fp8.limits import refuse_k, refuse_n
-from moe_fp8.ops import gemm_fp8, quantize_fp8
+from moe_fp8.ops import linear_fp8
 
 
 class MoeFp8LinearKernel(DeepGemmFp8BlockScaledMMKernel):
@@ -56,9 +56,8 @@ class MoeFp8LinearKernel(DeepGemmFp8BlockScaledMMKernel):
 
     def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
         """A: bf16 `[M, K]`; `As` is a placeholder. B: fp8 `[N, K]`, Bs: fp32 `[ceil(N/128), K/128]`."""
-        values, scales = quantize_fp8(A, power_of_two=self.use_deep_gemm_e8m0)
         # The engine does not write weights while it serves.
-        return gemm_fp8(values, scales, B, Bs, constant_weights=True)
+        return linear_fp8(A, B, Bs, power_of_two=self.use_deep_gemm_e8m0, constant_weights=True)
 
 
 assert issubclass(MoeFp8LinearKernel, Fp8BlockScaledMMLinearKernel)

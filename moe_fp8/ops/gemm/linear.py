@@ -1,0 +1,57 @@
+"""A linear layer on activations that are not quantized yet."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moe_fp8.ops import arguments, sequence
+from moe_fp8.ops.scales import empty_mn_major
+
+
+def linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    *,
+    power_of_two: bool = False,
+    constant_weights: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x @ weight^T: `quantize_fp8` of x, and `gemm_fp8`.
+
+    x: bf16, fp16 or fp32 `[M, K]`, as in `quantize_fp8`. power_of_two: round its scales up to powers of two.
+    weight: float8_e4m3fn `[N, K]`; weight_scale: fp32 `[ceil(N/128), K/128]`: b and b_scale of `gemm_fp8`.
+    constant_weights: as in `gemm_fp8`.
+    out: bf16 or fp32 `[M, N]` as in `gemm_fp8`, or None for bf16. It may be x itself, which is read first.
+
+    Returns out, with the bits of the two ops. Two launches. An eager call takes the CPU less time than calls
+    of the two ops, since their launches are remembered together. x quantized and its scales are allocated. No
+    host synchronization; safe to capture. Raises what the two ops raise.
+    """
+    if x.dim() != 2 or weight.dim() != 2:
+        arguments.rank("linear_fp8", "x", x, "[M, K]", 2)
+        arguments.rank("linear_fp8", "weight", weight, "[N, K]", 2)
+    if out is None:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
+    q = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scale = empty_mn_major((x.shape[0], x.shape[1] // 128), x)
+    sequence.run(
+        "linear_fp8",
+        (x, weight, weight_scale, out, q, scale),
+        (power_of_two, constant_weights),
+        partial(_check_memory, weight, weight_scale, out),
+        lambda: [
+            ("quantize_fp8", (x, q, scale, power_of_two)),
+            ("gemm_fp8", (q, scale, weight, weight_scale, out, None, constant_weights, False)),
+        ],
+    )
+    return out
+
+
+def _check_memory(*tensors: Tensor) -> None:
+    """The other tensors are new, or may share memory."""
+    if not arguments.traced():
+        arguments.apart("gemm_fp8", ("b", "b_scale", "out"), (0, 1, 2), (2,), tensors)
