@@ -8,12 +8,14 @@ for the device, reads device data or allocates device memory.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 
 from moe_fp8.errors import UnsupportedError
 from moe_fp8.heuristics.gemm import table as gemm_table
@@ -256,7 +258,7 @@ def _template(made: _Launch, launched: Sequence[Launched], call: Call) -> _Templ
     if len(set(addresses)) < len(addresses):
         return None
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-    spans: list[tuple[int, int]] = []
+    memory = None
     places = []
     for _, prepared in launched:
         if prepared.params.maps and not starts_with_address():
@@ -265,18 +267,31 @@ def _template(made: _Launch, launched: Sequence[Launched], call: Call) -> _Templ
         for word, tensor, offset in prepared.places():
             number = numbers.get(id(tensor))
             if number is None:  # a view
-                spans = spans or [(one.data_ptr(), end_of(one)) for one in tensors]
+                memory = memory or _Memory(tensors)
                 address = tensor.data_ptr()
-                holders = [at for at, (begin, end) in enumerate(spans) if begin <= address < end]
-                if len(holders) != 1:
+                number = memory.holder(address)
+                if number is None:
                     return None
-                number = holders[0]
                 offset += address - addresses[number]
             if words[word] != addresses[number] + offset:
                 return None
             of_kernel.append((word, number, offset))
         places.append(tuple(of_kernel))
     return _Template(made, tuple(map(_low_bits, addresses)), tuple(places))
+
+
+class _Memory:
+    """The addresses of tensors, in ascending order."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        spans = sorted((tensor.data_ptr(), end_of(tensor), at) for at, tensor in enumerate(tensors))
+        self.begins, self.ends, self.numbers = zip(*spans, strict=True)
+        self.apart = all(end <= begin for end, begin in zip(self.ends, self.begins[1:], strict=False))
+
+    def holder(self, address: int) -> int | None:
+        """The number of the only tensor that holds the address."""
+        at = bisect_right(self.begins, address) - 1
+        return self.numbers[at] if self.apart and at >= 0 and address < self.ends[at] else None
 
 
 def describe(

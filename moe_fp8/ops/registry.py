@@ -48,7 +48,7 @@ class Op(NamedTuple):
 
     call: Callable[..., None]
     run: Callable[..., None]
-    fresh: Callable[[tuple[Any, ...]], Launched | None]
+    fresh: Callable[..., Launched | None]
     arguments: tuple[str, ...]
     cuda: str
     apart: Callable[[tuple[Any, ...]], None]
@@ -192,15 +192,20 @@ def register(
     call_of = _call_of(name, names, kinds, varying)
 
     def fresh(
-        arguments: tuple[Any, ...], call: Call | None = None, form: Key | None = None
+        arguments: tuple[Any, ...],
+        call: Call | None = None,
+        form: Key | None = None,
+        own_memory: bool = False,
     ) -> Launched | None:
         """Check and run a call that has no remembered launch, or that must not use it (`call` is None).
 
-        Its launch is remembered for `call` and its `form` (`launch.form_of`).
+        Its launch is remembered for `call` and its `form` (`launch.form_of`). `own_memory`: outputs are known
+        to share no memory with other arguments.
         """
         first = arguments[0]
         given, others = arguments, check(*arguments)
-        check_apart(arguments)
+        if not own_memory:
+            check_apart(arguments)
         if others is not None:
             arguments, call, form = others, None, None
         if contract is not None and checked(first):
