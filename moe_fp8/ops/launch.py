@@ -75,18 +75,45 @@ class _Template(NamedTuple):
     places: tuple[tuple[tuple[int, int, int], ...], ...]
 
 
-_launches: dict[Key, _Launch] = {}
-# Calls of one form may still differ in dtypes, strides and alignment, so a form has a few templates. It has
-# none if its calls cannot be moved.
-_templates: dict[Key, tuple[_Template, ...]] = {}
-_MAX_TEMPLATES = 4
-# Allocators usually hand out the same addresses again. If they do not, launches are remembered in vain. They
-# must not grow without end, so each dictionary drops its oldest. A launch takes up to 3.5 KiB a kernel.
-_MAX_LAUNCHES = 8192
+# Allocators usually hand out the same addresses again. If they do not, launches are remembered in vain, and
+# they must not grow without end. A kernel of a launch takes up to 3.5 KiB.
+_MAX_KERNELS = 8192
 _remembering = threading.Lock()
 
-_shape, _low_bits = attrgetter("shape"), (15).__and__
 _Remembered = TypeVar("_Remembered")
+
+
+class _Memory(dict[Key, _Remembered]):
+    """What is remembered, the youngest last. When its kernels are too many, it drops the oldest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kernels: dict[Key, int] = {}
+        self._total = 0
+
+    def put(self, key: Key, one: _Remembered, kernels: int) -> None:
+        """Remember `one`, which has so many kernels, in place of what `key` had."""
+        with _remembering:
+            if key in self:
+                self._drop(key)
+            while self and self._total + kernels > _MAX_KERNELS:
+                self._drop(next(iter(self)))
+            self[key] = one
+            self._kernels[key] = kernels
+            self._total += kernels
+
+    def _drop(self, key: Key) -> None:
+        del self[key]
+        self._total -= self._kernels.pop(key)
+
+
+_launches: _Memory[_Launch] = _Memory()
+# Calls of one form may still differ in dtypes, strides and alignment, so a form has a few templates. It has
+# none if its calls cannot be moved.
+_templates: _Memory[tuple[_Template, ...]] = _Memory()
+_MAX_TEMPLATES = 4
+
+_shape, _low_bits = attrgetter("shape"), (15).__and__
 
 
 def num_sms(device: int) -> int:
@@ -175,7 +202,7 @@ def move(call: Call, form: Key, check: Callable[[], None]) -> bool:
         moved.append((kernel, grid, block))
     kernels = tuple(moved)
     _start(device, kernels)
-    _keep(_launches, _key_of_launch(key, form[0]), _Launch(same, device, kernels))
+    _launches.put(_key_of_launch(key, form[0]), _Launch(same, device, kernels), len(kernels))
     return True
 
 
@@ -186,20 +213,12 @@ def movable(form: Key) -> bool:
 
 def give_up(form: Key) -> None:
     """Calls of this form cannot be moved."""
-    _keep(_templates, form, ())
+    _templates.put(form, (), 1)
 
 
 def _key_of_launch(key: Key, num_sms: object) -> Key:
     """The key under which `repeat` looks, for calls that were made while `Modes.num_sms` was `num_sms`."""
     return key if num_sms is None else (num_sms, key)
-
-
-def _keep(remembered: dict[Key, _Remembered], key: Key, one: _Remembered) -> None:
-    with _remembering:
-        remembered.pop(key, None)  # a renewed entry is the youngest
-        while len(remembered) >= _MAX_LAUNCHES:
-            del remembered[next(iter(remembered))]
-        remembered[key] = one
 
 
 def first(
@@ -245,10 +264,11 @@ def remember(call: Call, form: Key, device: int, launched: Sequence[Launched]) -
     key, tensors = call
     kernels = tuple([(kernel, prepared.grid, prepared.block) for kernel, prepared in launched])
     made = _Launch(attributes_like(tensors), device, kernels)
-    _keep(_launches, _key_of_launch(key, form[0]), made)
+    _launches.put(_key_of_launch(key, form[0]), made, len(kernels))
     known = _templates.get(form, ())
-    template = _template(made, launched, call)
-    _keep(_templates, form, (template, *known[: _MAX_TEMPLATES - 1]) if template else known)
+    if template := _template(made, launched, call):
+        known = template, *known[: _MAX_TEMPLATES - 1]
+    _templates.put(form, known, max(len(known), 1) * len(kernels))
 
 
 def _template(made: _Launch, launched: Sequence[Launched], call: Call) -> _Template | None:
@@ -258,7 +278,7 @@ def _template(made: _Launch, launched: Sequence[Launched], call: Call) -> _Templ
     if len(set(addresses)) < len(addresses):
         return None
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-    memory = None
+    spans = None
     places = []
     for _, prepared in launched:
         if prepared.params.maps and not starts_with_address():
@@ -267,9 +287,9 @@ def _template(made: _Launch, launched: Sequence[Launched], call: Call) -> _Templ
         for word, tensor, offset in prepared.places():
             number = numbers.get(id(tensor))
             if number is None:  # a view
-                memory = memory or _Memory(tensors)
+                spans = spans or _Spans(tensors)
                 address = tensor.data_ptr()
-                number = memory.holder(address)
+                number = spans.holder(address)
                 if number is None:
                     return None
                 offset += address - addresses[number]
@@ -280,8 +300,8 @@ def _template(made: _Launch, launched: Sequence[Launched], call: Call) -> _Templ
     return _Template(made, tuple(map(_low_bits, addresses)), tuple(places))
 
 
-class _Memory:
-    """The addresses of tensors, in ascending order."""
+class _Spans:
+    """The memory of each tensor, by address."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         spans = sorted((tensor.data_ptr(), end_of(tensor), at) for at, tensor in enumerate(tensors))

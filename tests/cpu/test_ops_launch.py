@@ -49,8 +49,8 @@ def launch(fake: StrictDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modu
     monkeypatch.setattr(module, "get_kernel", lambda spec: kernel)
     monkeypatch.setattr(module, "_raw_stream", lambda device: 0x7000)
     monkeypatch.setattr(module, "_current_device", lambda: max(fake._current() - 100, 0))
-    monkeypatch.setattr(module, "_launches", {})
-    monkeypatch.setattr(module, "_templates", {})
+    monkeypatch.setattr(module, "_launches", module._Memory())
+    monkeypatch.setattr(module, "_templates", module._Memory())
     yield module
 
 

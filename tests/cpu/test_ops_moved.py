@@ -53,7 +53,7 @@ class _Launches(_Cuda):
 
     def forget(self) -> None:
         for name in ("_launches", "_templates"):
-            self.patch.setattr(self.launch, name, {})
+            self.patch.setattr(self.launch, name, self.launch._Memory())
 
     def prepares_nothing(self) -> None:
         def refuse(cuda: str) -> NoReturn:
@@ -256,7 +256,7 @@ def test_modes_hold_for_moved_calls(launches: _Launches) -> None:
 
 
 def test_what_is_remembered_is_bounded(launches: _Launches) -> None:
-    launches.patch.setattr(launches.launch, "_MAX_LAUNCHES", 3)
+    launches.patch.setattr(launches.launch, "_MAX_KERNELS", 3)
     given = OPS["quantize_fp8"]()
     kept = []
     for rows in (1, 2, 3, 4, 5):

@@ -52,8 +52,8 @@ class _Cuda:
         monkeypatch.setattr(self.launch, "num_sms", lambda device: 132)
         monkeypatch.setattr(self.launch, "table", lambda device: "")
         monkeypatch.setattr(self.launch, "get_kernel", lambda spec: self.kernel)
-        monkeypatch.setattr(self.launch, "_launches", {})
-        monkeypatch.setattr(self.launch, "_templates", {})
+        monkeypatch.setattr(self.launch, "_launches", self.launch._Memory())
+        monkeypatch.setattr(self.launch, "_templates", self.launch._Memory())
 
     def run(self, op: str, arguments: dict[str, Any], call: Call | None = None) -> None:
         """Do the op's work after its checks."""
@@ -61,7 +61,6 @@ class _Cuda:
         prepared = registry.resolve(registered.cuda)(*(arguments[name] for name in registered.arguments))
         if prepared is not None:
             form = call and self.launch.form_of(call)
-            self.launch._templates.setdefault(form, ())  # as if the form had come before
             self.launch.launch(prepared, -1, call, form)
 
     def quantize(self, call: Call | None = None, **arguments: Any) -> None:
@@ -193,7 +192,7 @@ def test_a_failed_launch_is_not_remembered(cuda: _Cuda, monkeypatch: pytest.Monk
 
 
 def test_remembered_launches_are_bounded(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda.launch, "_MAX_LAUNCHES", 3)
+    monkeypatch.setattr(cuda.launch, "_MAX_KERNELS", 3)
     kept = [OPS["quantize_fp8"]() for _ in range(5)]
     for arguments in kept:
         cuda.quantize(**arguments, call=_call(arguments))

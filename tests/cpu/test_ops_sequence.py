@@ -225,3 +225,20 @@ def test_a_moved_linear_layer_launches_what_its_ops_launch(
         moe_fp8.linear_fp8(*moved)
     assert len(cuda.made) == 4 and cuda.made[2:] == fresh.made
     assert cuda.made[2:] != cuda.made[:2]
+
+
+def test_what_is_remembered_is_bounded_by_its_kernels(cuda: _Launches) -> None:
+    cuda.patch.setattr(cuda.launch, "_MAX_KERNELS", 12)
+    kept = []
+    for _ in range(3):
+        for rows in (2, 3, 4):
+            given = _moved(_layer())
+            for name in ("x", "topk_ids", "topk_weights", "out"):
+                given[name] = given[name][:rows]
+            kept.append(given)
+            moe_fp8.fused_moe(**given)
+            assert len(cuda.launch._launches) <= 2 and len(cuda.launch._templates) <= 2
+    cuda.prepares_nothing()
+    moe_fp8.fused_moe(**kept[-1])
+    moe_fp8.fused_moe(**_moved(kept[-2]))
+    assert len(cuda.made) == 5 * (len(kept) + 2)

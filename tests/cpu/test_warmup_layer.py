@@ -60,8 +60,8 @@ class Server:
             "table": lambda device: self.device,
             "_raw_stream": lambda device: 0,
             "_current_device": lambda: -1,
-            "_launches": {},
-            "_templates": {},
+            "_launches": launch._Memory(),
+            "_templates": launch._Memory(),
         }.items():
             patch.setattr(launch, name, replaced)
         parameters = import_cuda_side("moe_fp8.ops.parameters", patch)

@@ -52,8 +52,8 @@ def _fresh_runtime() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime._RUNTIME, "__dict__", vars(runtime.KernelRuntime()))
-        patch.setattr(launch, "_launches", {})
-        patch.setattr(launch, "_templates", {})
+        patch.setattr(launch, "_launches", launch._Memory())
+        patch.setattr(launch, "_templates", launch._Memory())
         tensor_map.encode_tiled.cache_clear()
         yield
 
