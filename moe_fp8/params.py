@@ -47,7 +47,8 @@ class ParamStruct:
 
     Types are TensorMap, pointer, int64, int and float. `pack_into(buffer, offset, *values)` takes a value for
     each field: 128 bytes for a TensorMap, an address for a pointer. `size` is in bytes and includes padding.
-    `maps` and `pointers` have, for each field of these types, its number and its offset in words of 8 bytes.
+    `maps` and `pointers` have, for each field of these types, its number and its offset in words of 8 bytes;
+    `addresses` has the offsets of both.
     """
 
     def __init__(self, name: str, *fields: str) -> None:
@@ -67,6 +68,7 @@ class ParamStruct:
             largest = max(largest, alignment)
         self.size = end + -end % largest
         self.maps, self.pointers = tuple(found["TensorMap"]), tuple(found["pointer"])
+        self.addresses = tuple(word for _, word in (*self.maps, *self.pointers))
         self.pack_into = struct.Struct(layout).pack_into
 
     def assertions(self) -> Iterable[tuple[str, int]]:

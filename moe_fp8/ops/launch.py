@@ -36,6 +36,8 @@ IN_DTYPES: dict[torch.dtype, InDtype] = {
     torch.float32: "float32",
 }
 
+_shape, _low_bits = attrgetter("shape"), (15).__and__
+
 _raw_stream = torch._C._cuda_getCurrentRawStream
 _current_device = torch._C._cuda_getDevice
 
@@ -62,17 +64,67 @@ class Launched(NamedTuple):
     prepared: Prepared
 
 
-class _Template(NamedTuple):
+class _Template:
     """Launches whose blocks can be copied for tensors that differ only in their addresses.
 
-    `low`: the lowest four bits of every address, since checks and kernels may depend on alignment. `places`,
-    for each kernel: triples of a word of the block, the number of the tensor whose address it holds, and
-    bytes added to it.
+    `addresses`: of the tensors that the launches were made for. `low`: their lowest four bits, since checks
+    and kernels may depend on alignment. `prepared`: what was prepared for each kernel.
+    `places`, for each kernel: triples of a word of the block, the number of the tensor whose address it
+    holds, and bytes added to it. It is empty if calls cannot be moved, and None before `find_places`.
     """
 
-    launch: _Launch
-    low: tuple[int, ...]
-    places: tuple[tuple[tuple[int, int, int], ...], ...]
+    __slots__ = ("addresses", "launch", "low", "places", "prepared")
+
+    def __init__(self, launch: _Launch, addresses: tuple[int, ...], prepared: tuple[Prepared, ...]) -> None:
+        self.launch, self.addresses, self.prepared = launch, addresses, prepared
+        self.low = tuple(map(_low_bits, addresses))
+        self.places: tuple[tuple[tuple[int, int, int], ...], ...] | None = None
+
+    def find_places(self, tensors: tuple[Tensor, ...]) -> None:
+        """Find which address in a block is which tensor's, for tensors like those of the launches.
+
+        (The first call of a form does not do this, since many forms come once.)
+        """
+        numbers = {address: number for number, address in enumerate(self.addresses)}
+        self.places = ()
+        # The addresses in a block would not tell equal addresses apart, nor an empty tensor from none.
+        if len(numbers) < len(tensors) or 0 in numbers:
+            return
+        spans = None
+        places = []
+        for _, _, block, params, offsets in self.prepared:
+            if params.maps and not starts_with_address():
+                return
+            of_kernel = []
+            for word in params.addresses:
+                address = block.words[word]
+                if address == 0:
+                    continue
+                begin = address - dict(offsets).get(word, 0)
+                number = numbers.get(begin)
+                if number is None:  # a view's
+                    spans = spans or _Spans(self.addresses, tensors)
+                    number = spans.holder(begin)
+                if number is None:
+                    return
+                of_kernel.append((word, number, address - self.addresses[number]))
+            places.append(tuple(of_kernel))
+        self.places = tuple(places)
+
+
+class _Spans:
+    """The memory of tensors that lie at other addresses than their own."""
+
+    def __init__(self, addresses: tuple[int, ...], tensors: tuple[Tensor, ...]) -> None:
+        ends = [begin + end_of(one) - one.data_ptr() for begin, one in zip(addresses, tensors, strict=True)]
+        spans = sorted(zip(addresses, ends, range(len(tensors)), strict=True))
+        self.begins, self.ends, self.numbers = zip(*spans, strict=True)
+        self.apart = all(end <= begin for end, begin in zip(self.ends, self.begins[1:], strict=False))
+
+    def holder(self, address: int) -> int | None:
+        """The number of the only tensor that holds the address."""
+        at = bisect_right(self.begins, address) - 1
+        return self.numbers[at] if self.apart and at >= 0 and address < self.ends[at] else None
 
 
 # Allocators usually hand out the same addresses again. If they do not, launches are remembered in vain, and
@@ -112,8 +164,6 @@ _launches: _Memory[_Launch] = _Memory()
 # none if its calls cannot be moved.
 _templates: _Memory[tuple[_Template, ...]] = _Memory()
 _MAX_TEMPLATES = 4
-
-_shape, _low_bits = attrgetter("shape"), (15).__and__
 
 
 def num_sms(device: int) -> int:
@@ -191,10 +241,14 @@ def move(call: Call, form: Key, check: Callable[[], None]) -> bool:
             break
     else:
         return False
+    if template.places is None:
+        template.find_places(tensors)
+    if not template.places:
+        return False
     check()
-    (same, device, kernels), _, places = template
+    same, device, kernels = template.launch
     moved = []
-    for (kernel, grid, block), places_of_kernel in zip(kernels, places, strict=True):
+    for (kernel, grid, block), places_of_kernel in zip(kernels, template.places, strict=True):
         block = block.copy()
         words = block.words
         for word, tensor, offset in places_of_kernel:
@@ -208,7 +262,8 @@ def move(call: Call, form: Key, check: Callable[[], None]) -> bool:
 
 def movable(form: Key) -> bool:
     """Whether calls of this form can be moved, as far as is known."""
-    return _templates.get(form) != ()
+    templates = _templates.get(form)
+    return templates is None or any(template.places != () for template in templates)
 
 
 def give_up(form: Key) -> None:
@@ -265,53 +320,10 @@ def remember(call: Call, form: Key, device: int, launched: Sequence[Launched]) -
     kernels = tuple([(kernel, prepared.grid, prepared.block) for kernel, prepared in launched])
     made = _Launch(attributes_like(tensors), device, kernels)
     _launches.put(_key_of_launch(key, form[0]), made, len(kernels))
-    known = _templates.get(form, ())
-    if template := _template(made, launched, call):
-        known = template, *known[: _MAX_TEMPLATES - 1]
-    _templates.put(form, known, max(len(known), 1) * len(kernels))
-
-
-def _template(made: _Launch, launched: Sequence[Launched], call: Call) -> _Template | None:
-    """The template of launches; None if it is not known which address in a block is which tensor's."""
-    key, tensors = call
     addresses: Any = key[-len(tensors) :]
-    if len(set(addresses)) < len(addresses):
-        return None
-    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-    spans = None
-    places = []
-    for _, prepared in launched:
-        if prepared.params.maps and not starts_with_address():
-            return None
-        words, of_kernel = prepared.block.words, []
-        for word, tensor, offset in prepared.places():
-            number = numbers.get(id(tensor))
-            if number is None:  # a view
-                spans = spans or _Spans(tensors)
-                address = tensor.data_ptr()
-                number = spans.holder(address)
-                if number is None:
-                    return None
-                offset += address - addresses[number]
-            if words[word] != addresses[number] + offset:
-                return None
-            of_kernel.append((word, number, offset))
-        places.append(tuple(of_kernel))
-    return _Template(made, tuple(map(_low_bits, addresses)), tuple(places))
-
-
-class _Spans:
-    """The memory of each tensor, by address."""
-
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        spans = sorted((tensor.data_ptr(), end_of(tensor), at) for at, tensor in enumerate(tensors))
-        self.begins, self.ends, self.numbers = zip(*spans, strict=True)
-        self.apart = all(end <= begin for end, begin in zip(self.ends, self.begins[1:], strict=False))
-
-    def holder(self, address: int) -> int | None:
-        """The number of the only tensor that holds the address."""
-        at = bisect_right(self.begins, address) - 1
-        return self.numbers[at] if self.apart and at >= 0 and address < self.ends[at] else None
+    template = _Template(made, addresses, tuple([prepared for _, prepared in launched]))
+    known = template, *_templates.get(form, ())[: _MAX_TEMPLATES - 1]
+    _templates.put(form, known, len(known) * len(kernels))
 
 
 def describe(

@@ -6,7 +6,6 @@ addresses can take a copy of the block, with its own addresses in these places (
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -34,22 +33,17 @@ class Tiled(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a family's CUDA side prepares: the kernel, its grid, its parameters as a block, and as values."""
+    """What a family's CUDA side prepares: the kernel, its grid, its parameters, and what struct they are.
+
+    `offsets`: for each word of the block (8 bytes) whose address lies behind its tensor's, the word and the
+    bytes between.
+    """
 
     spec: KernelSpec
     grid: int
     block: ParamBlock
     params: ParamStruct
-    values: tuple[Any, ...]
-
-    def places(self) -> Iterator[tuple[int, Tensor, int]]:
-        """Each word of the block (8 bytes) with an address: the tensor it is of, and bytes added to it."""
-        for number, word in self.params.maps:
-            if self.values[number] is not None:
-                yield word, self.values[number].tensor, self.values[number].offset
-        for number, word in self.params.pointers:
-            if self.values[number] is not None:
-                yield word, self.values[number], 0
+    offsets: tuple[tuple[int, int], ...] = ()
 
 
 def prepared(params: ParamStruct, spec: KernelSpec, grid: int, *values: Any) -> Prepared:
@@ -57,17 +51,20 @@ def prepared(params: ParamStruct, spec: KernelSpec, grid: int, *values: Any) -> 
 
     None stands for a null pointer, or for a map that the kernel does not read.
     """
-    fields = list(values)
-    for number, _ in params.maps:
+    fields: list[Any] = list(values)
+    offsets: list[tuple[int, int]] = []
+    for number, word in params.maps:
         tiled = values[number]
         if tiled is None:
             fields[number] = b""
         else:
             tensor, *described, offset = tiled
             fields[number] = encode_tiled(tensor.data_ptr() + offset, *described)
+            if offset:
+                offsets.append((word, offset))
     for number, _ in params.pointers:
         tensor = values[number]
         fields[number] = 0 if tensor is None else tensor.data_ptr()
     block = ParamBlock(-(-params.size // 64) * 64)
     params.pack_into(block.words, 0, *fields)
-    return Prepared(spec, grid, block, params, values)
+    return Prepared(spec, grid, block, params, tuple(offsets))

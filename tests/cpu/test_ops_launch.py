@@ -55,7 +55,7 @@ def launch(fake: StrictDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modu
 
 
 def launch_of_nothing() -> Prepared:
-    return Prepared(KernelSpec("tiny", (), 128, 100_000), 1, ParamBlock(16), ParamStruct("Nothing"), ())
+    return Prepared(KernelSpec("tiny", (), 128, 100_000), 1, ParamBlock(16), ParamStruct("Nothing"))
 
 
 def in_a_thread(function: Any, *arguments: Any) -> None:

@@ -68,7 +68,7 @@ class Cuda:
     def once(self) -> None:
         """Make the call: repeat its launch, or launch the kernel with a grid of all SMs that it may use."""
         if not self.launch.repeat(self.call):
-            prepared = Prepared(SPEC, self.launch.num_sms(0), ParamBlock(64), ParamStruct("Nothing"), ())
+            prepared = Prepared(SPEC, self.launch.num_sms(0), ParamBlock(64), ParamStruct("Nothing"))
             form = self.launch.form_of(self.call)
             self.launch.launch(prepared, 0, self.call, form)
 
