@@ -133,6 +133,8 @@ def overlap(one: Tensor, other: Tensor) -> bool:
         return False
     if not (one.numel() and other.numel()):
         return False
+    if not (one.dim() and other.dim()):
+        return True
     one, other = (x.t() if x.dim() == 2 and x.stride(0) == 1 else x for x in (one, other))
     distances = {row_stride(x) * x.element_size() for x in (one, other) if prod(x.shape[:-1]) > 1}
     if len(distances) != 1 or 0 in distances:

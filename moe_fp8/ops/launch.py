@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter
@@ -135,35 +136,37 @@ _remembering = threading.Lock()
 _Remembered = TypeVar("_Remembered")
 
 
-class _Memory(dict[Key, _Remembered]):
-    """What is remembered, the youngest last. When its kernels are too many, it drops the oldest."""
+class _Memory(OrderedDict[Key, _Remembered]):
+    """What is remembered, the youngest last. When its kernels are too many, it drops the oldest.
 
-    def __init__(self) -> None:
+    `kernels` counts those of an entry.
+    """
+
+    def __init__(self, kernels: Callable[[_Remembered], int]) -> None:
         super().__init__()
-        self._kernels: dict[Key, int] = {}
-        self._total = 0
+        self._kernels, self._total = kernels, 0
 
-    def put(self, key: Key, one: _Remembered, kernels: int) -> None:
-        """Remember `one`, which has so many kernels, in place of what `key` had."""
+    def put(self, key: Key, one: _Remembered) -> None:
+        """Remember `one` in place of what `key` had."""
+        count = self._kernels(one)
         with _remembering:
             if key in self:
-                self._drop(key)
-            while self and self._total + kernels > _MAX_KERNELS:
-                self._drop(next(iter(self)))
+                self._total -= self._kernels(self.pop(key))
+            while self and self._total + count > _MAX_KERNELS:
+                self._total -= self._kernels(self.popitem(last=False)[1])
             self[key] = one
-            self._kernels[key] = kernels
-            self._total += kernels
-
-    def _drop(self, key: Key) -> None:
-        del self[key]
-        self._total -= self._kernels.pop(key)
+            self._total += count
 
 
-_launches: _Memory[_Launch] = _Memory()
+def _kernels_of_templates(templates: tuple[_Template, ...]) -> int:
+    return sum(len(template.prepared) for template in templates) or 1
+
+
 # Calls of one form may still differ in dtypes, strides and alignment, so a form has a few templates. It has
-# none if its calls cannot be moved.
-_templates: _Memory[tuple[_Template, ...]] = _Memory()
+# none if its calls make more, or fewer, than the launches of their ops.
 _MAX_TEMPLATES = 4
+_launches: _Memory[_Launch] = _Memory(lambda launch: len(launch.kernels))
+_templates: _Memory[tuple[_Template, ...]] = _Memory(_kernels_of_templates)
 
 
 def num_sms(device: int) -> int:
@@ -189,7 +192,7 @@ def table(device: int) -> str:
 
 
 def repeat(call: Call) -> bool:
-    """Repeat the launch that is remembered for an equal call; return False if there is none.
+    """Repeat the launches that are remembered for an equal call; return False if there are none.
 
     The equal call has passed the checks, so callers ask here before they check.
     """
@@ -224,11 +227,11 @@ def form_of(call: Call) -> Key:
 
 
 def move(call: Call, form: Key, check: Callable[[], None]) -> bool:
-    """Make the launch of an earlier call that differs from this call only in addresses.
+    """Make the launches of an earlier call that differs from this call only in addresses.
 
-    Returns False if no such launch is remembered. The earlier call has passed the checks. Checks of addresses
-    remain: all tensors must be aligned as those of the earlier call, and `check` does the others. `form`:
-    `form_of` this call.
+    Returns False if no such launches are remembered. The earlier call has passed the checks. Checks of
+    addresses remain: all tensors must be aligned as those of the earlier call, and `check` does the others.
+    `form`: `form_of` this call.
     """
     templates = _templates.get(form)
     if not templates or not Modes.launching:
@@ -256,19 +259,22 @@ def move(call: Call, form: Key, check: Callable[[], None]) -> bool:
         moved.append((kernel, grid, block))
     kernels = tuple(moved)
     _start(device, kernels)
-    _launches.put(_key_of_launch(key, form[0]), _Launch(same, device, kernels), len(kernels))
+    _launches.put(_key_of_launch(key, form[0]), _Launch(same, device, kernels))
     return True
 
 
-def movable(form: Key) -> bool:
-    """Whether calls of this form can be moved, as far as is known."""
+def movable(call: Call, form: Key) -> bool:
+    """Whether it is of use to remember the launches of this call of a sequence together."""
+    key, tensors = call
     templates = _templates.get(form)
-    return templates is None or any(template.places != () for template in templates)
+    apart = len(set(key[-len(tensors) :])) == len(tensors)
+    return apart and (templates is None or 0 < len(templates) < _MAX_TEMPLATES)
 
 
 def give_up(form: Key) -> None:
-    """Calls of this form cannot be moved."""
-    _templates.put(form, (), 1)
+    """Calls of this form are not to be moved, unless it has templates."""
+    if form not in _templates:
+        _templates.put(form, ())
 
 
 def _key_of_launch(key: Key, num_sms: object) -> Key:
@@ -319,11 +325,10 @@ def remember(call: Call, form: Key, device: int, launched: Sequence[Launched]) -
     key, tensors = call
     kernels = tuple([(kernel, prepared.grid, prepared.block) for kernel, prepared in launched])
     made = _Launch(attributes_like(tensors), device, kernels)
-    _launches.put(_key_of_launch(key, form[0]), made, len(kernels))
+    _launches.put(_key_of_launch(key, form[0]), made)
     addresses: Any = key[-len(tensors) :]
     template = _Template(made, addresses, tuple([prepared for _, prepared in launched]))
-    known = template, *_templates.get(form, ())[: _MAX_TEMPLATES - 1]
-    _templates.put(form, known, len(known) * len(kernels))
+    _templates.put(form, (template, *_templates.get(form, ())[: _MAX_TEMPLATES - 1]))
 
 
 def describe(

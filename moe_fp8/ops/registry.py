@@ -39,8 +39,9 @@ _library: Any = torch.library.Library("moe_fp8", "DEF")
 class Op(NamedTuple):
     """A registered op: the package calls `call`, and torch's dispatcher calls `run` for the CPU and for CUDA.
 
-    `fresh` checks and runs a call without what is remembered of others, and remembers nothing of it. It
-    returns its launch, or None if it is not the launch of one kernel with these arguments.
+    `fresh` checks and runs a call without what is remembered of others. Given the arguments alone, it
+    remembers nothing of the call. It returns the launch, or None if the call is not the launch of one kernel
+    with these arguments. With `own_memory`, outputs are known to share no memory with other arguments.
     `arguments` are the argument names of the schema, in order; `cuda` names the function that prepares the
     launch, as "module:function". `apart` raises ArgumentError if an output shares memory with another
     argument.

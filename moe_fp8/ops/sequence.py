@@ -33,9 +33,9 @@ def run(
     name: the function's. tensors: all that its caller gave or gets; the first is not None. scalars: its other
     arguments, hashable. check: raises ArgumentError if outputs share memory that they may not share; it comes
     before every launch that is not the repetition of an equal call.
-    steps: the ops and their arguments. Arguments that are tensors are `tensors` or views into them, and so is
-    everything else that depends on addresses. What does not depend on addresses depends on nothing but
-    scalars, and the tensors' attributes. It raises ArgumentError for other invalid arguments.
+    steps: the ops and their arguments. Arguments that are tensors are `tensors`, or views into tensors that
+    `check` keeps apart from all others. Nothing else depends on addresses; it depends on the scalars and the
+    tensors' attributes alone. It raises ArgumentError for other invalid arguments.
     """
     given = tuple([tensor for tensor in tensors if tensor is not None])
     if tracing() or not (past_dispatcher(given) and Modes.launching):
@@ -51,12 +51,12 @@ def run(
         return
     check()
     # (Functional tensors need the dispatcher, see `register`.)
-    if not launch.movable(form) or any(map(torch._is_functional_tensor, given)):
+    if not launch.movable(call, form) or any(map(torch._is_functional_tensor, given)):
         return _one_by_one(steps())
     launched = [OPS[op].fresh(arguments, own_memory=True) for op, arguments in steps()]
     if all(launched):
         launch.remember(call, form, given[0].get_device(), launched)
-    else:  # an op had nothing to do, or has done more than a launch
+    elif Modes.launching:  # an op had nothing to do, or has done more than a launch
         launch.give_up(form)
 
 

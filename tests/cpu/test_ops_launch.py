@@ -21,6 +21,7 @@ from moe_fp8.specs import KernelSpec
 from tests import cases
 from tests.cpu.cuda_side import import_cuda_side
 from tests.cpu.test_jit_driver import _ARTIFACT, FakeDriver
+from tests.remembered import forget_launches
 
 
 class StrictDriver(FakeDriver):
@@ -49,8 +50,7 @@ def launch(fake: StrictDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modu
     monkeypatch.setattr(module, "get_kernel", lambda spec: kernel)
     monkeypatch.setattr(module, "_raw_stream", lambda device: 0x7000)
     monkeypatch.setattr(module, "_current_device", lambda: max(fake._current() - 100, 0))
-    monkeypatch.setattr(module, "_launches", module._Memory())
-    monkeypatch.setattr(module, "_templates", module._Memory())
+    forget_launches(module, monkeypatch)
     yield module
 
 

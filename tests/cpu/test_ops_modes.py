@@ -19,6 +19,7 @@ from moe_fp8.params import ParamStruct
 from moe_fp8.problems import QuantizeProblem
 from moe_fp8.specs import kernel_spec
 from tests.cpu.cuda_side import import_cuda_side
+from tests.remembered import forget_launches
 
 SPEC = kernel_spec(QuantizeProblem(4, 128))
 
@@ -56,8 +57,7 @@ class Cuda:
         patch.setattr(self.launch, "_raw_stream", lambda device: 0)
         patch.setattr(self.launch, "_current_device", lambda: 0)
         patch.setattr(self.launch, "get_kernel", self.load)
-        patch.setattr(self.launch, "_launches", self.launch._Memory())
-        patch.setattr(self.launch, "_templates", self.launch._Memory())
+        forget_launches(self.launch, patch)
         self.tensor = torch.zeros(3)
         self.call = ("quantize", self.tensor.data_ptr()), (self.tensor,)
 

@@ -18,6 +18,7 @@ from moe_fp8.errors import ArgumentError
 from moe_fp8.ops import registry
 from tests.cpu.op_arguments import OPS
 from tests.cpu.test_ops_remembered import PARAMETERS_ENCODE, _Cuda
+from tests.remembered import forget_launches
 
 
 def _encode(address: int, *described: object) -> bytes:
@@ -52,8 +53,7 @@ class _Launches(_Cuda):
         patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
 
     def forget(self) -> None:
-        for name in ("_launches", "_templates"):
-            self.patch.setattr(self.launch, name, self.launch._Memory())
+        forget_launches(self.launch, self.patch)
 
     def prepares_nothing(self) -> None:
         def refuse(cuda: str) -> NoReturn:

@@ -166,3 +166,16 @@ def test_a_workspace_over_another_argument_is_refused(op: str) -> None:
                 view.copy_(tensor)
             got = function(**{**tensors, name: view}, **options, workspace=workspace)
             assert torch.equal(got, expected)
+
+
+def test_a_tensor_without_dimensions_shares_memory_like_any_other() -> None:
+    weights, scale = moe_fp8.quantize_fp8_blocks(torch.randn(128, 128))
+    room = torch.zeros(6, 128)
+    ids = torch.zeros(6, 2, dtype=torch.int32)
+    layer = torch.zeros(1, 256, 128).to(torch.float8_e4m3fn), torch.ones(1, 2, 1)
+    layer += torch.zeros(1, 128, 128).to(torch.float8_e4m3fn), torch.ones(1, 1, 1)
+    x = torch.zeros(6, 128).bfloat16()
+    with pytest.raises(ArgumentError, match="out"):
+        moe_fp8.fused_moe(x, ids, room[:, :2], *layer, out=room[0, 1])
+    with pytest.raises(ArgumentError, match="out"):
+        moe_fp8.linear_fp8(x, weights, scale, out=weights.view(torch.uint8)[3, 3])

@@ -21,6 +21,7 @@ from moe_fp8.settings import settings
 from tests import cache_cases, moe_cases
 from tests.cpu.cuda_side import import_cuda_side
 from tests.cpu.op_arguments import I32, OPS
+from tests.remembered import forget_launches
 
 #: Where launches get their tensor maps.
 PARAMETERS_ENCODE = "moe_fp8.ops.parameters.encode_tiled"
@@ -52,8 +53,7 @@ class _Cuda:
         monkeypatch.setattr(self.launch, "num_sms", lambda device: 132)
         monkeypatch.setattr(self.launch, "table", lambda device: "")
         monkeypatch.setattr(self.launch, "get_kernel", lambda spec: self.kernel)
-        monkeypatch.setattr(self.launch, "_launches", self.launch._Memory())
-        monkeypatch.setattr(self.launch, "_templates", self.launch._Memory())
+        forget_launches(self.launch, monkeypatch)
 
     def run(self, op: str, arguments: dict[str, Any], call: Call | None = None) -> None:
         """Do the op's work after its checks."""

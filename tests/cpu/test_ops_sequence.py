@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -150,6 +151,59 @@ def test_a_layer_that_writes_its_input_is_not_moved(cuda: _Launches, monkeypatch
     moe_fp8.fused_moe(**apart)
     _by_ops(apart, monkeypatch)
     assert cuda.made[-5:] == cuda.made[-10:-5]
+
+
+def _prepared(cuda: _Launches, call: Arguments) -> int:
+    """The number of ops of a call that are prepared."""
+    resolve, prepared = registry.resolve, []
+
+    def counted(name: str) -> Any:
+        prepared.append(name)
+        return resolve(name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "resolve", counted)
+        moe_fp8.fused_moe(**call)
+    return len(prepared)
+
+
+def test_a_layer_that_cannot_be_moved_moves_its_ops(cuda: _Launches) -> None:
+    kept = [_moved(_layer()) for _ in range(5)]
+    moe_fp8.fused_moe(**kept[0])
+    for given in kept[1:4]:
+        given["out"] = given["x"]
+    assert [_prepared(cuda, given) for given in kept[1:]] == [5, 0, 0, 0]
+
+
+def test_a_layer_of_many_alignments_moves_its_ops(cuda: _Launches) -> None:
+    kept = []
+    for number in range(30):
+        given = _moved(_layer())
+        given["topk_ids"] = _elsewhere(given["topk_ids"], number % 3)
+        given["topk_weights"] = _elsewhere(given["topk_weights"], number % 2)
+        kept.append(given)
+    prepared = [_prepared(cuda, given) for given in kept]
+    assert sum(prepared[:6]) <= 6 * 5 and not any(prepared[18:])
+
+
+def test_one_call_within_compile_only_does_not_end_the_moves(cuda: _Launches) -> None:
+    given, launched = _layer(), []
+    launch = cuda.launch.launch
+
+    def interrupted(*arguments: Any) -> Any:
+        launched.append(arguments)
+        with moe_fp8.compile_only() if len(launched) == 5 else contextlib.nullcontext():
+            made = launch(*arguments)
+        if len(launched) == 5:
+            cuda.patch.setattr(cuda.launch, "launch", launch)
+        return made
+
+    moe_fp8.fused_moe(**_moved(given))
+    cuda.forget()
+    cuda.patch.setattr(cuda.launch, "launch", interrupted)
+    moe_fp8.fused_moe(**given)
+    moe_fp8.fused_moe(**given)
+    assert _prepared(cuda, _moved(given)) == 0
 
 
 def test_a_layer_without_tokens_launches_nothing(cuda: _Launches) -> None:

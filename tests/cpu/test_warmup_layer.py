@@ -17,6 +17,7 @@ from moe_fp8.warmup import GemmShape, Plan, PlanOptions, gemm_shapes, load_model
 from moe_fp8.warmup.options import every
 from moe_fp8.warmup.shapes import experts_per_token
 from tests.cpu.cuda_side import import_cuda_side
+from tests.remembered import forget_launches
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -60,10 +61,9 @@ class Server:
             "table": lambda device: self.device,
             "_raw_stream": lambda device: 0,
             "_current_device": lambda: -1,
-            "_launches": launch._Memory(),
-            "_templates": launch._Memory(),
         }.items():
             patch.setattr(launch, name, replaced)
+        forget_launches(launch, patch)
         parameters = import_cuda_side("moe_fp8.ops.parameters", patch)
         patch.setattr(parameters, "encode_tiled", lambda *described: bytes(128))
         patch.setattr("moe_fp8.ops.registry._Launcher.repeat", None)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.remembered import forget_launches
+
 
 def _missing() -> str:
     """The reason why these tests cannot run here; empty if they can."""
@@ -52,8 +54,7 @@ def _fresh_runtime() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime._RUNTIME, "__dict__", vars(runtime.KernelRuntime()))
-        patch.setattr(launch, "_launches", launch._Memory())
-        patch.setattr(launch, "_templates", launch._Memory())
+        forget_launches(launch, patch)
         tensor_map.encode_tiled.cache_clear()
         yield
 

@@ -54,4 +54,4 @@ def linear_fp8(
 def _check_memory(*tensors: Tensor) -> None:
     """The other tensors are new, or may share memory."""
     if not arguments.traced():
-        arguments.apart("gemm_fp8", ("b", "b_scale", "out"), (0, 1, 2), (2,), tensors)
+        arguments.apart("linear_fp8", ("weight", "weight_scale", "out"), (0, 1, 2), (2,), tensors)

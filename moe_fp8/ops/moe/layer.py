@@ -138,7 +138,7 @@ def _check_memory(workspace: Tensor, others: tuple[Tensor | None, ...]) -> None:
     assert x is not None
     workspaces.check("fused_moe", workspace, x, _TENSORS, others)
     if not arguments.traced():
-        arguments.apart("moe_combine", ("weights", "out"), (0, 1), (1,), (topk_weights, out))
+        arguments.apart("fused_moe", ("topk_weights", "out"), (0, 1), (1,), (topk_weights, out))
 
 
 def _steps(
