@@ -58,6 +58,11 @@ class _Launch(NamedTuple):
     kernels: tuple[_Kernel, ...]
 
 
+#: For each kernel: triples of a word of its block, the number of the tensor whose address the word holds, and
+#: bytes added to it.
+_Places: TypeAlias = tuple[tuple[tuple[int, int, int], ...], ...]
+
+
 class Launched(NamedTuple):
     """A kernel that was launched, and what was prepared for it."""
 
@@ -70,8 +75,7 @@ class _Template:
 
     `addresses`: of the tensors that the launches were made for. `low`: their lowest four bits, since checks
     and kernels may depend on alignment. `prepared`: what was prepared for each kernel.
-    `places`, for each kernel: triples of a word of the block, the number of the tensor whose address it
-    holds, and bytes added to it. It is empty if calls cannot be moved, and None before `find_places`.
+    `places` is empty if calls cannot be moved, and None before the second call.
     """
 
     __slots__ = ("addresses", "launch", "low", "places", "prepared")
@@ -79,23 +83,22 @@ class _Template:
     def __init__(self, launch: _Launch, addresses: tuple[int, ...], prepared: tuple[Prepared, ...]) -> None:
         self.launch, self.addresses, self.prepared = launch, addresses, prepared
         self.low = tuple(map(_low_bits, addresses))
-        self.places: tuple[tuple[tuple[int, int, int], ...], ...] | None = None
+        self.places: _Places | None = None
 
-    def find_places(self, tensors: tuple[Tensor, ...]) -> None:
-        """Find which address in a block is which tensor's, for tensors like those of the launches.
+    def find_places(self, tensors: tuple[Tensor, ...]) -> _Places:
+        """Which address in a block is which tensor's, for tensors like those of the launches.
 
-        (The first call of a form does not do this, since many forms come once.)
+        (The first call of a form does not ask for it, since many forms come once.)
         """
         numbers = {address: number for number, address in enumerate(self.addresses)}
-        self.places = ()
         # The addresses in a block would not tell equal addresses apart, nor an empty tensor from none.
         if len(numbers) < len(tensors) or 0 in numbers:
-            return
+            return ()
         spans = None
         places = []
         for _, _, block, params, offsets in self.prepared:
             if params.maps and not starts_with_address():
-                return
+                return ()
             of_kernel = []
             for word in params.addresses:
                 address = block.words[word]
@@ -107,10 +110,10 @@ class _Template:
                     spans = spans or _Spans(self.addresses, tensors)
                     number = spans.holder(begin)
                 if number is None:
-                    return
+                    return ()
                 of_kernel.append((word, number, address - self.addresses[number]))
             places.append(tuple(of_kernel))
-        self.places = tuple(places)
+        return tuple(places)
 
 
 class _Spans:
@@ -244,14 +247,15 @@ def move(call: Call, form: Key, check: Callable[[], None]) -> bool:
             break
     else:
         return False
-    if template.places is None:
-        template.find_places(tensors)
-    if not template.places:
+    places = template.places
+    if places is None:
+        places = template.places = template.find_places(tensors)
+    if not places:
         return False
     check()
     same, device, kernels = template.launch
     moved = []
-    for (kernel, grid, block), places_of_kernel in zip(kernels, template.places, strict=True):
+    for (kernel, grid, block), places_of_kernel in zip(kernels, places, strict=True):
         block = block.copy()
         words = block.words
         for word, tensor, offset in places_of_kernel:
