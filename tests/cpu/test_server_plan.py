@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 import moe_fp8
+from moe_fp8.ops import registry
 from moe_fp8.ops.indexer import select
-from moe_fp8.ops.moe import layer
 from moe_fp8.problems import (
     GemmProblem,
     IndexerCacheProblem,
@@ -44,6 +45,17 @@ SELECTION = {
     "paged_mqa_logits_metadata": (select, "metadata_op"),
     "paged_mqa_logits_fp8": (select, "paged_logits_op"),
     "indexer_topk": (select, "topk_chunk_op"),
+}
+
+
+#: The ops that a linear layer and a layer of experts call, and the first operands of their public functions.
+SEQUENCES: dict[str, tuple[str, ...]] = {
+    "quantize_fp8": ("x",),
+    "gemm_fp8": ("a", "a_scale", "b"),
+    "moe_permute": ("x", "topk_ids"),
+    "grouped_gemm_fp8_contiguous": ("a", "a_scale", "b"),
+    "silu_mul_quantize": ("x",),
+    "moe_combine": ("y", "rows"),
 }
 
 
@@ -94,6 +106,16 @@ def record(monkeypatch: pytest.MonkeyPatch, problems: dict[Problem, None]) -> No
 
         monkeypatch.setattr(module, attribute, op)
 
+    def wrap_op(name: str, operands: tuple[str, ...]) -> None:
+        op = registry.OPS[name]
+
+        def call(*arguments: Any) -> None:
+            given = dict(zip(op.arguments, arguments, strict=True))
+            problems[problem_of(name, tuple(given[operand] for operand in operands), given)] = None
+            op.call(*arguments)
+
+        monkeypatch.setitem(registry.OPS, name, op._replace(call=call))
+
     for name in (
         "quantize_fp8",
         "indexer_quantize_and_cache",
@@ -102,8 +124,8 @@ def record(monkeypatch: pytest.MonkeyPatch, problems: dict[Problem, None]) -> No
         "route_topk",
     ):
         wrap(moe_fp8, name, name)
-    for name in ("moe_permute", "grouped_gemm_fp8_contiguous", "silu_mul_quantize", "moe_combine"):
-        wrap(layer, name, name)
+    for name, operands in SEQUENCES.items():
+        wrap_op(name, operands)
     for name, (module, attribute) in SELECTION.items():
         wrap(module, attribute, name)
 

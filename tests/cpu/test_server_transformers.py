@@ -137,6 +137,17 @@ class Exact:
         return a @ Fp8Weight(b, b_scale).dequantized().T
 
     @staticmethod
+    def linear_fp8(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        *,
+        power_of_two: bool,
+        constant_weights: bool,
+    ) -> torch.Tensor:
+        return Exact.gemm_fp8(x, x, weight, weight_scale)
+
+    @staticmethod
     def silu_mul_quantize(x: torch.Tensor, *, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = x.chunk(2, dim=-1)
         return Exact.quantize_fp8(torch.nn.functional.silu(gate) * up, power_of_two=power_of_two)
