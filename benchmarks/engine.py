@@ -38,8 +38,8 @@ EXPERTS = ("deep_gemm", "triton")
 #: Tokens of each request that are compared, decode steps of a turn, and profiled steps.
 _TOKENS, _TURN, _PROFILED = 32, 12, 8
 
-#: Prompts of a turn, and profiled prompts.
-_PROMPTS, _PROFILED_PROMPTS = 4, 4
+#: Prompts of a turn, and of the profile.
+_PROMPTS = 4
 
 #: What a step does: ("batch", requests that decode) or ("prompt", tokens that are read, at most).
 Step: TypeAlias = tuple[str, int]

@@ -273,7 +273,7 @@ def _repeat(work: Work, seconds: float, seed: int, traffic: Traffic | None) -> R
     call_us, rounds = math.inf, 0
     began = time.monotonic()
     while rounds == 0 or time.monotonic() - began < seconds:
-        # Two quiet rounds measure how long a call takes. Their first two calls also prepare the launches.
+        # Two quiet rounds measure how long a call takes. The first of them also prepares the launches.
         disturbed = traffic is not None and rounds >= 2
         kind = rng.choice(_DRAWN) if disturbed else REST
         between = traffic if disturbed and rng.random() < 0.5 else None

@@ -99,12 +99,12 @@ class _Template:
         for _, _, block, params, offsets in self.prepared:
             if params.maps and not starts_with_address():
                 return ()
-            of_kernel = []
+            of_kernel, added = [], dict(offsets)
             for word in params.addresses:
                 address = block.words[word]
                 if address == 0:
                     continue
-                begin = address - dict(offsets).get(word, 0)
+                begin = address - added.get(word, 0)
                 number = numbers.get(begin)
                 if number is None:  # a view's
                     spans = spans or _Spans(self.addresses, tensors)

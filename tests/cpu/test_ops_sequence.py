@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,19 +12,13 @@ from torch import Tensor
 import moe_fp8
 from moe_fp8.errors import ArgumentError
 from moe_fp8.ops import registry, sequence
-from tests.cpu.test_ops_moved import _elsewhere, _Launches
+from tests.cpu.test_ops_moved import _elsewhere, _Launches, launches
+
+__all__ = ["launches"]
 
 TOKENS, TOPK, EXPERTS, HIDDEN, WIDTH = 6, 2, 3, 256, 128
 
 Arguments = dict[str, Any]
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Launches]:
-    with torch.no_grad():
-        side = _Launches(monkeypatch)
-        yield side
-    side.gemm._gemm_plan.cache_clear()
 
 
 def _layer(interleaved: bool = False, **given: Any) -> Arguments:
@@ -76,43 +69,43 @@ def _by_ops(given: Arguments, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("either_comparison")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_moved_layer_launches_what_its_ops_launch(
-    kind: str, cuda: _Launches, monkeypatch: pytest.MonkeyPatch
+    kind: str, launches: _Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = _layer(**KINDS[kind])
     moe_fp8.fused_moe(**given)
     launched = 4 if given["interleaved"] else 5
     resolve = registry.resolve
-    cuda.prepares_nothing()
+    launches.prepares_nothing()
     moved = _moved(given)
     moe_fp8.fused_moe(**moved)
     moe_fp8.fused_moe(**moved)
-    cuda.patch.setattr(registry, "resolve", resolve)
-    cuda.forget()
+    launches.patch.setattr(registry, "resolve", resolve)
+    launches.forget()
     _by_ops(moved, monkeypatch)
     _by_ops(given, monkeypatch)
-    parts = [cuda.made[at : at + launched] for at in range(0, len(cuda.made), launched)]
+    parts = [launches.made[at : at + launched] for at in range(0, len(launches.made), launched)]
     first, other, again, ops, first_by_ops = parts
     assert other == again == ops != first == first_by_ops
 
 
-def test_every_tensor_of_a_layer_can_move_alone(cuda: _Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tensor_of_a_layer_can_move_alone(launches: _Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     given = _layer()
     moe_fp8.fused_moe(**given)
     resolve = registry.resolve
     for name, value in given.items():
         if isinstance(value, Tensor):
             moved = {**given, name: _elsewhere(value)}
-            cuda.prepares_nothing()
+            launches.prepares_nothing()
             moe_fp8.fused_moe(**moved)
-            cuda.patch.setattr(registry, "resolve", resolve)
+            launches.patch.setattr(registry, "resolve", resolve)
             _by_ops(moved, monkeypatch)
-            assert cuda.made[-5:] == cuda.made[-10:-5] != cuda.made[:5], name
+            assert launches.made[-5:] == launches.made[-10:-5] != launches.made[:5], name
 
 
-def test_memory_that_a_layer_shares_is_refused_after_a_move(cuda: _Launches) -> None:
+def test_memory_that_a_layer_shares_is_refused_after_a_move(launches: _Launches) -> None:
     given = _layer()
     moe_fp8.fused_moe(**given)
-    before = len(cuda.made)
+    before = len(launches.made)
     workspace = given["workspace"]
     for name in ("x", "topk_ids", "w2_scale"):
         value = given[name]
@@ -122,13 +115,13 @@ def test_memory_that_a_layer_shares_is_refused_after_a_move(cuda: _Launches) -> 
     weights = given["out"].view(torch.float32)[:, :TOPK]
     with pytest.raises(ArgumentError, match="both share"):
         moe_fp8.fused_moe(**{**given, "topk_weights": weights})
-    assert len(cuda.made) == before
+    assert len(launches.made) == before
 
 
-def test_other_attributes_and_alignments_are_prepared_anew(cuda: _Launches) -> None:
+def test_other_attributes_and_alignments_are_prepared_anew(launches: _Launches) -> None:
     given = _layer()
     moe_fp8.fused_moe(**given)
-    cuda.prepares_nothing()
+    launches.prepares_nothing()
     for other in (
         {"topk_ids": given["topk_ids"].long()},
         {"x": KINDS["rows far apart"]["x"]},
@@ -140,20 +133,22 @@ def test_other_attributes_and_alignments_are_prepared_anew(cuda: _Launches) -> N
             moe_fp8.fused_moe(**{**given, **other})
 
 
-def test_a_layer_that_writes_its_input_is_not_moved(cuda: _Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_writes_its_input_is_not_moved(
+    launches: _Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = _layer()
     given["out"] = given["x"]
     for _ in range(3):  # the blocks do not tell which address is the input's and which is the output's
         moe_fp8.fused_moe(**given)
     _by_ops(given, monkeypatch)
-    assert cuda.made[:5] == cuda.made[5:10] == cuda.made[10:15] == cuda.made[15:]
+    assert launches.made[:5] == launches.made[5:10] == launches.made[10:15] == launches.made[15:]
     apart = {**given, "out": torch.zeros_like(given["x"])}
     moe_fp8.fused_moe(**apart)
     _by_ops(apart, monkeypatch)
-    assert cuda.made[-5:] == cuda.made[-10:-5]
+    assert launches.made[-5:] == launches.made[-10:-5]
 
 
-def _prepared(cuda: _Launches, call: Arguments) -> int:
+def _prepared(launches: _Launches, call: Arguments) -> int:
     """The number of ops of a call that are prepared."""
     resolve, prepared = registry.resolve, []
 
@@ -167,69 +162,69 @@ def _prepared(cuda: _Launches, call: Arguments) -> int:
     return len(prepared)
 
 
-def test_a_layer_that_cannot_be_moved_moves_its_ops(cuda: _Launches) -> None:
+def test_a_layer_that_cannot_be_moved_moves_its_ops(launches: _Launches) -> None:
     kept = [_moved(_layer()) for _ in range(5)]
     moe_fp8.fused_moe(**kept[0])
     for given in kept[1:4]:
         given["out"] = given["x"]
-    assert [_prepared(cuda, given) for given in kept[1:]] == [5, 0, 0, 0]
+    assert [_prepared(launches, given) for given in kept[1:]] == [5, 0, 0, 0]
 
 
-def test_a_layer_of_many_alignments_moves_its_ops(cuda: _Launches) -> None:
+def test_a_layer_of_many_alignments_moves_its_ops(launches: _Launches) -> None:
     kept = []
     for number in range(30):
         given = _moved(_layer())
         given["topk_ids"] = _elsewhere(given["topk_ids"], number % 3)
         given["topk_weights"] = _elsewhere(given["topk_weights"], number % 2)
         kept.append(given)
-    prepared = [_prepared(cuda, given) for given in kept]
+    prepared = [_prepared(launches, given) for given in kept]
     assert sum(prepared[:6]) <= 6 * 5 and not any(prepared[18:])
 
 
-def test_one_call_within_compile_only_does_not_end_the_moves(cuda: _Launches) -> None:
+def test_one_call_within_compile_only_does_not_end_the_moves(launches: _Launches) -> None:
     given, launched = _layer(), []
-    launch = cuda.launch.launch
+    launch = launches.launch.launch
 
     def interrupted(*arguments: Any) -> Any:
         launched.append(arguments)
         with moe_fp8.compile_only() if len(launched) == 5 else contextlib.nullcontext():
             made = launch(*arguments)
         if len(launched) == 5:
-            cuda.patch.setattr(cuda.launch, "launch", launch)
+            launches.patch.setattr(launches.launch, "launch", launch)
         return made
 
     moe_fp8.fused_moe(**_moved(given))
-    cuda.forget()
-    cuda.patch.setattr(cuda.launch, "launch", interrupted)
+    launches.forget()
+    launches.patch.setattr(launches.launch, "launch", interrupted)
     moe_fp8.fused_moe(**given)
     moe_fp8.fused_moe(**given)
-    assert _prepared(cuda, _moved(given)) == 0
+    assert _prepared(launches, _moved(given)) == 0
 
 
-def test_a_layer_without_tokens_launches_nothing(cuda: _Launches) -> None:
+def test_a_layer_without_tokens_launches_nothing(launches: _Launches) -> None:
     given = _layer()
     for name in ("x", "topk_ids", "topk_weights", "out"):
         given[name] = given[name][:0]
     for _ in range(3):
         assert moe_fp8.fused_moe(**given).shape == (0, HIDDEN)
-    assert not cuda.made
+    assert not launches.made
 
 
-def test_a_layer_launches_nothing_within_compile_only(cuda: _Launches) -> None:
+def test_a_layer_launches_nothing_within_compile_only(launches: _Launches) -> None:
     given = _layer()
     with moe_fp8.compile_only():
         moe_fp8.fused_moe(**given)
-    assert not cuda.made
+    assert not launches.made
     moe_fp8.fused_moe(**given)
     with moe_fp8.compile_only():
         moe_fp8.fused_moe(**given)
-    assert len(cuda.made) == 5
+    assert len(launches.made) == 5
 
 
-def test_a_layers_launches_are_kept_apart_by_the_number_of_sms(cuda: _Launches) -> None:
+def test_a_layers_launches_are_kept_apart_by_the_number_of_sms(launches: _Launches) -> None:
     given = _layer()
     moe_fp8.fused_moe(**given)
-    cuda.prepares_nothing()
+    launches.prepares_nothing()
     try:
         moe_fp8.set_num_sms(100)
         with pytest.raises(AssertionError, match="prepares a launch"):
@@ -237,19 +232,19 @@ def test_a_layers_launches_are_kept_apart_by_the_number_of_sms(cuda: _Launches) 
     finally:
         moe_fp8.set_num_sms(None)
     moe_fp8.fused_moe(**given)
-    assert cuda.made[:5] == cuda.made[5:]
+    assert launches.made[:5] == launches.made[5:]
 
 
-def test_a_small_workspace_is_refused_after_a_larger(cuda: _Launches) -> None:
+def test_a_small_workspace_is_refused_after_a_larger(launches: _Launches) -> None:
     given = _layer()
     moe_fp8.fused_moe(**given)
     with pytest.raises(ArgumentError, match="at least"):
         moe_fp8.fused_moe(**{**given, "workspace": given["workspace"][:-256]})
-    assert len(cuda.made) == 5
+    assert len(launches.made) == 5
 
 
 def test_a_moved_linear_layer_launches_what_its_ops_launch(
-    cuda: _Launches, monkeypatch: pytest.MonkeyPatch
+    launches: _Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = torch.zeros(192, 256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     new = {"empty": torch.empty, "empty_like": torch.empty_like, "empty_strided": torch.empty_strided}
@@ -266,7 +261,7 @@ def test_a_moved_linear_layer_launches_what_its_ops_launch(
         monkeypatch.setattr(torch, name, kept(name))
     given = torch.zeros(3, 256, dtype=torch.bfloat16), weight, torch.zeros(2, 2)
     moe_fp8.linear_fp8(*given)
-    cuda.prepares_nothing()
+    launches.prepares_nothing()
     moved = [_elsewhere(value) for value in given]
     first_made = len(made)
     moe_fp8.linear_fp8(*moved)
@@ -277,12 +272,12 @@ def test_a_moved_linear_layer_launches_what_its_ops_launch(
         for name in new:
             patch.setattr(torch, name, lambda *arguments, **options: next(again))
         moe_fp8.linear_fp8(*moved)
-    assert len(cuda.made) == 4 and cuda.made[2:] == fresh.made
-    assert cuda.made[2:] != cuda.made[:2]
+    assert len(launches.made) == 4 and launches.made[2:] == fresh.made
+    assert launches.made[2:] != launches.made[:2]
 
 
-def test_what_is_remembered_is_bounded_by_its_kernels(cuda: _Launches) -> None:
-    cuda.patch.setattr(cuda.launch, "_MAX_KERNELS", 12)
+def test_what_is_remembered_is_bounded_by_its_kernels(launches: _Launches) -> None:
+    launches.patch.setattr(launches.launch, "_MAX_KERNELS", 12)
     kept = []
     for _ in range(3):
         for rows in (2, 3, 4):
@@ -291,8 +286,8 @@ def test_what_is_remembered_is_bounded_by_its_kernels(cuda: _Launches) -> None:
                 given[name] = given[name][:rows]
             kept.append(given)
             moe_fp8.fused_moe(**given)
-            assert len(cuda.launch._launches) <= 2 and len(cuda.launch._templates) <= 2
-    cuda.prepares_nothing()
+            assert len(launches.launch._launches) <= 2 and len(launches.launch._templates) <= 2
+    launches.prepares_nothing()
     moe_fp8.fused_moe(**kept[-1])
     moe_fp8.fused_moe(**_moved(kept[-2]))
-    assert len(cuda.made) == 5 * (len(kept) + 2)
+    assert len(launches.made) == 5 * (len(kept) + 2)

@@ -7,6 +7,7 @@ The layer is that of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2); each expert 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,7 +129,7 @@ def fused_moe(
         (*others, workspace),
         (limit, power_of_two, rounded, interleaved),
         partial(_check_memory, workspace, others),
-        partial(_steps, *others, workspace, limit, power_of_two, rounded, interleaved),
+        partial(_steps, others, workspace, limit, power_of_two, rounded, interleaved),
     )
     return out
 
@@ -142,22 +143,15 @@ def _check_memory(workspace: Tensor, others: tuple[Tensor | None, ...]) -> None:
 
 
 def _steps(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor | None,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    x_scale: Tensor | None,
-    expert_map: Tensor | None,
-    out: Tensor,
+    tensors: tuple[Any, ...],
     workspace: Tensor,
     limit: float | None,
     power_of_two: bool,
     rounded: bool,
     interleaved: bool,
 ) -> list[sequence.Step]:
+    """`tensors`: those of _TENSORS."""
+    x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, x_scale, expert_map, out = tensors
     checks.layer_weights(x, w13, w13_scale, w2, w2_scale)
     k, num_experts, width, rows = x.shape[1], w13.shape[0], w2.shape[2], topk_ids.numel()
     sizes = _sizes(rows, num_experts, k, width, interleaved)
@@ -173,6 +167,11 @@ def _steps(
     steps: list[sequence.Step] = [("moe_permute", permute)]
     # Without a map, every place has a row; with a map, about the share of this rank's experts.
     expected_m = None if expert_map is None else -(-rows // max(expert_map.numel(), num_experts))
+
+    def gemm(*operands: Tensor, out: Tensor, constant_weights: bool) -> sequence.Step:
+        layout = offsets, "offsets", expected_m
+        return "grouped_gemm_fp8_contiguous", (*operands, *layout, out, None, constant_weights, False)
+
     scales = _mn_major(y_scales, rows, width)
     if interleaved:
         values = fp8[rows * k :].view(rows, width)
@@ -181,29 +180,15 @@ def _steps(
     else:
         y = bf16[: rows * 2 * width].view(rows, 2 * width)
         values = fp8[: rows * width].view(rows, width)
-        steps += [_gemm(a, a_scale, w13, w13_scale, offsets, expected_m, y, constant=False)]
+        steps += [gemm(a, a_scale, w13, w13_scale, out=y, constant_weights=False)]
         # Only the first offsets[num_experts] rows are rows of experts of this rank.
         silu = y[None], offsets[num_experts:], values[None], scales[None]
         steps += [("silu_mul_quantize", (*silu, power_of_two, limit, rounded))]
     y = bf16[: rows * k].view(rows, k)
     # Each kernel between `moe_permute` and this kernel lets the next begin only after its own wait, so the
     # offsets are written when this kernel begins.
-    steps += [_gemm(values, scales, w2, w2_scale, offsets, expected_m, y, constant=True)]
+    steps += [gemm(values, scales, w2, w2_scale, out=y, constant_weights=True)]
     return [*steps, ("moe_combine", (y, places, topk_weights, out))]
-
-
-def _gemm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offsets: Tensor,
-    expected_m: int | None,
-    out: Tensor,
-    constant: bool,
-) -> sequence.Step:
-    operands = a, a_scale, b, b_scale, offsets, "offsets", expected_m, out
-    return "grouped_gemm_fp8_contiguous", (*operands, None, constant, False)
 
 
 def _mn_major(buffer: Tensor, rows: int, width: int) -> Tensor:
