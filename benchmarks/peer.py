@@ -40,6 +40,8 @@ class DeepGemm:
         sys.path.insert(0, str(folder.resolve()))
         self._module: Any = importlib.import_module("deep_gemm")
         self._module.set_mk_alignment_for_contiguous_layout(128)
+        # vLLM and SGLang turn programmatic dependent launch on, as every launch of ours has it.
+        self._module.set_pdl(True)
         self.name = f"deep_gemm-{self._module.__version__}"
 
     def aligned(self, scale: Tensor) -> Tensor:
