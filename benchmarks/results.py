@@ -143,9 +143,7 @@ class ResultsFile:
     The first new row of a class and set removes the rows that an earlier run left there, so the rows of a
     class and set always come from one run. In class moe_layer it removes those of the same model, and in
     class engine those of the same model, experts and kind, which is decode, prefill or start. In class
-    repetition it removes only the row of the same case and seed. All other rows stay, with one exception:
-    each commit has its own shapes of the sets unseen and few_rounds, so a commit's first row of such a set
-    removes the set's rows of all other commits.
+    repetition it removes only the row of the same case and seed. All other rows stay.
     Raises ValueError if the file belongs to another device.
     """
 
@@ -168,7 +166,7 @@ class ResultsFile:
         group = _group(written)
         if group not in self._begun:
             self._begun.add(group)
-            self._rows = [old for old in self._rows if not self._replaced(old, group)]
+            self._rows = [old for old in self._rows if _group(old) != group]
         written["date"] = self.environment["date"]
         written["commit"] = self.environment["commit"]
         self._rows.append(written)
@@ -180,11 +178,6 @@ class ResultsFile:
         temporary.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
         os.replace(temporary, self.path)
         return written
-
-    def _replaced(self, old: dict[str, Any], group: tuple[str, ...]) -> bool:
-        """Whether the first row of `group` takes the place of the row `old`."""
-        both_drawn = group[1] == set_of(old["shape"]) and group[1] in OF_A_COMMIT
-        return _group(old) == group or (both_drawn and old["commit"] != self.environment["commit"])
 
 
 def _group(row: dict[str, Any]) -> tuple[str, ...]:

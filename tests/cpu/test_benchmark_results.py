@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.results import CLASSES, OF_A_COMMIT, Ceiling, ResultsFile, Row, device_slug, full_commit
+from benchmarks.results import CLASSES, Ceiling, ResultsFile, Row, device_slug, full_commit
 from benchmarks.shapes import CONTIGUOUS, MASKED, PAGED_MQA_LOGITS, aligned_starts, expert_counts
 from benchmarks.timing import plan_rotation
 from tests.cpu.benchmark_rows import ENVIRONMENT, read_rows
@@ -19,25 +19,6 @@ def test_random_is_an_older_name_of_the_development_set(tmp_path: Path) -> None:
     results.add(Row("dense", {"m": 1, "set": "random"}, 10.0))
     ResultsFile(path, ENVIRONMENT).add(Row("dense", {"m": 2, "set": "development"}, 10.0))
     assert [row["shape"]["m"] for row in read_rows(path)] == [2]
-
-
-@pytest.mark.parametrize("name", OF_A_COMMIT)
-def test_drawn_rows_are_of_one_commit(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "h200.json"
-    one, other = ({**ENVIRONMENT, "commit": digit * 40} for digit in "ab")
-    results = ResultsFile(path, one)
-    results.add(Row("dense", {"m": 1, "set": name}, 10.0))
-    results.add(Row("dense", {"m": 1}, 10.0))
-    results.add(Row("masked", {"m": 1, "set": name}, 10.0))
-    results = ResultsFile(path, one)
-    results.add(Row("dense", {"m": 2, "set": name}, 10.0))
-    assert [(row["class"], row["shape"]["m"]) for row in read_rows(path)] == [
-        ("dense", 1),
-        ("dense", 2),
-        ("masked", 1),
-    ]
-    ResultsFile(path, other).add(Row("dense", {"m": 3, "set": name}, 10.0))
-    assert [(row["shape"]["m"], row["commit"][0]) for row in read_rows(path)] == [(1, "a"), (3, "b")]
 
 
 def test_an_unseen_set_needs_a_full_hash() -> None:
