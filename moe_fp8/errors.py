@@ -36,6 +36,12 @@ class ArgumentError(MoeFp8Error, ValueError):
         message = f"{op}: {argument}: expected {expected}, got {got}"
         super().__init__(f"{message}; {remedy}" if remedy else message)
 
+    def rename(self, op: str, argument: str) -> None:
+        """Name `argument` of the function `op`, whose caller does not know the op that raised the error."""
+        message = str(self).removeprefix(f"{self.op}: {self.argument}: ")
+        self.op, self.argument = op, argument
+        self.args = (f"{op}: {argument}: {message}",)
+
 
 class ContractError(ArgumentError):
     """The *contents* of a tensor break an op's contract; only checked mode checks contents.

@@ -6,6 +6,7 @@ attributes; a message is built only for an error.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NoReturn
 
@@ -205,6 +206,24 @@ def given_out(op: str, out: Tensor, dtype: torch.dtype | None) -> None:
     """Check that the dtype of the caller's `out` is the caller's `out_dtype`, if both are given."""
     if dtype is not None and out.dtype is not dtype:
         raise ArgumentError(op, "out", f"dtype {dtype} (out_dtype)", out.dtype, "omit out_dtype")
+
+
+def outputs(op: str, out: Sequence[Tensor], *names: str) -> None:
+    """Check that the caller's `out` has a tensor for each of `names`."""
+    if not isinstance(out, (tuple, list)) or len(out) != len(names):
+        got = f"{len(out)} tensors" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise ArgumentError(op, "out", f"({', '.join(names)})", got)
+
+
+def no_overlap(op: str, name: str, tensor: Tensor) -> None:
+    """Check that no two elements of an output of any strides have the same address."""
+    reached = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if step <= reached:
+                got = f"stride {tensor.stride()} of shape {list(tensor.shape)}"
+                raise ArgumentError(op, name, "elements that do not overlap", got, "call .contiguous() on it")
+            reached += step * (size - 1)
 
 
 def extent(op: str, name: str, size: int, unit: str) -> None:

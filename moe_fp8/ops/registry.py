@@ -12,6 +12,7 @@ import importlib
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import product
 from operator import attrgetter, itemgetter
 from types import ModuleType, NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -44,7 +45,8 @@ class Op(NamedTuple):
     with these arguments. With `own_memory`, outputs are known to share no memory with other arguments.
     `arguments` are the argument names of the schema, in order; `cuda` names the function that prepares the
     launch, as "module:function". `apart` raises ArgumentError if an output shares memory with another
-    argument.
+    argument. `converts` tells whether torch's dispatcher would convert an argument that is no tensor, such
+    as a tensor in the place of a number.
     """
 
     call: Callable[..., None]
@@ -53,6 +55,7 @@ class Op(NamedTuple):
     arguments: tuple[str, ...]
     cuda: str
     apart: Callable[[tuple[Any, ...]], None]
+    converts: Callable[[tuple[Any, ...]], bool]
 
 
 #: Name -> registered op.
@@ -132,7 +135,7 @@ def past_dispatcher(tensors: tuple[Tensor | None, ...]) -> bool:
 
     The result is the same for plain CUDA tensors with gradients off, as engines run, and if nothing traces,
     transforms or profiles the call. Callers ask for `tracing` first, since torch.compile cannot trace this
-    function. The first tensor is not None.
+    function. The first tensor is not None. A call that is not remembered must also ask `needs_dispatcher`.
     """
     return (
         _plain(map(type, tensors))
@@ -142,6 +145,36 @@ def past_dispatcher(tensors: tuple[Tensor | None, ...]) -> bool:
         and not _profiler._is_profiler_enabled
         and settings().past_dispatcher
     )
+
+
+def needs_dispatcher(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether a call on these tensors needs torch's dispatcher although `past_dispatcher` lets it pass.
+
+    What is remembered never matches such a call: functional tensors and tensors with a negative bit have
+    other dispatch keys, and the sizes of tensors that `torch.jit.trace` traces are tensors.
+    """
+    return (
+        torch._C._get_tracing_state() is not None
+        or any(map(torch._is_functional_tensor, tensors))
+        or any(map(Tensor.is_neg, tensors))
+    )
+
+
+#: The types that the dispatcher passes on as they are.
+_SCALARS: dict[str, tuple[type, ...]] = {
+    "bool": (bool,), "int": (int,), "float": (float, int), "str": (str,)
+}  # fmt: skip
+
+
+def _converts(kinds: list[str]) -> Callable[[tuple[Any, ...]], bool]:
+    """`Op.converts` for arguments of these kinds."""
+    positions = [at for at, kind in enumerate(kinds) if "Tensor" not in kind]
+    types = []
+    for at in positions:
+        kind = kinds[at].removeprefix("Optional[").removesuffix("]")
+        types.append(_SCALARS[kind] + ((NoneType,) if kind != kinds[at] else ()))
+    scalars_of, passed = _getter(positions), frozenset(product(*types))
+    return lambda arguments: tuple(map(type, scalars_of(arguments))) not in passed
 
 
 def register(
@@ -190,7 +223,7 @@ def register(
     written = tuple(at for at in tensors if (alias := parameters[at].alias_info) and alias.is_write)
     check_apart = partial(apart, name, names, tensors, written)
     tensors_of = _getter(tensors)
-    call_of = _call_of(name, names, kinds, varying)
+    call_of, converts = _call_of(name, names, kinds, varying), _converts(kinds)
 
     def fresh(
         arguments: tuple[Any, ...],
@@ -247,15 +280,17 @@ def register(
 
     def eager(*arguments: Any) -> None:
         if not tracing() and past_dispatcher(tensors := tensors_of(arguments)):
-            call = call_of(arguments, tensors)
+            try:
+                call = call_of(arguments, tensors)
+            except RuntimeError:  # the tensors of a function transform have no address
+                op(*arguments)
+                return
             if (_Launcher.repeat or _load_repeat())(call):
                 return
             form = launcher().form_of(call)
             if launcher().move(call, form, partial(check_apart, arguments)):
                 return
-            # Functional tensors have the plain type too, but other dispatch keys, so `repeat` and `move` have
-            # not matched one. They need the dispatcher.
-            if not any(map(torch._is_functional_tensor, call[1])):
+            if not converts(arguments) and not needs_dispatcher(call[1]):
                 fresh(arguments, call, form)
                 return
         op(*arguments)
@@ -269,7 +304,7 @@ def register(
 
     for key, implementation in (("CPU", run), ("CUDA", run), ("Meta", meta)):
         _library.impl(name, implementation, key)
-    OPS[name] = Op(eager, run, fresh, names, cuda, check_apart)
+    OPS[name] = Op(eager, run, fresh, names, cuda, check_apart, converts)
     return eager
 
 

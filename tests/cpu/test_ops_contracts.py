@@ -27,7 +27,7 @@ from moe_fp8 import (
 from moe_fp8.jit.files import distrust
 from moe_fp8.ops import examine, registry
 from moe_fp8.settings import parse_settings
-from tests import cases, checked_calls, graph_cases
+from tests import cases, checked_calls, graph_cases, moe_cases
 
 pytestmark = pytest.mark.usefixtures("checked_mode")
 
@@ -433,3 +433,15 @@ def test_contents_are_not_read_unless_asked(monkeypatch: pytest.MonkeyPatch) -> 
     assert not registry.checked(torch.zeros(1))
     monkeypatch.setattr(registry, "settings", lambda: parse_settings({"MOE_FP8_CHECKED": "1"}))
     assert registry.checked(torch.zeros(1))
+
+
+@pytest.mark.parametrize("wrong", ["w13_scale", "w2_scale"])
+def test_a_layer_names_its_own_argument(wrong: str) -> None:
+    layer = moe_cases.Layer(moe_cases.Case(9, 2, 3, 256), 128, "cpu")
+    x, ids, weights = layer.inputs()
+    given = {name: getattr(layer, name) for name in ("w13", "w13_scale", "w2", "w2_scale")}
+    given[wrong][0, 0, 0] = float("nan")
+    with pytest.raises(ContractError, match=f"fused_moe: {wrong}: expected") as caught:
+        moe_fp8.fused_moe(x, ids, weights, **given)
+    assert (caught.value.op, caught.value.argument) == ("fused_moe", wrong)
+    assert caught.value.replay_file is not None and caught.value.replay_file in str(caught.value)

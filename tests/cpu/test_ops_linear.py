@@ -41,23 +41,24 @@ def test_the_output_may_be_the_input() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "op", "argument"),
+    ("given", "argument"),
     [
-        ({"x": torch.zeros(K).bfloat16()}, "linear_fp8", "x"),
-        ({"weight": torch.zeros(K).to(torch.float8_e4m3fn)}, "linear_fp8", "weight"),
-        ({"x": torch.zeros(4, 200).bfloat16()}, "quantize_fp8", "x"),
-        ({"x": torch.zeros(4, K).int()}, "quantize_fp8", "x"),
-        ({"x": torch.zeros(4, 2 * K).bfloat16()}, "gemm_fp8", "b"),
-        ({"weight_scale": torch.zeros(2, 1)}, "gemm_fp8", "b_scale"),
-        ({"out": torch.zeros(4, N + 64).bfloat16()}, "gemm_fp8", "out"),
+        ({"x": torch.zeros(K).bfloat16()}, "x"),
+        ({"weight": torch.zeros(K).to(torch.float8_e4m3fn)}, "weight"),
+        ({"x": torch.zeros(4, 200).bfloat16()}, "x"),
+        ({"x": torch.zeros(4, K).int()}, "x"),
+        ({"x": torch.zeros(4, 2 * K).bfloat16()}, "weight"),
+        ({"weight_scale": torch.zeros(2, 1)}, "weight_scale"),
+        ({"out": torch.zeros(4, N + 64).bfloat16()}, "out"),
     ],
 )
-def test_what_the_ops_refuse(given: dict[str, Any], op: str, argument: str) -> None:
+def test_what_its_ops_refuse_is_named_as_its_caller_does(given: dict[str, Any], argument: str) -> None:
     weight, scale = _weights()
     arguments = {"x": torch.zeros(4, K).bfloat16(), "weight": weight, "weight_scale": scale, **given}
     with pytest.raises(ArgumentError) as caught:
         linear_fp8(**arguments)
-    assert (caught.value.op, caught.value.argument) == (op, argument)
+    assert (caught.value.op, caught.value.argument) == ("linear_fp8", argument)
+    assert str(caught.value).startswith(f"linear_fp8: {argument}: expected")
 
 
 def test_memory_shared_with_weights_is_refused() -> None:

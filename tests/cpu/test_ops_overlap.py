@@ -168,6 +168,50 @@ def test_a_workspace_over_another_argument_is_refused(op: str) -> None:
             assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("op", ["fused_moe", "indexer_select", "paged_indexer_select"])
+def test_an_output_of_several_ops_over_an_argument_is_refused(op: str) -> None:
+    function, tensors, options = _with_workspace()[op]
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    for name, tensor in tensors.items():
+        if name in ("x", "out"):  # `out` of a layer may be x
+            continue
+        over = {**tensors, name: placed(tensor, memory, 0), "out": placed(tensors["out"], memory, 0)}
+        with pytest.raises(ArgumentError, match=f"{op}: out: expected no memory of {name}"):
+            function(**over, **options)
+
+
+def test_scales_that_overlap_themselves_are_refused() -> None:
+    x, ids = torch.zeros(4, 256).bfloat16(), torch.zeros(4, 2, dtype=I32)
+    room = torch.zeros(64)
+    q, values = (torch.zeros(rows, 256).to(torch.float8_e4m3fn) for rows in (4, 8))
+    permuted = torch.zeros(3, dtype=I32), torch.zeros(4, 2, dtype=I32)
+    w13 = torch.zeros(2, 512, 256).to(torch.float8_e4m3fn), torch.zeros(2, 4, 2)
+    gated = {"a": values, "a_scale": torch.ones(8, 2), "offsets": torch.zeros(3, dtype=I32)}
+    calls: list[tuple[Callable[[Tensor], object], tuple[int, ...], list[tuple[int, ...]]]] = [
+        (lambda scale: moe_fp8.quantize_fp8(x, out=(q, scale)), (4, 2), [(1, 1), (0, 1), (1, 3)]),
+        (
+            lambda scale: moe_fp8.silu_mul_quantize(
+                torch.zeros(2, 4, 512).bfloat16(), masked_m=torch.ones(2, dtype=I32),
+                out=(values.view(2, 4, 256), scale),
+            ),
+            (2, 4, 2), [(4, 1, 4), (0, 1, 4)],
+        ),
+        (
+            lambda scale: moe_fp8.moe_permute(x, ids, num_experts=2, out=(values, scale, *permuted)),
+            (8, 2), [(1, 1), (1, 4)],
+        ),
+        (
+            lambda scale: moe_fp8.grouped_gemm_silu_mul_fp8(
+                gated["a"], gated["a_scale"], *w13, offsets=gated["offsets"], out=(values, scale)
+            ), (8, 2), [(1, 1), (2, 4)],
+        ),
+    ]  # fmt: skip
+    for call_with, shape, strides in calls:
+        for stride in strides:
+            with pytest.raises(ArgumentError, match="scale: expected elements that do not overlap"):
+                call_with(room.as_strided(shape, stride))
+
+
 def test_a_tensor_without_dimensions_shares_memory_like_any_other() -> None:
     weights, scale = moe_fp8.quantize_fp8_blocks(torch.randn(128, 128))
     room = torch.zeros(6, 128)

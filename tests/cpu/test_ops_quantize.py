@@ -62,11 +62,13 @@ def test_scales_are_mn_major(m: int) -> None:
     assert scale.stride() == (1, (m + 3) // 4 * 4)
 
 
-def test_a_nan_stays_in_its_group() -> None:
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_a_nan_stays_in_its_group(power_of_two: bool) -> None:
     x = torch.randn(3, 256, generator=generator(2, "cpu"))
-    clean, clean_scale = quantize_fp8(x)
+    clean, clean_scale = quantize_fp8(x, power_of_two=power_of_two)
     x[1, 130] = float("nan")
-    q, scale = quantize_fp8(x)
+    q, scale = quantize_fp8(x, power_of_two=power_of_two)
+    assert scale[1, 1].isnan()
     keep = torch.ones(3, 2, dtype=torch.bool)
     keep[1, 1] = False
     assert torch.equal(scale[keep], clean_scale[keep])

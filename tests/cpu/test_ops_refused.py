@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -173,3 +175,13 @@ def test_quantize_blocks_refuses(w: torch.Tensor) -> None:
     with pytest.raises(ArgumentError) as caught:
         moe_fp8.quantize_fp8_blocks(w)
     assert caught.value.argument == "w"
+
+
+@pytest.mark.parametrize("op", ["quantize_fp8", "silu_mul_quantize", "moe_permute", "route_topk"])
+def test_an_out_without_all_tensors_is_refused(op: str) -> None:
+    x, ids = torch.zeros(4, 256, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.int32)
+    given: dict[str, tuple[Any, ...]] = {"moe_permute": (x, ids), "route_topk": (x, 2)}
+    options = {"num_experts": 2} if op == "moe_permute" else {}
+    for out in ((torch.zeros(4),), torch.zeros(2, 4)):
+        with pytest.raises(ArgumentError, match=f"{op}: out: expected "):
+            getattr(moe_fp8, op)(*given.get(op, (x,)), **options, out=out)

@@ -28,8 +28,8 @@ def linear_fp8(
     out: bf16 or fp32 `[M, N]` as in `gemm_fp8`, or None for bf16. It may be x itself, which is read first.
 
     Returns out, with the bits of the two ops. Two launches. An eager call takes the CPU less time than calls
-    of the two ops, since their launches are remembered together. x quantized and its scales are allocated. No
-    host synchronization; safe to capture. Raises what the two ops raise.
+    of the two ops, since their launches are remembered together. It allocates the quantized x and its scales.
+    No host synchronization; safe to capture. Raises what the two ops raise.
     """
     if x.dim() != 2 or weight.dim() != 2:
         arguments.rank("linear_fp8", "x", x, "[M, K]", 2)
@@ -40,6 +40,7 @@ def linear_fp8(
     scale = empty_mn_major((x.shape[0], x.shape[1] // 128), x)
     sequence.run(
         "linear_fp8",
+        ("x", "weight", "weight_scale", "out", "q", "scale"),
         (x, weight, weight_scale, out, q, scale),
         (power_of_two, constant_weights),
         partial(_check_memory, weight, weight_scale, out),

@@ -210,6 +210,12 @@ _PREFILL = ("q", "k", "k_scale", "weights", "ks", "ke", "out")
 _DECODE = ("q", "kv_cache", "weights", "context_lens", "block_table", "out")
 
 
+def _check_memory(op: str, names: tuple[str, ...], tensors: tuple[Tensor, ...]) -> None:
+    """`out`, which comes last, is the caller's. Its first rows are written while other rows' inputs count."""
+    if not arguments.traced():
+        arguments.apart(op, names, tuple(range(len(names))), (len(names) - 1,), tensors)
+
+
 def indexer_select(
     q: Tensor,
     k: Tensor,
@@ -247,6 +253,8 @@ def indexer_select(
         given = {"q": q, "k": k, "k_scale": k_scale, "weights": weights, "ks": ks, "ke": ke}
         contract = partial(contracts.queries, "indexer_select", k_scale, weights, ks, ke, keys)
         examine("indexer_select", {**given, "topk": topk}, contract)
+    if out is not None:
+        _check_memory("indexer_select", _PREFILL, (q, k, k_scale, weights, ks, ke, out))
     out = checks.selection_out("indexer_select", num_rows, topk, q, out)
     if num_rows == 0:
         return out
@@ -305,6 +313,9 @@ def paged_indexer_select(
         operands = context_lens, next_n, block_table, kv_cache, weights, max_context_len
         sizes = {"topk": topk, "max_context_len": max_context_len}
         examine(op, {**given, **sizes}, partial(contracts.paged_contexts, op, *operands))
+    if out is not None:
+        tensors = q, kv_cache, weights, context_lens, block_table, out
+        _check_memory("paged_indexer_select", _DECODE, tensors)
     out = checks.selection_out("paged_indexer_select", batch * next_n, topk, q, out)
     if batch == 0:
         return out

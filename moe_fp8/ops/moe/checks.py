@@ -24,6 +24,7 @@ from moe_fp8.ops.arguments import (
     contiguous,
     extent,
     int32_vector,
+    no_overlap,
     refuse_address,
     refuse_device,
     refuse_dtype,
@@ -32,6 +33,9 @@ from moe_fp8.ops.arguments import (
     swiglu_limit,
     unaligned,
 )
+
+#: CTAs that divide the columns of `moe_permute` count them times their own number in 32 bits.
+_MOST_COLUMNS = 1 << 24
 
 
 def permute(
@@ -50,6 +54,8 @@ def permute(
     if x.dim() != 2 or x.shape[1] % 128 or x.shape[1] == 0:
         refuse_shape(op, "x", x, "[T, K] with K a positive multiple of 128")
     tokens, k = x.shape
+    if k > _MOST_COLUMNS:
+        raise ArgumentError(op, "x", f"at most {_MOST_COLUMNS} columns", k, "divide the call")
     if x.dtype is FP8:
         if x_scale is None or x_scale.shape != (tokens, k // 128) or x_scale.dtype is not F32:
             got = None if x_scale is None else [*x_scale.shape, x_scale.dtype]
@@ -78,6 +84,8 @@ def permute(
         refuse_shape(op, "a_scale", a_scale, f"[{a.shape[0]}, {k // 128}]")
     if a_scale.dtype is not F32:
         refuse_dtype(op, "a_scale", a_scale, "float32")
+    if not scales.is_mn_major(a_scale):
+        no_overlap(op, "a_scale", a_scale)
     if offsets.dim() != 1 or not 2 <= offsets.shape[0] <= MAX_EXPERTS + 1:
         refuse_shape(op, "offsets", offsets, f"[num_experts + 1], 1 to {MAX_EXPERTS} experts")
     if rows.shape != topk_ids.shape:
@@ -134,6 +142,8 @@ def gemm_silu_mul(
         if tensor.dtype is not FP8:
             refuse_dtype(op, name, tensor, "float8_e4m3fn")
     contiguous(op, a=a, w13=w13, q=q)
+    if not scales.is_mn_major(scale):
+        no_overlap(op, "scale", scale)
     if not w13_scale.is_contiguous():
         refuse_layout(op, "w13_scale", w13_scale)
     swiglu_limit(op, limit)
@@ -181,7 +191,7 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> Non
 def layer_weights(x: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> None:
     """x [T,K]; w13 fp8 [E,2I,K], w2 fp8 [E,K,I], with fp32 scales of 128 x 128 blocks; K and I % 128 == 0.
 
-    The GEMMs check strides, dtypes and devices.
+    The GEMMs check the rest.
     """
     op, k = "fused_moe", x.shape[1]
     if w13.dim() != 3 or w13.shape[2] != k or w13.shape[1] % 256 or not w13.numel():

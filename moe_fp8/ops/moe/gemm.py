@@ -69,7 +69,7 @@ def grouped_gemm_silu_mul_fp8(
     Returns `(q, scale)`: q float8_e4m3fn `[M, I]`, contiguous; scale fp32 `[M, I/128]`, MN-major. The bits
     are those of the two ops, which round the product to bf16 in between. Rows of no expert keep their
     values. Launches one kernel; no host synchronization; safe to capture: a replay reads offsets anew.
-    Raises ArgumentError.
+    Raises ArgumentError; in checked mode ContractError, as `grouped_gemm_fp8_contiguous` does.
     """
     op = "grouped_gemm_silu_mul_fp8"
     if out is None:
@@ -81,5 +81,7 @@ def grouped_gemm_silu_mul_fp8(
             torch.empty((m, width), dtype=torch.float8_e4m3fn, device=a.device),
             empty_mn_major((m, width // 128), a),
         )
+    else:
+        arguments.outputs(op, out, "q", "scale")
     gemm_silu_mul_op(a, a_scale, w13, w13_scale, offsets, expected_m, limit, power_of_two, rounded, *out)
     return out

@@ -112,7 +112,8 @@ def fused_moe(
 
     Five launches: `moe_permute`, `grouped_gemm_fp8_contiguous` on rows without padding, `silu_mul_quantize`,
     the second GEMM, `moe_combine`; four if interleaved. No host synchronization; safe to capture: a replay
-    reads ids anew. Nothing is allocated but the workspace and out. Raises ArgumentError.
+    reads ids anew. Nothing is allocated but the workspace and out. Raises ArgumentError; in checked mode what
+    its ops raise.
     """
     if x.dim() != 2 or topk_ids.dim() != 2:
         arguments.rank("fused_moe", "x", x, "[T, K]", 2)
@@ -126,6 +127,7 @@ def fused_moe(
     others = x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, x_scale, expert_map, out
     sequence.run(
         "fused_moe",
+        (*_TENSORS, "workspace"),
         (*others, workspace),
         (limit, power_of_two, rounded, interleaved),
         partial(_check_memory, workspace, others),
@@ -135,11 +137,12 @@ def fused_moe(
 
 
 def _check_memory(workspace: Tensor, others: tuple[Tensor | None, ...]) -> None:
-    x, _, topk_weights, *_, out = others
+    x = others[0]
     assert x is not None
     workspaces.check("fused_moe", workspace, x, _TENSORS, others)
     if not arguments.traced():
-        arguments.apart("fused_moe", ("topk_weights", "out"), (0, 1), (1,), (topk_weights, out))
+        # `out` may be x.
+        arguments.apart("fused_moe", _TENSORS, tuple(range(1, len(_TENSORS))), (len(_TENSORS) - 1,), others)
 
 
 def _steps(

@@ -99,9 +99,7 @@ def moe_permute(
         )
     else:
         if not isinstance(out, Permuted):
-            if len(out) != 4:
-                got = f"{len(out)} tensors"
-                raise ArgumentError("moe_permute", "out", "(a, a_scale, offsets, rows)", got)
+            arguments.outputs("moe_permute", out, *Permuted._fields)
             out = Permuted(*out)
         if out.offsets.shape != (num_experts + 1,):
             raise ArgumentError("moe_permute", "offsets", f"[{num_experts + 1}]", list(out.offsets.shape))
@@ -205,8 +203,10 @@ def route_topk(
         shape = logits.shape[0], topk
         weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
         out = weights, torch.empty(shape, dtype=ids_dtype, device=logits.device)
-    elif out[1].shape[1:] != (topk,):
-        raise ArgumentError("route_topk", "ids", f"[T, {topk}]", list(out[1].shape))
+    else:
+        arguments.outputs("route_topk", out, "weights", "ids")
+        if out[1].shape[1:] != (topk,):
+            raise ArgumentError("route_topk", "ids", f"[T, {topk}]", list(out[1].shape))
     kept = num_expert_group if topk_group is None else topk_group
     route_op(logits, correction_bias, *out, scoring, num_expert_group, kept, renormalize, scaling_factor)
     return out

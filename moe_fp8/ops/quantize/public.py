@@ -50,6 +50,8 @@ def quantize_fp8(
     if out is None:
         m, k = x.shape
         out = torch.empty_like(x, dtype=torch.float8_e4m3fn), empty_mn_major((m, k // 128), x)
+    else:
+        arguments.outputs("quantize_fp8", out, "q", "scale")
     q, scale = out
     quantize_op(x, q, scale, power_of_two)
     return out
@@ -92,8 +94,8 @@ def silu_mul_quantize(
 
     Returns `(q, scale)`: q float8_e4m3fn `[M, I]` or `[E, Mmax, I]`, contiguous; scale fp32 `[..., I/128]`,
     MN-major: stride `(1, align(M, 4))` or `(align(Mmax, 4) * I/128, 1, align(Mmax, 4))`, which the GEMMs read
-    without conversion. `q * scale` approximates `gate / (1 + exp(-gate)) * up`, which is computed in fp32 and
-    not rounded to bf16; its unit is x's unit squared.
+    without conversion. `q * scale` approximates `gate / (1 + exp(-gate)) * up`, whose unit is x's unit
+    squared.
 
     The CUDA kernel uses the hardware's exp and reciprocal, which are within 5e-6 of the fp32 functions.
     Therefore its scales differ from the CPU reference by a few units in the last place; a scale that is
@@ -112,6 +114,8 @@ def silu_mul_quantize(
         shape = *x.shape[:-1], x.shape[-1] // 2
         q = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
         out = q, empty_mn_major((*shape[:-1], shape[-1] // 128), x)
+    else:
+        arguments.outputs("silu_mul_quantize", out, "q", "scale")
     q, scale = out
     silu_mul_quantize_op(x, masked_m, q, scale, power_of_two, limit, rounded)
     return out

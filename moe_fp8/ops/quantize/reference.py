@@ -25,7 +25,8 @@ def scale_from_amax(amax: Tensor, power_of_two: bool) -> Tensor:
     scale = torch.div(amax.clamp_min(MIN_AMAX), amax.new_full((), FP8_MAX))
     if power_of_two:
         bits = scale.view(torch.int32)
-        scale = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        rounded = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        scale = torch.where(scale.isnan(), scale, rounded)
     return scale
 
 
