@@ -31,7 +31,8 @@ class Layer:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: bf16 [tokens, HIDDEN]. Nothing here waits for the GPU, so a CUDA graph may capture it."""
-        weights, ids = (x @ self.router.t()).float().softmax(-1).topk(TOPK)
+        # Choose each token's experts; their weights add up to 1.
+        weights, ids = moe_fp8.route_topk(x @ self.router.t(), TOPK)
         # Copy each token to a row for each of its experts, sorted by expert, and quantize it.
         a, a_scale, offsets, rows = moe_fp8.moe_permute(x, ids, num_experts=EXPERTS)
         y = moe_fp8.grouped_gemm_fp8_contiguous(a, a_scale, self.gate_up, self.gate_up_scale, offsets=offsets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -147,11 +148,36 @@ def _nearest(folder: Path) -> Path:
 
 
 def _torch() -> Finding:
+    wanted = _requirement("torch")
     try:
-        return Finding("torch", "ok", metadata.version("torch"))
+        found = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        remedy = "pip install 'torch>=2.11,<2.14'; planning and building do not need it"
+        remedy = f"pip install '{wanted}'; planning and building do not need it"
         return Finding("torch", "warn", "not installed: the ops cannot be called", remedy)
+    if not _fits(found, wanted):
+        remedy = (
+            f"pip install '{wanted}'; if an engine requires {found}, compare outputs with and without moe_fp8"
+        )
+        return Finding("torch", "warn", f"{found}, but moe_fp8 is tested with {wanted}", remedy)
+    return Finding("torch", "ok", found)
+
+
+def _requirement(name: str) -> str:
+    """What this package requires of another package, such as "torch>=2.11,<2.14"."""
+    with suppress(metadata.PackageNotFoundError):  # a source tree that is not installed
+        for requirement in metadata.requires("moe-fp8") or ():
+            if re.split(r"[^\w-]", requirement)[0] == name:
+                return requirement
+    return name
+
+
+def _fits(version: str, requirement: str) -> bool:
+    """Whether a version is within the bounds of a requirement, which name a major and a minor number."""
+    major, minor = map(int, re.findall(r"\d+", version)[:2])
+    for sign, *bound in re.findall(r"(>=|<)(\d+)\.(\d+)", requirement):
+        if ((major, minor) >= tuple(map(int, bound))) != (sign == ">="):
+            return False
+    return True
 
 
 def _gpu() -> Finding:
@@ -183,7 +209,7 @@ def _engine_checks(engine: Engine) -> tuple[tuple[str, Callable[[], Finding]], .
 
 
 def _version(engine: Engine) -> Finding:
-    name, known = engine.distribution, " and ".join(engine.versions)
+    name, known = engine.distribution, " or ".join(engine.versions)
     try:
         found = metadata.version(name)
     except metadata.PackageNotFoundError:

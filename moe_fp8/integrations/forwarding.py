@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -16,22 +16,23 @@ class NotServed(Exception):
     """The arguments are legal, and no kernel of ours serves them; the text says which and why."""
 
 
-def or_vendored(function: _Function) -> _Function:
-    """Make `function` call the same name of the engine's own copy if it raises NotServed.
+def or_vendored(function: _Function, names: Sequence[str] = ()) -> _Function:
+    """`function`, but if it raises NotServed, the engine's own copy serves the call.
 
-    If the copy lacks this name, as newer copies may, its other spelling is called (`fp8_fp4_x` for `fp8_x`).
-    If there is no copy, or it has neither name, the call raises UnsupportedError with the reason.
+    names: the name that engines call, and its other spellings; by default the name of `function`. The copy's
+    function is the first of these that it has. If there is no copy, or it has none of them, the call raises
+    UnsupportedError with the reason.
     """
-    name = function.__name__
+    names = names or (function.__name__,)
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         try:
             return function(*arguments, **options)
         except NotServed as reason:
-            other = vendored.lookup(name) or vendored.lookup(name.replace("fp8_", "fp8_fp4_", 1))
+            other = next(filter(None, map(vendored.lookup, names)), None)
             if other is None:
-                raise UnsupportedError(f"{name}: {reason}") from None
+                raise UnsupportedError(f"{names[0]}: {reason}") from None
         return other(*arguments, **options)
 
     return call  # type: ignore[return-value]

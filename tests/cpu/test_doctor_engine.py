@@ -87,6 +87,7 @@ def test_without_an_engine_nothing_is_said_of_engines() -> None:
 def test_versions(engine: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.versions[engine] = "9.9.9"
     assert (found := machine.findings(engine)[engine]).status == "warn" and "9.9.9, but" in found.detail
+    assert found.detail.endswith(f"made for {' or '.join(ENGINES[engine].versions)}")
     for version in ENGINES[engine].versions:
         machine.versions[engine] = version
         assert machine.findings(engine)[engine].status == "ok"
@@ -97,6 +98,33 @@ def test_versions(engine: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(metadata, "version", missing)
     assert (found := machine.findings(engine)[engine]).status == "warn" and "not installed" in found.detail
     assert planned.ENGINES[engine].version in ENGINES[engine].versions
+
+
+def test_a_torch_that_is_not_tested(machine: Machine) -> None:
+    wanted = next(line for line in metadata.requires("moe-fp8") or () if line.startswith("torch"))
+    for version, tested in (
+        ("2.10.1", False),
+        ("2.11.0", True),
+        ("2.13.2+cu130", True),
+        ("2.14.0a0+git12", False),
+        ("2.14.0", False),
+        ("3.0.0", False),
+    ):
+        machine.versions["torch"] = version
+        found = machine.findings("vllm")["torch"]
+        assert found.status == ("ok" if tested else "warn") and version in found.detail
+        assert tested or (f"tested with {wanted}" in found.detail and f"'{wanted}'" in found.remedy)
+
+
+def test_a_torch_beside_a_source_tree_is_not_judged(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", missing)
+    machine.versions["torch"] = "2.99.0"
+    assert machine.findings("vllm")["torch"].status == "ok"
 
 
 def test_kinds_that_are_not_asked_for(machine: Machine) -> None:

@@ -39,6 +39,7 @@ def test_the_step_is_a_mixture_of_experts() -> None:
         weights(getattr(layer, name), getattr(layer, f"{name}_scale")) for name in ("gate_up", "down")
     )
     chosen, ids = (x @ layer.router.t()).float().softmax(-1).topk(names["TOPK"])
+    chosen /= chosen.sum(-1, keepdim=True)
     expected = torch.zeros(x.shape)
     for token, (some, experts) in enumerate(zip(chosen, ids, strict=True)):
         for weight, expert in zip(some, experts, strict=True):
@@ -59,7 +60,7 @@ def test_the_page_on_engines_puts_our_module_in_the_place_of_deep_gemm() -> None
 
 
 @pytest.mark.parametrize(
-    "op", ["moe_permute", "grouped_gemm_fp8_contiguous", "silu_mul_quantize", "moe_combine"]
+    "op", ["route_topk", "moe_permute", "grouped_gemm_fp8_contiguous", "silu_mul_quantize", "moe_combine"]
 )
 def test_the_plan_has_the_ops_of_the_step(op: str) -> None:
     names = runpy.run_path(str(STEP))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -203,6 +204,37 @@ def test_logits_in_every_spelling(deep_gemm: ModuleType) -> None:
         deep_gemm.fp8_fp4_mqa_logits((q, weights), (k, k_scale), weights, ks, ke, width)
 
 
+@pytest.mark.parametrize(
+    "spellings",
+    [
+        ("fp8_mqa_logits", "fp8_fp4_mqa_logits"),
+        ("fp8_paged_mqa_logits", "fp8_fp4_paged_mqa_logits"),
+        (
+            "m_grouped_fp8_gemm_nt_masked",
+            "m_grouped_fp8_fp4_gemm_nt_masked",
+            "fp8_m_grouped_gemm_nt_masked",
+        ),
+    ],
+)
+def test_the_copy_is_called_by_the_name_that_was_called(
+    spellings: tuple[str, ...], copy: ModuleType, deep_gemm: ModuleType
+) -> None:
+    vars(copy).update({name: lambda *given, name=name, **named: name for name in spellings})
+    masked = "masked" in spellings[0]
+    operand = torch.zeros(1), torch.zeros(1)
+    tensors = [torch.zeros(1)] * (1 if masked else 5)
+    # FP4 for the GEMM, and queries with scales for the logits.
+    given = (operand, operand, *tensors, tensors[0], 1) if masked else (operand, *tensors, 8)
+    for name in spellings:
+        assert getattr(deep_gemm, name)(*given) == name
+    for name in spellings[1:]:
+        delattr(copy, name)
+        assert getattr(deep_gemm, name)(*given) == spellings[0]
+    delattr(copy, spellings[0])
+    with pytest.raises(UnsupportedError, match=f"^{spellings[1]}: "):
+        getattr(deep_gemm, spellings[1])(*given)
+
+
 def test_the_copy_may_have_the_newer_spelling_alone(copy: ModuleType, deep_gemm: ModuleType) -> None:
     case = cases.mqa_case(6, 40, 32)
     q, k, k_scale, weights, ks, ke = case.arguments()
@@ -257,11 +289,24 @@ def test_required_layouts(deep_gemm: ModuleType) -> None:
     assert transform(blocks, mn=200, k=640, **weights) is blocks
     rows = torch.randn(7, 5)
     assert transform(rows, 7, 640, (1, 128, 128), is_sfa=True).stride() == (1, 8)  # type: ignore[arg-type]
-    assert transform(rows, 7, 640, recipe_ab=(1, 128)).stride() == (1, 8)
+    assert transform(rows, 7, 640, recipe=(1, 128)).stride() == (1, 8)
+    # Two numbers are the granularities of this operand, whatever it is.
+    for is_sfa in (True, False, None):
+        named = {"num_groups": 3, "is_sfa": is_sfa}
+        assert transform(blocks, 200, 640, recipe=(128, 128), **named) is blocks
+        assert transform(blocks, 2, 640, recipe=(1, 128), **named).stride() == (20, 1, 4)
     with pytest.raises(ArgumentError, match=r"fp32 \[3, 2, 4\]"):
         transform(blocks, 200, 512, **weights)
-    with pytest.raises(UnsupportedError, match="1 x 32"):
-        transform(rows, 7, 160, recipe_ab=(1, 32))
+    for recipe in ((1, 32), (128, 32), (1, 1, 32), (64, 128), (128,), (1, 128, 128, 1)):
+        with pytest.raises(UnsupportedError, match=re.escape(f"got the recipe {recipe}")):
+            transform(rows, 7, 160, recipe=recipe)
+
+
+def test_layouts_that_are_not_served_reach_the_copy(copy: ModuleType, deep_gemm: ModuleType) -> None:
+    copy.transform_sf_into_required_layout = lambda *given: given  # type: ignore[attr-defined]
+    rows = torch.randn(7, 5)
+    given = rows, 7, 160, (1, 32)
+    assert deep_gemm.transform_sf_into_required_layout(*given) == given
 
 
 def test_modes(copy: ModuleType, deep_gemm: ModuleType) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import Parameter
 
 import moe_fp8
 from moe_fp8.errors import ArgumentError, ContractError, UnsupportedError
@@ -299,11 +300,22 @@ def test_only_weights_are_read_early(
     monkeypatch.setattr(module, "gemm_fp8", lambda *_, **options: given.append(options["constant_weights"]))
     case = named_case(name, (5,), 192, 256)
     recipe = (1, 1, 128) if name == "dense of rows" else None
-    strided = torch.stack([case.b_scale, case.b_scale], -1)[..., 0]  # another kernel makes it contiguous
-    deep_gemm.set_pdl(True)
-    try:
-        for scale in (case.b_scale, strided):
-            deep_gemm.fp8_gemm_nt((case.a, case.a_scale), (case.b, scale), case.poisoned(), recipe=recipe)
-    finally:
-        deep_gemm.set_pdl(False)
-    assert given == [name == "dense", False]
+
+    class EnginesParameter(Parameter):
+        pass
+
+    weight, scale = Parameter(case.b, requires_grad=False), EnginesParameter(case.b_scale)
+    strided = Parameter(torch.stack([scale, scale], -1)[..., 0])  # another kernel makes it contiguous
+    operands = [
+        (weight, scale),
+        (weight, strided),
+        (case.b, scale),
+        (weight, case.b_scale),
+        (case.b, case.b_scale),
+    ]
+    for pdl in (True, False):
+        deep_gemm.set_pdl(pdl)
+        for b in operands:
+            deep_gemm.fp8_gemm_nt((case.a, case.a_scale), b, case.poisoned(), recipe=recipe)
+    # Another kernel may just have written tensors that are no parameters.
+    assert given == [name == "dense", *[False] * 9]

@@ -43,14 +43,8 @@ class _Base:
 class _DeepGemm(_Base):
     use_deep_gemm_e8m0 = True
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        pass
 
-    def _get_layer_params(self, layer: Any) -> Any:
-        return layer
-
-
-class _Experts:
+class DeepGemmExperts:
     @staticmethod
     def is_supported_config(cls: Any, *arguments: Any) -> tuple[bool, str | None]:
         return True, None
@@ -63,6 +57,7 @@ def _first_elements(workspace: torch.Tensor, shape: tuple[int, ...]) -> torch.Te
 class Fake(SimpleNamespace):
     """vLLM's modules as far as the plug-in touches them."""
 
+    envs: Any
     kernels: list[Any]
     named: dict[str, set[Any]]
     oracle: Any
@@ -82,7 +77,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
         monkeypatch, "vllm.utils.deep_gemm", _fp8_gemm_nt_impl=print, DeepGemmQuantScaleFMT=formats
     )
     module(monkeypatch, "vllm.utils.import_utils")
-    module(monkeypatch, "vllm.envs", VLLM_BATCH_INVARIANT=False)
+    envs = module(monkeypatch, "vllm.envs", VLLM_BATCH_INVARIANT=False, environment_variables={})
     kernels: list[Any] = [_DeepGemm]
     linear = "vllm.model_executor.kernels.linear"
     named: dict[str, set[Any]] = {"deep_gemm": {_DeepGemm}}
@@ -100,14 +95,16 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
         backend_to_kernel_cls=lambda backend: [f"{backend} experts"],
     )  # fmt: skip
     module(monkeypatch, f"{moe}.activation", MoEActivation=SimpleNamespace(SILU="silu"))
-    module(monkeypatch, f"{moe}.experts.deep_gemm_moe", DeepGemmExperts=_Experts)
+    module(monkeypatch, f"{moe}.experts.deep_gemm_moe", DeepGemmExperts=DeepGemmExperts)
     module(monkeypatch, f"{moe}.utils", _resize_cache=_first_elements)
     quant = "vllm.model_executor.layers.quantization.utils.quant_utils"
     module(monkeypatch, quant, kFp8Dynamic128Sym=1, kFp8Static128BlockSym=2)
 
     class Loader:
+        model = torch.nn.Linear(2, 2)
+
         def load_model(self, vllm_config: Any, model_config: Any) -> Any:
-            return torch.nn.Linear(2, 2)
+            return self.model
 
     class OwnLoader(Loader):
         def load_model(self, vllm_config: Any, model_config: Any) -> Any:
@@ -116,8 +113,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     module(monkeypatch, "vllm.model_executor.model_loader.base_loader", BaseModelLoader=Loader)
     monkeypatch.setenv("VLLM_DEEP_GEMM_WARMUP", "relax")
     yield Fake(
-        kernels=kernels, named=named, oracle=oracle, loader=Loader, own_loader=OwnLoader, wrapper=wrapper,
-        platform=platform,
+        envs=envs, kernels=kernels, named=named, oracle=oracle, loader=Loader, own_loader=OwnLoader,
+        wrapper=wrapper, platform=platform,
     )  # fmt: skip
     plug_in.deactivate()
     jit.unfreeze()
@@ -166,7 +163,9 @@ def test_register_changes_vllm_and_deactivate_restores_it(
         assert ours.__name__ == "MoeFp8Experts" and theirs == f"{backend} experts"
     assert vllm.oracle.backend_to_kernel_cls("marlin") == ["marlin experts"]
     assert vllm.wrapper._fp8_gemm_nt_impl is None and os.environ["VLLM_DEEP_GEMM_WARMUP"] == "skip"
+    assert set(vllm.envs.environment_variables) == {"MOE_FP8_ENGINE"}
     plug_in.deactivate()
+    assert vllm.envs.environment_variables == {}
     assert not plug_in.active() and installed() == () and vllm.kernels == [_DeepGemm]
     assert vllm.named["deep_gemm"] == {_DeepGemm}
     after = vllm.oracle.backend_to_kernel_cls, vllm.loader.load_model, vllm.own_loader.load_model
@@ -263,10 +262,37 @@ def test_the_linear_kernel_says_what_it_serves(vllm: Fake) -> None:
     for wrong in (config(n=100), config(k=200), config(out=torch.float16), config(group=64)):
         possible, reason = kernel.can_implement(wrong)
         assert not possible and reason
-    layer = SimpleNamespace(weight=torch.empty(192, 256))
-    made = kernel()
-    made.process_weights_after_loading(layer)
-    assert (192, 256) in kernel.loaded
+
+
+def layer(weights: dict[str, tuple[int, ...]], **attributes: Any) -> torch.nn.Module:
+    """A layer with FP8 weights of these shapes."""
+    made = torch.nn.Module()
+    for name, shape in weights.items():
+        values = torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")
+        made.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
+    made.__dict__.update(attributes)
+    return made
+
+
+def loaded_model(vllm: Fake) -> torch.nn.Module:
+    """Layers as vLLM leaves them behind, where no kernel has been told of loaded weights."""
+    kernel, other = vllm.kernels[0](), _DeepGemm()
+    holder = SimpleNamespace
+    experts = {"w13_weight": (32, 4096, 7168), "w2_weight": (32, 7168, 2048)}
+    ours = vllm.oracle.backend_to_kernel_cls("triton")[0]
+    layers = [
+        layer({"weight": (4096, 7168)}, quant_method=holder(fp8_linear=kernel)),
+        layer({"weight": (1024, 7168)}, quant_method=holder(), scheme=holder(fp8_linear=kernel)),
+        layer(
+            {"weight": (2048, 7168)},
+            quant_method=holder(scheme=holder(linear_method=holder(fp8_linear=kernel))),
+        ),
+        layer({"weight": (512, 7168)}, quant_method=holder(fp8_linear=other)),
+        layer({"weight": (8, 1024, 4096)}, quant_method=holder(fp8_linear=kernel)),
+        layer(experts, quant_method=holder(experts_cls=ours), top_k=8),
+        layer({"w13_weight": (4, 256, 256), "w2_weight": (4, 256, 128)}, quant_method=holder()),
+    ]
+    return torch.nn.Sequential(*layers)
 
 
 def test_a_loaded_model_is_planned(vllm: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,9 +302,7 @@ def test_a_loaded_model_is_planned(vllm: Fake, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(planning, "warm", lambda loaded, undo: warmed.append(loaded))
     monkeypatch.setattr(models, "get_num_sms", lambda: 132)
     plug_in.activate(["dense", "experts", "indexer"])
-    vllm.kernels[0].loaded.add((4096, 7168))
-    ours = vllm.oracle.backend_to_kernel_cls("triton")[0]
-    ours.loaded.add((32, 4096, 7168))
+    monkeypatch.setattr(vllm.loader, "model", loaded_model(vllm))
     text = SimpleNamespace(index_topk=2048, index_n_heads=64, index_head_dim=128)
     pooled = SimpleNamespace(index_topk=2048, index_n_heads=16, index_head_dim=128, index_kpool=4)
     config = SimpleNamespace(
@@ -289,11 +313,13 @@ def test_a_loaded_model_is_planned(vllm: Fake, monkeypatch: pytest.MonkeyPatch) 
         speculative_config=SimpleNamespace(num_speculative_tokens=1),
     )
     model = vllm.loader().load_model(config, SimpleNamespace(max_model_len=4096, hf_text_config=text))
-    assert isinstance(model, torch.nn.Linear)
+    assert model is vllm.loader.model
     vllm.own_loader().load_model(config, SimpleNamespace(max_model_len=4096, hf_text_config=pooled))
     loaded, other = warmed
     assert (loaded.max_tokens, loaded.max_batch, loaded.next_n, loaded.data_parallel) == (8192, 64, 2, 4)
-    assert loaded.dense == {(4096, 7168)} and loaded.experts == {(32, 4096, 7168)}
+    assert loaded.dense == {(4096, 7168), (1024, 7168), (2048, 7168)}
+    assert loaded.experts == {(32, 4096, 7168), (32, 7168, 2048)} and loaded.experts_per_token == 8
+    assert not other.dense and not other.experts
     assert loaded.indexer is not None and loaded.indexer.num_heads == 64
     assert loaded.num_sms == (132,) and planning.plan_loaded(loaded).specs
     assert loaded.block_size == 64
@@ -379,7 +405,7 @@ def test_the_experts_compute_the_layer(ranks: int, quantized: bool, vllm: Fake) 
         ({"swiglu_beta": 1.0}, "beta 1.0"),
         ({"hidden_dim": 2880}, "128 divides"),
         ({"has_bias": True}, "bias"),
-        ({"num_local_experts": 2000}, "128 divides"),
+        ({"num_local_experts": 2000}, "experts, got 2000"),
         ({"in_dtype": torch.float16}, "bf16"),
     ],
 )

@@ -275,6 +275,14 @@ def sglang_calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
         ("vllm/config/scheduler.py", ("max_num_batched_tokens", "max_num_seqs")),
         ("vllm/config/parallel.py", ("data_parallel_size", "enable_expert_parallel", "use_ubatching")),
         ("vllm/envs.py", ("VLLM_DBO_COMM_SMS", "VLLM_BATCH_INVARIANT")),
+        ("vllm/compilation/caching.py", ("env_hash = hash_factors(envs.compile_factors())",)),
+        ("vllm/model_executor/layers/linear.py", ("self.quant_method",)),
+        (
+            "vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors.py",
+            ("layer.scheme = ",),
+        ),
+        ("vllm/model_executor/layers/quantization/quark/quark.py", ("layer.scheme = ",)),
+        ("vllm/model_executor/layers/fused_moe/routed_experts.py", ("self.quant_method = ", "self.top_k = ")),
         ("vllm/distributed/parallel_state.py", ("def get_ep_group", "device_communicator")),
         ("vllm/distributed/device_communicators/base_device_communicator.py", ("max_sms_used",)),
         ("vllm/plugins/__init__.py", ("vllm.general_plugins",)),
@@ -283,6 +291,27 @@ def sglang_calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
 def test_the_plug_in_finds_what_it_changes(engine: Engine, file: str, names: tuple[str, ...]) -> None:
     text = (fetch(engine) / file).read_text(encoding="utf-8")
     assert not [name for name in names if name not in text]
+
+
+@pytest.mark.parametrize("engine", VLLM, ids=lambda engine: engine.name)
+@pytest.mark.parametrize(
+    ("function", "kept"),
+    [
+        ("init_fp8_linear_kernel", "self."),
+        ("select_linear_kernel", "self."),
+        ("select_fp8_moe_backend", "self.experts_cls"),
+    ],
+)
+def test_quantization_methods_keep_our_classes(engine: Engine, function: str, kept: str) -> None:
+    """The plug-in finds kernels in any attribute of a method, and the class of experts in one attribute."""
+    targets = [
+        ast.unparse(node.targets[0])
+        for path in files(engine, f"{function}(")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Assign) and next(called(node.value, function), None) is not None
+    ]
+    assert targets or (function, engine.version) == ("select_linear_kernel", "0.24.0")
+    assert all(kept in target for target in targets), targets
 
 
 @pytest.mark.parametrize("engine", VLLM, ids=lambda engine: engine.name)

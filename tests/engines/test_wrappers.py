@@ -11,10 +11,11 @@ import torch
 
 import moe_fp8
 from moe_fp8 import integrations
+from moe_fp8.integrations import vllm as plug_in
 from tests import cases
 from tests.engines import sglang_layers, vllm_layers
 from tests.engines.layers import EngineLayers
-from tests.engines.sources import ENGINES, skipped
+from tests.engines.sources import ENGINES, Engine, skipped
 
 pytestmark = pytest.mark.skipif(skipped(), reason="ENGINE_SOURCES=skip")
 
@@ -103,6 +104,23 @@ def test_vllms_indexer(vllm: Any) -> None:
     expected = cases.paged_expected(paged, 192)
     written = expected != cases.SENTINEL
     torch.testing.assert_close(logits[written].double(), expected[written], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", VLLM, ids=lambda engine: engine.name)
+def test_vllm_compiles_a_model_for_each_choice_of_kinds(engine: Engine) -> None:
+    """What names a compiled model changes with the kinds and with our version, and comes back."""
+    layers = EngineLayers(engine, ("vllm.envs",), {"vllm.config.utils.normalize_value": str})
+    with layers.active():
+        factors = layers.module("vllm.envs").compile_factors
+        before = factors()
+        seen = [before]
+        for kinds in (("dense",), ("dense", "indexer")):
+            plug_in._separate_compiled_models(kinds)
+            assert factors()["MOE_FP8_ENGINE"] == f"{','.join(kinds)} {moe_fp8.__version__}"
+            assert factors() not in seen
+            seen.append(factors())
+            plug_in.deactivate()
+        assert factors() == before
 
 
 @pytest.fixture

@@ -8,35 +8,40 @@ import of this module needs no GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from moe_fp8 import __version__
 from moe_fp8.integrations import kinds, vendored
 from moe_fp8.integrations.deep_gemm import gemm, indexer, layout, modes, utils
+from moe_fp8.integrations.forwarding import or_vendored
 
-_GEMM_NAMES: dict[str, tuple[str, str]] = {
-    "fp8_gemm_nt": ("dense", "fp8_gemm_nt"),
-    "fp8_fp4_gemm_nt": ("dense", "fp8_gemm_nt"),
-    "m_grouped_fp8_gemm_nt_contiguous": ("experts", "m_grouped_fp8_gemm_nt_contiguous"),
-    "m_grouped_fp8_fp4_gemm_nt_contiguous": ("experts", "m_grouped_fp8_gemm_nt_contiguous"),
-    "m_grouped_fp8_gemm_nt_masked": ("experts", "m_grouped_fp8_gemm_nt_masked"),
-    "m_grouped_fp8_fp4_gemm_nt_masked": ("experts", "m_grouped_fp8_gemm_nt_masked"),
-    "fp8_m_grouped_gemm_nt_masked": ("experts", "m_grouped_fp8_gemm_nt_masked"),
-    "k_grouped_fp8_gemm_nt_contiguous": ("experts", "k_grouped_fp8_gemm_nt_contiguous"),
+#: Function -> the kind of its calls, and the names under which engines look it up.
+_FUNCTIONS: dict[Callable[..., Any], tuple[str, tuple[str, ...]]] = {
+    gemm.fp8_gemm_nt: ("dense", ("fp8_gemm_nt", "fp8_fp4_gemm_nt")),
+    gemm.m_grouped_fp8_gemm_nt_contiguous: (
+        "experts",
+        ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous"),
+    ),
+    gemm.m_grouped_fp8_gemm_nt_masked: (
+        "experts",
+        (
+            "m_grouped_fp8_gemm_nt_masked",
+            "m_grouped_fp8_fp4_gemm_nt_masked",
+            "fp8_m_grouped_gemm_nt_masked",
+        ),
+    ),
+    gemm.k_grouped_fp8_gemm_nt_contiguous: ("experts", ("k_grouped_fp8_gemm_nt_contiguous",)),
+    indexer.fp8_mqa_logits: ("indexer", ("fp8_mqa_logits", "fp8_fp4_mqa_logits")),
+    indexer.get_paged_mqa_logits_metadata: ("indexer", ("get_paged_mqa_logits_metadata",)),
+    indexer.fp8_paged_mqa_logits: ("indexer", ("fp8_paged_mqa_logits", "fp8_fp4_paged_mqa_logits")),
 }
-
-_INDEXER_NAMES = (
-    "fp8_mqa_logits",
-    "fp8_fp4_mqa_logits",
-    "get_paged_mqa_logits_metadata",
-    "fp8_paged_mqa_logits",
-    "fp8_fp4_paged_mqa_logits",
-)
 
 #: Name -> the kind of its calls, and the function.
 _SERVED: dict[str, tuple[str, Any]] = {
-    **{name: (kind, getattr(gemm, function)) for name, (kind, function) in _GEMM_NAMES.items()},
-    **{name: ("indexer", getattr(indexer, name)) for name in _INDEXER_NAMES},
+    name: (kind, or_vendored(function, (name, *names)))
+    for function, (kind, names) in _FUNCTIONS.items()
+    for name in names
 }
 
 #: Names that belong to no kind: settings, and layouts of scales.

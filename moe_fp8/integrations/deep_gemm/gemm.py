@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_fp8.errors import ArgumentError, ContractError
 from moe_fp8.integrations.deep_gemm.layout import get_mk_alignment_for_contiguous_layout
 from moe_fp8.integrations.deep_gemm.modes import early_weights
-from moe_fp8.integrations.forwarding import NotServed, or_vendored
+from moe_fp8.integrations.forwarding import NotServed
 from moe_fp8.limits import N_MULTIPLE
 from moe_fp8.ops import (
     contents,
@@ -41,7 +41,6 @@ _CONTIGUOUS = "m_grouped_fp8_gemm_nt_contiguous"
 _K_GROUPED = "k_grouped_fp8_gemm_nt_contiguous"
 
 
-@or_vendored
 def fp8_gemm_nt(
     a: Pair,
     b: Pair,
@@ -77,13 +76,12 @@ def fp8_gemm_nt(
     if a_values.shape[-1] == b_values.shape[-1] == 0:
         return _sum_of_nothing("fp8_gemm_nt", c, d)
     # (Operands with scales of rows are no weights, and a kernel that makes scales contiguous may still run.)
-    constant = early_weights() and not of_rows and b_scale.is_contiguous()
+    constant = not of_rows and early_weights(b_values, b_scale) and b_scale.is_contiguous()
     if not of_rows:
         b_scale = b_scale.contiguous()
     gemm_fp8(a_values, a_scale, b_values, b_scale, c=c, out=d, constant_weights=constant)
 
 
-@or_vendored
 def m_grouped_fp8_gemm_nt_contiguous(
     a: Pair,
     b: Pair,
@@ -183,7 +181,6 @@ def _aligned(ends: Tensor, alignment: int) -> Tensor:
     return torch.div(ends + (alignment - 1), alignment, rounding_mode="floor") * alignment
 
 
-@or_vendored
 def m_grouped_fp8_gemm_nt_masked(
     a: Pair,
     b: Pair,
@@ -214,7 +211,6 @@ def m_grouped_fp8_gemm_nt_masked(
     )
 
 
-@or_vendored
 def k_grouped_fp8_gemm_nt_contiguous(
     a: Pair,
     b: Pair,

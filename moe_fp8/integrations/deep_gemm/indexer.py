@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8.integrations.deep_gemm.utils.math import align
-from moe_fp8.integrations.forwarding import NotServed, or_vendored
+from moe_fp8.integrations.forwarding import NotServed
 from moe_fp8.ops import mqa_logits_fp8, paged_mqa_logits_fp8
 from moe_fp8.ops import paged_mqa_logits_metadata as make_metadata
 
@@ -23,7 +23,6 @@ _ROW_ALIGNMENT = 256
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-@or_vendored
 def fp8_mqa_logits(
     q: Tensor | tuple[Tensor, Tensor | None],
     kv: Pair,
@@ -54,10 +53,6 @@ def fp8_mqa_logits(
     )  # fmt: skip
 
 
-fp8_fp4_mqa_logits = fp8_mqa_logits
-
-
-@or_vendored
 def get_paged_mqa_logits_metadata(
     context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None = None
 ) -> Tensor:
@@ -70,7 +65,6 @@ def get_paged_mqa_logits_metadata(
     return make_metadata(context_lens.contiguous(), block_size=block_kv, num_sms=num_sms)
 
 
-@or_vendored
 def fp8_paged_mqa_logits(
     q: Tensor | tuple[Tensor, Tensor | None],
     kv_cache: Tensor,
@@ -99,9 +93,6 @@ def fp8_paged_mqa_logits(
         values, kv_cache, weights, context_lens.contiguous(), block_table, schedule_meta,
         max_context_len=max_context_len, out=out, out_dtype=logits_dtype,
     )  # fmt: skip
-
-
-fp8_fp4_paged_mqa_logits = fp8_paged_mqa_logits
 
 
 def _rows(q: Tensor, dims: int, columns: int, dtype: torch.dtype) -> Tensor | None:

@@ -91,23 +91,20 @@ def transform_sf_into_required_layout(
     num_groups: int | None = None,
     is_sfa: bool | None = None,
     disable_ue8m0_cast: bool = False,
-    recipe_ab: Sequence[int] | None = None,
 ) -> Tensor:
     """The scales in the layout that the Hopper kernels read.
 
     sf: fp32 `[ceil(mn / gran_mn), ceil(k / gran_k)]`, after `[num_groups]` for experts. `recipe` has the
-    granularities (m, n, k); `recipe_ab` those of this operand (mn, k) alone. `is_sfa`: activations.
+    granularities of both operands (m, n, k), or those of this operand alone (mn, k). `is_sfa`: activations.
     Scales of 128 x 128 blocks are returned as they are, scales of 1 x 128 groups MN-major.
     `disable_ue8m0_cast` means nothing on Hopper. Scales of another granularity go to the engine's own copy.
     Raises ArgumentError.
     """
-    if recipe_ab is not None:
-        rows, columns = recipe_ab
-    else:
-        m, n, columns = recipe or (1, 128, 128)
-        rows = m if is_sfa else n
-    if columns != 128 or rows not in (1, 128):
-        raise NotServed(f"the kernels read scales of 1 x 128 and 128 x 128, got {rows} x {columns}")
+    given = tuple(recipe or (1, 128, 128))
+    granularities = (given[0 if is_sfa else 1], given[2]) if len(given) == 3 else given
+    if granularities not in ((1, 128), (128, 128)):
+        raise NotServed(f"the kernels read scales of 1 x 128 and 128 x 128, got the recipe {given}")
+    rows, columns = granularities
     groups = () if num_groups is None else (num_groups,)
     expected = (*groups, -(-mn // rows), -(-k // columns))
     if tuple(sf.shape) != expected or sf.dtype is not torch.float32:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from moe_fp8 import ops
 from moe_fp8.integrations import vendored
@@ -37,11 +39,11 @@ def set_num_sms(num_sms: int) -> None:
 
 
 def set_pdl(enable: bool) -> None:
-    """With True, a dense GEMM reads weights and their scales while the kernel before it still runs.
+    """With True, a dense GEMM reads a model's weights while the kernel before it still runs.
 
-    This holds for weights with scales of 128 x 128; operands with scales of rows are no weights. An engine
-    says so because its weights do not change while it serves. Without it, only the launch itself overlaps
-    (`constant_weights` of `moe_fp8.gemm_fp8`).
+    The kernel before must not write weights, so `b` counts as weights only if it and its scales are a
+    `torch.nn.Parameter`, and the scales are of 128 x 128. Otherwise, and with False, only the launch itself
+    overlaps (`constant_weights` of `moe_fp8.gemm_fp8`).
     """
     _Modes.early_weights = bool(enable)
     vendored.set_too("set_pdl", bool(enable))
@@ -52,9 +54,10 @@ def get_pdl() -> bool:
     return _Modes.early_weights
 
 
-def early_weights() -> bool:
-    """Whether a dense GEMM may read its weights early."""
-    return _Modes.early_weights
+def early_weights(values: Tensor, scale: Tensor) -> bool:
+    """Whether a dense GEMM may read this operand early."""
+    # isinstance would ask Parameter's metaclass, which takes five times as long.
+    return _Modes.early_weights and Parameter in type(values).__mro__ and Parameter in type(scale).__mro__
 
 
 def set_compile_mode(mode: int) -> None:

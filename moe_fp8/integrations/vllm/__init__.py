@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from moe_fp8 import __version__
 from moe_fp8.errors import SettingError, UnsupportedError
 from moe_fp8.integrations import alias
 from moe_fp8.integrations.kinds import checked
@@ -66,6 +67,7 @@ def _change(kinds: tuple[str, ...]) -> None:
     _undo.append(alias.uninstall)
     _forget_symbols()
     _undo.append(_forget_symbols)
+    _separate_compiled_models(kinds)
     if "dense" in kinds:
         _register_linear_kernel()
     if "experts" in kinds:
@@ -95,6 +97,19 @@ def _forget_symbols() -> None:
         setattr(wrapper, name, None)
     if hasattr(wrapper.DeepGemmQuantScaleFMT, "_oracle_cache"):
         wrapper.DeepGemmQuantScaleFMT._oracle_cache = None
+
+
+def _separate_compiled_models(kinds: tuple[str, ...]) -> None:
+    """Keep vLLM from loading a model that it compiled with other kinds, or with another version of ours.
+
+    The plug-in changes which ops torch.compile sees. vLLM names a compiled model by the values of its
+    variables, among other things, and this table has a function for each value.
+    """
+    from vllm import envs
+
+    table, name = envs.environment_variables, "MOE_FP8_ENGINE"
+    table[name] = lambda: f"{','.join(kinds)} {__version__}"
+    _undo.append(lambda: table.pop(name))
 
 
 def _register_linear_kernel() -> None:

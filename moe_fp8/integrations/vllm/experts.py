@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,20 +27,9 @@ class MoeFp8Experts(DeepGemmExperts):
     them: up to powers of two with VLLM_USE_DEEP_GEMM_E8M0, if DeepGEMM is used at all.
     """
 
-    #: (local experts, N, K) of the products that this process has loaded, and the most experts of a token.
-    loaded: ClassVar[set[tuple[int, int, int]]] = set()
-    most_experts_per_token: ClassVar[int] = 1
-
     def __init__(self, moe_config: Any, quant_config: Any, **options: Any) -> None:
         super().__init__(moe_config=moe_config, quant_config=quant_config, **options)
         self.power_of_two = DeepGemmQuantScaleFMT.from_oracle() == DeepGemmQuantScaleFMT.FLOAT32_CEIL_UE8M0
-        experts, width = moe_config.num_local_experts, moe_config.intermediate_size_per_partition
-        type(self).loaded |= {
-            (experts, 2 * width, moe_config.hidden_dim),
-            (experts, moe_config.hidden_dim, width),
-        }
-        cls = MoeFp8Experts
-        cls.most_experts_per_token = max(cls.most_experts_per_token, moe_config.experts_per_token)
 
     @staticmethod
     def is_supported_config(
@@ -59,8 +48,10 @@ class MoeFp8Experts(DeepGemmExperts):
         if alpha not in (None, 1) or beta not in (None, 0):
             return False, f"the kernels compute SiLU(gate) * up, not SwiGLU with alpha {alpha}, beta {beta}"
         sizes = moe_config.hidden_dim, moe_config.intermediate_size_per_partition
-        if any(size % 128 for size in sizes) or moe_config.num_local_experts > MAX_EXPERTS:
+        if any(size % 128 for size in sizes):
             return False, f"the kernels need sizes that 128 divides, got {sizes}"
+        if moe_config.num_local_experts > MAX_EXPERTS:
+            return False, f"a rank has at most {MAX_EXPERTS} experts, got {moe_config.num_local_experts}"
         return True, None
 
     @staticmethod

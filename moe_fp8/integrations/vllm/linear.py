@@ -25,9 +25,6 @@ class MoeFp8LinearKernel(DeepGemmFp8BlockScaledMMKernel):
 
     apply_input_quant: ClassVar[bool] = False
 
-    #: (N, K) of the layers that this process has loaded.
-    loaded: ClassVar[set[tuple[int, int]]] = set()
-
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
         if compute_capability != 90:
@@ -47,12 +44,6 @@ class MoeFp8LinearKernel(DeepGemmFp8BlockScaledMMKernel):
         n, k = config.weight_shape
         refusal = refuse_n(n) or refuse_k(k)
         return not refusal, refusal or None
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        super().process_weights_after_loading(layer)
-        if not getattr(layer, "is_bmm", False):
-            n, k = self._get_layer_params(layer).weight.shape
-            self.loaded.add((n, k))
 
     def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
         """A: bf16 `[M, K]`; `As` is a placeholder. B: fp8 `[N, K]`, Bs: fp32 `[ceil(N/128), K/128]`."""

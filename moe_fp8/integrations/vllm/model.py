@@ -14,6 +14,10 @@ from moe_fp8.warmup.models import Indexer
 #: vLLM pads fewer heads of an indexer with zeros.
 _LEAST_HEADS = 32
 
+#: The attributes that lead from a layer to its kernel. The object in `quant_method` holds the kernel in most
+#: formats, and the layer's `scheme` holds it in compressed-tensors and Quark.
+_HOLDERS = ("quant_method", "scheme", "linear_method")
+
 #: The pages that vLLM may choose if an indexer's keys are pooled.
 _POOLED_PAGES = (32, 64)
 
@@ -33,19 +37,16 @@ def describe_loaded(model: torch.nn.Module, vllm_config: Any, model_config: Any)
         next_n=1 + drafts,
         data_parallel=parallel.data_parallel_size,  # ranks share experts with expert parallelism or without
     )
-    if "dense" in served:
-        from moe_fp8.integrations.vllm.linear import MoeFp8LinearKernel
-
-        loaded.dense |= MoeFp8LinearKernel.loaded
-    if "experts" in served:
-        from moe_fp8.integrations.vllm.experts import MoeFp8Experts
-
-        loaded.experts |= MoeFp8Experts.loaded
-        loaded.experts_per_token = MoeFp8Experts.most_experts_per_token
     for module in model.modules():
-        weights = [getattr(module, name, None) for name in ("w13_weight", "w2_weight")]
-        if "experts" in served and _calls_deep_gemm(module):
-            loaded.experts |= {tuple(weight.shape) for weight in weights if weight is not None}
+        if "dense" in served and _has_our_kernel(module):
+            weight: Any = module.weight
+            if weight.dim() == 2:  # weights of batched products have three dimensions, and are not ours
+                n, k = weight.shape
+                loaded.dense.add((n, k))
+        if "experts" in served and _calls_our_experts(module):
+            for name in ("w13_weight", "w2_weight"):
+                experts, n, k = getattr(module, name).shape
+                loaded.experts.add((experts, n, k))
             top_k: Any = module.top_k
             loaded.experts_per_token = max(loaded.experts_per_token, top_k)
     text = model_config.hf_text_config
@@ -77,10 +78,21 @@ def _sms(parallel: Any) -> tuple[int, ...]:
     return all_sms, all_sms - taken
 
 
-def _calls_deep_gemm(module: torch.nn.Module) -> bool:
-    """Whether the module has routed experts in FP8 whose products vLLM leaves to `deep_gemm`."""
+def _has_our_kernel(holder: Any) -> bool:
+    """Whether a layer, or an object that leads to its kernel, leads to our kernel of linear layers."""
+    from moe_fp8.integrations.vllm.linear import MoeFp8LinearKernel
+
+    held = getattr(holder, "__dict__", {})
+    if any(isinstance(value, MoeFp8LinearKernel) for value in held.values()):
+        return True
+    return any(_has_our_kernel(held[name]) for name in _HOLDERS if name in held)
+
+
+def _calls_our_experts(module: torch.nn.Module) -> bool:
+    """Whether the module has routed experts in FP8 that are ours, or whose products vLLM leaves to ours."""
     weight = getattr(module, "w13_weight", None)
     if weight is None or weight.dtype is not torch.float8_e4m3fn:
         return False
     experts = getattr(getattr(module, "quant_method", None), "experts_cls", None)
-    return "DeepGemm" in getattr(experts, "__name__", "")
+    name = getattr(experts, "__name__", "")
+    return name == "MoeFp8Experts" or "DeepGemm" in name
