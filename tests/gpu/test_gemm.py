@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_fp8 import ArgumentError, gemm_fp8, jit, quantize_fp8
+from moe_fp8 import ArgumentError, gemm_fp8, jit, linear_fp8, quantize_fp8
 from tests import cases
 
 
@@ -48,6 +48,31 @@ SHAPES = [
 def test_dense(m: int, n: int, k: int) -> None:
     case = cases.dense_case(m, n, k, "cuda")
     cases.check_gemm(case, _run(case))
+
+
+@pytest.mark.parametrize("m", [1, 20, 74, 130, 1500])
+def test_dense_with_constant_weights(m: int) -> None:
+    case = cases.dense_case(m, 2112, 768, "cuda")
+    operands = case.a, case.a_scale, case.b, case.b_scale
+    torch.cuda.synchronize()  # nothing may write the weights any more
+    out = gemm_fp8(*operands, out=case.poisoned(), constant_weights=True)
+    cases.check_gemm(case, out)
+    assert torch.equal(out, _run(case))
+
+
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("m", [1, 70, 600])
+def test_linear_is_the_two_ops(m: int, power_of_two: bool, constant: bool) -> None:
+    case = cases.dense_case(m, 576, 512, "cuda")
+    x = torch.randn(m, 512, generator=cases.generator(1, "cuda"), device="cuda").bfloat16()
+    torch.cuda.synchronize()
+    q, scale = quantize_fp8(x, power_of_two=power_of_two)
+    expected = gemm_fp8(q, scale, case.b, case.b_scale)
+    options = {"power_of_two": power_of_two, "constant_weights": constant}
+    for out in (None, case.poisoned(), case.poisoned()):  # prepared, moved, and moved again
+        got = linear_fp8(x, case.b, case.b_scale, out=out, **options)
+        assert torch.equal(got, expected) and (out is None or got is out)
 
 
 @pytest.mark.parametrize("m, n, k", [(1, 576, 128), (20, 192, 512), (130, 2112, 256), (1500, 4096, 384)])

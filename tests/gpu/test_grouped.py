@@ -67,6 +67,17 @@ def test_contiguous(layout: str, rows: tuple[int, ...], n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_contiguous_with_constant_weights(layout: str) -> None:
+    case = cases.contiguous_case(layout, ROWS["ragged"], 576, 768, "cuda")
+    torch.cuda.synchronize()  # nothing may write the weights or the index any more
+    out = case.poisoned()
+    operands = case.a, case.a_scale, case.b, case.b_scale
+    grouped_gemm_fp8_contiguous(*operands, **{layout: case.index}, out=out, constant_weights=True)
+    cases.check_gemm(case, out)
+    assert _equal_rows(case, out, _contiguous(case))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_contiguous_with_trailing_padding(layout: str) -> None:
     case = cases.contiguous_case(layout, (5, 0, 140), 192, 256, "cuda", total=1024)
     cases.check_gemm(case, _contiguous(case))

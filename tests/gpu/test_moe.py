@@ -1,11 +1,17 @@
-"""moe_permute and moe_combine on the GPU."""
+"""The ops around the experts, and whole layers, on the GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from moe_fp8 import moe_combine, moe_permute
+from moe_fp8 import (
+    grouped_gemm_fp8_contiguous,
+    grouped_gemm_silu_mul_fp8,
+    moe_combine,
+    moe_permute,
+    silu_mul_quantize,
+)
 from tests import moe_cases
 
 
@@ -25,6 +31,29 @@ def test_layer(name: str, width: int, interleaved: bool) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_small_layer(interleaved: bool) -> None:
     moe_cases.check_layer("missing ids", "cuda", interleaved=interleaved)
+
+
+@pytest.mark.parametrize("expected_m", [None, 1, 200])
+@pytest.mark.parametrize("pitch", [0, 64, 1])
+def test_the_fused_gemm_is_the_two_ops(pitch: int, expected_m: int | None) -> None:
+    """`pitch`: elements by which the groups of scales lie further apart than usual; 1: another layout."""
+    layer = moe_cases.Layer(moe_cases.Case(130, 4, 8, 512), 256, "cuda", interleaved=True)
+    x, ids, _ = layer.inputs()
+    a, a_scale, offsets, _ = moe_permute(x, ids, num_experts=8)
+    rows, options = a.shape[0], {"limit": 2.0, "power_of_two": True}
+    y = grouped_gemm_fp8_contiguous(a, a_scale, layer.w13, layer.w13_scale, offsets=offsets)
+    expected, expected_scale = silu_mul_quantize(y, rounded=True, **options)
+    q = torch.zeros(rows, 256, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    scale = torch.zeros(2, rows + pitch, device="cuda").t()[:rows]
+    if pitch == 1:
+        scale = torch.zeros(rows, 2, device="cuda")
+    weights = layer.given_w13, layer.w13_scale
+    got = grouped_gemm_silu_mul_fp8(
+        a, a_scale, *weights, offsets=offsets, expected_m=expected_m, rounded=True, out=(q, scale), **options
+    )
+    count = int(offsets[-1])
+    assert torch.equal(got[0].view(torch.uint8)[:count], expected.view(torch.uint8)[:count])
+    assert torch.equal(got[1][:count], expected_scale[:count])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -65,7 +65,7 @@ def test_ties_at_zero_do_not_displace_a_key() -> None:
     assert (torch.isin(chosen, positive).sum(1) == len(positive)).all()
 
 
-def _decode(case: cases.PagedCase, columns: int, budget: int | None) -> torch.Tensor:
+def _decode(case: cases.PagedCase, columns: int, budget: int | None, in_order: bool = False) -> torch.Tensor:
     return paged_indexer_select(
         case.q,
         case.kv_cache,
@@ -75,6 +75,7 @@ def _decode(case: cases.PagedCase, columns: int, budget: int | None) -> torch.Te
         topk=TOPK,
         max_context_len=columns,
         num_sms=132,
+        sorted=in_order,
         workspace=None if budget is None else _workspace(budget),
     )
 
@@ -97,9 +98,10 @@ def test_decode_in_chunks(next_n: int, block_size: int) -> None:
         out=logits,
     )
     ends = exact_cases.token_lengths(case).flatten().int()
-    expected = indexer_topk(logits, topk=TOPK, ke=ends)
-    for budget in (None, 100_000, 40_000):
-        assert torch.equal(_decode(case, columns, budget), expected)
+    for in_order in (False, True):
+        expected = indexer_topk(logits, topk=TOPK, ke=ends, sorted=in_order)
+        for budget in (None, 100_000, 40_000):
+            assert torch.equal(_decode(case, columns, budget, in_order), expected)
 
 
 @pytest.mark.sanitizer
