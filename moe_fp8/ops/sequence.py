@@ -7,21 +7,18 @@ launches and writes its own addresses there. It takes no view of a tensor, and c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
 from moe_fp8.ops.modes import Modes
-from moe_fp8.ops.registry import OPS, Op, launcher, needs_dispatcher, past_dispatcher, tracing
+from moe_fp8.ops.registry import OPS, launcher, needs_dispatcher, past_dispatcher, tracing
 
 _data_ptr = Tensor.data_ptr
 
 #: An op's name, and its arguments in the order of its schema.
 Step = tuple[str, tuple[Any, ...]]
-
-
-_Made = TypeVar("_Made")
 
 
 def run(
@@ -42,20 +39,16 @@ def run(
     tensors' attributes alone. It raises ArgumentError for other invalid arguments. An op's error about one of
     `tensors` names it as the function does.
     """
-
-    def each(do: Callable[[Op, tuple[Any, ...]], _Made]) -> list[_Made]:
-        return [_named(name, names, tensors, op, arguments, do) for op, arguments in steps()]
-
     given = tuple([tensor for tensor in tensors if tensor is not None])
     if tracing() or not (past_dispatcher(given) and Modes.launching):
         check()
-        each(_call)
+        _each(name, names, tensors, steps, fresh=False)
         return
     which = tuple([tensor is not None for tensor in tensors])
     try:
         call = (name, given[0].shape, which, *scalars, *map(_data_ptr, given)), given
     except RuntimeError:  # the tensors of a function transform have no address
-        each(_call)
+        _each(name, names, tensors, steps, fresh=False)
         return
     launch = launcher()
     if launch.repeat(call):
@@ -65,40 +58,37 @@ def run(
         return
     check()
     if not launch.movable(call, form) or needs_dispatcher(given):
-        each(_call)
+        _each(name, names, tensors, steps, fresh=False)
         return
-    launched = each(_fresh)
+    launched = _each(name, names, tensors, steps, fresh=True)
     if all(launched):
         launch.remember(call, form, given[0].get_device(), launched)
     elif Modes.launching:  # an op had nothing to do, or has done more than a launch
         launch.give_up(form)
 
 
-def _call(op: Op, arguments: tuple[Any, ...]) -> None:
-    op.call(*arguments)
-
-
-def _fresh(op: Op, arguments: tuple[Any, ...]) -> Any:
-    """The op's launch, or None if there is none to remember."""
-    if op.converts(arguments):
-        return op.call(*arguments)
-    return op.fresh(arguments, own_memory=True)
-
-
-def _named(
+def _each(
     name: str,
     names: tuple[str, ...],
     tensors: tuple[Tensor | None, ...],
-    op: str,
-    arguments: tuple[Any, ...],
-    do: Callable[[Op, tuple[Any, ...]], _Made],
-) -> _Made:
-    """`do` one step."""
+    steps: Callable[[], Sequence[Step]],
+    *,
+    fresh: bool,
+) -> list[Any]:
+    """Make the steps: their launches, or None where there is none to remember, which needs `fresh`."""
+    launched, op, arguments = [], "", ()
     try:
-        return do(OPS[op], arguments)
+        for op, arguments in steps():
+            one = OPS[op]
+            if fresh and not one.converts(arguments):
+                launched.append(one.fresh(arguments, own_memory=True))
+            else:
+                launched.append(one.call(*arguments))
     except ArgumentError as error:
-        wrong = dict(zip(OPS[op].arguments, arguments, strict=True)).get(error.argument)
-        for tensor, known in zip(tensors, names, strict=True):
-            if tensor is not None and tensor is wrong:
-                error.rename(name, known)
+        if op:
+            wrong = dict(zip(OPS[op].arguments, arguments, strict=True)).get(error.argument)
+            for tensor, known in zip(tensors, names, strict=True):
+                if tensor is not None and tensor is wrong:
+                    error.rename(name, known)
         raise
+    return launched
