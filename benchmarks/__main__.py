@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -129,10 +130,10 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("no CUDA device: benchmarks run on a Hopper GPU")
     torch.manual_seed(options.seed)
-    facts = environment(commit)
+    peer = load(options.peer)
+    facts: dict[str, Any] = environment(commit) | ({"pdl": peer.pdl} if peer else {})
     path = options.out or RESULTS / f"{facts['device']}.json"
     session = Session(ResultsFile(path, facts), replays=5 if options.quick else 20, failures=[], sets=sets)
-    peer = load(options.peer)
     print(f"{facts} peer={peer.name if peer else None}", flush=True)
     repeating = partial(
         repeated.run_repetition, seconds=options.seconds, seed=options.seed, only=options.only

@@ -4,7 +4,8 @@ Each commit is a folder with its `moe_fp8` and its `benchmarks` (`git archive CO
 folder has a process of its own, which checks and captures one shape after the other. The processes then take
 turns: while one replays, the other waits. Of two processes of the same commit, the process that was started
 first is up to 12% faster on kernels of 2 us. So everything is timed twice, each commit first once, and the
-times are geometric means of both passes.
+times are geometric means of both passes. A shape on which either commit fails has no times; it is listed as
+failed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -72,22 +73,30 @@ class _Tree:
         self._process.kill()
 
 
-def one_pass(folders: Sequence[Path], options: argparse.Namespace) -> dict[str, list[float]]:
-    """Microseconds of each folder, by the name of a shape; shapes that failed are left out."""
+def one_pass(
+    folders: Sequence[Path], options: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, list[str]]]:
+    """Microseconds of each folder by the name of a shape, and the errors of each shape that failed."""
     trees = [_Tree(folder, options) for folder in folders]
     timed: dict[str, list[float]] = {}
+    failed: dict[str, list[str]] = {}
     try:
         while True:
             messages = [message for message in [tree.read() for tree in trees] if message is not None]
             if not messages:
-                return timed
+                return timed, failed
             names = {message["shape"] for message in messages}
             if len(names) > 1 or len(messages) < len(trees):
                 raise _Failed(f"the commits time different shapes: {names}")
-            failures = [message["failed"] for message in messages if "failed" in message]
+            errors = [
+                f"{folder}: {message['failed']}"
+                for folder, message in zip(folders, messages, strict=True)
+                if "failed" in message
+            ]
             name = names.pop()
-            if failures:
-                print(f"FAILED {name}: {failures}", flush=True)
+            if errors:
+                failed[name] = errors
+                print(f"FAILED {name}: {errors}", flush=True)
             else:
                 timed[name] = _alternate(trees)
             for tree, message in zip(trees, messages, strict=True):
@@ -108,10 +117,15 @@ def _alternate(trees: Sequence[_Tree]) -> list[float]:
     return [statistics.median(taken[1:]) for taken in samples]
 
 
-def compare(old: Path, new: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each shape: its name, both times in us, and old time / new time."""
-    old_first = one_pass((old, new), options)
-    new_first = one_pass((new, old), options)
+def compare(
+    old: Path, new: Path, options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A row for each shape: its name, both times in us, and old time / new time.
+
+    A shape that failed in either pass has no row. The second list has its name and its errors.
+    """
+    old_first, failed = one_pass((old, new), options)
+    new_first, failed_again = one_pass((new, old), options)
     rows: list[dict[str, Any]] = []
     for name in old_first:
         if name in new_first:
@@ -119,7 +133,9 @@ def compare(old: Path, new: Path, options: argparse.Namespace) -> list[dict[str,
             old_us, new_us = map(statistics.geometric_mean, zip(*passes, strict=True))
             row = {"shape": name, "old_us": round(old_us, 3), "new_us": round(new_us, 3)}
             rows.append(row | {"ratio": round(old_us / new_us, 4)})
-    return rows
+    for name, errors in failed_again.items():
+        failed[name] = list(dict.fromkeys([*failed.get(name, []), *errors]))
+    return rows, [{"shape": name, "errors": errors} for name, errors in failed.items()]
 
 
 def geometric_means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -212,7 +228,7 @@ def main() -> int:
         parser.error("give two folders: the old commit's and the new commit's")
     old, new = options.folders
     try:
-        rows = compare(old, new, options)
+        rows, failed = compare(old, new, options)
     except _Failed as failure:
         print(f"FAILED {failure}", file=sys.stderr)
         return 1
@@ -222,11 +238,18 @@ def main() -> int:
     for name, mean in means.items():
         print(f"{name}: old / new = {mean}")
     if options.out:
-        options.out.write_text(_report(options, rows, means))
-    return 0
+        options.out.write_text(_report(options, rows, failed, means))
+    for shape in failed:
+        print(f"FAILED {shape['shape']}", file=sys.stderr)
+    return 1 if failed else 0
 
 
-def _report(options: argparse.Namespace, rows: list[dict[str, Any]], means: dict[str, float]) -> str:
+def _report(
+    options: argparse.Namespace,
+    rows: list[dict[str, Any]],
+    failed: list[dict[str, Any]],
+    means: dict[str, float],
+) -> str:
     import torch
 
     from .results import device_slug, today
@@ -239,7 +262,7 @@ def _report(options: argparse.Namespace, rows: list[dict[str, Any]], means: dict
     )
     facts = {"device": device_slug(torch.cuda.get_device_name()), "date": today()}
     facts |= dict(zip(("old", "new"), options.names, strict=True)) | {"what": what}
-    return json.dumps(facts | {"geometric_mean": means, "rows": rows}, indent=1) + "\n"
+    return json.dumps(facts | {"geometric_mean": means, "failed": failed, "rows": rows}, indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from .load import Load, Seen, hold, idle, samples
-from .results import Row, four_digits
+from .results import IN_A_ROW, Row, four_digits
 from .serve import replay_microseconds, shakespeare_engine
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _PREFILL_CHUNK = 1024
 def run_http(session: Session, peer: DeepGemm | None, step: int) -> None:
     """`us` is the mean decode step with all that HTTP and scheduling add; `peer` has no server.
 
-    "replay, us" in the notes is the replayed graph of the same batch, timed before and after the load.
+    "replay, us" in the notes is the graph of the same batch, replayed in a row before and after the load.
     """
     # The other classes run without the server's dependencies.
     from server_example.cache import PAGE_TOKENS
@@ -87,7 +87,8 @@ def run_http(session: Session, peer: DeepGemm | None, step: int) -> None:
         notes = figures(graph)
         row = Row("http", shape, notes["decode step, us"])
         row.notes = {
-            **notes, "replay, us": four_digits(replay_us), "added": four_digits(row.us / replay_us - 1),
+            **notes, "replay, us": four_digits(replay_us), "replays": IN_A_ROW,
+            "added": four_digits(row.us / replay_us - 1),
             "eager": figures(eager), "without HTTP": figures(piped),
         }  # fmt: skip
         row.peers["eager"] = row.notes["eager"]["decode step, us"]

@@ -48,7 +48,7 @@ def num_sms() -> int:
 def _mqa(session: Session, peer: DeepGemm | None, shape: MqaShape, terms: dict[str, Any]) -> None:
     m, n, heads, dim = shape.num_queries, shape.context, shape.heads, shape.head_dim
     set_bytes = n * (dim + 4) + m * heads * (dim + 4)
-    num_sets, num_calls = plan_rotation(set_bytes, l2_bytes(), max_sets=16)
+    num_sets, num_calls = plan_rotation(set_bytes, l2_bytes())
     sets = [inputs.mqa_inputs(shape) for _ in range(num_sets)]
     # All sets share one output, because the peer's allocation inside a graph also gives one buffer.
     out = torch.full((m, n), float("nan"), device=inputs.DEVICE)

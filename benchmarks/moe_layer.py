@@ -102,11 +102,13 @@ def _layer(session: Session, shape: MoeLayerShape, weights: Weights, terms: dict
     row = Row("moe_layer", terms, 0.0, nbytes=expert_bytes * active / len(sets))
     local = sum(int((ids < shape.local_experts).sum()) for _, _, ids in sets) / len(sets)
     row.flops = 2.0 * local * expert_bytes
-    num_bytes = moe_fp8.moe_workspace_bytes(
-        num_tokens=shape.tokens, topk=shape.topk, num_experts=shape.local_experts,
-        hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+    num_bytes = max(
+        moe_fp8.moe_workspace_bytes(
+            num_tokens=shape.tokens, topk=shape.topk, num_experts=shape.local_experts,
+            hidden_size=shape.hidden, intermediate_size=shape.intermediate, interleaved=interleaves,
+        )
+        for interleaves in (False, True)
     )  # fmt: skip
-    num_bytes += shape.tokens * shape.topk * shape.intermediate  # interleaved: room for both FP8 inputs
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=inputs.DEVICE)
 
     def ours(x: Tensor, topk_weights: Tensor, ids: Tensor) -> Tensor:

@@ -26,6 +26,9 @@ class DeepGemm:
     checks this.
     """
 
+    #: vLLM and SGLang turn programmatic dependent launch on, as every launch of ours has it.
+    pdl = True
+
     def __init__(self, folder: Path) -> None:
         if "CUDA_HOME" not in os.environ and Path(_CUDA_HOME, "bin/nvcc").exists():
             os.environ["CUDA_HOME"] = _CUDA_HOME
@@ -40,8 +43,7 @@ class DeepGemm:
         sys.path.insert(0, str(folder.resolve()))
         self._module: Any = importlib.import_module("deep_gemm")
         self._module.set_mk_alignment_for_contiguous_layout(128)
-        # vLLM and SGLang turn programmatic dependent launch on, as every launch of ours has it.
-        self._module.set_pdl(True)
+        self._module.set_pdl(self.pdl)
         self.name = f"deep_gemm-{self._module.__version__}"
 
     def aligned(self, scale: Tensor) -> Tensor:

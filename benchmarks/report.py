@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from . import plots, targets
-from .results import CLASSES, LISTED, RESULTS, ROOT, UNSEEN, set_of, short_commit
+from .results import CLASSES, IN_A_ROW, LISTED, RESULTS, ROOT, UNSEEN, measured, set_of
 
 BEGIN = "<!-- {name}: written by `make tables` -->"
 END = "<!-- end of {name} -->"
@@ -67,23 +67,40 @@ def summary(results: Results) -> str:
     parts = []
     for device in filter(_judged, results):
         parts.append(
-            f"On one {_name(device)} ({_versions(device)}). A figure is the time of DeepGEMM, or of the peer "
-            "that the line names, over ours: above 1 we are faster."
+            f"On one {_name(device)}. A figure is the time of DeepGEMM, or of the peer that the line names, "
+            "over ours: above 1 we are faster."
         )
-        parts.append(targets.headlines(device))
-        parts.append(_sets(device))
+        parts += [targets.headlines(device), _sets(device)]
+        if others := targets.others(device):
+            parts.append(f"{others} [docs/benchmarks.md](docs/benchmarks.md#targets) has all targets.")
     return "\n\n".join(parts)
+
+
+def repetition(results: Results) -> str:
+    """The number of calls of all rows of class repetition, and how many outputs differed."""
+    rows = [row for device in results for row in device["rows"] if row["class"] == "repetition"]
+    if not rows:
+        return "No device has been measured yet."
+    calls, compared, differing = (
+        sum(row[name] for row in rows) for name in ("calls", "compared", "differing")
+    )
+    return (
+        f"Since {min(row['date'] for row in rows)} the ops have been called {calls:,} times during other "
+        f"memory traffic. {compared:,} outputs were compared bit for bit, and "
+        f"{f'{differing:,}' if differing else 'none'} "
+        'differed ([docs/benchmarks.md](docs/benchmarks.md), "repetition").'
+    )
 
 
 def _sets(device: dict[str, Any]) -> str:
     """A sentence that explains the sets of shapes in the six lines."""
     listed = "Listed shapes were chosen by hand, and the kernels were tuned on them."
-    commits = sorted(
-        {short_commit(row["commit"]) for row in device["rows"] if set_of(row["shape"]) == UNSEEN}
-    )
-    if not commits:
+    if not any(set_of(row["shape"]) == UNSEEN for row in device["rows"]):
         return f"{listed} No unseen shapes have been measured yet."
-    unseen = f"Unseen shapes are drawn from the hash of the measured commit, `{'`, `'.join(commits)}`."
+    unseen = (
+        "Unseen shapes are drawn from the hash of the measured commit. A shape on which our kernel fails or "
+        "is wrong has no figure, and then a line has fewer shapes than were drawn."
+    )
     return f"{unseen} {listed}" if f" {LISTED} |" in targets.headlines(device) else unseen
 
 
@@ -96,10 +113,8 @@ def accounting(results: Results) -> str:
         drawn = list(plots.plots(device))
         if not drawn and not _judged(device):
             continue
-        parts.append(f"This is one {_name(device)} ({_versions(device)}):")
+        parts.append(f"This is one {_name(device)}:")
         parts.append(targets.table(device))
-        if earlier := _earlier(device):
-            parts.append(f"These rows come from earlier runs: {earlier}.")
         for plot in drawn:
             path = plot.path.relative_to(ROOT / "docs").as_posix()
             parts.append(f"![{plot.title}: {plot.caption}]({path})")
@@ -112,7 +127,7 @@ def full(results: Results) -> str:
         return "No device has been measured yet."
     parts = []
     for device in results:
-        parts.append(f"## {_name(device)}\n\nLast run: {_versions(device)}.")
+        parts.append(f"## {_name(device)}\n\nThe last run was {_runs([device])}.")
         for cls, rows in _by_class(device):
             parts.append(_repetition(rows) if cls == "repetition" else _table(cls, rows))
     return "\n\n".join(parts)
@@ -155,6 +170,7 @@ def _steps(rows: Results, kind: str, title: str) -> str:
 #: (file, name of the markers, generator): one entry for each marked section.
 TARGETS: list[tuple[Path, str, Callable[[Results], str]]] = [
     (ROOT / "README.md", "benchmarks", summary),
+    (ROOT / "README.md", "repetition", repetition),
     (ROOT / "docs" / "vllm.md", "engine", engine),
     (ROOT / "docs" / "benchmarks.md", "targets", accounting),
     (ROOT / "docs" / "benchmarks.md", "results", full),
@@ -173,21 +189,19 @@ def _name(device: dict[str, Any]) -> str:
     return str(device.get("device_name", device["device"].upper()))
 
 
-def _versions(device: dict[str, Any]) -> str:
-    return (
-        f"driver {device['driver']}, CUDA {device['cuda']}, PyTorch {device['torch']}, "
-        f"{device['date']}, commit `{short_commit(device['commit'])}`"
-    )
+def _versions(run: dict[str, Any]) -> str:
+    """The versions that a run had; "" of an older row, which does not have them."""
+    names = {"driver": "driver", "cuda": "CUDA", "torch": "PyTorch"}
+    return ", ".join(f"{text} {run[name]}" for name, text in names.items() if name in run)
 
 
-def _earlier(device: dict[str, Any]) -> str:
-    """The classes whose rows come from another commit than the last run, each with its commit."""
-    others: dict[str, list[str]] = {}
-    for cls, rows in _by_class(device):
-        for commit in {short_commit(row["commit"]) for row in rows} - {short_commit(device["commit"])}:
-            others.setdefault(commit, []).append(_TITLES[cls])
+def _runs(runs: Results) -> str:
+    """The dates and commits of rows, or of a file's last run, with the versions that are known."""
+    by_versions: dict[str, Results] = {}
+    for run in runs:
+        by_versions.setdefault(_versions(run), []).append(run)
     return "; ".join(
-        f"{', '.join(dict.fromkeys(titles))} (commit `{commit}`)" for commit, titles in sorted(others.items())
+        measured(some) + (f" ({versions})" if versions else "") for versions, some in by_versions.items()
     )
 
 
@@ -227,7 +241,10 @@ def _clients(rows: Results) -> list[str]:
     if "tokens/s" not in rows[0].get("notes", {}):
         return []
     header = ["streams", "answer", "steps", *_SEEN, "decode step, us", "replay, us"]
-    lines = ["What clients see, with graphs and without:", "", _line(header), _line(["---"] * len(header))]
+    intro = "What clients see, with graphs and without."
+    if any(row["notes"].get("replays") != IN_A_ROW for row in rows):
+        intro += " `replay` has a launch and a synchronization, for which the server's step does not wait."
+    lines = [intro, "", _line(header), _line(["---"] * len(header))]
     for row in rows:
         for steps, notes in (("graph", row["notes"]), ("eager", row["notes"]["eager"])):
             cells = [str(row["shape"]["streams"]), str(row["shape"]["answer"]), steps]
@@ -268,8 +285,10 @@ def _repetition(rows: Results) -> str:
 
 
 def _measured(rows: Results) -> str:
-    commits = sorted({f"{row['date']}, commit `{short_commit(row['commit'])}`" for row in rows})
-    return f"Measured {'; '.join(commits)}."
+    pdl = (
+        " DeepGEMM ran without programmatic dependent launch." if any(map(targets.without_pdl, rows)) else ""
+    )
+    return f"Measured {_runs(rows)}.{pdl}"
 
 
 _FIGURES = {"tflops": "TFLOP/s", "gbs": "GB/s", "ceiling_share": "share of ceiling"}

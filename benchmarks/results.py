@@ -10,6 +10,7 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,13 @@ _OLD_NAMES = {"random": DEVELOPMENT}
 
 #: The contestant that is our own op with the config of the batch-invariant mode.
 BATCH_INVARIANT = "batch-invariant"
+
+#: The note "replays" of a row of class http whose graph was replayed in a row. Without this note, each replay
+#: was launched and waited for alone.
+IN_A_ROW = "in a row"
+
+#: Facts that the rows of a file share; all other facts belong to a run.
+_OF_THE_DEVICE = ("device", "device_name")
 
 CLASSES = (
     "dense",
@@ -71,7 +79,8 @@ CEILINGS = {"h200": Ceiling(read_gbs=4550, fp8_tflops=1979)}
 class Row:
     """One timed shape. `us` is our time, `peers` maps a peer to its time, `rel_error` is against float64.
 
-    `shape["set"]` exists if the shape belongs to another set than `listed`.
+    `shape["set"]` exists if the shape belongs to another set than `listed`. If `warm`, calls found inputs in
+    the L2, so the row has no bandwidth and no share of a ceiling.
     """
 
     cls: str
@@ -82,11 +91,12 @@ class Row:
     peers: dict[str, float] = field(default_factory=dict)
     rel_error: float | None = None
     notes: dict[str, Any] = field(default_factory=dict)
+    warm: bool = False
 
     def to_json(self, device: str) -> dict[str, Any]:
         row: dict[str, Any] = {"class": self.cls, "shape": self.shape, "us": four_digits(self.us)}
         row["tflops"] = four_digits(self.flops / self.us / 1e6) if self.flops else None
-        row["gbs"] = four_digits(self.nbytes / self.us / 1e3) if self.nbytes else None
+        row["gbs"] = four_digits(self.nbytes / self.us / 1e3) if self.nbytes and not self.warm else None
         row["ceiling_share"] = self._ceiling_share(CEILINGS.get(device))
         row["peers"] = {name: four_digits(us) for name, us in self.peers.items()}
         row["ratio"] = four_digits(min(self.peers.values()) / self.us) if self.peers else None
@@ -97,7 +107,7 @@ class Row:
 
     def _ceiling_share(self, ceiling: Ceiling | None) -> float | None:
         """The least time for the bytes and the arithmetic, divided by the measured time."""
-        if ceiling is None or not (self.flops or self.nbytes):
+        if ceiling is None or self.warm or not (self.flops or self.nbytes):
             return None
         floor = max(self.nbytes / ceiling.read_gbs / 1e3, self.flops / ceiling.fp8_tflops / 1e6)
         return four_digits(floor / self.us)
@@ -144,6 +154,7 @@ class ResultsFile:
     class and set always come from one run. In class moe_layer it removes those of the same model, and in
     class engine those of the same model, experts and kind, which is decode, prefill or start. In class
     repetition it removes only the row of the same case and seed. All other rows stay.
+    A row also gets the facts of its run; the head of the file has those of the last run.
     Raises ValueError if the file belongs to another device.
     """
 
@@ -167,8 +178,7 @@ class ResultsFile:
         if group not in self._begun:
             self._begun.add(group)
             self._rows = [old for old in self._rows if _group(old) != group]
-        written["date"] = self.environment["date"]
-        written["commit"] = self.environment["commit"]
+        written |= {name: fact for name, fact in self.environment.items() if name not in _OF_THE_DEVICE}
         self._rows.append(written)
         self._rows.sort(key=lambda old: (CLASSES.index(old["class"]), SETS.index(set_of(old["shape"]))))
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -240,9 +250,14 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def short_commit(commit: str) -> str:
-    """A full hash cut to the number of digits that `git_commit` gives; any other text unchanged."""
-    return commit[:12] if re.fullmatch(r"[0-9a-f]{40}", commit) else commit
+def measured(rows: Iterable[dict[str, Any]]) -> str:
+    """The dates of the rows, each with its commits: "2026-01-01 `0123456`, `89abcde`; 2026-01-02 ..."."""
+    commits: dict[str, list[str]] = {}
+    for row in rows:
+        short = re.sub(r"^([0-9a-f]{7})[0-9a-f]+", r"\1", row["commit"])
+        if short not in commits.setdefault(row["date"], []):
+            commits[row["date"]].append(short)
+    return "; ".join(f"{date} `{'`, `'.join(sorted(found))}`" for date, found in sorted(commits.items()))
 
 
 def four_digits(value: float) -> float:

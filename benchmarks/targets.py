@@ -6,11 +6,12 @@ This module needs only the standard library.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .results import BATCH_INVARIANT, LISTED, SETS, UNSEEN, set_of
+from . import unseen_shapes
+from .results import BATCH_INVARIANT, IN_A_ROW, LISTED, SETS, UNSEEN, measured, set_of, shape_dict
 
 Json = dict[str, Any]
 
@@ -20,10 +21,26 @@ AGAIN, NEW_ADDRESS, NEW_M = "again", "new address", "new m"
 #: By default targets are against this peer; a row that was timed without it says nothing about them.
 _PEER = "deep_gemm"
 
+#: The mark of lines with rows that were timed before the peer had programmatic dependent launch.
+_NO_PDL = "no PDL"
+_NO_PDL_NOTE = (
+    f'"{_NO_PDL}": DeepGEMM ran without programmatic dependent launch, which engines turn on. On the listed '
+    "shapes it makes DeepGEMM's dense GEMMs 1.5% faster and its grouped GEMMs 0.0 to 0.1%. Its other kernels "
+    "were not compared."
+)
+
+
+def _with_peer(row: Json) -> bool:
+    return any(name.startswith(_PEER) for name in row.get("peers", ()))
+
+
+def without_pdl(row: Json) -> bool:
+    """Whether DeepGEMM was timed in this row, but without programmatic dependent launch."""
+    return _with_peer(row) and not row.get("pdl", False)
+
 
 def _ratio(row: Json) -> float | None:
-    with_peer = any(name.startswith(_PEER) for name in row["peers"])
-    return row["ratio"] if with_peer else None
+    return row["ratio"] if _with_peer(row) else None
 
 
 def _ratio_to_any(row: Json) -> float | None:
@@ -41,9 +58,9 @@ def _time_over_limit(row: Json) -> float | None:
 
 
 def _step_over_replay(row: Json) -> float | None:
-    """A decode step under load over the replayed graph alone."""
-    replay = row.get("notes", {}).get("replay, us")
-    return row["us"] / replay if replay else None
+    """A decode step under load over the replayed graph alone; older rows timed that graph in another way."""
+    notes = row.get("notes", {})
+    return row["us"] / notes["replay, us"] if notes.get("replays") == IN_A_ROW else None
 
 
 def _batch_invariant(row: Json) -> float | None:
@@ -100,16 +117,12 @@ TARGETS = [
     Target("mqa logits, prefill", "mqa_logits", _any, 1.25, 1.05),
     Target("paged mqa logits", "paged_mqa_logits", _any, 1.20, 1.05),
     Target("paged metadata", "paged_metadata", _any),
-    Target("top-k, against torch.topk", "topk", _any, each=1.00, figure=_ratio_to_any),
+    Target("top-k, against torch.topk, a generic top-k", "topk", _any, each=1.00, figure=_ratio_to_any),
     Target("MoE layer, 1 to 64 tokens", "moe_layer", lambda s: s["tokens"] <= 64, 1.25, 1.00, _ratio_to_any),
     Target("MoE layer, up to 1024 tokens", "moe_layer", lambda s: s["tokens"] <= 1024, figure=_ratio_to_any),
     Target("MoE layer, more tokens", "moe_layer", _any, 1.15, figure=_ratio_to_any),
     Target("selection, from queries to indices", "indexer_select", _any, each=1.50),
 ]
-
-
-def _names(cls: str) -> tuple[str, ...]:
-    return tuple(target.name for target in TARGETS if target.cls == cls)
 
 
 #: Absolute figures. A shape that counts for one of these lines still counts for the lines above.
@@ -159,13 +172,34 @@ ABSOLUTE = [
 ]
 
 
+def _names(cls: str) -> tuple[str, ...]:
+    return tuple(target.name for target in [*TARGETS, *ABSOLUTE] if target.cls == cls)
+
+
+def _lines(cls: str, shape: Json) -> list[Target]:
+    """The targets that a shape counts for."""
+    first = next((t for t in TARGETS if t.cls == cls and t.covers(shape)), None)
+    return [*filter(None, [first]), *(t for t in ABSOLUTE if t.cls == cls and t.covers(shape))]
+
+
 @dataclass(frozen=True)
 class Standing:
-    """The figures of one target over one set of shapes."""
+    """The figures of one target over one set of shapes, and their rows."""
 
     target: Target
     set_name: str
     figures: tuple[float, ...]
+    rows: tuple[Json, ...]
+
+    @property
+    def drawn(self) -> int | None:
+        """The number of shapes that their commit drew; None if the set is not drawn from a commit."""
+        cls = self.target.cls
+        draw = unseen_shapes.DRAWS.get(self.set_name, {}).get(cls)
+        if draw is None:
+            return None
+        shapes = [shape for commit in {row["commit"] for row in self.rows} for shape in draw(commit)]
+        return sum(self.target in _lines(cls, shape_dict(shape)) for shape in shapes)
 
     @property
     def mean(self) -> float:
@@ -194,44 +228,65 @@ class Standing:
 
 def standings(device: Json) -> Iterator[Standing]:
     """Every target that `device`'s rows say something about, with one entry for each set of shapes."""
-    figures: dict[tuple[int, str], list[float]] = {}
+    found: dict[tuple[int, str], list[tuple[float, Json]]] = {}
     lines = [*TARGETS, *ABSOLUTE]
     for row in device["rows"]:
-        shape = row["shape"]
-        first = next((t for t in TARGETS if t.cls == row["class"] and t.covers(shape)), None)
-        absolute = [t for t in ABSOLUTE if t.cls == row["class"] and t.covers(shape)]
-        for target in [*filter(None, [first]), *absolute]:
+        for target in _lines(row["class"], row["shape"]):
             figure = target.figure(row)
             if figure is not None:
-                figures.setdefault((lines.index(target), set_of(shape)), []).append(figure)
-    for index, set_name in sorted(figures, key=lambda key: (key[0], SETS.index(key[1]))):
-        yield Standing(lines[index], set_name, tuple(figures[index, set_name]))
+                found.setdefault((lines.index(target), set_of(row["shape"])), []).append((figure, row))
+    for index, set_name in sorted(found, key=lambda key: (key[0], SETS.index(key[1]))):
+        figures, rows = zip(*found[index, set_name], strict=True)
+        yield Standing(lines[index], set_name, figures, rows)
+
+
+def _shapes(found: Sequence[Standing]) -> str:
+    """The number of shapes of one set; of a drawn set also the number of shapes that were drawn."""
+    count = str(sum(len(at.figures) for at in found))
+    drawn = [at.drawn for at in found if at.drawn is not None]
+    return f"{count} of {sum(drawn)} {found[0].set_name}" if drawn else f"{count} {found[0].set_name}"
+
+
+def _runs(found: Sequence[Standing]) -> str:
+    """The dates and commits of the rows, marked if their ratio is against DeepGEMM without PDL."""
+    marked = any(at.target.figure is _ratio and without_pdl(row) for at in found for row in at.rows)
+    return measured(row for at in found for row in at.rows) + (f", {_NO_PDL}" if marked else "")
+
+
+def _table(header: str, lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, with a note on the marks of its lines."""
+    rule = "|" + "---|" * header.count(" | ") + "---|"
+    rows = ["| " + " | ".join(cells) + " |" for cells in lines]
+    note = ["", _NO_PDL_NOTE] if any(_NO_PDL in row for row in rows) else []
+    return "\n".join([f"| {header} |", rule, *rows, *note])
 
 
 def table(device: Json) -> str:
     """A Markdown table: geometric mean and worst figure of every target, and the promise."""
-    lines = [
-        "| class | shapes | geometric mean | target | worst | bound for each | reached |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for at in standings(device):
         target = at.target
         cells = [
             target.name,
-            f"{len(at.figures)} {at.set_name}",
+            _shapes([at]),
             f"{_number(at.mean)} {target.unit}".rstrip(),
             _number(target.mean),
             f"{_number(at.worst)} {target.unit}".rstrip(),
             ("at most " if target.at_most and target.each is not None else "") + _number(target.each),
             {True: "yes", False: "no", None: "-"}[at.reached],
+            _runs([at]),
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    header = "class | shapes | geometric mean | target | worst | bound for each | reached | measured"
+    return _table(header, lines)
 
 
 @dataclass(frozen=True)
 class Headline:
-    """A line of the README: an op, and the names of the targets whose shapes it takes together."""
+    """A line of the README: an op, and the names of its targets. The line takes their shapes together.
+
+    Its figures are those of targets against a peer; absolute figures only count as reached or missed.
+    """
 
     name: str
     targets: tuple[str, ...]
@@ -246,7 +301,7 @@ HEADLINES = [
         "`mqa_logits_fp8`, `paged_mqa_logits_fp8`", (*_names("mqa_logits"), *_names("paged_mqa_logits"))
     ),
     Headline("`fused_moe`, against the faster of vLLM's two layers", _names("moe_layer")),
-    Headline("`indexer_topk`, against `torch.topk`", _names("topk")),
+    Headline("`indexer_topk`, against `torch.topk`, a generic top-k", _names("topk")),
 ]
 
 
@@ -256,27 +311,38 @@ def headlines(device: Json) -> str:
     A line is about its unseen shapes, or about its listed shapes if it has no unseen shapes.
     """
     found = list(standings(device))
-    lines = [
-        "| op | shapes | geometric mean | worst | targets |",
-        "|---|---|---|---|---|",
-    ]
+    lines = []
     for line in HEADLINES:
         own = [at for at in found if at.target.name in line.targets]
         set_name = UNSEEN if any(at.set_name == UNSEEN for at in own) else LISTED
         own = [at for at in own if at.set_name == set_name]
-        if not own:
+        compared = [at for at in own if at.target in TARGETS]
+        if not compared:
             continue
-        figures = [figure for at in own for figure in at.figures]
+        figures = [figure for at in compared for figure in at.figures]
         mean = math.exp(sum(map(math.log, figures)) / len(figures))
         cells = [
             line.name,
-            f"{len(figures)} {set_name}",
+            _shapes(compared),
             _number(mean),
             _number(min(figures)),
             _held([at.shortfall for at in own if at.shortfall is not None]),
+            _runs(compared),
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return _table("op | shapes | geometric mean | worst | targets | measured", lines)
+
+
+def others(device: Json) -> str:
+    """A sentence on the targets that have no headline; "" without any."""
+    with_headline = {name for line in HEADLINES for name in line.targets}
+    own = [at for at in standings(device) if at.target.name not in with_headline and at.reached is not None]
+    if not own:
+        return ""
+    missed = list(dict.fromkeys(at.target.name for at in own if not at.reached))
+    names = f" ({'; '.join(missed)})" if missed else ""
+    count = len({at.target.name for at in own})
+    return f"{len(missed)} of {count} targets without a line here are missed{names}."
 
 
 def _held(shortfalls: list[float]) -> str:

@@ -10,11 +10,11 @@ import torch
 
 from moe_fp8.tune.replay import Call, Replay, alternate, l2_bytes
 
-__all__ = ["Call", "Replay", "alternate", "alternate_walls", "l2_bytes", "plan_rotation"]
+__all__ = ["Call", "Replay", "alternate", "alternate_walls", "in_a_row", "l2_bytes", "plan_rotation"]
 
 
 def plan_rotation(set_bytes: int, l2: int, max_sets: int = 64) -> tuple[int, int]:
-    """(input sets, calls of a graph): together the sets exceed 4 x the L2.
+    """(input sets, calls of a graph): together the sets exceed 4 x the L2, unless `max_sets` are too few.
 
     The calls use each set equally often. There are at least 2 sets, at most `max_sets`, and at least 8 calls.
     """
@@ -33,3 +33,20 @@ def alternate_walls(steps: Sequence[Callable[[], object]], turns: int) -> list[f
                 torch.cuda.synchronize()
             taken.append((time.perf_counter() - begun) * 1e6)
     return [statistics.median(taken) for taken in times]
+
+
+def in_a_row(step: Callable[[], object], count: int) -> float:
+    """Mean microseconds of a step that is called `count` times without waiting for the device."""
+    step()
+    if not torch.cuda.is_available():
+        begun = time.perf_counter()
+        for _ in range(count):
+            step()
+        return (time.perf_counter() - begun) * 1e6 / count
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / count

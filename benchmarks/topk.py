@@ -46,7 +46,7 @@ def _error(columns: Tensor, logits: Tensor, k: int) -> float:
 
 def _topk(session: Session, shape: TopkShape, terms: dict[str, Any]) -> None:
     k, lengths = shape.k, shape.ends()
-    num_sets, num_calls = plan_rotation(4 * sum(lengths), l2_bytes(), max_sets=16)
+    num_sets, num_calls = plan_rotation(4 * sum(lengths), l2_bytes())
     ends = None
     if shape.skew == "causal":
         ends = torch.tensor(lengths, device=inputs.DEVICE, dtype=torch.int32)

@@ -12,12 +12,13 @@ import hashlib
 import math
 import random
 import re
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from . import random_indexer, shapes
 from . import random_shapes as drawn
 from .random_shapes import MODELS, UNFITTED, Layout
+from .results import FEW_ROUNDS, UNSEEN
 from .shapes import DenseShape, GroupedShape, MqaShape, PagedShape, TopkShape
 
 _SHAPES_A_CLASS = 24
@@ -141,3 +142,21 @@ def _log_uniform(rng: random.Random, least: int, most: int) -> int:
 def _new(rng: random.Random, candidates: Sequence[_Shape], known: set[_Shape]) -> _Shape:
     """A draw from the candidates that are not in `known`."""
     return rng.choice([shape for shape in candidates if shape not in known])
+
+
+#: Set of shapes -> class -> the draw of a commit.
+DRAWS: dict[str, dict[str, Callable[[str], Sequence[Any]]]] = {
+    UNSEEN: {
+        "dense": dense,
+        "contiguous": contiguous,
+        "masked": masked,
+        "mqa_logits": mqa_logits,
+        "paged_mqa_logits": paged_mqa_logits,
+        "topk": topk,
+    },
+    FEW_ROUNDS: {
+        "dense": few_rounds_dense,
+        "contiguous": few_rounds_contiguous,
+        "masked": few_rounds_masked,
+    },
+}

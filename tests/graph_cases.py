@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,9 +157,14 @@ def _one_rank(seed: int, device: str) -> Named:
     return {**_layer(seed, device), **_on(device, ids=ids, expert_map=numbers)}
 
 
-def _fused_call(given: Named) -> Tensor:
+def _interleaved(seed: int, device: str) -> Named:
+    given = _layer(seed, device)
+    return {**given, "w1": moe_fp8.interleave_gate_up(given["w1"])}
+
+
+def _fused_call(given: Named, interleaved: bool = False) -> Tensor:
     operands = (given[name] for name in ("x", "ids", "weights", "w1", "s1", "w2", "s2"))
-    return moe_fp8.fused_moe(*operands, expert_map=given.get("expert_map"))
+    return moe_fp8.fused_moe(*operands, expert_map=given.get("expert_map"), interleaved=interleaved)
 
 
 def _layer_call(given: Named) -> Tensor:
@@ -247,5 +253,6 @@ CASES = {
     ),
     "fused_moe": GraphCase(_layer, _fused_call),
     "fused_moe of a rank": GraphCase(_one_rank, _fused_call),
+    "fused_moe of interleaved weights": GraphCase(_interleaved, partial(_fused_call, interleaved=True)),
     "a layer of experts": GraphCase(_layer, _layer_call),
 }

@@ -6,7 +6,9 @@ The reference ops play the peer. Only the clock is replaced.
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from benchmarks import (
     vllm_layer,
 )
 from benchmarks.compare import Session
+from benchmarks.peer import DeepGemm
 from benchmarks.results import ROOT, ResultsFile
 from benchmarks.shapes import (
     DenseShape,
@@ -48,28 +51,48 @@ from tests.cpu.benchmark_peer import ReferencePeer
 from tests.cpu.benchmark_rows import ENVIRONMENT, read_rows
 
 
+def _rotating(call: Any) -> list[int]:
+    """The identities of the operands that differ between input sets: the first one, and those in FP8."""
+    return [
+        operand.data_ptr() if isinstance(operand, Tensor) else id(operand)
+        for place, operand in enumerate(getattr(call, "args", ()))
+        if place == 0 or (isinstance(operand, Tensor) and operand.dtype == torch.float8_e4m3fn)
+    ]
+
+
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness on the CPU: CPU tensors, a small L2, and a clock that says 1, 2, 3... microseconds."""
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The harness on the CPU: CPU tensors, a small L2, and a clock that says 1, 2, 3... microseconds.
+
+    Gives the number of input sets of each row that was timed. All contestants have as many, and no two calls
+    of a contestant read the same operands.
+    """
+    sets: list[int] = []
 
     def replay(calls: list[Any], num_calls: int) -> list[Any]:
         for call in calls:
             call()
-        assert num_calls >= 8
+        assert num_calls >= 8 and num_calls % len(calls) == 0
+        for operands in zip(*map(_rotating, calls), strict=True):
+            assert len(set(operands)) == len(calls), "two calls have the same input"
         return calls
+
+    def alternate(replays: list[Any], turns: int) -> list[float]:
+        (count,) = {len(calls) for calls in replays}
+        sets.append(count)
+        return [float(i + 1) for i in range(len(replays))]
 
     monkeypatch.setattr(inputs, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(compare, "Replay", replay)
-    monkeypatch.setattr(
-        compare, "alternate", lambda replays, turns: [float(i + 1) for i in range(len(replays))]
-    )
+    monkeypatch.setattr(compare, "alternate", alternate)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for module in (gemm, k_grouped, logits, silu_mul, topk):
+    for module in (compare, gemm, k_grouped, logits, silu_mul, topk):
         monkeypatch.setattr(module, "l2_bytes", lambda: 1)
     for module in (logits, host, startup):
         monkeypatch.setattr(module, "num_sms", lambda: 4)
     monkeypatch.setattr(gemm, "_MASKED_ROWS", 8)
     monkeypatch.setattr(gemm, "CUBLAS", [])
+    return sets
 
 
 SMALL = {
@@ -101,7 +124,7 @@ SMALL = {
 
 @pytest.mark.parametrize("cls", SMALL)
 def test_class_runs_against_a_peer(
-    cls: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cls: str, on_cpu: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     module, constant, shapes = SMALL[cls]
     monkeypatch.setattr(module, constant, shapes)
@@ -110,6 +133,8 @@ def test_class_runs_against_a_peer(
     assert session.failures == []
     rows = read_rows(tmp_path / "h200.json")
     assert len(rows) == len(shapes)
+    # The metadata of paged logits have no inputs to speak of.
+    assert on_cpu == [1 if cls == "paged_metadata" else 2] * len(shapes)
     for row in rows:
         assert row["class"] == cls
         assert row["us"] == 1.0 and row["peers"] == {"reference": 2.0} and row["ratio"] == 2.0
@@ -121,7 +146,7 @@ def test_class_runs_against_a_peer(
 
 
 def test_a_layer_runs_beside_the_engines(
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    on_cpu: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def load(weights: tuple[Tensor, ...], topk: int, num_experts: int, expert_map: Tensor | None) -> Any:
         assert (expert_map is None) == (num_experts == weights[0].shape[0])
@@ -141,7 +166,7 @@ def test_a_layer_runs_beside_the_engines(
     moe_layer.run_moe_layer(session, None, 1)
     assert session.failures == []
     rows = read_rows(tmp_path / "h200.json")
-    assert len(rows) == len(shapes)
+    assert len(rows) == len(shapes) and on_cpu == [8] * len(shapes)
     for row in rows:
         assert row["peers"] == {"reference": 3.0} and row["notes"]["interleaved us"] == 2.0
         assert "WrongResult" in row["notes"]["wrong left out"]
@@ -151,7 +176,7 @@ def test_a_layer_runs_beside_the_engines(
 
 
 def test_a_servers_step_runs_as_a_graph_and_eagerly(
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    on_cpu: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(serve, "_BATCHES", (1, 3))
     monkeypatch.setattr(serve, "_STEPS", 2)
@@ -163,7 +188,7 @@ def test_a_servers_step_runs_as_a_graph_and_eagerly(
 
 
 def test_a_step_of_full_size_runs_as_a_graph_and_eagerly(
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    on_cpu: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(full_size, "_MODEL", SHAKESPEARE / "config.json")
     monkeypatch.setattr(full_size, "_LAYERS", {"num_hidden_layers": 2})
@@ -188,14 +213,14 @@ def test_weight_gradients_of_experts_without_tokens() -> None:
 
 
 def test_silu_mul_runs_beside_its_parts(
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    on_cpu: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     shapes = [SiluMulShape(5, 256), SiluMulShape(4, 128, num_experts=3, buffer_rows=8)]
     monkeypatch.setattr(silu_mul, "SILU_MUL_QUANTIZE", shapes)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
     silu_mul.run_silu_mul_quantize(session, None, 1)
-    assert session.failures == []
+    assert session.failures == [] and on_cpu == [2, 2]
     rows, masked = read_rows(tmp_path / "h200.json")
     assert rows["peers"] == {"torch + quantize_fp8": 2.0} and rows["notes"]["copy us"] == 3.0
     assert masked["peers"] == {} and masked["notes"]["copy us"] == 2.0
@@ -204,14 +229,14 @@ def test_silu_mul_runs_beside_its_parts(
     assert all(1e-2 < row["rel_error"] < 4e-2 for row in (rows, masked))
 
 
-def test_topk_runs_beside_torch(on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_topk_runs_beside_torch(on_cpu: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(topk, "TOPK", [TopkShape(3, 50, 8), TopkShape(9, 50, 8, "causal")])
     monkeypatch.setattr(random_shapes, "TOPK", [TopkShape(2, 70, 9, "causal")])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     results = ResultsFile(tmp_path / "h200.json", ENVIRONMENT)
     session = Session(results, replays=1, failures=[], sets=("listed", "development"))
     topk.run_topk(session, None, 1)
-    assert session.failures == []
+    assert session.failures == [] and on_cpu == [2, 2, 2]
     rows = read_rows(tmp_path / "h200.json")
     assert [row["shape"].get("set") for row in rows] == [None, None, "development"]
     for row in rows:
@@ -224,7 +249,9 @@ def test_topk_knows_a_wrong_choice() -> None:
         assert topk._error(torch.tensor([columns], dtype=torch.int32), logits, 3) == error
 
 
-def test_host_class_times_every_op(on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_host_class_times_every_op(
+    on_cpu: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("_CALLS", "_ROUNDS", "_NEW_CALLS", "_NEW_ROUNDS"):
         monkeypatch.setattr(host, name, 2)
     session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
@@ -244,7 +271,7 @@ def test_host_class_times_every_op(on_cpu: None, monkeypatch: pytest.MonkeyPatch
 
 
 def test_calls_of_class_host_are_as_new_as_their_row_says(
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    on_cpu: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(host, "_NEW_CALLS", 3)
     monkeypatch.setattr(host, "_NEW_ROUNDS", 2)
@@ -266,7 +293,7 @@ def test_calls_of_class_host_are_as_new_as_their_row_says(
 
 
 def test_compile_plan_and_warmup_run_without_a_gpu(
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    on_cpu: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
     monkeypatch.setattr(startup, "_COMPILES", 1)
@@ -293,7 +320,7 @@ def test_compile_plan_and_warmup_run_without_a_gpu(
 
 @pytest.mark.parametrize("damage", ["wrong", "unwritten"])
 def test_a_wrong_result_is_not_timed(
-    damage: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    damage: str, on_cpu: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def broken(*arguments: Tensor, out: Tensor, constant_weights: bool) -> None:
         if damage == "wrong":
@@ -308,7 +335,7 @@ def test_a_wrong_result_is_not_timed(
 
 
 def test_a_wrong_peer_is_left_out_with_the_reason(
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    on_cpu: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Broken(ReferencePeer):
         def gemm(self, *arguments: Any) -> None:
@@ -323,7 +350,7 @@ def test_a_wrong_peer_is_left_out_with_the_reason(
 
 
 def test_development_shapes_are_rows_of_their_own_set(
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    on_cpu: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(gemm, "DENSE", [DenseShape(3, 192, 256)])
     monkeypatch.setattr(gemm.random_shapes, "DENSE", [DenseShape(5, 64, 128), DenseShape(6, 64, 128)])
@@ -343,7 +370,7 @@ def test_development_shapes_are_rows_of_their_own_set(
 
 @pytest.mark.parametrize(("name", "draw"), [("unseen", "dense"), ("few_rounds", "few_rounds_dense")])
 def test_shapes_are_drawn_from_the_measured_commit(
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, draw: str
+    on_cpu: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, draw: str
 ) -> None:
     monkeypatch.setattr(gemm.unseen_shapes, draw, lambda commit: [DenseShape(len(commit), 64, 128)])
     path = tmp_path / "h200.json"
@@ -353,8 +380,22 @@ def test_shapes_are_drawn_from_the_measured_commit(
     assert row["shape"] == {"m": 40, "n": 64, "k": 128, "set": name} and row["commit"] == "c" * 40
 
 
+@pytest.mark.parametrize(("l2", "warm"), [(2 * 5 * (5 * 256 + 8), True), (2 * 5 * (5 * 256 + 8) - 1, False)])
+def test_inputs_that_stay_in_the_l2_give_no_bandwidth(
+    l2: int, warm: bool, on_cpu: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(silu_mul, "SILU_MUL_QUANTIZE", [SiluMulShape(5, 256)])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(compare, "l2_bytes", lambda: l2)
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    silu_mul.run_silu_mul_quantize(session, None, 1)
+    (row,) = read_rows(tmp_path / "h200.json")
+    assert on_cpu == [2] and row["us"] == 1.0
+    assert (row["gbs"] is None) == (row["ceiling_share"] is None) == warm
+
+
 def test_cublas_is_a_peer_and_a_ceiling(
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    on_cpu: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def block_scaled(
         a: Tensor, b: Tensor, a_scale: Tensor, a_kind: Any, b_scale: Tensor, b_kind: Any
@@ -377,7 +418,7 @@ def test_cublas_is_a_peer_and_a_ceiling(
     monkeypatch.setattr(torch, "_scaled_mm", tensor_scaled)
     session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
     gemm.run_dense(session, ReferencePeer(), 1)
-    assert session.failures == []
+    assert session.failures == [] and on_cpu == [2, 2]
     for row in read_rows(tmp_path / "h200.json"):
         scaled_mm = next(name for name in row["peers"] if name.startswith("scaled_mm-"))
         assert row["peers"] == {"reference": 2.0, scaled_mm: 3.0}
@@ -385,8 +426,22 @@ def test_cublas_is_a_peer_and_a_ceiling(
         assert row["notes"]["cublaslt per-tensor us"] == 4.0
 
 
+def test_deep_gemm_runs_with_programmatic_dependent_launch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[bool] = []
+    module = SimpleNamespace(
+        __version__="1", set_pdl=given.append, set_mk_alignment_for_contiguous_layout=lambda rows: None
+    )
+    (tmp_path / "deep_gemm").mkdir()
+    monkeypatch.setenv("CUDA_HOME", "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    assert DeepGemm(tmp_path).pdl and given == [True]
+
+
 def test_a_torch_without_scaled_mm_is_recorded(
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    on_cpu: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(gemm, "DENSE", [DenseShape(3, 192, 256)])
     monkeypatch.setattr(gemm, "CUBLAS", [cublas.scaled_mm])

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.results import CLASSES, Ceiling, ResultsFile, Row, device_slug, full_commit
+from benchmarks.results import CLASSES, Ceiling, ResultsFile, Row, device_slug, full_commit, measured
 from benchmarks.shapes import CONTIGUOUS, MASKED, PAGED_MQA_LOGITS, aligned_starts, expert_counts
-from benchmarks.timing import plan_rotation
+from benchmarks.timing import in_a_row, plan_rotation
 from tests.cpu.benchmark_rows import ENVIRONMENT, read_rows
 
 
@@ -46,11 +47,32 @@ def test_classes_merge_and_each_is_of_one_run(tmp_path: Path) -> None:
         second.add(Row("dens", {}, 1.0))
 
 
+def test_a_row_has_the_facts_of_its_run(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    ResultsFile(path, {**ENVIRONMENT, "device_name": "NVIDIA H200"}).add(Row("masked", {}, 10.0))
+    newer = {**ENVIRONMENT, "device_name": "NVIDIA H200", "driver": "2", "commit": "def", "pdl": True}
+    ResultsFile(path, newer).add(Row("dense", {}, 10.0))
+    dense, masked = read_rows(path)
+    facts = ("driver", "cuda", "torch", "commit", "date", "pdl")
+    assert [dense.get(name) for name in facts] == ["2", "13.0", "2", "def", "2026-01-01", True]
+    assert [masked.get(name) for name in facts] == ["1", "13.0", "2", "abc", "2026-01-01", None]
+    assert not {"device", "device_name"} & (dense.keys() | masked.keys())
+
+
+def test_runs_are_named_by_dates_and_short_hashes() -> None:
+    runs = [("2026-01-02", "0123456789ab"), ("2026-01-01", "fedcba9876" * 4), ("2026-01-02", "0123456")]
+    runs += [("2026-01-02", "0000000-dirty"), ("2026-01-02", "unknown")]
+    rows = [{"date": date, "commit": commit} for date, commit in runs]
+    assert measured(rows) == "2026-01-01 `fedcba9`; 2026-01-02 `0000000-dirty`, `0123456`, `unknown`"
+
+
 def test_derived_figures() -> None:
     row = Row("dense", {}, 10.0, flops=5e9, nbytes=20e6, peers={"a": 12.0, "b": 11.0}).to_json("h200")
     assert (row["tflops"], row["gbs"], row["ratio"]) == (500, 2000, 1.1)
     assert row["ceiling_share"] == pytest.approx(2000 / 4550, rel=1e-3)
     assert Row("dense", {}, 10.0, nbytes=1.0).to_json("unmeasured")["ceiling_share"] is None
+    warm = Row("dense", {}, 10.0, flops=5e9, nbytes=20e6, warm=True).to_json("h200")
+    assert (warm["tflops"], warm["gbs"], warm["ceiling_share"]) == (500, None, None)
     assert Ceiling(1, 1) and "dense" in CLASSES
 
 
@@ -84,3 +106,25 @@ def test_rotation_defeats_the_l2(set_bytes: int) -> None:
     sets, calls = plan_rotation(set_bytes, l2)
     assert sets >= 2 and calls >= 8 and calls % sets == 0
     assert sets * set_bytes > 4 * l2 or sets == 64
+
+
+def test_steps_in_a_row_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("record")
+
+        def synchronize(self) -> None:
+            done.append("wait")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 0.5
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert in_a_row(lambda: done.append("step"), 2) == 250.0
+    assert done == ["step", "record", "step", "step", "record", "wait"]

@@ -18,20 +18,7 @@ L2 = 60 << 20
 #: Hashes of two commits that do not exist.
 COMMITS = ("0123456789" * 4, "fedcba9876" * 4)
 
-FEW_ROUNDS_DRAWS = {
-    "dense": unseen_shapes.few_rounds_dense,
-    "contiguous": unseen_shapes.few_rounds_contiguous,
-    "masked": unseen_shapes.few_rounds_masked,
-}
-
-DRAWS = {
-    "dense": unseen_shapes.dense,
-    "contiguous": unseen_shapes.contiguous,
-    "masked": unseen_shapes.masked,
-    "mqa_logits": unseen_shapes.mqa_logits,
-    "paged_mqa_logits": unseen_shapes.paged_mqa_logits,
-    "topk": unseen_shapes.topk,
-}
+DRAWS = unseen_shapes.DRAWS[UNSEEN]
 
 
 def test_thirty_a_class_and_the_same_in_every_process() -> None:
@@ -141,7 +128,7 @@ def test_unseen_shapes_include_few_experts_of_many_rows(commit: str) -> None:
 
 @pytest.mark.parametrize("commit", COMMITS)
 def test_sixty_shapes_of_few_rounds(commit: str) -> None:
-    dense, *grouped = (draw(commit) for draw in FEW_ROUNDS_DRAWS.values())
+    dense, *grouped = (draw(commit) for draw in unseen_shapes.DRAWS[FEW_ROUNDS].values())
     assert all(129 <= shape.m <= 2048 for shape in dense) and len(set(dense)) == 20
     for drawn in grouped:
         assert len(set(drawn)) == 20
@@ -175,8 +162,7 @@ def test_published_sets_are_whole_draws_of_one_commit() -> None:
                 published[name, row["class"]].append(row)
         for (name, cls), rows in published.items():
             (commit,) = {row["commit"] for row in rows}
-            draw = {UNSEEN: DRAWS, FEW_ROUNDS: FEW_ROUNDS_DRAWS}[name][cls]
-            drawn = [shape_dict(shape) | {"set": name} for shape in draw(commit)]
+            drawn = [shape_dict(shape) | {"set": name} for shape in unseen_shapes.DRAWS[name][cls](commit)]
             assert sorted(map(str, drawn)) == sorted(str(row["shape"]) for row in rows), (name, cls)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import inputs, repeated, repeated_indexer, repetition, report
 from benchmarks.compare import Session
@@ -32,17 +33,12 @@ from benchmarks.shapes import (
     TopkShape,
 )
 from moe_fp8 import heuristics
-from moe_fp8.problems import GemmProblem, IndexerTopkProblem, MqaLogitsProblem
+from moe_fp8.ops.registry import OPS
+from moe_fp8.problems import GemmProblem, GemmSiluMulProblem, IndexerTopkProblem, MqaLogitsProblem
+from tests import graph_cases
+from tests.cpu.benchmark_rows import ENVIRONMENT
 
 CPU = torch.device("cpu")
-ENVIRONMENT = {
-    "device": "h200",
-    "driver": "1",
-    "cuda": "13.0",
-    "torch": "2",
-    "commit": "a",
-    "date": "2026-01-01",
-}
 
 
 @dataclass(frozen=True)
@@ -265,6 +261,37 @@ def test_the_reference_repeats(op: str, on_cpu: None) -> None:
     assert repeat(small(case), 0, seed=1).differing == 0
 
 
+class OpsCalled(TorchDispatchMode):
+    """The names of this package's ops that were called; on a CPU each call goes through the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "moe_fp8":
+            self.names.add(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_cases_call_every_op(on_cpu: None) -> None:
+    called = OpsCalled()
+    for case in map(small, CASES):
+        work = case.make(case.shape, **case.options)
+        with called:
+            work.call(torch.zeros(work.shape, dtype=work.dtype))
+    assert called.names == OPS.keys()
+
+
+def test_cases_of_graphs_call_every_op() -> None:
+    called = OpsCalled()
+    for case in graph_cases.CASES.values():
+        given = case.inputs(0, "cpu")
+        with called:
+            case.call(given)
+    assert called.names == OPS.keys()
+
+
 def test_names_tell_cases_apart() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
     some = [case.terms for case in repeated.chosen("context=200000, m=1191,")]
@@ -309,6 +336,17 @@ def test_cases_have_every_family_of_gemm_tiles() -> None:
         assert len(used[layout]) >= 2
     fp32 = {_problem(case).layout for case in gemms if case.options.get("out_dtype") == "float32"}
     assert fp32 == {"dense", "m_indices", "offsets", "masked"}
+
+
+def test_cases_have_every_tile_of_the_gemm_that_ends_in_silu() -> None:
+    shapes = [case.shape for case in CASES if case.op == "grouped_gemm_silu_mul_fp8"]
+    problems = [
+        GemmSiluMulProblem(shape.tokens * shape.topk, 2 * shape.intermediate, shape.hidden, shape.num_experts)
+        for shape in shapes
+    ]
+    assert {heuristics.silu_mul_config(problem.rows) for problem in problems} == {
+        *heuristics.silu_mul_configs()
+    }
 
 
 def test_cases_have_every_kernel_of_the_indexer() -> None:
@@ -362,8 +400,7 @@ def test_the_class_stores_rows_and_fails_what_differs(
         "compared": 9,
         "differing": 0,
         "seed": 7,
-        "date": "2026-01-01",
-        "commit": "a",
+        **{name: fact for name, fact in ENVIRONMENT.items() if name != "device"},
     }
     assert rows[1]["differing"] == 1 and "(2, 5)" in rows[1]["notes"]["example"]
     with pytest.raises(ValueError, match="no case"):
@@ -386,5 +423,9 @@ def test_rows_of_a_case_are_replaced_seed_by_seed_and_summed_by_op(tmp_path: Pat
     assert "| op | cases | seeds | calls | compared | differing |" in text
     assert "| gemm | 2 | 2 | 3,300 | 3,297 | 2 |\n| topk | 1 | 1 | 10 | 9 | 0 |\n" in text
     assert "| all | 3 | 2 | 3,310 | 3,306 | 2 |" in text
-    assert "commit `a`" in text and "commit `b`" in text
+    assert "Measured 2026-01-01 `a`, `b` (driver 1, CUDA 13.0, PyTorch 2)." in text
     assert "dense" not in report.summary([device])
+    assert report.repetition([device]).startswith(
+        "Since 2026-01-01 the ops have been called 3,310 times during other memory traffic. "
+        "3,306 outputs were compared bit for bit, and 2 differed"
+    )

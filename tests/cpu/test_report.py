@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import plots, report, targets
-from benchmarks.results import ROOT, Row
+from benchmarks import plots, report, targets, unseen_shapes
+from benchmarks.results import ROOT, Row, shape_dict
 
 DEVICE: dict[str, Any] = {
     "device": "h200",
@@ -24,7 +24,7 @@ DEVICE: dict[str, Any] = {
 
 
 def _device(*rows: Row) -> dict[str, Any]:
-    stamped = [{**row.to_json("h200"), "date": "2026-01-01", "commit": "abc"} for row in rows]
+    stamped = [{**row.to_json("h200"), "date": "2026-01-01", "commit": "abc", "pdl": True} for row in rows]
     return {**DEVICE, "rows": stamped}
 
 
@@ -54,7 +54,7 @@ def test_the_accounting_says_how_far_every_target_is() -> None:
         Row("host", {"op": "b", "call": "new m"}, 20.5),
     ]
     text = report.accounting([_device(*rows)])
-    assert "| dense, m <= 128 | 2 listed | 2.00 | 1.40 | 1.00 | 1.05 | no |" in text
+    assert "| dense, m <= 128 | 2 listed | 2.00 | 1.40 | 1.00 | 1.05 | no | 2026-01-01 `abc` |" in text
     assert "| dense, m <= 128 | 1 development | 1.50 | 1.40 | 1.50 | 1.05 | yes |" in text
     assert "| dense, m 129 to 1023 | 1 listed | 1.00 | - | 1.00 | - | - |" in text
     assert "| dense, m >= 1024 | 1 listed | 1.10 | 1.02 | 1.10 | 0.97 | yes |" in text
@@ -71,15 +71,73 @@ def test_the_accounting_says_how_far_every_target_is() -> None:
 def test_the_readme_publishes_as_unseen_only_rows_of_that_set() -> None:
     rows = [_dense(1, 10.0, 13.0), _dense(2, 10.0, 20.0, set="random"), _dense(2000, 10.0, 11.0)]
     text = report.summary([_device(*rows)])
-    assert "| `gemm_fp8`, up to 128 rows | 1 listed | 1.30 | 1.30 | missed by 7.1% |" in text
+    assert (
+        "| `gemm_fp8`, up to 128 rows | 1 listed | 1.30 | 1.30 | missed by 7.1% | 2026-01-01 `abc` |" in text
+    )
     assert "| `gemm_fp8`, more rows | 1 listed | 1.10 | 1.10 | held |" in text
     assert "No unseen shapes have been measured yet" in text and "drawn from" not in text
     unseen = _device(_dense(3, 10.0, 15.0, set="unseen"))
     unseen["rows"][0]["commit"] = "0123456789" * 4
     text = report.summary([{**DEVICE, "rows": [*_device(*rows)["rows"], *unseen["rows"]]}])
-    assert "| `gemm_fp8`, up to 128 rows | 1 unseen | 1.50 | 1.50 | held |" in text
+    few = "| `gemm_fp8`, up to 128 rows | 1 of 15 unseen | 1.50 | 1.50 | held | 2026-01-01 `0123456` |"
+    assert few in text
     assert "| `gemm_fp8`, more rows | 1 listed | 1.10 | 1.10 | held |" in text
-    assert "the measured commit, `012345678901`. Listed shapes were chosen by hand" in text
+    assert "Listed shapes were chosen by hand" in text
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_drawn_shape_without_a_row_is_missed(missing: int) -> None:
+    commit = "0123456789" * 4
+    shapes = [shape for shape in unseen_shapes.dense(commit) if shape.m <= 128]
+    terms = [shape_dict(shape) | {"set": "unseen"} for shape in shapes[missing:]]
+    device = _device(*(Row("dense", shape, 1.0, peers={"deep_gemm-2.8.1": 2.0}) for shape in terms))
+    for row in device["rows"]:
+        row["commit"] = commit
+    count = f"| {len(shapes) - missing} of {len(shapes)} unseen | 2.00 |"
+    assert count in report.summary([device]) and count in report.accounting([device])
+
+
+def test_lines_say_that_deep_gemm_ran_without_programmatic_dependent_launch() -> None:
+    rows = [_dense(1, 10.0, 14.0), _dense(2000, 10.0, 11.0), Row("host", {"op": "a"}, 4.0)]
+    rows[2].peers = {"deep_gemm-2.8.1": 5.0}
+    device = _device(*rows)
+    texts = [generate([device]) for generate in (report.summary, report.accounting, report.full)]
+    assert not any("dependent launch" in text for text in texts)
+    for row in device["rows"][1:]:
+        del row["pdl"]
+    summary, accounting, full = (
+        generate([device]) for generate in (report.summary, report.accounting, report.full)
+    )
+    for text in (summary, accounting):
+        assert text.count("`abc`, no PDL |") == 1 and text.count("ran without programmatic") == 1
+    assert "| `gemm_fp8`, more rows | 1 listed | 1.10 | 1.10 | held | 2026-01-01 `abc`, no PDL |" in summary
+    # Host time is not a ratio to DeepGEMM.
+    assert "at most 8.00 | yes | 2026-01-01 `abc` |" in accounting
+    assert full.count("Measured 2026-01-01 `abc`. DeepGEMM ran without programmatic") == 2
+
+
+def test_a_table_names_the_runs_of_its_rows_and_the_versions_that_are_known() -> None:
+    device = _device(_dense(1, 10.0, 14.0), _dense(2, 10.0, 14.0), _dense(3, 10.0, 14.0))
+    for row, commit in zip(device["rows"], ("def", "abc", "012"), strict=True):
+        row["commit"] = commit
+    device["rows"][2] |= {"driver": "590", "cuda": "13.1", "torch": "2.12", "date": "2026-01-02"}
+    text = report.full([device])
+    assert "Measured 2026-01-01 `abc`, `def`; 2026-01-02 `012` (driver 590, CUDA 13.1, PyTorch 2.12)." in text
+    assert "The last run was 2026-01-01 `abc` (driver 580, CUDA 13.0, PyTorch 2.11)." in text
+    for generate in (report.summary, report.accounting):
+        assert "580" not in generate([device])
+
+
+def test_the_readme_counts_absolute_targets_and_those_without_a_line() -> None:
+    shape = {"tokens": 8}
+    layer = Row("moe_layer", shape, 40.0, peers={"vllm": 60.0}, notes={"floor us": 20.0})
+    rows = [layer, Row("host", {"op": "a"}, 9.0), Row("compile", {"kernel": "a"}, 1e5)]
+    text = report.summary([_device(*rows)])
+    layers = "| `fused_moe`, against the faster of vLLM's two layers | 1 listed | 1.50 | 1.50 |"
+    assert f"{layers} 1 of 2 missed, by at most 31.6% |" in text
+    assert "1 of 2 targets without a line here are missed (host time of the same eager call again)." in text
+    layer.us = 30.0
+    assert f"{layers.replace('1.50', '2.00')} held |" in report.summary([_device(layer)])
 
 
 def test_a_device_without_rows_for_a_target_has_only_its_rows() -> None:
@@ -172,13 +230,18 @@ def test_what_clients_see_becomes_a_table_and_a_target() -> None:
         return {"tokens/s": tokens, "first token, p50 ms": 12.5, "decode step, us": us}
 
     shape = {"model": "m", "streams": 64, "prompt": 128, "answer": 512}
-    notes = {**seen(1050.0, 4000.0), "replay, us": 1000.0, "eager": seen(9000.0, 500.0)}
+    notes = {**seen(1050.0, 4000.0), "replay, us": 1000.0, "replays": "in a row"}
+    notes["eager"] = seen(9000.0, 500.0)
     device = _device(Row("http", shape, 1050.0, peers={"eager": 9000.0}, notes=notes))
     text = report.full([device])
     assert "| 64 | 512 | graph | 4,000 | 12.5 |  |  |  | 1,050 | 1,000 |" in text
     assert "| 64 | 512 | eager | 500 | 12.5 |  |  |  | 9,000 |  |" in text
     (line,) = [line for line in report.accounting([device]).splitlines() if "64 streams" in line]
-    assert "1.05" in line and "at most 1.10" in line and line.endswith("yes |")
+    assert "1.05" in line and "at most 1.10" in line and "| yes |" in line and "a synchronization" not in text
+    # In older rows each replay was launched and waited for alone, which a server's steps are not.
+    del device["rows"][0]["notes"]["replays"]
+    assert "a launch and a synchronization" in report.full([device])
+    assert "64 streams" not in report.accounting([device])
     assert "clients" not in report.full([_device(_full_size(1))])
 
 
