@@ -64,9 +64,13 @@ class ParamBlock:
     def copy(self) -> ParamBlock:
         """A new block with the same struct."""
         block = ParamBlock(self.size)
-        block.words[:] = self.words
-        block.words[-1] = block.address
+        block.assign(self)
         return block
+
+    def assign(self, other: ParamBlock) -> None:
+        """Take the struct of another block of this size."""
+        self.words[:] = other.words
+        self.words[-1] = self.address
 
 
 @cache

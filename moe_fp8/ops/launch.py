@@ -75,15 +75,17 @@ class _Template:
 
     `addresses`: of the tensors that the launches were made for. `low`: their lowest four bits, since checks
     and kernels may depend on alignment. `prepared`: what was prepared for each kernel.
-    `places` is empty if calls cannot be moved, and None before the second call.
+    `places` is empty if calls cannot be moved, and None before the second call. `seen`: the addresses of
+    calls that were moved and not remembered.
     """
 
-    __slots__ = ("addresses", "launch", "low", "places", "prepared")
+    __slots__ = ("addresses", "launch", "low", "places", "prepared", "seen")
 
     def __init__(self, launch: _Launch, addresses: tuple[int, ...], prepared: tuple[Prepared, ...]) -> None:
         self.launch, self.addresses, self.prepared = launch, addresses, prepared
         self.low = tuple(map(_low_bits, addresses))
         self.places: _Places | None = None
+        self.seen: set[tuple[int, ...]] = set()
 
     def find_places(self, tensors: tuple[Tensor, ...]) -> _Places:
         """Which address in a block is which tensor's, for tensors like those of the launches.
@@ -161,6 +163,19 @@ class _Memory(OrderedDict[Key, _Remembered]):
             self._total += count
 
 
+class _Scratch(threading.local):
+    """A thread's own blocks for launches that are not remembered: a launch copies its block.
+
+    Their keys are the number of a kernel among those of a call, and the size of its block.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[int, int], ParamBlock] = {}
+
+
+_scratch = _Scratch()
+
+
 def _kernels_of_templates(templates: tuple[_Template, ...]) -> int:
     return sum(len(template.prepared) for template in templates) or 1
 
@@ -168,6 +183,7 @@ def _kernels_of_templates(templates: tuple[_Template, ...]) -> int:
 # Calls of one form may still differ in dtypes, strides and alignment, so a form has a few templates. It has
 # none if its calls make more, or fewer, than the launches of their ops.
 _MAX_TEMPLATES = 4
+_MAX_SEEN = 1024
 _launches: _Memory[_Launch] = _Memory(lambda launch: len(launch.kernels))
 _templates: _Memory[tuple[_Template, ...]] = _Memory(_kernels_of_templates)
 
@@ -232,9 +248,10 @@ def form_of(call: Call) -> Key:
 def move(call: Call, form: Key, check: Callable[[], None]) -> bool:
     """Make the launches of an earlier call that differs from this call only in addresses.
 
-    Returns False if no such launches are remembered. The earlier call has passed the checks. Checks of
-    addresses remain: all tensors must be aligned as those of the earlier call, and `check` does the others.
-    `form`: `form_of` this call.
+    Returns False if no launches of such an earlier call are remembered. The earlier call has passed the
+    checks. Checks of addresses remain: all tensors must be aligned as those of the earlier call, and `check`
+    does the others. `form`: `form_of` this call. The launches are remembered for `repeat` only if an equal
+    call was moved before, since the calls of a prompt come once.
     """
     templates = _templates.get(form)
     if not templates or not Modes.launching:
@@ -254,16 +271,28 @@ def move(call: Call, form: Key, check: Callable[[], None]) -> bool:
         return False
     check()
     same, device, kernels = template.launch
+    again, blocks = addresses in template.seen, _scratch.blocks
     moved = []
-    for (kernel, grid, block), places_of_kernel in zip(kernels, places, strict=True):
-        block = block.copy()
-        words = block.words
-        for word, tensor, offset in places_of_kernel:
+    for number, ((kernel, grid, block), of_kernel) in enumerate(zip(kernels, places, strict=True)):
+        own = None if again else blocks.get((number, block.size))
+        if own is None:
+            own = block.copy()
+            if not again:
+                blocks[number, block.size] = own
+        else:
+            own.assign(block)
+        words = own.words
+        for word, tensor, offset in of_kernel:
             words[word] = addresses[tensor] + offset
-        moved.append((kernel, grid, block))
+        moved.append((kernel, grid, own))
     kernels = tuple(moved)
     _start(device, kernels)
-    _launches.put(_key_of_launch(key, form[0]), _Launch(same, device, kernels))
+    if again:
+        _launches.put(_key_of_launch(key, form[0]), _Launch(same, device, kernels))
+    else:
+        if len(template.seen) >= _MAX_SEEN:
+            template.seen.clear()
+        template.seen.add(addresses)
     return True
 
 

@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import hashlib
 import struct
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import pytest
@@ -266,3 +268,47 @@ def test_what_is_remembered_is_bounded(launches: _Launches) -> None:
             _call("quantize_fp8", kept[-1])
             assert len(launches.launch._launches) <= 3 and len(launches.launch._templates) <= 3
     assert len(launches.made) == 15
+
+
+def test_a_call_is_remembered_when_it_is_moved_again(launches: _Launches) -> None:
+    given = OPS["gemm_fp8"]()
+    _call("gemm_fp8", given)
+    moved = [{name: _elsewhere(value) for name, value in given.items()} for _ in range(3)]
+    known = launches.launch._launches
+    for each in moved:
+        _call("gemm_fp8", each)
+    assert len(known) == 1
+    for each in moved:
+        _call("gemm_fp8", each)
+    assert len(known) == 4
+    launches.patch.setattr(launches.launch, "move", None)
+    for each in moved:
+        _call("gemm_fp8", each)
+    blocks = [params for *_, params in launches.made[1:]]
+    assert blocks[:3] == blocks[3:6] == blocks[6:] and len(set(blocks)) == 3
+
+
+def test_threads_that_move_calls_at_once_write_no_block_of_each_other(launches: _Launches) -> None:
+    given = OPS["gemm_fp8"]()
+    _call("gemm_fp8", given)
+    meeting = threading.Barrier(4)
+    repeat = launches.launch._start
+
+    def start(device: int, kernels: Any) -> None:
+        meeting.wait(10)  # all threads have written their blocks
+        repeat(device, kernels)
+
+    launches.patch.setattr(launches.launch, "_start", start)
+    moved = [{name: _elsewhere(value) for name, value in given.items()} for _ in range(4)]
+
+    def call(arguments: dict[str, Any]) -> None:
+        with torch.no_grad():
+            _call("gemm_fp8", arguments)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(call, moved))
+    expected = {each["out"].data_ptr() for each in moved}
+    outputs = [
+        {word for (word,) in struct.iter_unpack("<q", params)} & expected for *_, params in launches.made[1:]
+    ]
+    assert sorted(map(len, outputs)) == [1] * 4 and set().union(*outputs) == expected
