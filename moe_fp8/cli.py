@@ -29,6 +29,7 @@ from moe_fp8.warmup.arguments import (
     add_bundle_argument,
     add_model_argument,
     add_plan_arguments,
+    add_serving_arguments,
     add_store_arguments,
     batch_invariant_from,
     extra_from,
@@ -99,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     miss = command("explain", _explain_miss, "tell why a plan lacks a kernel that a frozen server asked for")
     miss.add_argument("kernel", metavar="KERNEL", help="as the error has it: 'name[macro=value,...]'")
     add_model_argument(miss)
-    add_plan_arguments(miss)
+    add_serving_arguments(miss)
 
     build = command("build", _build, "compile every kernel of a model's plan, without a GPU")
     add_model_argument(build)

@@ -289,8 +289,13 @@ class _Compiler:
                 raise OSError("the build was stopped")
             if self._process is None:
                 # multiprocessing would import the caller's main module, and so torch, in every child.
-                # With -c, the working folder is searched first until the path is replaced.
-                code = "import sys; sys.path[:] = sys.argv[1:]; from moe_fp8.jit.worker import main; main()"
+                # With -c, the working folder is searched first until the path is replaced. Ctrl-C reaches the
+                # workers, too, but this process tells of it and ends them.
+                code = (
+                    "import sys; sys.path[:] = sys.argv[1:]; "
+                    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+                    "from moe_fp8.jit.worker import main; main()"
+                )
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", code, *_import_path()],
                     stdin=subprocess.PIPE,

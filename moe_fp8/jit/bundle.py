@@ -128,14 +128,14 @@ class Bundle:
             status = path.stat()
             if not stat.S_ISDIR(status.st_mode):
                 _refuse(path, "the folder", "a folder with a manifest.json", "a file", _COPY_AGAIN)
-            _check_trust(path, "the folder", status)
+            check_trust(path, "the folder", status)
             data, status = read_file(path / MANIFEST)
         except OSError as error:
             remedy = "set MOE_FP8_BUNDLE (or --bundle) to a folder that `moe-fp8 build --bundle` made"
             raise BundleError(
                 str(path), "the folder", f"a readable folder with a {MANIFEST}", error.strerror, remedy
             ) from error
-        _check_trust(path, MANIFEST, status)
+        check_trust(path, MANIFEST, status)
         manifest = _parse(path, data)
         _check_toolchain(path, manifest.toolchain, (sources or package_sources()).digest(), arch)
         return cls(path, manifest)
@@ -157,7 +157,7 @@ class Bundle:
             raise BundleError(
                 str(self.path), kernel.file, "a readable file", error.strerror, _COPY_AGAIN
             ) from error
-        _check_trust(self.path, kernel.file, status)
+        check_trust(self.path, kernel.file, status)
         found = hashlib.sha256(data).hexdigest()
         if found != kernel.sha256:
             expected = f"{kernel.bytes} bytes of SHA-256 {kernel.sha256}"
@@ -203,7 +203,8 @@ def _refuse(path: Path, what: str, expected: str, got: object, remedy: str) -> N
     raise BundleError(str(path), what, expected, got, remedy)
 
 
-def _check_trust(path: Path, what: str, status: Any) -> None:
+def check_trust(path: Path, what: str, status: Any) -> None:
+    """Raise BundleError if other users can write `what` of the bundle `path`, a file or the folder."""
     if problem := distrust(status):
         remedy = "make this user or root its owner and `chmod -R go-w` it: its contents are executed"
         if stat.S_ISLNK(status.st_mode):

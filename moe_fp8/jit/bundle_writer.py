@@ -1,9 +1,9 @@
 """Writes kernel bundles atomically: at any time a reader finds no bundle, the old bundle or the new bundle.
 
-A new bundle is written to a temporary folder beside its final place, which is then renamed. An existing
-bundle first gets the new kernel files, which its manifest does not name yet; a rename then replaces its
-manifest. An empty folder that cannot be replaced is filled in the same order. A kernel of an existing bundle
-of this toolchain keeps its bytes, unless they are damaged. A reader that has opened a bundle before it is
+A new bundle is written to a temporary folder beside its final place, which is then renamed. A folder that
+exists stays where it is, because it may be mounted or in use. It first gets the new kernel files, which no
+manifest names yet; a rename then puts the manifest there, or replaces it. A kernel of an existing bundle of
+this toolchain keeps its bytes, unless they are damaged. A reader that has opened a bundle before it is
 replaced with `force` may miss kernels that the new bundle lacks. The same kernels give the same bytes on
 every machine.
 """
@@ -14,6 +14,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
@@ -24,11 +25,17 @@ from typing import Any
 
 from moe_fp8.errors import BundleError
 from moe_fp8.jit.artifact import Artifact
-from moe_fp8.jit.bundle import MANIFEST, Bundle, BundledKernel, Manifest, Toolchain
+from moe_fp8.jit.bundle import MANIFEST, Bundle, BundledKernel, Manifest, Toolchain, check_trust
 from moe_fp8.jit.files import SUFFIX, encode, locked, publish, sync_folder
 from moe_fp8.jit.key import ARCH
 from moe_fp8.jit.sources import SourceTree
 from moe_fp8.specs import KernelSpec
+
+#: The names of a bundle's files, and of temporary files that a killed process leaves.
+_OWN = re.compile(rf"([0-9a-f]{{32}}{re.escape(SUFFIX)}|{re.escape(MANIFEST)})(\.\w+\.tmp)?")
+
+#: A folder that every new ext4 volume has.
+_LOST_AND_FOUND = "lost+found"
 
 
 def existing_bundle(
@@ -36,21 +43,24 @@ def existing_bundle(
 ) -> Bundle | None:
     """The bundle in `path`, to which kernels can be added; None if there is no bundle or `force` is set.
 
-    Raises BundleError if the folder holds something else, or, without `force`, a bundle that is damaged
-    or that this process may not use.
+    What an interrupted build has left in a folder is no bundle, and counts as nothing. Raises BundleError if
+    the folder holds something else or if other users may write it, and, without `force`, for a bundle that is
+    damaged or that this process may not use.
     """
     try:
-        names = {entry.name for entry in path.iterdir()} if path.exists() else set()
+        if not path.exists():
+            return None
+        names, status = sorted(entry.name for entry in path.iterdir()), path.stat()
     except OSError as error:
         raise _unwritable(path, error) from error
-    if not names:
-        return None
-    if MANIFEST not in names:
+    others = [name for name in names if not _OWN.fullmatch(name) and name != _LOST_AND_FOUND]
+    if MANIFEST not in names and others:
         raise BundleError(
             str(path), "the folder", f"a new or empty folder, or one with a {MANIFEST}",
-            f"{len(names)} other files", "choose another folder",
+            f"other files, such as {others[0]}", "choose another folder",
         )  # fmt: skip
-    if force:
+    check_trust(path, "the folder", status)
+    if MANIFEST not in names or force:
         return None
     try:
         bundle = Bundle.open(path, sources, arch)
@@ -73,9 +83,9 @@ def write_bundle(
     """Make the bundle `path` of `kernels`, or add them to an existing bundle; returns the bundle.
 
     `coverage`: the plan that the kernels serve, as JSON types. `force`: replace an existing bundle instead of
-    adding to it. Folders get mode 0755 and files 0644, for a server that runs as another user. Raises
-    BundleError as `existing_bundle` does and if the folder cannot be written; ToolchainError. If `path` is a
-    link, the bundle is what it leads to.
+    adding to it. A new folder gets mode 0755, and files get 0644, for a server that runs as another user.
+    Raises BundleError as `existing_bundle` does and if the folder cannot be written; ToolchainError. If
+    `path` is a link, the bundle is what it leads to.
     """
     toolchain = Toolchain.here(sources, arch)
     entries: dict[BundledKernel, bytes] = {}
@@ -88,7 +98,7 @@ def write_bundle(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Manifest.merged(toolchain, [coverage], entries)
-        if (folder / MANIFEST).exists() or not _make(folder, made, entries):
+        if folder.exists() or not _make(folder, made, entries):
             with locked(folder):
                 old = existing_bundle(path, force=force, sources=sources, arch=arch)
                 plans = [coverage] if old is None else [*old.manifest.coverage, coverage]
@@ -102,17 +112,8 @@ def write_bundle(
 
 
 def _make(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes]) -> bool:
-    """Make a new bundle; False if there is a folder that it cannot replace.
-
-    Another process may have made a bundle there in the meantime.
-    """
-    try:
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
-    except OSError as error:
-        # (A volume is mounted at `path`, and this user may write nowhere else.)
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and path.is_dir():
-            return False
-        raise
+    """Make a new bundle; False if another process has made a bundle there in the meantime."""
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     try:
         for kernel, data in entries.items():
             publish(temporary / kernel.file, data)
@@ -122,8 +123,7 @@ def _make(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes]
         try:
             temporary.rename(path)
         except OSError as error:
-            # (An empty volume that is mounted at `path` is busy.)
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 return False
             raise
         sync_folder(path.parent)
@@ -150,17 +150,17 @@ def _whole(
 def _update(
     path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes], kept: Collection[BundledKernel]
 ) -> None:
-    """Turn the bundle in `path`, which holds `kept`, into the bundle that `manifest` describes."""
+    """Turn the folder `path`, which holds `kept`, into the bundle that `manifest` describes."""
     for kernel in manifest.kernels:
         if kernel not in kept:
             publish(path / kernel.file, entries[kernel])
     sync_folder(path)
     publish(path / MANIFEST, _text(manifest))
     sync_folder(path)
-    named = {kernel.file for kernel in manifest.kernels}
+    named = {MANIFEST, *(kernel.file for kernel in manifest.kernels)}
     for file in path.iterdir():
-        # Kernels of a replaced bundle, and temporary files of a killed process.
-        if file.suffix in (SUFFIX, ".tmp") and file.name not in named:
+        # This removes kernels of a replaced bundle, and what interrupted builds have left.
+        if _OWN.fullmatch(file.name) and file.name not in named:
             file.unlink()
 
 

@@ -41,7 +41,8 @@ Progress: TypeAlias = ProgressCallback | bool | None
 class Lossy:
     """A text stream that drops what `stream` does not take, such as a pipe whose reader has left.
 
-    `error` is the first error of `stream`, or None.
+    Characters that the stream's encoding lacks become escapes. `error` is the first error of `stream`, or
+    None.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -52,6 +53,9 @@ class Lossy:
         """Write `text`, or drop it."""
         try:
             self._stream.write(text)
+        except UnicodeEncodeError:
+            encoding = self._stream.encoding
+            self.write(text.encode(encoding, "backslashreplace").decode(encoding))
         except OSError as error:
             self.error = self.error or error
         return len(text)

@@ -245,7 +245,7 @@ class KernelStore:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._warn(f"cannot be read ({error})")
+            self._warn_of_file(path, f"cannot be read ({error.strerror}) and is not used")
             return None
         if problem := distrust(status):
             self._warn_of_file(path, f"{problem} and is not used")
@@ -255,9 +255,11 @@ class KernelStore:
     def publish(self, name: str, data: bytes) -> None:
         """Write the store's file `name` atomically, if the folder can be written; never raises OSError."""
         self._open()
-        if self._writable:
+        if self.root is not None and self._writable:
             try:
-                self._write(name, data)
+                self._write(self.root / name, data)
+            except IsADirectoryError as error:  # other files can be written
+                self._warn_of_file(self.root / name, f"cannot be written ({error.strerror})")
             except OSError as error:
                 self._writable = False
                 self._warn(f"cannot be written ({error})")
@@ -322,7 +324,6 @@ class KernelStore:
             self._warn("cannot be read")
         elif not os.access(self.root, os.W_OK | os.X_OK):
             self._warn("is read-only")
-            self._warned = False  # its files may be unreadable, which is worth a warning too
             return True, False
         else:
             return True, True
@@ -339,7 +340,7 @@ class KernelStore:
             )
 
     def _warn_of_file(self, path: Path | None, problem: str) -> None:
-        # A build may look for the same file many times.
+        # A build may look for the same file many times, and then write it.
         if path not in self._warned_files:
             self._warned_files.add(path)
             _logger.warning("kernel file %s %s", path, problem)
@@ -354,15 +355,13 @@ class KernelStore:
             return None
         return artifact
 
-    def _write(self, name: str, data: bytes) -> None:
-        assert self.root is not None
-        path = self.root / name
+    def _write(self, path: Path, data: bytes) -> None:
         # A process that is killed here leaves only its temporary file. The next process that takes the lock
         # of this key removes the file.
         self._persist(lambda: publish(path, data))
         # Some file systems cannot sync a folder. A kernel that a crash loses is compiled again.
         with suppress(OSError):
-            sync_folder(self.root)
+            sync_folder(path.parent)
 
 
 #: The stores of this process.

@@ -88,9 +88,10 @@ def _run(argv: Sequence[str] | None) -> int:
     code = EXIT_OK
     try:
         _warm(arguments, summary)
-    except (MoeFp8Error, OSError) as error:
-        code = complain(error)
-        summary.update(ok=False, error=type(error).__name__, message=str(error).splitlines()[0])
+    except (MoeFp8Error, OSError, KeyboardInterrupt) as failure:
+        code = complain(failure)
+        message = (str(failure) or "interrupted").splitlines()[0]
+        summary.update(ok=False, error=type(failure).__name__, message=message)
     print(json.dumps(summary))
     return code
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import TypeAlias
 
 from moe_fp8.errors import BundleError, CompileError, ConfigError, JitError, MoeFp8Error, ToolchainError
 from moe_fp8.jit.bundle import bundle_in_use
@@ -29,18 +30,20 @@ EXIT_TOOLCHAIN = 3
 EXIT_COMPILE = 4
 EXIT_DRIVER = 5
 EXIT_BUNDLE = 6
+EXIT_INTERRUPTED = 130
 
 MODEL_HELP = "model folder, or its config.json"
 
 EXIT_CODES = """\
 exit codes:
-  0  done
-  1  a check failed: kernels or requirements of the package are missing
-  2  bad arguments, a bad MOE_FP8_* variable, or a model config that cannot be served
-  3  no usable NVRTC (or no driver, if a GPU is required)
-  4  a kernel failed to compile
-  5  the CUDA driver refused to load a kernel
-  6  a kernel bundle is refused, or cannot be written
+    0  done
+    1  a check failed: kernels or requirements of the package are missing
+    2  bad arguments, a bad MOE_FP8_* variable, or a model config that cannot be served
+    3  no usable NVRTC (or no driver, if a GPU is required)
+    4  a kernel failed to compile
+    5  the CUDA driver refused to load a kernel
+    6  a kernel bundle is refused, or cannot be written
+  130  interrupted by Ctrl-C
 """
 
 
@@ -50,6 +53,14 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a plan."""
+    add_serving_arguments(parser)
+    parser.add_argument(
+        "--strict", action="store_true", help="fail if a linear layer with FP8 weights cannot be planned"
+    )
+
+
+def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe how a model is served."""
     default = PlanOptions  # the class, because an instance would read the settings
     add_rank_arguments(parser)
@@ -104,9 +115,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--gemm", action="append", default=[], metavar="LAYOUT:N:K:EXPERTS",
         help="plan this GEMM too, such as dense:4096:7168 or masked:4096:7168:32; may be repeated",
     )  # fmt: skip
-    parser.add_argument(
-        "--strict", action="store_true", help="fail if a linear layer with FP8 weights cannot be planned"
-    )
 
 
 _BATCH_INVARIANT: dict[str, bool | tuple[bool, ...]] = {"on": True, "off": False, "both": (False, True)}
@@ -276,8 +284,12 @@ def store_from(arguments: argparse.Namespace) -> KernelStore:
     return KernelStore(arguments.cache_dir, bundle=bundle_in_use())
 
 
+#: What ends a command with one line on stderr.
+Failure: TypeAlias = MoeFp8Error | OSError | KeyboardInterrupt
+
+
 def run_command(command: Callable[[], int]) -> int:
-    """Run `command`, which returns an exit code; for an error, print one line and return the error's code.
+    """Run `command`, which returns an exit code; for a failure, print one line and return the failure's code.
 
     Output that nobody can read, because a stream is closed or its reader has left, changes neither the work
     nor the code. If stdout takes no more for another reason, such as a full disk, this is an error.
@@ -285,8 +297,8 @@ def run_command(command: Callable[[], int]) -> int:
     with lossy_output() as out:
         try:
             code = command()
-        except (MoeFp8Error, OSError) as error:
-            code = complain(error)
+        except (MoeFp8Error, OSError, KeyboardInterrupt) as failure:
+            code = complain(failure)
         out.flush()
         if out.error is not None and not isinstance(out.error, BrokenPipeError):
             lost = complain(out.error)
@@ -294,22 +306,25 @@ def run_command(command: Callable[[], int]) -> int:
         return code
 
 
-def exit_code(error: MoeFp8Error | OSError) -> int:
-    """The documented exit code of an error."""
-    if isinstance(error, ConfigError):
+def exit_code(failure: Failure) -> int:
+    """The documented exit code of a failure."""
+    if isinstance(failure, ConfigError):
         return EXIT_USAGE
-    if isinstance(error, ToolchainError):
+    if isinstance(failure, ToolchainError):
         return EXIT_TOOLCHAIN
-    if isinstance(error, BundleError):
+    if isinstance(failure, BundleError):
         return EXIT_BUNDLE
-    if isinstance(error, CompileError):
+    if isinstance(failure, CompileError):
         return EXIT_COMPILE
-    if isinstance(error, JitError):
+    if isinstance(failure, JitError):
         return EXIT_DRIVER
+    if isinstance(failure, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
     return EXIT_FAILED
 
 
-def complain(error: MoeFp8Error | OSError) -> int:
-    """Print `error` to stderr and return its exit code."""
-    print(f"error: {error}", file=sys.stderr)
-    return exit_code(error)
+def complain(failure: Failure) -> int:
+    """Print `failure` to stderr and return its exit code."""
+    kind = "interrupted" if isinstance(failure, KeyboardInterrupt) else "error"
+    print(": ".join(filter(None, (kind, str(failure)))), file=sys.stderr)
+    return exit_code(failure)

@@ -16,6 +16,7 @@ from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.problems import GemmLayout, GemmProblem
 from moe_fp8.specs import KernelSpec, kernel_spec
+from moe_fp8.warmup.shapes import demand_integer
 from moe_fp8.warmup.tables import state, table_of
 
 
@@ -98,8 +99,9 @@ def explain(
     """Explain the choice for a GEMM with bf16 output; `m` is as in `GemmProblem`.
 
     The function makes the problem and chooses the config as an op does. Raises ConfigError for arguments
-    that no op accepts.
+    that no op accepts, and for more experts than a rank has.
     """
+    demand_integer("experts", num_experts, 1, limits.MAX_EXPERTS)
     for name, value, multiple, reason in (
         ("N", n, limits.N_MULTIPLE, limits.refuse_n(n)),
         ("K", k, limits.SCALE_BLOCK, limits.refuse_k(k)),

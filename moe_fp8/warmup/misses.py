@@ -204,7 +204,8 @@ def _described(told: dict[str, Any]) -> dict[str, str]:
             sizes = " x ".join(str(row[name]) for name in ("num_experts", "n", "k") if row[name] is not None)
             use = " ".join(part for part in (row["op"], row["layout"], sizes) if part)
             found.setdefault(f"{kernel['name']}[{text}]", f"{kernel['name']}[{text}] for {use}")
-        dict(told["options"])
+        if not isinstance(told["options"], dict):
+            raise TypeError("its options are no object")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ConfigError(
             "--diff", "two files that `moe-fp8 plan --json` wrote", f"{type(error).__name__}: {error}"

@@ -17,9 +17,15 @@ def build_plan(
     """Make sure that `store` (default: the process's store) holds every kernel of `plan`; needs no GPU.
 
     `jobs` and `progress` are as in `moe_fp8.jit.build.build`. Raises CompileError after it has tried all
-    kernels, and ToolchainError.
+    kernels, and ToolchainError. A KeyboardInterrupt says where the finished kernels are.
     """
-    return build(plan.specs, store, jobs, progress)
+    store = store or default_store()
+    try:
+        return build(plan.specs, store, jobs, progress)
+    except KeyboardInterrupt:
+        folder = store.location()["root"]
+        kept = "kernels are not kept" if folder is None else f"finished kernels are kept in {folder}"
+        raise KeyboardInterrupt(kept) from None
 
 
 def load_plan(plan: Plan, jobs: int | None = None, progress: Progress = False) -> int:

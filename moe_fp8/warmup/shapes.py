@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.limits import N_MULTIPLE, SCALE_BLOCK, refuse_k, refuse_n
+from moe_fp8.limits import MAX_EXPERTS, N_MULTIPLE, SCALE_BLOCK, refuse_k, refuse_n
 from moe_fp8.problems import GemmLayout
 from moe_fp8.warmup.models.description import Domain, Linear, ModelDescription, Part
 
@@ -40,7 +40,7 @@ def parse_shape(text: str, option: str = "shape") -> GemmShape:
     layout, *numbers = text.split(":")
     expected = (
         f"layout:n:k:experts, layout one of {', '.join(get_args(GemmLayout))}; n % {N_MULTIPLE} == 0, "
-        f"k % {SCALE_BLOCK} == 0"
+        f"k % {SCALE_BLOCK} == 0, at most {MAX_EXPERTS} experts"
     )
     wrong = ConfigError(option, expected, text, "for example dense:4096:7168 or masked:4096:7168:32")
     if layout not in get_args(GemmLayout) or not all(
@@ -51,7 +51,7 @@ def parse_shape(text: str, option: str = "shape") -> GemmShape:
     experts: int | None = None
     if layout == "dense" and len(sizes) >= 2 and sizes[2:] in ([], [1]):
         n, k = sizes[:2]
-    elif layout != "dense" and len(sizes) == 3 and sizes[2] > 0:
+    elif layout != "dense" and len(sizes) == 3 and 1 <= sizes[2] <= MAX_EXPERTS:
         n, k, experts = sizes
     else:
         raise wrong
@@ -155,8 +155,8 @@ def gemm_shapes(
 
     With `pad_intermediate`, a rank's intermediate size that is no multiple of 128 is rounded up, as for
     weights padded with zeros offline. `unplanned` has all other linear layers. Raises ConfigError if the
-    parallelism does not divide the model's heads or experts, for which the remedy names settings that work,
-    and if the shared experts cannot be fused.
+    parallelism does not divide the model's heads or experts, or leaves too many experts to a rank, for which
+    the remedy names settings that work, and if the shared experts cannot be fused.
     """
     return _rank(model, parallelism, pad_intermediate).gemms
 
@@ -169,10 +169,15 @@ def unplanned(
 
 
 def local_experts(model: ModelDescription, parallelism: Parallelism) -> int:
-    """The number of routed experts on one rank. Raises ConfigError if `ep` does not divide them."""
+    """The number of routed experts on one rank.
+
+    Raises ConfigError if `ep` does not divide them, and for more experts than the ops take.
+    """
     total = model.num_experts + parallelism.redundant_experts
     own = _divide("the number of routed experts", total, "ep", parallelism.ep)
-    return own + (model.num_shared_experts if parallelism.fuse_shared else 0)
+    own += model.num_shared_experts if parallelism.fuse_shared else 0
+    demand_integer("experts of a rank", own, 1, MAX_EXPERTS)
+    return own
 
 
 def experts_per_token(model: ModelDescription, parallelism: Parallelism) -> int:

@@ -52,6 +52,14 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "device_count", lambda: 0)
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that holds the small plan."""
+    folder = tmp_path_factory.mktemp("store")
+    assert cli.main(["build", *SMALL, "--cache-dir", str(folder), "--quiet"]) == 0
+    return folder
+
+
 @pytest.fixture
 def run_json(capsys: pytest.CaptureFixture[str]) -> Json:
     """A function that runs a command with --json; it returns the exit code and the parsed output."""

@@ -19,20 +19,12 @@ from moe_fp8.jit.driver import DeviceInfo
 from moe_fp8.warmup import PlanOptions, build_plan, load_model, load_plan, plan
 from moe_fp8.warmup import __main__ as startup
 from moe_fp8.warmup.arguments import exit_code
-from tests.cpu.cli_runs import SMALL, SMALL_OPTIONS, Json, no_gpu, run_json, with_a_closed_pipe
+from tests.cpu.cli_runs import SMALL, SMALL_OPTIONS, Json, built, no_gpu, run_json, with_a_closed_pipe
 
-__all__ = ["no_gpu", "run_json"]
+__all__ = ["built", "no_gpu", "run_json"]
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 H200 = DeviceInfo("NVIDIA H200", (9, 0), 132, (13, 0))
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store that holds the small plan."""
-    folder = tmp_path_factory.mktemp("store")
-    assert cli.main(["build", *SMALL, "--cache-dir", str(folder), "--quiet"]) == 0
-    return folder
 
 
 def test_plan_prints_every_distinct_kernel(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,6 +165,9 @@ def test_check_fails_for_a_bigger_plan(built: Path, run_json: Json) -> None:
         ["plan", "--model", str(CONFIGS / "qwen3_30b.json"), "--block-size", "16"],
         ["plan", "--model", str(CONFIGS / "qwen3_30b.json"), "--max-tokens", "0"],
         ["check", "--model", str(CONFIGS / "qwen3_30b.json"), "--ep", "7"],
+        ["check", "--model", "a name that is too long" * 20],
+        ["plan", "--model", str(CONFIGS / "qwen3_30b.json"), "--gemm", "masked:4096:7168:1025"],
+        ["plan", "--model", str(CONFIGS / "qwen3_30b.json"), "--redundant-experts", "1048576"],
     ],
 )
 def test_bad_requests_exit_2_with_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +177,9 @@ def test_bad_requests_exit_2_with_one_line(argv: list[str], capsys: pytest.Captu
     assert said.err.startswith("error: ") and said.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("argv", [[], ["plan"], ["fly"], ["build", *SMALL, "--jobs", "0"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["plan"], ["fly"], ["build", *SMALL, "--jobs", "0"], ["explain", "gemm", *SMALL, "--strict"]]
+)
 def test_bad_usage_exits_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main(argv)

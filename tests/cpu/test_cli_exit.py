@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,11 +23,12 @@ from moe_fp8.jit.runtime import KernelRuntime
 from moe_fp8.jit.sources import SourceTree
 from moe_fp8.jit.store import KernelStore
 from moe_fp8.warmup import __main__ as startup
+from moe_fp8.warmup import run as run_module
 from moe_fp8.warmup.run import demand_kept
-from tests.cpu.cli_runs import QWEN, SMALL, no_gpu, with_a_closed_pipe
+from tests.cpu.cli_runs import QWEN, SMALL, built, no_gpu, with_a_closed_pipe
 from tests.cpu.jit_kernels import spec, write_kernels
 
-__all__ = ["no_gpu"]
+__all__ = ["built", "no_gpu"]
 
 CLI = [sys.executable, "-m", "moe_fp8.cli"]
 WARMUP = [sys.executable, "-m", "moe_fp8.warmup"]
@@ -45,14 +49,6 @@ def without_a_reader(command: list[str]) -> tuple[int, str]:
     printed = process.stdout.read()
     process.stdout.close()
     return process.wait(), printed
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store that holds the small plan."""
-    folder = tmp_path_factory.mktemp("store")
-    assert cli.main(["build", *SMALL, "--cache-dir", str(folder), "--quiet"]) == 0
-    return folder
 
 
 @pytest.fixture
@@ -116,6 +112,67 @@ def test_a_full_output_is_one_line() -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+
+
+def test_ctrl_c_ends_a_build_with_one_line(tmp_path: Path) -> None:
+    """A terminal sends the signal to the compiler processes, too."""
+    command = [*CLI, "build", *SMALL, "--cache-dir", str(tmp_path), "--quiet", "--jobs", "2"]
+    build = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("*.kernel")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(build.pid, signal.SIGINT)
+    out, err = build.communicate(timeout=120)
+    assert (build.returncode, out) == (130, "")
+    assert err == f"interrupted: finished kernels are kept in {tmp_path}\n"
+    assert list(tmp_path.glob("*.kernel"))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_interrupted_startup_script_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    def interrupted(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "build", interrupted)
+    tmp_path.chmod(0o755 if kept else 0o777)
+    assert startup.main([*SMALL, "--cache-dir", str(tmp_path), "--quiet"]) == 130
+    said = capsys.readouterr()
+    message = f"finished kernels are kept in {tmp_path}" if kept else "kernels are not kept"
+    assert said.err == f"interrupted: {message}\n"
+    told = json.loads(said.out)
+    assert (told["ok"], told["error"], told["message"]) == (False, "KeyboardInterrupt", message)
+
+
+def test_a_plan_may_be_interrupted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "plan_from", interrupted)
+    assert cli.main(["plan", *SMALL]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "name", "printed"),
+    [("ascii", b"m\xc3\xb6", "m\\xf6: "), ("utf-8:strict", b"m\xff", "m\\udcff: ")],
+)
+def test_a_name_that_the_output_cannot_encode(
+    tmp_path: Path, encoding: str, name: bytes, printed: str
+) -> None:
+    folder = os.fsencode(tmp_path) + b"/" + name
+    os.mkdir(folder)
+    shutil.copy(os.fsencode(QWEN), folder + b"/config.json")
+    command = [*map(os.fsencode, CLI), b"plan", b"--model", folder, *map(os.fsencode, SMALL[2:])]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(printed)
 
 
 def test_build_fails_if_the_store_keeps_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

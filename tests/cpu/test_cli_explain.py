@@ -82,6 +82,7 @@ def test_explain_names_the_row_of_a_table(
         ["64", "128", "100"],
         ["64", "128", "128", "--experts", "2"],
         ["64", "128", "128", "--expected-m", "2"],
+        ["64", "128", "128", "--layout", "masked", "--experts", "1025"],
     ],
 )
 def test_explain_refuses_what_no_op_takes(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,8 +105,11 @@ def test_two_plans_are_compared(tmp_path: Path, run_json: Json, capsys: pytest.C
     assert any(text.startswith(MISSING) for text in told["only_second"])
     assert cli.main(["plan", "--diff", *map(str, files)]) == 0
     assert "+ paged_mqa_logits_fp8[" in capsys.readouterr().out
-    files[0].write_text('{"options": {}}')
-    assert cli.main(["plan", "--diff", *map(str, files)]) == 2
+    planned = json.loads(files[0].read_text())
+    for damaged in ({"options": {}}, {**planned, "options": [["tp", 1]]}):
+        files[0].write_text(json.dumps(damaged))
+        assert cli.main(["plan", "--diff", *map(str, files)]) == 2
+        assert capsys.readouterr().err.startswith("error: --diff: expected two files that")
 
 
 @pytest.mark.parametrize("option", [["--layout", "psum"], ["--experts", "8"], ["--expected-m", "4"]])

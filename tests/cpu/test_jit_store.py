@@ -119,30 +119,6 @@ def test_damaged_files_are_rebuilt(tmp_path: Path, sources: SourceTree, damage: 
     assert KernelStore(root, sources).get_or_compile(spec())[1]
 
 
-_COMPILE = """
-import json, sys
-from moe_fp8.jit.store import KernelStore
-from tests.cpu.jit_kernels import spec
-artifact, hit = KernelStore.at(**json.loads(sys.argv[1])).get_or_compile(spec())
-print(json.dumps([hit, artifact.key, len(artifact.cubin)]))
-"""
-
-
-def _start(location: dict[str, str | None], code: str = _COMPILE) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code, json.dumps(location)], cwd=_ROOT, stdout=subprocess.PIPE, text=True
-    )
-
-
-def test_sixteen_cold_processes_compile_once(tmp_path: Path, sources: SourceTree) -> None:
-    location = KernelStore(tmp_path / "cache", sources).location()
-    processes = [_start(location) for _ in range(16)]
-    answers = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
-    assert [process.returncode for process in processes] == [0] * 16
-    assert sorted(hit for hit, _, _ in answers) == [False] + [True] * 15
-    assert len({(key, size) for _, key, size in answers}) == 1
-
-
 def test_threads_compile_once(tmp_path: Path, sources: SourceTree) -> None:
     for root in (tmp_path / "cache", None):
         store = KernelStore(root, sources)
@@ -311,7 +287,8 @@ def test_what_cannot_be_read_is_not_called_read_only(
     tmp_path: Path, sources: SourceTree, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "cache"
-    KernelStore(root, sources).get_or_compile(spec())
+    store = KernelStore(root, sources)
+    store.get_or_compile(spec())
 
     def refuse(path: Path) -> tuple[bytes, os.stat_result]:
         raise PermissionError(13, "Permission denied", str(path))
@@ -320,8 +297,10 @@ def test_what_cannot_be_read_is_not_called_read_only(
         patch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
         patch.setattr(store_module, "read_file", refuse)
         _use(KernelStore(root, sources))
-    assert ["read-only" in message for message in _warnings(caplog)] == [True, False]
-    assert "cannot be read ([Errno 13] Permission denied" in _warnings(caplog)[1]
+    assert ["read-only" in message for message in _warnings(caplog)] == [True, False, False]
+    for factor, message in zip((2, 3), _warnings(caplog)[1:], strict=True):
+        path = store.path(store.key(spec(factor=factor)))
+        assert message == f"kernel file {path} cannot be read (Permission denied) and is not used"
     caplog.clear()
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     _use(KernelStore(root, sources))
@@ -340,18 +319,29 @@ def test_folder_that_cannot_be_made(
     assert len(_warnings(caplog)) == 1
 
 
-def test_full_disk_costs_one_warning(
+def test_a_folder_in_the_place_of_a_kernel_costs_this_kernel(
     tmp_path: Path, sources: SourceTree, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Other kernels are kept, and a full disk is told later."""
+    root = tmp_path / "cache"
+    root.mkdir(0o755)
+    store = KernelStore(root, sources)
+    folder, kept = (root / f"{store.key(spec(factor=factor))}.kernel" for factor in (2, 3))
+    folder.mkdir()
+    _use(store)
+    (message,) = _warnings(caplog)
+    assert message == f"kernel file {folder} cannot be read (Is a directory) and is not used"
+    assert kept.is_file()
+
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    _use(KernelStore(tmp_path / "cache", sources))
-    (message,) = _warnings(caplog)
-    assert "No space left" in message
-    assert not list((tmp_path / "cache").glob("*.tmp"))
-    assert not list((tmp_path / "cache").glob("*.kernel"))
+    for factor in (4, 5):
+        assert not store.get_or_compile(spec(factor=factor))[1]
+    _, message = _warnings(caplog)
+    assert f"kernel store {root} cannot be written" in message and "No space left" in message
+    assert set(root.glob("*.kernel")) == {folder, kept} and not list(root.glob("*.tmp"))
 
 
 def test_without_locks_no_temporary_file_is_removed(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_fp8.errors import ConfigError, ModelError
+from moe_fp8.limits import MAX_EXPERTS
 from moe_fp8.problems import RouteTopkProblem
 from moe_fp8.specs import kernel_spec
 from moe_fp8.warmup import (
@@ -23,6 +25,7 @@ from moe_fp8.warmup import (
     unplanned,
 )
 from moe_fp8.warmup.models import Indexer
+from moe_fp8.warmup.models.families import known
 from moe_fp8.warmup.shapes import local_experts
 from tests.model_configs import in_blocks
 
@@ -170,6 +173,12 @@ def test_a_model_may_be_read_as_a_known_one(name: str, given: str | None) -> Non
     assert read == known
 
 
+def test_the_docs_name_every_architecture() -> None:
+    text = (CONFIGS.parents[1] / "docs" / "warmup.md").read_text(encoding="utf-8")
+    listed = text.partition("Known are ")[2].partition(". ")[0]
+    assert sorted(re.findall(r"`(\w+)`", listed)) == sorted(known())
+
+
 def test_a_missing_model_type_may_be_named() -> None:
     with pytest.raises(ModelError, match=r"model_type: expected a string.*--read-as"):
         model("deepseek_v3", model_type=...)
@@ -181,6 +190,14 @@ def test_unreadable_config_is_a_config_error(tmp_path: Path, text: str | None) -
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_model(tmp_path)
+
+
+def test_a_rank_has_no_more_experts_than_the_ops_take() -> None:
+    experts = local_experts(model("qwen3_30b"), Parallelism(redundant_experts=MAX_EXPERTS - 128))
+    assert experts == MAX_EXPERTS
+    with pytest.raises(ConfigError, match=r"from 1 to 1024, got 2048; use tp=2 ep=2,") as caught:
+        gemm_shapes(model("qwen3_30b", num_experts=2048), Parallelism())
+    assert caught.value.field == "experts of a rank"
 
 
 def test_deepseek_v32_tp8_ep8_shapes() -> None:

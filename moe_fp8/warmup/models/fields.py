@@ -19,9 +19,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
     Raises ModelError if the file does not exist, cannot be read or is not a JSON object.
     """
-    path = Path(path)
-    file = path / "config.json" if path.is_dir() else path
+    file = Path(path)
     try:
+        if file.is_dir():
+            file /= "config.json"
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -76,19 +73,20 @@ def test_a_damaged_bundle_is_added_to_by_force_only(make: Make, sources: SourceT
     make(2, 3, force=True).verify()
 
 
-def test_another_folder_is_never_written(make: Make, tmp_path: Path, sources: SourceTree) -> None:
+@pytest.mark.parametrize("name", ["thesis.tex", "thesis.tmp", "linux.kernel"])
+def test_another_folder_is_never_written(make: Make, tmp_path: Path, sources: SourceTree, name: str) -> None:
     folder = tmp_path / "home"
     folder.mkdir()
     make(2, folder=folder)
     shutil.rmtree(folder)
     folder.mkdir()
-    (folder / "thesis.tex").write_text("all of it")
+    (folder / name).write_text("all of it")
     for force in (False, True):
-        with pytest.raises(BundleError, match="other files"):
+        with pytest.raises(BundleError, match=f"other files, such as {name}; choose another folder"):
             existing_bundle(folder, force=force, sources=sources)
         with pytest.raises(BundleError, match="other files"):
             make(2, folder=folder, force=force)
-    assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
+    assert [path.name for path in folder.iterdir()] == [name]
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(BundleError):
@@ -106,31 +104,69 @@ def test_a_link_to_the_folder_stays(make: Make, tmp_path: Path, empty: bool) -> 
     assert link.is_symlink() and (target / "manifest.json").is_file()
 
 
-def test_an_empty_volume_is_filled(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "volume"
-    folder.mkdir()
-
-    def busy(path: Path, target: Path) -> Path:
-        raise OSError(errno.EBUSY, "Device or resource busy")
-
-    monkeypatch.setattr(Path, "rename", busy)
-    make(2, folder=folder).verify()
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
-def test_a_volume_beside_which_nothing_can_be_written_is_filled(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+@pytest.mark.parametrize("there", [(), ("lost+found",)], ids=["empty", "new volume"])
+def test_a_folder_that_exists_is_filled_where_it_is(
+    make: Make, tmp_path: Path, there: tuple[str, ...]
 ) -> None:
-    def refuse(**place: Any) -> str:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
-    folder = tmp_path / "volume"
-    with pytest.raises(BundleError, match=os.strerror(number)):
-        make(2, folder=folder)
-    folder.mkdir()
+    """It may be a mounted volume, or the working folder of a shell."""
+    folder = tmp_path / "place" / "volume"
+    folder.mkdir(parents=True)
+    for name in there:
+        (folder / name).mkdir()
+    folder.chmod(0o750)
+    before = folder.stat()
     make(2, folder=folder).verify()
     assert len(keys(make(3, folder=folder))) == 2
+    now = folder.stat()
+    assert (now.st_ino, now.st_mode) == (before.st_ino, before.st_mode)
+    assert {*there} < {path.name for path in folder.iterdir()}
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_an_interrupted_build_into_a_volume_is_begun_again(
+    make: Make, tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch, force: bool
+) -> None:
+    folder = tmp_path / "volume"
+    folder.mkdir()
+
+    def killed(path: Path, data: bytes) -> None:
+        files.publish(path, data)
+        if len(list(folder.iterdir())) == 2:
+            (folder / f"{path.name}.ab_12cd3.tmp").write_bytes(b"half")
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bundle_writer, "publish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            make(2, 3, 4, folder=folder)
+    assert len(list(folder.iterdir())) == 3
+    bundle = make(5, folder=folder, force=force)
+    bundle.verify()
+    assert {path.name for path in folder.iterdir()} == {
+        "manifest.json",
+        *(kernel.file for kernel in bundle.manifest.kernels),
+    }
+
+
+@pytest.mark.parametrize("bundled", [False, True])
+def test_a_folder_that_others_can_write_is_not_filled(make: Make, tmp_path: Path, bundled: bool) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    if bundled:
+        make(2, folder=folder)
+    folder.chmod(0o775)
+    before = sorted(folder.iterdir())
+    with pytest.raises(BundleError, match="can be written by others"):
+        make(3, folder=folder, force=True)
+    assert sorted(folder.iterdir()) == before
+
+
+def test_only_own_files_are_removed(make: Make) -> None:
+    bundle = make(2)
+    (bundle.path / "notes.tmp").write_text("keep")
+    make(3, force=True)
+    assert (bundle.path / "notes.tmp").read_text() == "keep"
 
 
 def test_a_forced_build_that_is_killed_leaves_the_old_bundle_whole(
