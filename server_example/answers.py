@@ -50,10 +50,6 @@ class Form(ABC):
 class CompletionForm(Form):
     PREFIX, WHOLE, CHUNK = "cmpl", protocol.CompletionResponse, protocol.CompletionResponse
 
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
-        self._offsets: dict[int, int] = {}
-
     def choice(
         self, index: int, events: Sequence[TokenEvent], reason: FinishReason
     ) -> protocol.CompletionChoice:
@@ -68,16 +64,16 @@ class CompletionForm(Form):
         entries = _entries(events)
         if not entries:
             return None
-        offsets = []
-        for entry in entries:
-            offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + len(entry.text)
-        tops = [{**dict(entry.top), entry.text: entry.logprob} for entry in entries if entry.top]
+        tops = [
+            {_name(token): logprob for token, logprob in (*entry.top, entry[:2])}
+            for entry in entries
+            if entry.top
+        ]
         return protocol.CompletionLogprobs(
-            tokens=[entry.text for entry in entries],
+            tokens=[_name(entry.token) for entry in entries],
             token_logprobs=[entry.logprob for entry in entries],
             top_logprobs=tops or None,
-            text_offset=offsets,
+            text_offset=[entry.offset for entry in entries],
         )
 
 
@@ -105,7 +101,7 @@ class ChatForm(Form):
     def logprobs(self, index: int, events: Sequence[TokenEvent]) -> protocol.ChatLogprobs | None:
         content = [
             protocol.ChatLogprob(
-                **_top(entry.text, entry.logprob).model_dump(),
+                **_top(entry.token, entry.logprob).model_dump(),
                 top_logprobs=[_top(*pair) for pair in entry.top],
             )
             for entry in _entries(events)
@@ -153,10 +149,16 @@ def _entries(events: Sequence[TokenEvent]) -> list[TokenLogprob]:
     return [event.logprob for event in events if event.logprob is not None]
 
 
-def _top(text: str, logprob: float) -> protocol.TopLogprob:
-    # A token of some bytes of a character has no text of its own, and its bytes are not known here.
-    whole = "\N{REPLACEMENT CHARACTER}" not in text
-    return protocol.TopLogprob(token=text, logprob=logprob, bytes=list(text.encode()) if whole else None)
+def _top(token: bytes, logprob: float) -> protocol.TopLogprob:
+    return protocol.TopLogprob(token=_name(token), logprob=logprob, bytes=list(token))
+
+
+def _name(token: bytes) -> str:
+    """The text of a token; for a token that is not whole characters, its bytes as OpenAI writes them."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
 def _fields(model: BaseModel) -> dict[str, Iterable[Piece]]:

@@ -20,8 +20,10 @@ from server_example.answers import ChatForm, CompletionForm, Form, Piece
 from server_example.client import EngineClient
 from server_example.engine import EngineStoppedError
 from server_example.errors import DOCUMENTED, ApiError, add_error_handlers
-from server_example.gate import Gate
-from server_example.generation import Deadline, Generation, prompt_tokens
+from server_example.gate import Counted, Gate
+from server_example.generation import Deadline
+from server_example.intake import Intake, client_left, unless
+from server_example.metrics import HttpMetrics
 from server_example.protocol import (
     ChatRequest,
     ChatResponse,
@@ -32,7 +34,7 @@ from server_example.protocol import (
     ModelList,
 )
 from server_example.settings import Settings
-from server_example.stats import stats_events
+from server_example.stats import Stats
 
 _PAGE = Path(__file__).parent / "page"
 _PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -54,6 +56,9 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.engine: EngineClient | None = None
+        self.intake = Intake()
+        self.stats = Stats()
+        self.metrics = HttpMetrics()
         self.draining = False
 
     def ready_engine(self) -> EngineClient:
@@ -65,6 +70,11 @@ class Service:
         if not self.engine.alive:
             raise ApiError(503, f"the engine has failed: {self.engine.failure}")
         return self.engine
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request has not ended. It leaves the intake for the engine, so this is the order."""
+        return self.intake.open > 0 or (self.engine is not None and self.engine.busy)
 
     @property
     def status(self) -> str:
@@ -88,7 +98,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(
         Gate,
         api_key=key.get_secret_value() if key is not None else None,
-        max_body_bytes=settings.max_body_bytes,
+        max_body_bytes=settings.body_bytes,
         receive_seconds=settings.receive_seconds,
     )
     if settings.cors_origins:
@@ -99,6 +109,7 @@ def create_app(service: Service) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
+    app.add_middleware(Counted, answers=service.metrics.answers)
     # `Gate` checks the key; the dependency only documents it.
     secured = [Depends(HTTPBearer(auto_error=False))] if key is not None else []
     errors: dict[int | str, dict[str, Any]] = {
@@ -112,13 +123,12 @@ def create_app(service: Service) -> FastAPI:
         return {200: {"model": model, "content": stream, "description": text}, **errors}
 
     async def generate(body: CompletionRequest | ChatRequest, http: Request) -> Response:
-        engine = service.ready_engine()
-        _check_model(engine, body.model)
         deadline = Deadline.of(body, settings.request_seconds)
-        prompts = await asyncio.to_thread(prompt_tokens, engine, body)
-        generation = Generation(engine, body, prompts, deadline)
-        service.ready_engine()  # The server may have begun to drain during the tokenization.
-        await generation.submit()
+        # A drain begins, and then it counts. So a request is counted, and then it looks for a drain.
+        with service.intake.one_more():
+            engine = service.ready_engine()
+            _check_model(engine, body.model)
+            generation = await service.intake.submit(engine, body, deadline, http)
         name = engine.served.name
         form: Form = ChatForm(name) if isinstance(body, ChatRequest) else CompletionForm(name)
         if body.stream:
@@ -126,7 +136,7 @@ def create_app(service: Service) -> FastAPI:
             # the stream never runs, so this task cancels the requests.
             left = BackgroundTask(generation.cancel)
             return EventSourceResponse(generation.stream(form), sep="\n", background=left)
-        pieces = await generation.collect(form, http)
+        pieces = await unless(generation.collect(form), client_left(http))
         length = {"content-length": str(sum(map(len, pieces)))}
         return StreamingResponse(_blocks(pieces), headers=length, media_type="application/json")
 
@@ -194,13 +204,13 @@ def create_app(service: Service) -> FastAPI:
             rendered = await service.engine.call("metrics")
         except EngineStoppedError as error:
             raise ApiError(503, str(error)) from None
-        return Response(rendered, media_type=CONTENT_TYPE_LATEST)
+        return Response(rendered + service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     # The schema leaves these out: a tool that tries every route would wait for the end of the stream.
 
     @app.get("/v1/stats", include_in_schema=False)
     async def stats() -> Response:
-        return EventSourceResponse(stats_events(service.ready_engine()), sep="\n")
+        return EventSourceResponse(service.stats.events(service.ready_engine()), sep="\n")
 
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)

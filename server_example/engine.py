@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 
 from moe_fp8.errors import ConfigError
 from moe_fp8.graph import BatchBuckets, BufferSpec, GraphRunner
@@ -34,7 +35,8 @@ from server_example.text import TextStream, TokenTexts
 
 logger = logging.getLogger(__name__)
 
-_ENDINGS: dict[FinishReason, str] = {
+#: What is said of a request that ends without its answer.
+ENDINGS: dict[FinishReason, str] = {
     "cancelled": "the client closed the connection",
     "timeout": "the request did not finish in its time",
     "shutdown": "the server is shutting down",
@@ -207,7 +209,7 @@ class Engine:
                     self._land()  # A request that waits again must have all its tokens.
                 with self._wake:
                     for request, reason in self.scheduler.drop_ended():
-                        self._finish(request, "", reason, _ENDINGS[reason])
+                        self._finish(request, "", reason, ENDINGS[reason])
                     self.metrics.preemptions.inc(len(self.scheduler.grow()))
                     self.scheduler.admit()
                     prefill = self.scheduler.next_prefill(self.options.prefill_chunk)
@@ -229,7 +231,7 @@ class Engine:
             last: FinishReason = "error" if self.failure else "shutdown"
             with self._wake:
                 for request in list(self._open):
-                    self._finish(request, "", last, self.failure or _ENDINGS[last])
+                    self._finish(request, "", last, self.failure or ENDINGS[last])
             self.flush()
 
     def _prefill(self, chosen: list[tuple[Request, int]]) -> None:
@@ -351,7 +353,8 @@ class Engine:
         is_end = token == self.config.eos_token_id and not request.params.ignore_eos
         piece, logprob = "", None
         if not is_end:
-            piece, logprob = text.push(token), self._logprob(request, logits, token)
+            logprob = self._logprob(request, logits, token, text.length)
+            piece = text.push(token)
         if not is_end and not text.stopped and number < request.params.max_tokens:
             request.emit(TokenEvent(piece, number, logprob=logprob))
             return
@@ -360,7 +363,9 @@ class Engine:
             reason: FinishReason = "stop" if is_end or text.stopped else "length"
             self._finish(request, piece, reason, logprob=logprob)
 
-    def _logprob(self, request: Request, logits: torch.Tensor | None, token: int) -> TokenLogprob | None:
+    def _logprob(
+        self, request: Request, logits: torch.Tensor | None, token: int, offset: int
+    ) -> TokenLogprob | None:
         if request.params.logprobs is None or logits is None:
             return None
         chosen, *top = log_probabilities(logits, token, request.params.logprobs)
@@ -368,6 +373,7 @@ class Engine:
             self.token_texts[token],
             chosen[1],
             tuple((self.token_texts[other], value) for other, value in top),
+            offset,
         )
 
     def _finish(
@@ -393,6 +399,9 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises no narrower exception.
         raise ConfigError("tokenizer.json", "a tokenizer of the tokenizers library", str(error)) from error
+    if not isinstance(tokenizer.decoder, ByteLevel):
+        found = type(tokenizer.decoder).__name__
+        raise ConfigError("tokenizer.json: decoder", "ByteLevel, as DeepSeek-V3.2's", found)
     if tokenizer.get_vocab_size() > vocab_size:
         raise ConfigError("tokenizer.json", f"at most {vocab_size} tokens", tokenizer.get_vocab_size())
     # A file saved after a training may pad texts to the longest one of a batch, or cut them.

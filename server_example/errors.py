@@ -61,6 +61,8 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
+        if first["type"] == "missing" and first["loc"] == ("body",):
+            return ApiError(400, "the body is missing; send a JSON object").response()
         param = field_of(first)
         message = f"{param}: {first['msg']}" if param else str(first["msg"])
         return ApiError(400, message, param=param).response()

@@ -1,4 +1,7 @@
-"""What a request must pass before the app sees it: its key, its size, and the time it takes to arrive."""
+"""What a request must pass before the app sees it: its key, its size, and the time it takes to arrive.
+
+All answers are counted here too.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -81,15 +85,41 @@ class Gate:
         return ApiError(413, f"the body has more than {self.max_body_bytes} bytes", code="body_too_large")
 
 
+class Counted:
+    """ASGI middleware that counts the answers by their status."""
+
+    def __init__(self, app: ASGIApp, *, answers: Counter) -> None:
+        self.app = app
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def counting(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                self._answers.labels(message["status"]).inc()
+            await send(message)
+
+        try:
+            await self.app(scope, receive, counting)
+        except Exception:
+            if not begun:
+                self._answers.labels(500).inc()  # Starlette answers so, outside of all middleware.
+            raise
+
+
 class TimedProtocol(H11Protocol):
     """Closes a connection on which no request begins or ends in time, or on which the client reads nothing.
 
     uvicorn alone would wait for ever.
     """
 
-    def __init__(self, *args: Any, receive_seconds: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, receive_seconds: float, answers: Counter, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._seconds = receive_seconds
+        self._answers = answers
         self._timer: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 
@@ -149,6 +179,7 @@ class TimedProtocol(H11Protocol):
             self._timer = None
 
     def send_400_response(self, msg: str) -> None:
+        self._answers.labels(400).inc()
         body = ApiError(400, msg).body.model_dump_json().encode()
         head = (
             f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -157,6 +188,6 @@ class TimedProtocol(H11Protocol):
         self.transport.close()
 
 
-def timed_protocol(receive_seconds: float) -> Any:
+def timed_protocol(receive_seconds: float, answers: Counter) -> Any:
     """A class of connections for `uvicorn.Config(http=)`."""
-    return partial(TimedProtocol, receive_seconds=receive_seconds)
+    return partial(TimedProtocol, receive_seconds=receive_seconds, answers=answers)

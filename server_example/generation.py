@@ -8,21 +8,16 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
-from fastapi import Request as HttpRequest
 from pydantic import BaseModel
 
 from server_example import scheduler
 from server_example.answers import Form, Piece, WholeChoice
-from server_example.chat import ChatTemplateError
 from server_example.client import EngineClient
-from server_example.engine import EngineStoppedError
 from server_example.errors import ApiError
 from server_example.host import Job
 from server_example.protocol import ChatRequest, CompletionRequest, FinishReason, Usage
 from server_example.sampling import SamplingParams
-from server_example.text import encode
 
 #: Events of one request that become JSON before other tasks get their turn.
 _AT_ONCE = 64
@@ -43,50 +38,6 @@ class Deadline:
         limits = [(body.timeout, 408), (limit, 504)]
         seconds, status = min(((s, status) for s, status in limits if s), default=(None, 504))
         return cls(None if seconds is None else time.monotonic() + seconds, status)
-
-
-def prompt_tokens(engine: EngineClient, body: CompletionRequest | ChatRequest) -> list[list[int]]:
-    """The tokens of each prompt. It runs on a worker thread, since long texts take long."""
-    if isinstance(body, ChatRequest):
-        try:
-            text = engine.chat_template.render([message.for_template() for message in body.messages])
-        except ChatTemplateError as error:
-            message = f"the model's chat template refuses the messages: {error}"
-            raise ApiError(400, message, param="messages") from None
-        # A model's own template writes the special tokens.
-        return _encode(engine, [text], "messages", special=not engine.chat_template.own)
-    prompt = body.prompt
-    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-    prompts = cast("list[str] | list[list[int]]", prompt if several else [prompt])
-    if len(prompts) > engine.served.max_waiting:
-        message = f"{len(prompts)} prompts exceed the queue of {engine.served.max_waiting}; send fewer"
-        raise ApiError(400, message, param="prompt")
-    texts = [text for text in prompts if isinstance(text, str)]
-    if texts:
-        return _encode(engine, texts, "prompt")
-    return _checked(engine, [tokens for tokens in prompts if isinstance(tokens, list)], "prompt")
-
-
-def _encode(engine: EngineClient, texts: list[str], param: str, special: bool = True) -> list[list[int]]:
-    most = engine.served.max_context * engine.token_texts.most_bytes
-    for text in texts:
-        # More bytes than the context's tokens can stand for: no need to count the tokens.
-        if len(text) > most or len(text.encode()) > most:
-            message = f"{param} has more than {most} bytes, which exceeds the context of "
-            message += f"{engine.served.max_context} tokens; shorten it"
-            raise ApiError(400, message, param=param, code="context_length_exceeded")
-    return _checked(engine, encode(engine.tokenizer, texts, special=special), param)
-
-
-def _checked(engine: EngineClient, prompts: list[list[int]], param: str) -> list[list[int]]:
-    vocab = engine.served.vocab_size
-    for tokens in prompts:
-        if not tokens:
-            raise ApiError(400, f"{param} is empty", param=param)
-        if max(tokens) >= vocab:
-            message = f"token id {max(tokens)} is outside the vocabulary of {vocab}"
-            raise ApiError(400, message, param=param)
-    return prompts
 
 
 class Generation:
@@ -139,20 +90,11 @@ class Generation:
         self._events.put_nowait((index, event))
 
     async def submit(self) -> None:
-        try:
-            for job in self._jobs:  # A huge prompt does not even travel to the engine.
-                scheduler.check_length(len(job.prompt), job.params.max_tokens, self.engine.served.max_context)
-            await self.engine.submit(self._jobs, [partial(self._emit, i) for i in range(len(self._jobs))])
-            self._end_late()
-        except scheduler.RequestTooLongError as error:
-            chat = isinstance(self.body, ChatRequest)
-            param = "messages" if chat and error.part == "prompt" else error.part
-            code = None if error.part == "n" else "context_length_exceeded"
-            raise ApiError(400, str(error), param=param, code=code) from None
-        except scheduler.QueueFullError as error:
-            raise ApiError(429, str(error), code="queue_full") from None
-        except EngineStoppedError as error:
-            raise ApiError(503, str(error)) from None
+        """Queues all choices or none. Raises what `EngineClient.submit` raises."""
+        for job in self._jobs:  # A huge prompt does not even travel to the engine.
+            scheduler.check_length(len(job.prompt), job.params.max_tokens, self.engine.served.max_context)
+        await self.engine.submit(self._jobs, [partial(self._emit, i) for i in range(len(self._jobs))])
+        self._end_late()
 
     def _end_late(self) -> None:
         """Ends the answer after its deadline if the engine, which ends jobs that are late, is silent."""
@@ -195,24 +137,16 @@ class Generation:
             total_tokens=self._prompt_tokens + generated,
         )
 
-    async def collect(self, form: Form, http: HttpRequest) -> list[Piece]:
-        """The JSON of the whole answer, in pieces; if the client disconnects, the requests are cancelled."""
-        watcher = asyncio.create_task(self._cancel_on_disconnect(http))
+    async def collect(self, form: Form) -> list[Piece]:
+        """The JSON of the whole answer, in pieces; if this is cancelled, the requests are too."""
         choices = [WholeChoice(form, index) for index in range(len(self._jobs))]
         try:
             async for arrived in self._arrivals():
                 for index, events in arrived.items():
                     choices[index].add(events, _reason(events[-1]))
         finally:
-            watcher.cancel()
             self.cancel()
         return list(form.answer(choices, self._usage()))
-
-    async def _cancel_on_disconnect(self, http: HttpRequest) -> None:
-        # The body has been read, so the next message is the end of the connection.
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-        self.cancel()
 
     async def stream(self, form: Form) -> AsyncIterator[dict[str, str]]:
         """Yields server-sent events; if the connection closes, the requests are cancelled."""

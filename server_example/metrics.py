@@ -1,4 +1,4 @@
-"""Prometheus metrics of one engine, in a registry of their own."""
+"""Prometheus metrics of one engine, and of the process that serves HTTP, each in a registry of their own."""
 
 from __future__ import annotations
 
@@ -50,6 +50,19 @@ class _CountedHistogram(Collector):
         names = ("+Inf" if bound == math.inf else str(bound) for bound in self._bounds)
         buckets = list(zip(names, accumulate(self._counts), strict=True))
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
+class HttpMetrics:
+    """What the process that serves HTTP counts."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.answers = Counter(
+            "server_http_answers", "HTTP answers, by status", ["status"], registry=self.registry
+        )
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
 
 
 class Metrics:

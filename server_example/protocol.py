@@ -173,8 +173,8 @@ class TextPart(_Body):
 class Message(_Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        Text | Annotated[list[TextPart], Field(max_length=64, fail_fast=True)],
-        _described("a string or a list of at most 64 text parts"),
+        Text | Annotated[list[TextPart], Field(fail_fast=True)],
+        _described("a string or a list of text parts"),
     ]
     name: Text | None = None
 
@@ -182,6 +182,10 @@ class Message(_Body):
         content = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
         named = {"name": self.name} if self.name is not None else {}
         return {"role": self.role, "content": content, **named}
+
+
+#: All messages together have at most so many parts, since the check of each takes time.
+_MOST_PARTS = 1024
 
 
 class ChatRequest(GenerationRequest):
@@ -199,6 +203,18 @@ class ChatRequest(GenerationRequest):
     response_format: dict[str, Any] = {"type": "text"}
     store: bool = False
     metadata: dict[Any, Any] = {}
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _few_parts(cls, messages: Any) -> Any:
+        """Counts the parts of all messages before any part is checked."""
+        listed = messages if isinstance(messages, list) else []
+        contents = [message.get("content") for message in listed if isinstance(message, dict)]
+        if sum(len(content) for content in contents if isinstance(content, list)) > _MOST_PARTS:
+            raise PydanticCustomError(
+                "described", "at most {most} text parts in all messages together", {"most": _MOST_PARTS}
+            )
+        return messages
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> ChatRequest:
@@ -248,7 +264,7 @@ FinishReason = Literal["stop", "length"] | None
 
 
 class CompletionLogprobs(BaseModel):
-    """One entry for each token. `text_offset` counts characters from the start of the completion."""
+    """One entry for each token. `text_offset` counts the characters of the completion before the token."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -271,11 +287,9 @@ class CompletionResponse(Answer):
 
 
 class TopLogprob(BaseModel):
-    """`bytes` is null for a token that is not whole characters."""
-
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class ChatLogprob(TopLogprob):

@@ -21,11 +21,15 @@ _numbers = itertools.count()
 
 
 class TokenLogprob(NamedTuple):
-    """A token's text and log-probability, and those of the most probable tokens in its place."""
+    """A token's bytes and log-probability, and those of the most probable tokens in its place.
 
-    text: str
+    `offset` counts the characters that the text has before the token.
+    """
+
+    token: bytes
     logprob: float
-    top: tuple[tuple[str, float], ...]
+    top: tuple[tuple[bytes, float], ...]
+    offset: int
 
 
 class TokenEvent(NamedTuple):

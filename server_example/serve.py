@@ -59,7 +59,7 @@ class Process:
         self._engine = context.Process(target=run_engine, args=(service.settings, self._far_end))
         config = uvicorn.Config(
             create_app(service),
-            http=timed_protocol(service.settings.receive_seconds),
+            http=timed_protocol(service.settings.receive_seconds, service.metrics.answers),
             ws="none",
             lifespan="off",
             log_level="warning",
@@ -123,9 +123,10 @@ class Process:
         engine = self.service.engine
         if engine is not None:
             end = time.monotonic() + self.service.settings.drain_seconds
-            while engine.busy and engine.alive and self._thread.is_alive() and time.monotonic() < end:
+            while self.service.busy and engine.alive and self._thread.is_alive() and time.monotonic() < end:
                 if self._hurry.wait(0.05):
                     break
+            self.service.intake.end()
             if not engine.stop(self.service.settings.engine_seconds):
                 self._engine.kill()  # The end of its pipe tells every request.
         self._server.should_exit = True

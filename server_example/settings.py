@@ -58,7 +58,9 @@ class Settings(BaseSettings):
     api_key: SecretStr | None = Field(
         None, min_length=1, description="key that /v1 asks for; better set by environment: ps shows options"
     )
-    max_body_bytes: int = Field(2 << 20, ge=1, description="largest body of a request")
+    max_body_bytes: int | None = Field(
+        None, ge=1, description="largest body; default: what a full queue of full contexts may need, to 2 MiB"
+    )
     receive_seconds: float = Field(
         30.0, gt=0, description="seconds for a request to arrive, and for a client to take more"
     )
@@ -77,6 +79,14 @@ class Settings(BaseSettings):
         return (
             [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
         )
+
+    @property
+    def body_bytes(self) -> int:
+        """The largest body. Each one is parsed at once, which holds up every stream."""
+        if self.max_body_bytes is not None:
+            return self.max_body_bytes
+        # About 6 bytes are a token of a text, or the number of one, and 64 KiB are for all other fields.
+        return min((64 << 10) + 6 * self.max_context * self.max_waiting, 2 << 20)
 
     def engine_options(self) -> EngineOptions:
         return EngineOptions(**{option.name: getattr(self, option.name) for option in fields(EngineOptions)})

@@ -4,27 +4,59 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
-from contextlib import suppress
 
 from server_example.client import EngineClient
 from server_example.engine import EngineStoppedError
 from server_example.host import Reading
 
+logger = logging.getLogger(__name__)
+
 SECONDS = 0.5
 
 
-async def stats_events(engine: EngineClient) -> AsyncIterator[dict[str, str]]:
-    """One event for each interval until the engine stops; nothing is read while nobody listens."""
-    with suppress(EngineStoppedError):
-        before: Reading = await engine.call("reading")
-        while True:
-            await asyncio.sleep(SECONDS)
-            if not engine.alive:
-                return  # The end of a drain must not wait for this stream.
-            now: Reading = await engine.call("reading")
-            yield {"data": json.dumps(_figures(engine.served.pages, before, now))}
-            before = now
+class Stats:
+    """One reader of the engine for all listeners. It reads nothing while nobody listens."""
+
+    def __init__(self) -> None:
+        self._listeners: set[asyncio.Queue[str | None]] = set()
+        self._reader: asyncio.Task[None] | None = None
+
+    async def events(self, engine: EngineClient) -> AsyncIterator[dict[str, str]]:
+        """One event for each interval until the engine stops."""
+        listener: asyncio.Queue[str | None] = asyncio.Queue()
+        self._listeners.add(listener)
+        if self._reader is None or self._reader.done():
+            self._reader = asyncio.create_task(self._read(engine))
+        try:
+            while (figures := await listener.get()) is not None:
+                yield {"data": figures}
+        finally:
+            self._listeners.remove(listener)
+            if not self._listeners:
+                self._reader.cancel()
+                self._reader = None
+
+    async def _read(self, engine: EngineClient) -> None:
+        try:
+            before: Reading = await engine.call("reading")
+            while True:
+                await asyncio.sleep(SECONDS)
+                if not engine.alive:
+                    break  # The end of a drain must not wait for these streams.
+                now: Reading = await engine.call("reading")
+                self._tell(json.dumps(_figures(engine.served.pages, before, now)))
+                before = now
+        except EngineStoppedError:
+            pass
+        except Exception:
+            logger.exception("the engine's figures cannot be read")
+        self._tell(None)
+
+    def _tell(self, figures: str | None) -> None:
+        for listener in self._listeners:
+            listener.put_nowait(figures)
 
 
 def _figures(pages: int, before: Reading, now: Reading) -> dict[str, object]:

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
 
 from tokenizers import Tokenizer
 
-_PARTIAL = "\N{REPLACEMENT CHARACTER}"
+_PRINTING = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+#: A byte-level vocabulary writes a byte as its own character if it prints, and else as one from U+0100 on.
+_BYTES = {chr(byte): byte for byte in _PRINTING} | {
+    chr(0x100 + number): byte for number, byte in enumerate(sorted(set(range(0x100)) - set(_PRINTING)))
+}
 
 
 class TokenTexts:
-    """The texts of tokens, and the largest number of bytes that one token stands for."""
+    """The bytes of each token of a byte-level vocabulary, and the largest number of bytes of one token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._single: dict[int, str] = {}
-        self.most_bytes = max(len(token.encode()) for token in tokenizer.get_vocab())
+        self._bytes = {number: _bytes(token) for token, number in tokenizer.get_vocab().items()}
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {number for number, token in added.items() if token.special}
+        self.most_bytes = max(map(len, self._bytes.values()))
 
-    def __getitem__(self, token: int) -> str:
-        """The text of a token, which may be a special one."""
-        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+    def __getitem__(self, token: int) -> bytes:
+        """The bytes of a token, which may be a special one. A number without a token has none."""
+        return self._bytes.get(token, b"")
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of a run of tokens, without special ones. The texts of single tokens are remembered."""
-        if len(tokens) != 1:
-            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
-        text = self._single.get(tokens[0])
-        if text is None:
-            text = str(self._tokenizer.decode([tokens[0]], skip_special_tokens=True))
-            self._single[tokens[0]] = text
-        return text
+    def written(self, token: int) -> bytes:
+        """What the token adds to a text. A special one adds nothing."""
+        return b"" if token in self._special else self[token]
+
+
+def _bytes(token: str) -> bytes:
+    try:
+        return bytes(_BYTES[character] for character in token)
+    except KeyError:  # an added token, which stands for itself
+        return token.encode()
 
 
 class TextStream:
@@ -38,9 +44,11 @@ class TextStream:
     def __init__(self, texts: TokenTexts, stop: tuple[str, ...]) -> None:
         self._texts = texts
         self._stop = stop
-        self._tokens: list[int] = []
-        self._decoded_upto = 0
+        # A character may span tokens. What is no UTF-8 becomes U+FFFD.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
+        #: The characters that are complete, held ones and those after a stop string included.
+        self.length = 0
         self.stopped = False
 
     def _hold(self) -> int:
@@ -59,36 +67,27 @@ class TextStream:
         return text
 
     def _accept(self, text: str) -> None:
+        self.length += len(text)
         self._held += text
         found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
         if found:
             self._held = self._held[: min(found)]
             self.stopped = True
 
-    def _pending(self) -> str:
-        return self._texts.decode(self._tokens[self._decoded_upto :])
-
     def push(self, token: int) -> str:
         """The text that is certain after this token. Sets `stopped` once a stop string is complete."""
-        self._tokens.append(token)
-        text = self._pending()
-        # A character may span tokens. It has four bytes at most, so longer runs of U+FFFD are not incomplete.
-        if text.endswith(_PARTIAL) and len(self._tokens) - self._decoded_upto < 4:
-            return ""
-        self._decoded_upto = len(self._tokens)
-        self._accept(text)
+        self._accept(self._decoder.decode(self._texts.written(token)))
         return self._take(0 if self.stopped else self._hold())
 
     def finish(self) -> str:
         """The text that was held back, after the last token."""
-        if not self.stopped and self._decoded_upto < len(self._tokens):
-            text = self._pending()
-            self._decoded_upto = len(self._tokens)
-            self._accept(text)
+        if not self.stopped:
+            self._accept(self._decoder.decode(b"", final=True))
         return self._take(0)
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-    """The tokens of each text. Call it on a worker thread: it takes long for long texts, without the GIL."""
-    encoded = tokenizer.encode_batch(list(texts), add_special_tokens=special)
-    return [list(encoding.ids) for encoding in encoded]
+def encode(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[int]:
+    """The tokens of a text. Call it on a worker thread: it takes long for a long text, without the GIL."""
+    # This method leaves out the tokens' places in the text, and no release of it keeps the GIL.
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=special)
+    return list(encoding.ids)

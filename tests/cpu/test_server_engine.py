@@ -163,6 +163,23 @@ class Echo:
         return {"logits": logits, "tokens": logits.argmax(-1)}
 
 
+def test_a_seed_repeats_the_draws_whatever_else_runs(demo_folder: Path) -> None:
+    """The model gives the same logits in every batch, so the same draws give the same tokens."""
+
+    def texts(*together: int) -> list[str]:
+        engine = Engine(demo_folder, choose_backend("cpu"), EngineOptions(max_context=256))
+        engine.model = cast(Transformer, Echo(engine))
+        params = [
+            SamplingParams(max_tokens=30, temperature=1.0, seed=seed, ignore_eos=True) for seed in together
+        ]
+        told = answers(engine, PROMPTS[:1] * len(together), params)
+        return ["".join(event.text for event in events) for events in told]
+
+    seeds = range(8)
+    assert texts(*seeds) == [texts(seed)[0] for seed in seeds]
+    assert len(set(texts(*seeds))) == len(seeds)
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_any_mixture_of_requests_gets_its_own_tokens(demo_folder: Path, ahead: int, seed: int) -> None:

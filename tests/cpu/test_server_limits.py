@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -17,7 +16,6 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from server_example import generation
 from server_example.app import Service, create_app
 from server_example.client import Emit
 from server_example.engine import EngineStoppedError
@@ -25,7 +23,6 @@ from server_example.host import Host, Job
 from server_example.protocol import ChatResponse
 from server_example.scheduler import TokenEvent, TokenLogprob
 from server_example.settings import Settings
-from server_example.stats import stats_events
 from tests.demo_model import demo_folder
 from tests.engine_client import connected
 from tests.live_server import live_server
@@ -40,7 +37,7 @@ LONG = {"prompt": "The graph", "max_tokens": 900, "temperature": 0, "ignore_eos"
 @pytest.fixture(scope="module")
 def server(demo_folder: Path) -> Iterator[httpx.Client]:
     limits = ("--api-key", KEY, "--receive-seconds", str(RECEIVE_SECONDS), "--max-waiting", "3")
-    with live_server(demo_folder, *limits) as client:
+    with live_server(demo_folder, *limits, "--max-body-bytes", "2097152") as client:
         client.headers["authorization"] = f"Bearer {KEY}"
         yield client
 
@@ -77,6 +74,28 @@ def test_a_body_of_ten_megabytes_is_refused(server: httpx.Client, known_length: 
     assert response.json()["error"]["code"] == "body_too_large"
 
 
+def test_the_largest_body_follows_from_context_and_queue() -> None:
+    def largest(**options: int) -> int:
+        return Settings.model_validate(options).body_bytes
+
+    assert largest() == (64 << 10) + 6 * 1024 * 64
+    assert largest(max_context=2, max_waiting=1) > 64 << 10
+    assert largest(max_context=163840) == 2 << 20
+    assert largest(max_context=163840, max_body_bytes=100) == 100
+
+
+def test_parts_of_texts_are_counted_over_all_messages(server: httpx.Client) -> None:
+    def ask(messages: int, parts: int) -> httpx.Response:
+        part = {"type": "text", "text": "a"}
+        body = {"messages": [{"role": "user", "content": [part] * parts}] * messages, "max_tokens": 1}
+        return server.post("/v1/chat/completions", json=body)
+
+    assert ask(4, 100).status_code == 200
+    refused = ask(205, 5)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+    assert refused.json()["error"]["message"] == "messages: at most 1024 text parts in all messages together"
+
+
 def test_a_long_prompt_is_refused_by_its_bytes(server: httpx.Client) -> None:
     start = time.monotonic()
     response = server.post("/v1/completions", json={"prompt": "word " * 400_000})
@@ -110,7 +129,7 @@ def test_a_failed_engine_is_told_by_every_route(demo_folder: Path) -> None:
     app = create_app(service)
 
     async def statistics() -> list[dict[str, str]]:
-        return [event async for event in stats_events(client)]
+        return [event async for event in service.stats.events(client)]
 
     with connected(demo_folder) as (_, client):
         service.engine = client
@@ -188,39 +207,6 @@ def test_an_unforeseen_error_has_the_same_form(tmp_path: Path, monkeypatch: pyte
     assert response.json()["error"]["message"] == "the server failed: ZeroDivisionError"
 
 
-def test_health_answers_while_a_prompt_is_tokenized(
-    demo_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = Service(Settings.model_validate({"model": demo_folder}))
-    begun, may_end = threading.Event(), threading.Event()
-
-    def slow(*args: object, **kwargs: object) -> list[list[int]]:
-        begun.set()
-        assert may_end.wait(20)
-        return [[1, 2]]
-
-    monkeypatch.setattr(generation, "encode", slow)
-
-    async def talk() -> None:
-        transport = httpx.ASGITransport(app=create_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            body = {"prompt": "a", "max_tokens": 1, "stream": True}
-            answer = asyncio.create_task(client.post("/v1/completions", json=body))
-            while not begun.is_set():
-                await asyncio.sleep(0.01)
-            assert not may_end.is_set()
-            assert (await client.get("/health")).status_code == 200
-            assert not answer.done()
-            may_end.set()
-            assert (await answer).status_code == 200
-
-    with connected(demo_folder) as (_, service.engine):
-        try:
-            asyncio.run(asyncio.wait_for(talk(), 15))
-        finally:
-            may_end.set()
-
-
 @pytest.fixture
 def no_collection() -> Iterator[None]:
     """No garbage is collected: a search of the other tests' objects would count as a long turn."""
@@ -237,7 +223,7 @@ def test_other_tasks_go_on_while_megabytes_are_answered(
     """All events are there at once, and no turn takes a tenth of the answer's time on the processor."""
     service = Service(Settings.model_validate({"model": demo_folder}))
     choices, tokens = 4, 1000
-    top = tuple((f"token {number}", -float(number)) for number in range(20))
+    top = tuple((f"token {number}".encode(), -float(number)) for number in range(20))
     turns: list[float] = []
     watchers: list[asyncio.Task[None]] = []
 
@@ -250,7 +236,7 @@ def test_other_tasks_go_on_while_megabytes_are_answered(
         for emit in emits:
             for number in range(1, tokens + 1):
                 reason = "length" if number == tokens else None
-                emit(TokenEvent("word", number, reason, logprob=TokenLogprob("word", -0.5, top)))
+                emit(TokenEvent("word", number, reason, logprob=TokenLogprob(b"word", -0.5, top, 0)))
         watchers.append(asyncio.create_task(watch()))
 
     async def talk() -> httpx.Response:

@@ -17,9 +17,12 @@ import pytest
 import torch
 
 import moe_fp8
+from server_example import stats as stats_module
 from server_example.app import Service, create_app
+from server_example.client import EngineClient
 from server_example.model.transformer import Transformer
 from server_example.settings import Settings
+from server_example.stats import Stats
 from tests.demo_model import demo_folder, load_model, model_run
 from tests.engine_client import connected
 from tests.live_server import live_server, server_process
@@ -205,6 +208,39 @@ def test_the_stream_ends_with_its_client(demo_folder: Path) -> None:
     with connected(demo_folder) as (_, service.engine):
         asyncio.run(talk())
     assert sum(b"decode_ms" in body for body in sent) == 1
+
+
+def test_all_listeners_share_one_reader(demo_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with the last listener, and the next one starts another."""
+    monkeypatch.setattr(stats_module, "SECONDS", 0.05)
+    figures = Stats()
+    readings = 0
+
+    async def listen(engine: EngineClient, count: int) -> list[str]:
+        events = figures.events(engine)
+        got = [(await anext(events))["data"] for _ in range(count)]
+        await events.aclose()  # type: ignore[attr-defined]
+        return got
+
+    async def talk(engine: EngineClient) -> None:
+        nonlocal readings
+        call = engine.call
+
+        async def counting(name: str, *arguments: Any) -> Any:
+            nonlocal readings
+            readings += 1
+            return await call(name, *arguments)
+
+        monkeypatch.setattr(engine, "call", counting)
+        short, *long = await asyncio.gather(listen(engine, 3), *(listen(engine, 6) for _ in range(9)))
+        assert readings == 7, "one before the first interval, and one after each"
+        assert all(got == long[0] for got in long) and short == long[0][:3]
+        await asyncio.sleep(0.2)
+        assert readings == 7, "nobody listens"
+        assert len(await listen(engine, 2)) == 2 and readings == 10
+
+    with connected(demo_folder) as (_, client):
+        asyncio.run(talk(client))
 
 
 def test_the_stream_ends_with_the_drain(demo_folder: Path) -> None:

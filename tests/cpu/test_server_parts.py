@@ -20,7 +20,6 @@ from tokenizers import Tokenizer
 from server_example.answers import ChatForm, CompletionForm, Form, WholeChoice
 from server_example.cache import DUMMY_PAGE, PAGE_TOKENS, BlockTable, PagePool, pages_for
 from server_example.client import Emit, EngineClient
-from server_example.errors import ApiError
 from server_example.generation import Deadline, Generation
 from server_example.host import Job
 from server_example.protocol import CompletionRequest, Usage
@@ -266,11 +265,50 @@ def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer, text: str) -> Non
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
 
+def test_a_broken_character_leaves_the_next_one_whole(tokenizer: Tokenizer) -> None:
+    cut, whole = tokenizer.encode("中").ids[:-1], tokenizer.encode("😀").ids
+    pieces, _ = streamed(tokenizer, cut + whole)
+    assert "".join(pieces) == "\N{REPLACEMENT CHARACTER}😀"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 300) | st.integers(0, 1030), max_size=20))
+def test_any_tokens_give_the_text_that_the_tokenizer_gives(tokenizer: Tokenizer, tokens: list[int]) -> None:
+    """Most of the first 300 are single bytes, and 0 is special. Numbers from 1024 on have no token."""
+    text = TextStream(TokenTexts(tokenizer), ())
+    joined = "".join([*map(text.push, tokens), text.finish()])
+    assert joined == tokenizer.decode(tokens)
+    assert text.length == len(joined)
+
+
+def test_log_probabilities_name_every_token(tokenizer: Tokenizer) -> None:
+    """Parts of a character have the offset of the character; a special token moves no offset."""
+    texts = TokenTexts(tokenizer)
+    parts = tokenizer.encode("😀").ids
+    assert len(parts) > 1
+    tokens = [*tokenizer.encode("a").ids, 0, *parts, *tokenizer.encode("b").ids]
+    stream, events = TextStream(texts, ()), []
+    others = tuple((texts[token], -2.0) for token in parts)
+    for number, token in enumerate(tokens, 1):
+        entry = TokenLogprob(texts[token], -1.0, others, stream.length)
+        events.append(TokenEvent(stream.push(token), number, logprob=entry))
+    logprobs = CompletionForm("m").logprobs(0, events)
+    assert logprobs is not None and logprobs.top_logprobs is not None
+    names = ["bytes:" + "".join(f"\\x{byte:02x}" for byte in texts[part]) for part in parts]
+    assert logprobs.tokens == ["a", "<|endoftext|>", *names, "b"]
+    assert logprobs.text_offset == [0, 1, *[1] * len(parts), 2]
+    assert list(logprobs.top_logprobs[0]) == [*names, "a"], "no two of them collapse"
+    chat = ChatForm("m").logprobs(0, events)
+    assert chat is not None
+    assert b"".join(bytes(entry.bytes) for entry in chat.content) == "a<|endoftext|>😀b".encode()
+    assert [top.token for top in chat.content[0].top_logprobs] == names
+    assert names[0].startswith(r"bytes:\xf0")
+
+
 def test_a_stream_may_end_within_a_character(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("x😀").ids[:-1]
     pieces, _ = streamed(tokenizer, tokens)
-    assert "".join(pieces).startswith("x")
-    assert len("".join(pieces)) > 1
+    assert "".join(pieces) == "x\N{REPLACEMENT CHARACTER}"
 
 
 @settings(max_examples=100, deadline=None)
@@ -337,8 +375,8 @@ def test_events_that_wait_for_a_slow_client_become_one_chunk() -> None:
 @pytest.mark.parametrize("tops", [None, 0, 2])
 def test_a_whole_answer_in_pieces_is_that_of_all_events(form: type[Form], tops: int | None) -> None:
     def entry(text: str) -> TokenLogprob | None:
-        top = ((text, -1e-7), ("\N{REPLACEMENT CHARACTER}", -9999.0))[: tops or 0]
-        return None if tops is None else TokenLogprob(text, -1e-7, top)
+        top = ((text.encode(), -1e-7), (b"\xf0\x9f", -9999.0))[: tops or 0]
+        return None if tops is None else TokenLogprob(text.encode(), -1e-7, top, offset=3)
 
     events = [TokenEvent("", 1, logprob=entry(text)) for text in ('"a', "\u00e9\\", "b\n")]
     events.append(TokenEvent('"a\u00e9\\b\n', 4, "stop"))
@@ -388,6 +426,5 @@ def test_a_prompt_longer_than_the_context_does_not_travel_to_the_engine() -> Non
     engine = SimpleNamespace(job_number=lambda: 1, served=SimpleNamespace(max_context=99))
     body = CompletionRequest(prompt="a")
     generation = Generation(cast(EngineClient, engine), body, [[1] * 99], Deadline(None, 504))
-    with pytest.raises(ApiError, match="the prompt has 99 tokens") as refused:
+    with pytest.raises(RequestTooLongError, match="the prompt has 99 tokens"):
         asyncio.run(generation.submit())
-    assert (refused.value.status, refused.value.body.error.code) == (400, "context_length_exceeded")

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from tokenizers.decoders import Metaspace
 
 from moe_fp8.errors import ConfigError
 from moe_fp8.jit.build import BuildReport
@@ -68,6 +69,14 @@ def test_padding_and_truncation_of_a_file_are_ignored(demo_folder: Path, tmp_pat
     texts = ["A", "A much longer text than that"]
     assert [one.ids for one in loaded.encode_batch(texts)] == [loaded.encode(text).ids for text in texts]
     assert len(loaded.encode(texts[1]).ids) > 2 > len(loaded.encode(texts[0]).ids)
+
+
+def test_a_vocabulary_without_bytes_is_refused(demo_folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(demo_folder, 1 << 20)
+    tokenizer.decoder = Metaspace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: decoder.*ByteLevel.*Metaspace"):
+        load_tokenizer(tmp_path, 1 << 20)
 
 
 def refused(*arguments: str, **variables: str) -> str:
