@@ -12,3 +12,4 @@ def forget_launches(launch: ModuleType, patch: pytest.MonkeyPatch) -> None:
     for name in ("_launches", "_templates"):
         memory = getattr(launch, name)
         patch.setattr(launch, name, type(memory)(memory._kernels))
+    patch.setattr(launch, "_seen", type(launch._seen)())

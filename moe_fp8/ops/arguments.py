@@ -216,13 +216,13 @@ def outputs(op: str, out: Sequence[Tensor], *names: str) -> None:
 
 
 def no_overlap(op: str, name: str, tensor: Tensor) -> None:
-    """Check that no two elements of an output of any strides have the same address."""
+    """Check an output's strides: each passes all elements of the smaller strides, so no two elements meet."""
     reached = 0
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if step <= reached:
                 got = f"stride {tensor.stride()} of shape {list(tensor.shape)}"
-                raise ArgumentError(op, name, "elements that do not overlap", got, "call .contiguous() on it")
+                raise ArgumentError(op, name, "elements that do not overlap", got, "allocate it contiguous")
             reached += step * (size - 1)
 
 

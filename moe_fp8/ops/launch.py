@@ -75,17 +75,15 @@ class _Template:
 
     `addresses`: of the tensors that the launches were made for. `low`: their lowest four bits, since checks
     and kernels may depend on alignment. `prepared`: what was prepared for each kernel.
-    `places` is empty if calls cannot be moved, and None before the second call. `seen`: the addresses of
-    calls that were moved and not remembered.
+    `places` is empty if calls cannot be moved, and None before the second call.
     """
 
-    __slots__ = ("addresses", "launch", "low", "places", "prepared", "seen")
+    __slots__ = ("addresses", "launch", "low", "places", "prepared")
 
     def __init__(self, launch: _Launch, addresses: tuple[int, ...], prepared: tuple[Prepared, ...]) -> None:
         self.launch, self.addresses, self.prepared = launch, addresses, prepared
         self.low = tuple(map(_low_bits, addresses))
         self.places: _Places | None = None
-        self.seen: set[tuple[int, ...]] = set()
 
     def find_places(self, tensors: tuple[Tensor, ...]) -> _Places:
         """Which address in a block is which tensor's, for tensors like those of the launches.
@@ -163,6 +161,27 @@ class _Memory(OrderedDict[Key, _Remembered]):
             self._total += count
 
 
+class _Seen:
+    """Hashes of the keys of calls that were moved. It knows at least the last `_MAX_KERNELS` of them."""
+
+    def __init__(self) -> None:
+        self._young: set[int] = set()
+        self._old: set[int] = set()
+
+    def again(self, key: Key) -> bool:
+        """Whether a call with this key was moved before. Hashes that agree by chance do no harm."""
+        hashed = hash(key)
+        if hashed in self._young or hashed in self._old:
+            return True
+        if len(self._young) >= _MAX_KERNELS:
+            self._young, self._old = set(), self._young
+        self._young.add(hashed)
+        return False
+
+
+_seen = _Seen()
+
+
 class _Scratch(threading.local):
     """A thread's own blocks for launches that are not remembered: a launch copies its block.
 
@@ -183,7 +202,6 @@ def _kernels_of_templates(templates: tuple[_Template, ...]) -> int:
 # Calls of one form may still differ in dtypes, strides and alignment, so a form has a few templates. It has
 # none if its calls make more, or fewer, than the launches of their ops.
 _MAX_TEMPLATES = 4
-_MAX_SEEN = 1024
 _launches: _Memory[_Launch] = _Memory(lambda launch: len(launch.kernels))
 _templates: _Memory[tuple[_Template, ...]] = _Memory(_kernels_of_templates)
 
@@ -271,7 +289,8 @@ def move(call: Call, form: Key, check: Callable[[], None]) -> bool:
         return False
     check()
     same, device, kernels = template.launch
-    again, blocks = addresses in template.seen, _scratch.blocks
+    launch_key = _key_of_launch(key, form[0])
+    again, blocks = _seen.again(launch_key), _scratch.blocks
     moved = []
     for number, ((kernel, grid, block), of_kernel) in enumerate(zip(kernels, places, strict=True)):
         own = None if again else blocks.get((number, block.size))
@@ -288,11 +307,7 @@ def move(call: Call, form: Key, check: Callable[[], None]) -> bool:
     kernels = tuple(moved)
     _start(device, kernels)
     if again:
-        _launches.put(_key_of_launch(key, form[0]), _Launch(same, device, kernels))
-    else:
-        if len(template.seen) >= _MAX_SEEN:
-            template.seen.clear()
-        template.seen.add(addresses)
+        _launches.put(launch_key, _Launch(same, device, kernels))
     return True
 
 

@@ -160,7 +160,7 @@ def needs_dispatcher(tensors: tuple[Tensor, ...]) -> bool:
     )
 
 
-#: The types that the dispatcher passes on as they are.
+#: The types that the dispatcher passes on as they are, or as an equal number.
 _SCALARS: dict[str, tuple[type, ...]] = {
     "bool": (bool,), "int": (int,), "float": (float, int), "str": (str,)
 }  # fmt: skip
@@ -174,7 +174,12 @@ def _converts(kinds: list[str]) -> Callable[[tuple[Any, ...]], bool]:
         kind = kinds[at].removeprefix("Optional[").removesuffix("]")
         types.append(_SCALARS[kind] + ((NoneType,) if kind != kinds[at] else ()))
     scalars_of, passed = _getter(positions), frozenset(product(*types))
-    return lambda arguments: tuple(map(type, scalars_of(arguments))) not in passed
+
+    def converts(arguments: tuple[Any, ...]) -> bool:
+        scalars = scalars_of(arguments)
+        return tuple(map(type, scalars)) not in passed and not all(map(isinstance, scalars, types))
+
+    return converts
 
 
 def register(

@@ -37,17 +37,18 @@ def run(
     steps: the ops and their arguments. Arguments that are tensors are `tensors`, or views into tensors that
     `check` keeps apart from all others. Nothing else depends on addresses; it depends on the scalars and the
     tensors' attributes alone. It raises ArgumentError for other invalid arguments. An op's error about one of
-    `tensors` names it as the function does.
+    `tensors`, or about a number, names the function and its argument.
     """
     given = tuple([tensor for tensor in tensors if tensor is not None])
     if tracing() or not (past_dispatcher(given) and Modes.launching):
-        check()
+        _check_addresses(check)
         _each(name, names, tensors, steps, fresh=False)
         return
     which = tuple([tensor is not None for tensor in tensors])
     try:
         call = (name, given[0].shape, which, *scalars, *map(_data_ptr, given)), given
-    except RuntimeError:  # the tensors of a function transform have no address
+    except RuntimeError:  # see _check_addresses
+        _check_addresses(check)
         _each(name, names, tensors, steps, fresh=False)
         return
     launch = launcher()
@@ -61,10 +62,20 @@ def run(
         _each(name, names, tensors, steps, fresh=False)
         return
     launched = _each(name, names, tensors, steps, fresh=True)
+    if launched is None:
+        return
     if all(launched):
         launch.remember(call, form, given[0].get_device(), launched)
     elif Modes.launching:  # an op had nothing to do, or has done more than a launch
         launch.give_up(form)
+
+
+def _check_addresses(check: Callable[[], None]) -> None:
+    """`check`, but the tensors of a function transform have no address and raise RuntimeError."""
+    try:  # noqa: SIM105 - torch.compile traces this
+        check()
+    except RuntimeError:
+        pass
 
 
 def _each(
@@ -74,21 +85,30 @@ def _each(
     steps: Callable[[], Sequence[Step]],
     *,
     fresh: bool,
-) -> list[Any]:
-    """Make the steps: their launches, or None where there is none to remember, which needs `fresh`."""
-    launched, op, arguments = [], "", ()
+) -> list[Any] | None:
+    """Run the steps. With `fresh` the result has each step's launch, or None if there is none to remember.
+
+    It is None if the dispatcher has converted arguments: a call of equal arguments would not be converted.
+    """
+    launched: list[Any] | None = []
+    op, arguments = "", ()
     try:
         for op, arguments in steps():
             one = OPS[op]
-            if fresh and not one.converts(arguments):
-                launched.append(one.fresh(arguments, own_memory=True))
+            if not fresh or one.converts(arguments):
+                one.call(*arguments)
+                launched = None
             else:
-                launched.append(one.call(*arguments))
+                made = one.fresh(arguments, own_memory=True)
+                if launched is not None:
+                    launched.append(made)
     except ArgumentError as error:
         if op:
             wrong = dict(zip(OPS[op].arguments, arguments, strict=True)).get(error.argument)
-            for tensor, known in zip(tensors, names, strict=True):
-                if tensor is not None and tensor is wrong:
-                    error.rename(name, known)
+            known = [known for tensor, known in zip(tensors, names, strict=True) if tensor is wrong]
+            if not isinstance(wrong, Tensor) or error.argument in known:
+                error.rename(name, error.argument)
+            elif known:
+                error.rename(name, known[0])
         raise
     return launched

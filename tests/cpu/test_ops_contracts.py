@@ -16,6 +16,7 @@ import torch
 
 import moe_fp8
 from moe_fp8 import (
+    ArgumentError,
     ContractError,
     grouped_gemm_fp8_contiguous,
     grouped_gemm_fp8_masked,
@@ -445,3 +446,13 @@ def test_a_layer_names_its_own_argument(wrong: str) -> None:
         moe_fp8.fused_moe(x, ids, weights, **given)
     assert (caught.value.op, caught.value.argument) == ("fused_moe", wrong)
     assert caught.value.replay_file is not None and caught.value.replay_file in str(caught.value)
+
+
+def test_a_layer_names_what_is_missing_and_wrong_numbers() -> None:
+    layer = moe_cases.Layer(moe_cases.Case(9, 2, 3, 256), 128, "cpu")
+    x, ids, weights = layer.inputs()
+    operands = ids, weights, layer.w13, layer.w13_scale, layer.w2, layer.w2_scale
+    with pytest.raises(ArgumentError, match="fused_moe: x_scale: expected fp32"):
+        moe_fp8.fused_moe(moe_fp8.quantize_fp8(x)[0], *operands)
+    with pytest.raises(ArgumentError, match="fused_moe: limit: expected a positive number"):
+        moe_fp8.fused_moe(x, *operands, limit=-1.0)

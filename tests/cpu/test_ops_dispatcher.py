@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -58,6 +59,25 @@ def test_a_number_in_the_place_of_a_bool_makes_no_other_kernel(launches: _Launch
         assert {spec for spec, _, _ in launches.made} == expected
 
 
+@pytest.mark.parametrize("odd", [1, np.bool_(True)])
+def test_a_number_in_the_place_of_a_bool_slows_no_later_call(odd: Any, launches: _Launches) -> None:
+    given = _layer()
+    for power_of_two in (odd, True, True):
+        moe_fp8.fused_moe(**given, power_of_two=power_of_two)
+    launches.patch.setattr(registry, "resolve", None)
+    launches.patch.setattr(launches.launch, "move", None)
+    moe_fp8.fused_moe(**given, power_of_two=True)  # is repeated
+    assert len(launches.made) == 20
+
+
+def test_numpys_floats_are_floats(launches: _Launches) -> None:
+    given = _layer()
+    moe_fp8.fused_moe(**given, limit=np.float64(7))
+    launches.prepares_nothing()
+    moe_fp8.fused_moe(**given, limit=7.0)
+    assert len(launches.made) == 10
+
+
 def test_a_negative_bit_is_not_lost(launches: _Launches) -> None:
     x = torch.zeros(4, 256, dtype=torch.bfloat16)
     moe_fp8.quantize_fp8(x)
@@ -74,20 +94,32 @@ def test_a_traced_call_stands_in_the_graph(launches: _Launches) -> None:
         moe_fp8.quantize_fp8(x)
 
 
-@pytest.mark.parametrize("name", ["quantize_fp8", "linear_fp8"])
-def test_a_call_within_a_function_transform(name: str, launches: _Launches) -> None:
+def _within_a_transform(name: str) -> None:
     weight, scale = moe_fp8.quantize_fp8_blocks(torch.zeros(128, 256, dtype=torch.bfloat16))
-    op, rest = getattr(moe_fp8, name), (weight, scale) if name == "linear_fp8" else ()
+    given: dict[str, Any] = {"x": torch.zeros(4, 256, dtype=torch.bfloat16)}
+    if name == "linear_fp8":
+        given |= {"weight": weight, "weight_scale": scale}
+    if name == "fused_moe":
+        given = _layer(out=None)
 
     def function(x: Tensor) -> Tensor:
         with torch.no_grad():
-            op(x, *rest)
+            getattr(moe_fp8, name)(**{**given, "x": x})
         return x.sum()
 
-    x = torch.zeros(4, 256, dtype=torch.bfloat16)
     with torch.enable_grad():
-        assert torch.equal(torch.func.grad(function)(x), torch.ones_like(x))
+        assert torch.equal(torch.func.grad(function)(given["x"]), torch.ones_like(given["x"]))
+
+
+@pytest.mark.parametrize("name", ["quantize_fp8", "linear_fp8", "fused_moe"])
+def test_a_call_within_a_function_transform(name: str, launches: _Launches) -> None:
+    _within_a_transform(name)
     assert launches.made
+
+
+@pytest.mark.parametrize("name", ["quantize_fp8", "linear_fp8", "fused_moe"])
+def test_a_call_within_a_function_transform_on_the_cpu(name: str) -> None:
+    _within_a_transform(name)
 
 
 def test_the_dispatcher_passes_on_usual_arguments() -> None:

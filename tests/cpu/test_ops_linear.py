@@ -61,6 +61,13 @@ def test_what_its_ops_refuse_is_named_as_its_caller_does(given: dict[str, Any], 
     assert str(caught.value).startswith(f"linear_fp8: {argument}: expected")
 
 
+def test_x_is_named_if_it_is_also_the_output() -> None:
+    weight, scale = _weights(K)
+    x = torch.zeros(4, K, dtype=torch.float64)
+    with pytest.raises(ArgumentError, match="linear_fp8: x: expected dtype bfloat16, float16 or float32"):
+        linear_fp8(x, weight, scale, out=x)
+
+
 def test_memory_shared_with_weights_is_refused() -> None:
     weight, scale = _weights()
     room = weight.view(torch.uint8).view(torch.bfloat16).view(-1)[: 4 * N].view(4, N)

@@ -288,6 +288,22 @@ def test_a_call_is_remembered_when_it_is_moved_again(launches: _Launches) -> Non
     assert blocks[:3] == blocks[3:6] == blocks[6:] and len(set(blocks)) == 3
 
 
+def test_calls_that_were_moved_are_known_in_bounds(launches: _Launches) -> None:
+    launches.patch.setattr(launches.launch, "_MAX_KERNELS", 50)
+    given = OPS["quantize_fp8"]()
+    _call("quantize_fp8", given)
+    many = [{name: _elsewhere(value) for name, value in given.items()} for _ in range(200)]
+    for each in many:
+        _call("quantize_fp8", each)
+    seen = launches.launch._seen
+    assert len(seen._young) <= 50 and len(seen._old) <= 50
+    for each in many[-50:]:  # the last calls are still known
+        _call("quantize_fp8", each)
+    launches.patch.setattr(launches.launch, "move", None)
+    for each in many[-49:]:
+        _call("quantize_fp8", each)
+
+
 def test_threads_that_move_calls_at_once_write_no_block_of_each_other(launches: _Launches) -> None:
     given = OPS["gemm_fp8"]()
     _call("gemm_fp8", given)

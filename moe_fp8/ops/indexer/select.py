@@ -236,7 +236,7 @@ def indexer_select(
     4 * topk keys; `indexer_workspace_bytes` says how much of a budget is used. Queries and keys are taken in
     as few chunks as fit. Its contents are lost. It may not overlap any other argument. None: the op
     allocates enough for one piece.
-    out: int32 `[M, topk]`, contiguous, or None.
+    out: int32 `[M, topk]`, contiguous, or None. It shares no memory with any other argument.
 
     Returns out: rows of k, then -1. Every workspace gives the same bits. Nothing is allocated but the
     workspace and out. No host synchronization; safe to capture. Raises what both ops raise (ArgumentError,
@@ -297,7 +297,7 @@ def paged_indexer_select(
     num_sms: workers of its schedule, by default the SMs of the tensors' GPU.
     topk, sorted, workspace: as in `indexer_select`. `indexer_workspace_bytes` takes B * next_n queries,
     max_context_len keys, next_n and num_sms.
-    out: int32 `[B * next_n, topk]`, contiguous, or None.
+    out: int32 `[B * next_n, topk]`, contiguous, or None. It shares no memory with any other argument.
 
     Returns out: positions in the context, then -1. The rest is as in `indexer_select`, but that
     UnsupportedError is also for another page size or next_n.

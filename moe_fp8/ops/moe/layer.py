@@ -104,7 +104,8 @@ def fused_moe(
     launches, since the first GEMM ends in SiLU and the quantization.
     workspace: uint8 `[bytes]`, contiguous, 16-byte aligned, of at least `moe_workspace_bytes`; its contents
     are lost. None: the op allocates it. It may not overlap any other argument.
-    out: bf16 `[T, K]` as in `moe_combine`, or None. It may be x itself, which is read first.
+    out: bf16 `[T, K]` as in `moe_combine`, or None. It may be x itself, which is read first, and shares no
+    memory with any other argument.
 
     Returns out. A token without experts of this rank gets 0. The same call gives the same bits. A shared
     expert of the same width is one more expert, whose number every token has among its ids, with weight 1:
