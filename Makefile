@@ -9,15 +9,19 @@ STAMP := $(VENV)/.installed
 
 help:
 	@echo "make demo           compile the small model's kernels, serve it (PORT=8000), print one completion;"
-	@echo "                    ONCE=1: and stop"
+	@echo "                    ONCE=1: and stop. With PYTHON=python3.12, every target installs with that Python"
 	@echo "make test           every test this machine can run (tests/gpu needs a Hopper GPU);"
 	@echo "                    WORKERS=0: in one process"
 	@echo "make lint           ruff and mypy"
 	@echo "make bench          time every class on this GPU into benchmarks/results/; PEER=FOLDER: beside DeepGEMM"
+	@echo "make clean          remove .venv and what was built"
 	@echo "make tables         rewrite the tables and plots of README.md and docs/ from benchmarks/results/"
 
+# A folder without a stamp is what a failed install has left.
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
+		{ echo "needs Python 3.10 to 3.13; name another with make PYTHON=python3.12"; exit 1; }
+	test -e $@ || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing into $(VENV): about a minute the first time"
 	$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[server,test,bench]'
 	touch $@

@@ -68,7 +68,8 @@ def summary(results: Results) -> str:
     for device in filter(_judged, results):
         parts.append(
             f"On one {_name(device)}. A figure is the time of DeepGEMM, or of the peer that the line names, "
-            "over ours: above 1 we are faster."
+            "over ours: above 1 we are faster. A class has targets for its mean and for its worst shape, so "
+            "that a mean above 1 may still miss a target."
         )
         parts += [targets.headlines(device), _sets(device)]
         if others := targets.others(device):

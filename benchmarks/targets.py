@@ -25,8 +25,8 @@ _PEER = "deep_gemm"
 _NO_PDL = "no PDL"
 _NO_PDL_NOTE = (
     f'"{_NO_PDL}": DeepGEMM ran without programmatic dependent launch, which engines turn on. On the listed '
-    "shapes it makes DeepGEMM's dense GEMMs 1.5% faster and its grouped GEMMs 0.0 to 0.1%. Its other kernels "
-    "were not compared."
+    "shapes it makes DeepGEMM's dense GEMMs 1.5% faster and its grouped GEMMs 0.0 to 0.1%. DeepGEMM's other "
+    "kernels were not timed with it."
 )
 
 
@@ -340,9 +340,10 @@ def others(device: Json) -> str:
     if not own:
         return ""
     missed = list(dict.fromkeys(at.target.name for at in own if not at.reached))
-    names = f" ({'; '.join(missed)})" if missed else ""
     count = len({at.target.name for at in own})
-    return f"{len(missed)} of {count} targets without a line here are missed{names}."
+    if not missed:
+        return f"All {count} targets without a line here are held."
+    return f"{count} targets have no line here, and these are missed: {'; '.join(missed)}."
 
 
 def _held(shortfalls: list[float]) -> str:

@@ -362,7 +362,7 @@ def _run_from_checkout(command: str, argv: Sequence[str]) -> int:
     if not all((checkout / part).is_file() for part in (f"{package}/__main__.py", "pyproject.toml")):
         raise UnsupportedError(
             f"{command}: expected a source checkout with {package}/ beside moe_fp8/, got {checkout}: the "
-            f"wheel has no {package}; clone the repository, `pip install -e .` there and run it again"
+            f"wheel has no {package}; clone the repository, `pip install -e '.[server]'` there and try again"
         )
     sys.path.insert(0, str(checkout))
     sys.argv = [f"moe-fp8 {command}", *argv]

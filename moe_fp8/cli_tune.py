@@ -7,7 +7,7 @@ import json
 from itertools import islice
 from pathlib import Path
 
-from moe_fp8.errors import ConfigError
+from moe_fp8.errors import ConfigError, without_torch
 from moe_fp8.warmup.arguments import (
     EXIT_OK,
     add_build_arguments,
@@ -18,6 +18,20 @@ from moe_fp8.warmup.arguments import (
     parallelism_from,
     positive,
 )
+
+
+def _factor(text: str) -> float:
+    value = float(text)
+    if not 1 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"expected seconds, got {text}")
+    return value
 
 
 def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +55,7 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the random GEMMs (default %(default)s)")
     parser.add_argument(
-        "--factor", type=float, default=1.6,
+        "--factor", type=_factor, default=1.6,
         help="try tiles with a predicted cost of at most this many times the least (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
@@ -51,7 +65,7 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
         help="replays of which the median counts (default %(default)s)",
     )
     parser.add_argument(
-        "--max-seconds", type=float, default=float("inf"),
+        "--max-seconds", type=_seconds, default=float("inf"),
         help="begin no more timings after this time and write the timings so far (default: no limit)",
     )  # fmt: skip
     parser.add_argument(
@@ -72,7 +86,12 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_tune(arguments: argparse.Namespace) -> int:
     """Run the command, with arguments of `add_tune_arguments` and --json; return the exit code."""
-    from moe_fp8 import tune  # imports torch
+    try:
+        from moe_fp8 import tune
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            raise without_torch() from None
+        raise
 
     if arguments.fit or arguments.table:
         if arguments.timings is None:

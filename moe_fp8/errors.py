@@ -80,6 +80,13 @@ class UnsupportedError(MoeFp8Error, NotImplementedError):
     """The request is well formed but not supported; the message names a supported request."""
 
 
+def without_torch() -> UnsupportedError:
+    """The error of what needs PyTorch, where it is not installed."""
+    return UnsupportedError(
+        "PyTorch is not installed; pip install 'torch>=2.11,<2.14' (planning and building do not need it)"
+    )
+
+
 class CaptureError(MoeFp8Error, RuntimeError):
     """A function cannot be captured in a CUDA graph, or its replay does something else than an eager call.
 

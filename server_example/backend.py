@@ -53,7 +53,7 @@ def choose_backend(choice: DeviceChoice = "auto") -> Backend:
         )
     if choice == "cuda":
         raise ConfigError("device", "a Hopper GPU", missing, "use --device cpu for the reference backend")
-    reason = "it was asked for" if choice == "cpu" else str(missing)
+    reason = "--device cpu" if choice == "cpu" else str(missing)
     return Backend("reference", torch.device("cpu"), 1, "CPU, plain torch", reason)
 
 

@@ -66,7 +66,9 @@ def get_num_sms(device: int | torch.device | None = None) -> int:
     Raises UnsupportedError if there is no GPU.
     """
     if not torch.cuda.is_available():
-        raise UnsupportedError("there is no GPU whose SMs could be counted")
+        raise UnsupportedError(
+            "there is no GPU whose SMs could be counted; pass a number, such as 132 of an H200"
+        )
     found = int(torch.cuda.get_device_properties(device).multi_processor_count)
     return found if Modes.num_sms is None else min(Modes.num_sms, found)
 

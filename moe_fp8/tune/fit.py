@@ -120,10 +120,11 @@ def fit(timings: Sequence[Timing]) -> Constants:
     tiles = sorted({costs.tile_name(config) for config in every_gemm_config()})
     if not timings:
         raise ConfigError("--timings", "timings to fit to", "none")
-    cases = _Cases.of(timings, tiles)
-    untimed = {*tiles} - {tiles[number] for number in cases.tile.tolist()}
-    if untimed:
+    timed = {name for timing in timings for name in timing.us}
+    names = {costs.tile_name(config) for config in every_gemm_config() if str(config) in timed}
+    if untimed := {*tiles} - names:
         raise ConfigError("--timings", "timings of every tile", f"none of {', '.join(sorted(untimed))}")
+    cases = _Cases.of(timings, tiles)
     logs = {name: _tensor(values).log() for name, values in _start(tiles).items()}
     logs["overlap"] = _tensor([1.0]).log()  # what exceeds 1
     for value in logs.values():

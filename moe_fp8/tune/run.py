@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -40,6 +40,7 @@ from moe_fp8.tune.timings import (
     merge_timings,
     read_timings,
     regret,
+    untimed,
     write_timings,
 )
 from moe_fp8.warmup.run import hopper_device
@@ -181,7 +182,8 @@ def refit(timings_file: Path, out: Path | None = None) -> str:
     write_constants(path, machine, fitted)
     after = regret(tested_on, partial(_choice, fitted))
     lines = [f"{path}: fitted to {len(fitted_to)} timings; what the choice loses on {len(tested_on)} others:"]
-    lines += [f"{name}: {before[name]:.2%} before, {after[name]:.2%} now" for name in after]
+    lines += [f"{name}: {before.get(name, 0):.2%} before, {now:.2%} now" for name, now in after.items()]
+    lines += _without(tested_on, partial(_choice, fitted))
     return "\n".join(lines)
 
 
@@ -192,6 +194,8 @@ def retable(timings_file: Path, out: Path | None = None) -> str:
     read or written, or if the package has no table for the device.
     """
     machine, timings = read_timings(timings_file)
+    if not timings:
+        raise ConfigError("--timings", "timings to make a table of", "none")
     path = table_path(out, machine["device"])
     check_writable(path)
     rows = table_rows(timings)
@@ -200,20 +204,27 @@ def retable(timings_file: Path, out: Path | None = None) -> str:
     before = regret(timings, by_model)
     after = regret(timings, partial(table_choice, rows, by_model))
     lines = [f"{path}: {len(rows)} rows of {len(timings)} timings; what the choice loses on these:"]
-    lines += [f"{name}: {before[name]:.2%} by the model, {after[name]:.2%} with the table" for name in after]
+    lines += [f"{name}: {before[name]:.2%} by the model, {after[name]:.2%} with the table" for name in before]
+    lines += _without(timings, by_model)
     return "\n".join(lines)
 
 
+def _without(timings: Sequence[Timing], choose: Callable[[Timing], str]) -> list[str]:
+    """A line on the choices that were not timed, if there are any."""
+    count = untimed(timings, choose)
+    return [f"{count} of {len(timings)} choices were not timed and do not count"] if count else []
+
+
 def _choice(fitted: gemm_costs.Constants, timing: Timing) -> str:
-    """The timed config that the cost model takes to be the fastest."""
+    """The config that the cost model takes to be the fastest."""
     target = timing.target
     problem = target.problem(timing.rows, timing.num_sms)
 
     def cost(config: GemmConfig) -> float:
         return gemm_costs.cost(config, problem, fitted)
 
-    timed = [config for config in gemm_configs(target.layout, target.k) if str(config) in timing.us]
-    return str(min(timed, key=cost, default=""))
+    configs = gemm_configs(target.layout, target.k)
+    return str(min((one for one in configs if one.launch_cluster <= timing.num_sms), key=cost))
 
 
 def _timings(

@@ -56,6 +56,8 @@ def table_rows(timings: Iterable[Timing]) -> list[dict[str, Any]]:
     for target, problems in groupby(mean_times(timings).items(), key=lambda item: item[0][0]):
         timed = 0
         for (_, rows), us in problems:
+            if not us:  # no config was timed with every spread of experts' rows
+                continue
             problem = target.problem(rows, num_sms[target, rows])
             model = us.get(str(gemm_costs.cheapest(problem.for_selection())))
             best = min(us, key=us.__getitem__)
@@ -105,14 +107,16 @@ def _joined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def merge(
     old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], timings: Iterable[Timing]
 ) -> list[dict[str, Any]]:
-    """A table's rows: `new`, and the rows of `old` but for the numbers of rows that `timings` cover."""
-    timed: dict[gemm_table.Key, list[int]] = {}
+    """A table's rows: `new`, and the rows of `old` whose config was not timed now for their rows."""
+    timed: dict[gemm_table.Key, dict[int, set[str]]] = {}
     for timing in timings:
-        timed.setdefault(_key(timing), []).append(timing.rows)
+        timed.setdefault(_key(timing), {}).setdefault(timing.rows, set()).update(timing.us)
     rows = list(new)
+    replaced = {(gemm_table.row_key(row), row["rows"]) for row in new}
     for row in old:
-        counts = timed.get(gemm_table.row_key(row), [])
-        if row["rows"] not in counts:
+        key = gemm_table.row_key(row)
+        counts = timed.get(key, {})
+        if (key, row["rows"]) not in replaced and row["config"] not in counts.get(row["rows"], ()):
             # An old row ends at the number of rows that was timed now.
             above = max([row.get("above", 0), *(count for count in counts if count < row["rows"])])
             rows.append({**row, "above": above})
@@ -142,13 +146,22 @@ def read_rows(path: Path, device: str | None = None) -> list[dict[str, Any]]:
     try:
         found = json.loads(path.read_text()) if path.exists() else {"device": device, "rows": []}
         of, rows = found["device"], found["rows"]
-        for row in rows:
-            gemm_table.row_key(row), row["rows"], row["config"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not isinstance(rows, list) or not all(map(_is_row, rows)):
+            raise ValueError("rows that `moe-fp8 tune` would not write")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError("--out", "a table as `moe-fp8 tune` writes it, or no file", str(path)) from error
     if device is not None:
         check_device("--out", path, of, device)
     return cast(list[dict[str, Any]], rows)
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict):
+        return False
+    numbers = [row.get(name) for name in ("n", "k", "num_experts", "rows")]
+    numbers += [row.get("above", 0), row.get("num_sms", 1)]
+    texts = row.get("layout"), row.get("config")
+    return all(type(one) is int for one in numbers) and all(isinstance(one, str) for one in texts)
 
 
 def write_table(path: Path, header: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> None:

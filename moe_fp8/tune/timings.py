@@ -18,6 +18,7 @@ from typing import Any
 
 from moe_fp8.errors import ConfigError
 from moe_fp8.jit.files import publish
+from moe_fp8.limits import refuse_k, refuse_n
 from moe_fp8.problems import DEFAULT_NUM_SMS
 from moe_fp8.specs import GEMM_LAYOUTS
 from moe_fp8.tune.targets import Target
@@ -58,7 +59,10 @@ def read_timings(path: Path) -> tuple[dict[str, Any], list[Timing]]:
             if not isinstance(num_sms, int) or num_sms < 1:
                 raise ValueError("its first line has no number of SMs")
             return about, [_timing(json.loads(line), num_sms) for line in file]
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
+    except (
+        OSError, EOFError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError,
+        RecursionError, zlib.error,
+    ) as error:  # fmt: skip
         raise ConfigError("--timings", f"a file of timings ({error})", str(path), _REMEDY) from error
 
 
@@ -92,7 +96,7 @@ def class_of(timing: Timing) -> str:
 def regret(timings: Iterable[Timing], choose: Callable[[Timing], str]) -> dict[str, float]:
     """Class -> the share of time that chosen configs lose to the best timed configs, as a geometric mean.
 
-    A choice that was not timed does not count.
+    A choice that was not timed does not count (`untimed`).
     """
     ratios: dict[str, list[float]] = {}
     for timing in timings:
@@ -100,6 +104,11 @@ def regret(timings: Iterable[Timing], choose: Callable[[Timing], str]) -> dict[s
         if us is not None:
             ratios.setdefault(class_of(timing), []).append(us / min(timing.us.values()))
     return {name: geometric_mean(values) - 1 for name, values in sorted(ratios.items())}
+
+
+def untimed(timings: Iterable[Timing], choose: Callable[[Timing], str]) -> int:
+    """The number of timings whose chosen config was not timed."""
+    return sum(choose(timing) not in timing.us for timing in timings)
 
 
 def _line(timing: Timing) -> str:
@@ -113,7 +122,8 @@ def _timing(record: dict[str, Any], num_sms: int) -> Timing:
     target = Target(record["layout"], int(record["n"]), int(record["k"]), len(counts))
     us = {str(name): float(value) for name, value in record["us"].items()}
     rows = int(record["rows"])
-    if target.layout not in GEMM_LAYOUTS or min(*target[1:], rows) < 1:
+    known = target.layout in GEMM_LAYOUTS and not refuse_n(target.n) and not refuse_k(target.k)
+    if not known or rows < 1 or min(counts, default=-1) < 0 or (target.layout == "dense" and len(counts) > 1):
         raise ValueError("a line has no GEMM")
     if not us or not all(0 < value < math.inf for value in us.values()):
         raise ValueError("a line has no times")

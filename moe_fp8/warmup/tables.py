@@ -172,7 +172,7 @@ def _kernel_tables(
         # A space instead of an underscore lets a name wrap.
         for column in (*(fact.replace("_", " ") for fact in names), *columns):
             used[column] = None
-            is_text = column in ("layout", "in dtype", "key", "cached")
+            is_text = column in ("layout", "in dtype", "rows", "key", "cached")
             # Folding keeps a value whole if its column is too narrow.
             justify: JustifyMethod = "left" if is_text else "right"
             table.add_column(column, justify=justify, no_wrap=is_text, overflow="fold")

@@ -71,8 +71,8 @@ def declared(section: list[str]) -> set[str]:
     ("folder", "extra", "loaded_by_others"),
     [
         # cuda.bindings loads NVRTC's library, and torch loads numpy.
-        ("moe_fp8", None, {"nvidia-cuda-nvrtc"}),
-        ("server_example", "server", {"numpy"}),
+        ("moe_fp8", None, {"nvidia-cuda-nvrtc", "numpy"}),
+        ("server_example", "server", set()),
     ],
 )
 def test_what_is_imported_is_declared(folder: str, extra: str | None, loaded_by_others: set[str]) -> None:
@@ -99,10 +99,11 @@ def test_what_is_imported_is_declared(folder: str, extra: str | None, loaded_by_
 
 
 def test_a_fresh_environment_compiles_a_kernel(wheel: Path, tmp_path: Path) -> None:
-    # All requirements except torch: planning and compiling do not need it, and it is the largest by far.
+    # README names these for planning and compiling. The others are torch, and numpy for torch.
     wanted = requirements(wheel)
-    assert declared(wanted) == {"torch", "cuda-bindings", "nvidia-cuda-nvrtc", "rich"}
-    without_torch = [line for line in wanted if not line.startswith("torch")]
+    assert declared(wanted) == {"torch", "numpy", "cuda-bindings", "nvidia-cuda-nvrtc", "rich"}
+    without_torch = ["cuda-bindings", "nvidia-cuda-nvrtc", "rich"]
+    assert f"pip install -c constraints.txt {' '.join(without_torch)}`" in (ROOT / "README.md").read_text()
 
     home = tmp_path / "venv"
     venv.create(home, with_pip=True)
@@ -133,3 +134,13 @@ def test_a_fresh_environment_compiles_a_kernel(wheel: Path, tmp_path: Path) -> N
     assert imported.is_relative_to(home), "the clone was imported, not the wheel"
     config = ROOT / "tests" / "configs" / "qwen3_30b.json"
     assert "gemm_fp8" in run(home / "bin/moe-fp8", "plan", "--model", config)
+    # What needs torch says so in one line.
+    for command in (
+        ["bin/moe-fp8", "tune", "--model", config],
+        ["bin/python", "-c", "import moe_fp8; moe_fp8.gemm_fp8"],
+    ):
+        failed = subprocess.run(
+            [home / command[0], *command[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert failed.returncode and "PyTorch is not installed" in failed.stderr.splitlines()[-1]
+        assert command[1] == "-c" or len(failed.stderr.splitlines()) == 1

@@ -135,7 +135,9 @@ def test_the_readme_counts_absolute_targets_and_those_without_a_line() -> None:
     text = report.summary([_device(*rows)])
     layers = "| `fused_moe`, against the faster of vLLM's two layers | 1 listed | 1.50 | 1.50 |"
     assert f"{layers} 1 of 2 missed, by at most 31.6% |" in text
-    assert "1 of 2 targets without a line here are missed (host time of the same eager call again)." in text
+    assert (
+        "2 targets have no line here, and these are missed: host time of the same eager call again." in text
+    )
     layer.us = 30.0
     assert f"{layers.replace('1.50', '2.00')} held |" in report.summary([_device(layer)])
 

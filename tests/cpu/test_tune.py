@@ -123,6 +123,20 @@ def test_merging_keeps_other_problems_and_replaces_what_was_timed_again() -> Non
     assert spans(rows) == [("dense", 16, 32), ("dense", 32, 64), ("dense", 64, 128), ("psum", 0, 8)]
 
 
+def test_merging_keeps_a_row_whose_config_was_not_timed_again() -> None:
+    old, others = [row(DENSE, 32, config="192x96")], [timing(DENSE, 32, 9.0, "128x96")]
+    assert table.merge(old, [], others) == old
+    assert table.merge(old, [], [timing(DENSE, 32, 9.0, "192x96")]) == []
+    new = [row(DENSE, 32, config="128x96")]
+    assert table.merge(old, new, others) == new
+
+
+def test_a_problem_without_a_config_in_all_spreads_has_no_row() -> None:
+    target = Target("psum", 4096, 7168, 2)
+    tried = (((8, 8), "64x64"), ((4, 12), "64x96"))
+    assert table.table_rows([Timing(target, 8, counts, {config: 9.0}) for counts, config in tried]) == []
+
+
 def test_a_grouped_timing_replaces_the_row_of_any_layout() -> None:
     old = [{**row(GROUPED, 8), "layout": "masked"}, row(GROUPED, 4, 0, "64x64")]
     timed = [timing(GROUPED, 8, 6.0)]
@@ -142,7 +156,22 @@ def test_a_written_table_reads_the_same_and_leaves_nothing_beside_it(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"device": "", "rows": [{}]}', '{"device": "", "rows": 3}', '{"rows": []}']
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"device": "", "rows": [{}]}',
+        '{"device": "", "rows": 3}',
+        '{"rows": []}',
+        '{"device": "", "rows": [[1]]}',
+        "[" * 100_000,
+        *(
+            json.dumps({"device": "", "rows": [row(DENSE, 8) | change]})
+            for change in ({"rows": "32"}, {"n": [1]}, {"above": None}, {"num_sms": "132"}, {"config": 3})
+        ),
+    ],
+    ids=range(13),
 )
 def test_what_is_no_table_is_not_merged_with(tmp_path: Path, text: str) -> None:
     path = tmp_path / "table.json"

@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.tune import Timing, fit
 from moe_fp8.tune.sample import expert_counts
-from moe_fp8.tune.timings import read_timings, regret, write_timings
+from moe_fp8.tune.timings import read_timings, regret, untimed, write_timings
 
 TIMINGS = Path(__file__).parents[2] / "benchmarks" / "timings"
 
@@ -107,9 +108,13 @@ def a_file(about: Any, **changes: Any) -> bytes:
         *(a_file({"device": "NVIDIA H200"}, us=us) for us in NO_TIMES),
         *(a_file({"device": "NVIDIA H200"}, counts=counts) for counts in ([], ["x"])),
         a_file({"device": "NVIDIA H200"}, layout="sparse"),
-        a_file({"device": "NVIDIA H200"}, n=0),
+        *(a_file({"device": "NVIDIA H200"}, n=n) for n in (0, 4097, float("inf"))),
+        *(a_file({"device": "NVIDIA H200"}, **{name: float("inf")}) for name in ("k", "rows")),
+        *(a_file({"device": "NVIDIA H200"}, counts=counts) for counts in ([-5], [8, 8])),
+        gzip.compress(b'{"device": "NVIDIA H200"}\n'),
+        gzip.compress(b'{"device": "NVIDIA H200"}\n' + b"[" * 100_000),
     ],
-    ids=range(21),
+    ids=range(29),
 )
 def test_what_are_no_timings_is_refused(tmp_path: Path, text: bytes) -> None:
     file = tmp_path / "timings.gz"
@@ -131,4 +136,20 @@ def test_the_shipped_model_loses_little_on_gemms_that_it_was_not_fitted_to() -> 
     _, tested_on = fit.held_out(read_timings(TIMINGS / "h200_sample.gz")[1])
     lost = regret(tested_on, lambda timing: tune.run._choice(gemm_costs.constants(), timing))
     assert len(lost) == 6 and all(share < 0.045 for share in lost.values()), lost
+
+
+def test_choices_that_were_not_timed_are_counted(tmp_path: Path) -> None:
+    timings = made_up(12, gemm_costs.constants(), noise=0)
+    best = partial(tune.run._choice, gemm_costs.constants())
+    assert untimed(timings, best) == 0
+    without = [
+        replace(one, us={name: us for name, us in one.us.items() if name != best(one)}) for one in timings
+    ]
+    assert untimed(without, best) == len(timings) and regret(without, best) == {}
+    write_timings(tmp_path / "timings.gz", {"device": "NVIDIA H200"}, without)
+    told = tune.run.retable(tmp_path / "timings.gz", tmp_path / "table.json")
+    assert told.endswith(f"{len(timings)} of {len(timings)} choices were not timed and do not count")
+
+
+def test_the_shipped_timings_are_small() -> None:
     assert sum(file.stat().st_size for file in TIMINGS.iterdir()) < 3 << 20

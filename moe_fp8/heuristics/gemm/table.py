@@ -37,7 +37,8 @@ _Rows = tuple[tuple[int, int, str], ...]
 
 def device_of(name: str) -> str:
     """The table's name for a GPU that the driver calls `name`; "" if none is meant for it."""
-    return next((device for device, word in DEVICES.items() if word in name), "")
+    words = name.split()
+    return next((device for device, word in DEVICES.items() if word in words), "")
 
 
 def table_file(device: str) -> Path:
