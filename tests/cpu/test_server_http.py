@@ -64,7 +64,7 @@ def test_health_names_the_reference_backend(server: httpx.Client) -> None:
     assert (body["status"], body["backend"], body["backend_reason"]) == (
         "ok",
         "reference",
-        "it was asked for",
+        "--device cpu",
     )
     assert body["free_pages"] == body["total_pages"] == TOTAL_PAGES
 
