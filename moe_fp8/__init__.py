@@ -115,12 +115,8 @@ def __getattr__(name: str) -> object:
     if name == "jit":
         return importlib.import_module("moe_fp8.jit")
     home = "moe_fp8.errors" if name.endswith("Error") else "moe_fp8.ops"
-    try:
+    with importlib.import_module("moe_fp8.errors").torch_needed():
         value = getattr(importlib.import_module(home), name)
-    except ModuleNotFoundError as error:
-        if error.name == "torch":
-            raise importlib.import_module("moe_fp8.errors").without_torch() from None
-        raise
     globals()[name] = value
     return value
 

@@ -7,7 +7,7 @@ import json
 from itertools import islice
 from pathlib import Path
 
-from moe_fp8.errors import ConfigError, without_torch
+from moe_fp8.errors import ConfigError, torch_needed
 from moe_fp8.warmup.arguments import (
     EXIT_OK,
     add_build_arguments,
@@ -86,12 +86,8 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_tune(arguments: argparse.Namespace) -> int:
     """Run the command, with arguments of `add_tune_arguments` and --json; return the exit code."""
-    try:
+    with torch_needed():
         from moe_fp8 import tune
-    except ModuleNotFoundError as error:
-        if error.name == "torch":
-            raise without_torch() from None
-        raise
 
     if arguments.fit or arguments.table:
         if arguments.timings is None:

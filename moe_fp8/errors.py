@@ -6,6 +6,8 @@ same facts, so that a caller can act on them without parsing text.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +82,17 @@ class UnsupportedError(MoeFp8Error, NotImplementedError):
     """The request is well formed but not supported; the message names a supported request."""
 
 
-def without_torch() -> UnsupportedError:
-    """The error of what needs PyTorch, where it is not installed."""
-    return UnsupportedError(
-        "PyTorch is not installed; pip install 'torch>=2.11,<2.14' (planning and building do not need it)"
-    )
+@contextmanager
+def torch_needed() -> Iterator[None]:
+    """Within it, an import that fails without PyTorch is an UnsupportedError."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise UnsupportedError(
+            "PyTorch is not installed; `moe-fp8 doctor` says which one fits (planning and building need none)"
+        ) from None
 
 
 class CaptureError(MoeFp8Error, RuntimeError):

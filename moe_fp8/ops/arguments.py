@@ -172,6 +172,16 @@ def apart(
                 )
 
 
+def out_apart(op: str, names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:
+    """The last of `tensors`, an output of a function of several ops, shares no memory with the others.
+
+    A traced call is not checked.
+    """
+    if not traced():
+        last = len(names) - 1
+        apart(op, names, tuple(range(last)), (last,), tensors)
+
+
 def at_least(op: str, least: int, **sizes: int) -> None:
     for name, size in sizes.items():
         if size < least:

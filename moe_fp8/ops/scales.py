@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
+from moe_fp8.ops.arguments import no_overlap
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +58,12 @@ def pitch(scale: Tensor) -> int:
 def is_mn_major(scale: Tensor) -> bool:
     """Whether the GEMMs read `scale` as it is (`pitch`)."""
     return pitch(scale) > 0
+
+
+def check_written(op: str, name: str, scale: Tensor) -> None:
+    """Check scales that an op writes: MN-major, or of other strides without elements in common."""
+    if not is_mn_major(scale):
+        no_overlap(op, name, scale)
 
 
 def to_mn_major(scale: Tensor) -> Tensor:

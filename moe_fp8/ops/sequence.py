@@ -40,16 +40,20 @@ def run(
     `tensors`, or about a number, names the function and its argument.
     """
     given = tuple([tensor for tensor in tensors if tensor is not None])
-    if tracing() or not (past_dispatcher(given) and Modes.launching):
-        _check_addresses(check)
-        _each(name, names, tensors, steps, fresh=False)
-        return
-    which = tuple([tensor is not None for tensor in tensors])
-    try:
-        call = (name, given[0].shape, which, *scalars, *map(_data_ptr, given)), given
-    except RuntimeError:  # see _check_addresses
-        _check_addresses(check)
-        _each(name, names, tensors, steps, fresh=False)
+    work = name, names, tensors, steps
+    call = None
+    if not tracing() and past_dispatcher(given) and Modes.launching:
+        which = tuple([tensor is not None for tensor in tensors])
+        try:  # noqa: SIM105 - suppress takes longer
+            call = (name, given[0].shape, which, *scalars, *map(_data_ptr, given)), given
+        except RuntimeError:  # the tensors of a function transform have no address
+            pass
+    if call is None:
+        try:  # noqa: SIM105 - torch.compile traces this
+            check()
+        except RuntimeError:  # such tensors again, which cannot be checked
+            pass
+        _each(*work, fresh=False)
         return
     launch = launcher()
     if launch.repeat(call):
@@ -59,23 +63,15 @@ def run(
         return
     check()
     if not launch.movable(call, form) or needs_dispatcher(given):
-        _each(name, names, tensors, steps, fresh=False)
+        _each(*work, fresh=False)
         return
-    launched = _each(name, names, tensors, steps, fresh=True)
+    launched = _each(*work, fresh=True)
     if launched is None:
         return
     if all(launched):
         launch.remember(call, form, given[0].get_device(), launched)
     elif Modes.launching:  # an op had nothing to do, or has done more than a launch
         launch.give_up(form)
-
-
-def _check_addresses(check: Callable[[], None]) -> None:
-    """`check`, but the tensors of a function transform have no address and raise RuntimeError."""
-    try:  # noqa: SIM105 - torch.compile traces this
-        check()
-    except RuntimeError:
-        pass
 
 
 def _each(

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import pickle
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,10 +22,7 @@ from moe_fp8 import (
     paged_mqa_logits_fp8,
     paged_mqa_logits_metadata,
 )
-from moe_fp8.jit.files import distrust
-from moe_fp8.ops import examine, registry
-from moe_fp8.settings import parse_settings
-from tests import cases, checked_calls, graph_cases, moe_cases
+from tests import cases, moe_cases
 
 pytestmark = pytest.mark.usefixtures("checked_mode")
 
@@ -324,116 +318,6 @@ def test_a_schedule_of_other_lengths() -> None:
     with pytest.raises(ContractError, match="metadata") as caught:
         _paged(case, metadata=stale)
     assert caught.value.row == 1
-
-
-def test_a_replay_file_describes_the_call(checked_mode: Path) -> None:
-    with pytest.raises(ContractError) as caught:
-        _contiguous("offsets", [0, 3, 2, 256])
-    error = caught.value
-    (file,) = checked_mode.iterdir()
-    assert error.replay_file == str(file) and str(error).endswith(f"(replay file: {file})")
-    assert str(pickle.loads(pickle.dumps(error))) == str(error)
-    content = json.loads(file.read_text())
-    assert content["op"] == "grouped_gemm_fp8_contiguous"
-    wrong = content["error"]
-    assert (wrong["argument"], wrong["expert"], wrong["row"], wrong["got"]) == (
-        "offsets", 1, 2, "3 to 2 for expert 1",
-    )  # fmt: skip
-    assert content["arguments"]["layout"] == "offsets"
-    assert content["arguments"]["index"]["values"] == [0, 3, 2, 256]
-    scale = content["arguments"]["a_scale"]
-    assert (scale["shape"], scale["dtype"], scale["device"]) == ([256, 1], "torch.float32", "cpu")
-    assert "values" not in scale
-    assert content["kernel"] is None  # there is none on a CPU
-    assert content["settings"]["checked"] is True and content["versions"]["torch"] == torch.__version__
-
-
-def test_each_failure_has_a_file(checked_mode: Path) -> None:
-    for _ in range(2):
-        with pytest.raises(ContractError):
-            _contiguous("offsets", [0, 3, 2, 256])
-    assert len(list(checked_mode.iterdir())) == 2
-
-
-def test_without_a_folder_the_error_is_the_same(checked_mode: Path) -> None:
-    checked_mode.write_text("this is a file")
-    with pytest.raises(ContractError, match=r"no replay file: .*replay") as caught:
-        _contiguous("offsets", [0, 3, 2, 256])
-    assert (caught.value.expert, caught.value.replay_file) == (1, None)
-
-
-def test_a_kernel_that_cannot_be_told_hides_nothing(checked_mode: Path) -> None:
-    def broken() -> None:
-        raise ContractError("op", "x", "this", "that")
-
-    def kernel() -> dict[str, str]:
-        # What prepares a launch may call the op again; this does not leave a second file.
-        examine.examine("op", {}, broken)
-        return {}
-
-    with pytest.raises(ContractError, match="replay file"):
-        examine.examine("op", {"x": None}, broken, kernel)
-    (file,) = checked_mode.iterdir()
-    assert json.loads(file.read_text())["kernel"] == {"unknown": "op: x: expected this, got that"}
-
-
-def test_the_folder_of_replay_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for given, folder in (
-        ({"MOE_FP8_CHECKED_DIR": str(tmp_path), "HOME": "/home/me"}, tmp_path),
-        ({"HOME": "/home/me"}, Path("/home/me/.cache/moe_fp8/checked")),
-    ):
-        monkeypatch.setattr(examine, "settings", lambda given=given: parse_settings(given))
-        assert examine._folder() == folder
-    monkeypatch.setattr(examine, "settings", lambda: parse_settings({}))
-    folder = examine._folder()
-    assert folder.is_dir() and folder.stat().st_mode & 0o777 == 0o700
-    folder.rmdir()
-
-
-def test_a_replay_file_does_not_open_the_store_to_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The store's folder is the parent; with this umask, a plain folder could be written by the group."""
-    given = {"MOE_FP8_CACHE_DIR": str(tmp_path / "store")}
-    monkeypatch.setattr(examine, "settings", lambda: parse_settings(given))
-    before = os.umask(0o002)
-    try:
-        written = examine._write("op", {})
-    finally:
-        os.umask(before)
-    assert isinstance(written, Path) and not distrust((tmp_path / "store").stat())
-
-
-@pytest.mark.parametrize("name", graph_cases.CASES)
-def test_contents_cost_nothing_unless_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = graph_cases.CASES[name].call
-    checked_calls.past_the_dispatcher(monkeypatch)
-    with checked_calls.ChecksCounter() as counter:
-        call(graph_cases.CASES[name].inputs(0, "cpu"))
-    assert (counter.count > 0) == (name not in checked_calls.WITHOUT_CONTENTS)
-    checked_calls.turn_off(monkeypatch)
-    with checked_calls.ChecksCounter() as counter:
-        call(graph_cases.CASES[name].inputs(0, "cpu"))
-    assert counter.count == 0
-
-
-def test_a_capture_is_not_checked_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    on_a_gpu = SimpleNamespace(is_cuda=True, is_meta=False, device=-1)  # a device that torch leaves alone
-    capturing = [True, True, False]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.pop(0))
-    registry._say_unchecked.cache_clear()
-    assert [registry.checked(on_a_gpu) for _ in range(3)] == [False, False, True]
-    assert [each.levelname for each in caplog.records] == ["WARNING"]
-    assert "not checked while a stream is captured" in caplog.text
-
-
-def test_contents_are_not_read_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "settings", lambda: parse_settings({}))
-    assert not registry.checked(torch.zeros(1))
-    monkeypatch.setattr(registry, "settings", lambda: parse_settings({"MOE_FP8_CHECKED": "1"}))
-    assert registry.checked(torch.zeros(1))
 
 
 @pytest.mark.parametrize("wrong", ["w13_scale", "w2_scale"])

@@ -10,6 +10,9 @@ from torch import Tensor
 from moe_fp8.ops import arguments, sequence
 from moe_fp8.ops.scales import empty_mn_major
 
+#: The tensors of `linear_fp8`; it allocates the last two.
+_TENSORS = ("x", "weight", "weight_scale", "out", "q", "scale")
+
 
 def linear_fp8(
     x: Tensor,
@@ -40,19 +43,14 @@ def linear_fp8(
     scale = empty_mn_major((x.shape[0], x.shape[1] // 128), x)
     sequence.run(
         "linear_fp8",
-        ("x", "weight", "weight_scale", "out", "q", "scale"),
+        _TENSORS,
         (x, weight, weight_scale, out, q, scale),
         (power_of_two, constant_weights),
-        partial(_check_memory, weight, weight_scale, out),
+        # The other tensors are new, or may share memory.
+        partial(arguments.out_apart, "linear_fp8", _TENSORS[1:4], (weight, weight_scale, out)),
         lambda: [
             ("quantize_fp8", (x, q, scale, power_of_two)),
             ("gemm_fp8", (q, scale, weight, weight_scale, out, None, constant_weights, False)),
         ],
     )
     return out
-
-
-def _check_memory(*tensors: Tensor) -> None:
-    """The other tensors are new, or may share memory."""
-    if not arguments.traced():
-        arguments.apart("linear_fp8", ("weight", "weight_scale", "out"), (0, 1, 2), (2,), tensors)

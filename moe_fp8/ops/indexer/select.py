@@ -210,12 +210,6 @@ _PREFILL = ("q", "k", "k_scale", "weights", "ks", "ke", "out")
 _DECODE = ("q", "kv_cache", "weights", "context_lens", "block_table", "out")
 
 
-def _check_memory(op: str, names: tuple[str, ...], tensors: tuple[Tensor, ...]) -> None:
-    """`out`, which comes last, is the caller's. Its first rows are written while other rows' inputs count."""
-    if not arguments.traced():
-        arguments.apart(op, names, tuple(range(len(names))), (len(names) - 1,), tensors)
-
-
 def indexer_select(
     q: Tensor,
     k: Tensor,
@@ -253,8 +247,8 @@ def indexer_select(
         given = {"q": q, "k": k, "k_scale": k_scale, "weights": weights, "ks": ks, "ke": ke}
         contract = partial(contracts.queries, "indexer_select", k_scale, weights, ks, ke, keys)
         examine("indexer_select", {**given, "topk": topk}, contract)
-    if out is not None:
-        _check_memory("indexer_select", _PREFILL, (q, k, k_scale, weights, ks, ke, out))
+    if out is not None:  # its first rows are written while other rows' inputs count
+        arguments.out_apart("indexer_select", _PREFILL, (q, k, k_scale, weights, ks, ke, out))
     out = checks.selection_out("indexer_select", num_rows, topk, q, out)
     if num_rows == 0:
         return out
@@ -315,7 +309,7 @@ def paged_indexer_select(
         examine(op, {**given, **sizes}, partial(contracts.paged_contexts, op, *operands))
     if out is not None:
         tensors = q, kv_cache, weights, context_lens, block_table, out
-        _check_memory("paged_indexer_select", _DECODE, tensors)
+        arguments.out_apart("paged_indexer_select", _DECODE, tensors)
     out = checks.selection_out("paged_indexer_select", batch * next_n, topk, q, out)
     if batch == 0:
         return out

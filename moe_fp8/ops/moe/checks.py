@@ -24,7 +24,6 @@ from moe_fp8.ops.arguments import (
     contiguous,
     extent,
     int32_vector,
-    no_overlap,
     refuse_address,
     refuse_device,
     refuse_dtype,
@@ -84,8 +83,7 @@ def permute(
         refuse_shape(op, "a_scale", a_scale, f"[{a.shape[0]}, {k // 128}]")
     if a_scale.dtype is not F32:
         refuse_dtype(op, "a_scale", a_scale, "float32")
-    if not scales.is_mn_major(a_scale):
-        no_overlap(op, "a_scale", a_scale)
+    scales.check_written(op, "a_scale", a_scale)
     if offsets.dim() != 1 or not 2 <= offsets.shape[0] <= MAX_EXPERTS + 1:
         refuse_shape(op, "offsets", offsets, f"[num_experts + 1], 1 to {MAX_EXPERTS} experts")
     if rows.shape != topk_ids.shape:
@@ -142,8 +140,7 @@ def gemm_silu_mul(
         if tensor.dtype is not FP8:
             refuse_dtype(op, name, tensor, "float8_e4m3fn")
     contiguous(op, a=a, w13=w13, q=q)
-    if not scales.is_mn_major(scale):
-        no_overlap(op, "scale", scale)
+    scales.check_written(op, "scale", scale)
     if not w13_scale.is_contiguous():
         refuse_layout(op, "w13_scale", w13_scale)
     swiglu_limit(op, limit)

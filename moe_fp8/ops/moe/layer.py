@@ -141,9 +141,7 @@ def _check_memory(workspace: Tensor, others: tuple[Tensor | None, ...]) -> None:
     x = others[0]
     assert x is not None
     workspaces.check("fused_moe", workspace, x, _TENSORS, others)
-    if not arguments.traced():
-        # `out` may be x.
-        arguments.apart("fused_moe", _TENSORS, tuple(range(1, len(_TENSORS))), (len(_TENSORS) - 1,), others)
+    arguments.out_apart("fused_moe", _TENSORS[1:], others[1:])  # `out` may be x
 
 
 def _steps(

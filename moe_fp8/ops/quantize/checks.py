@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
+from moe_fp8.ops import scales
 from moe_fp8.ops.arguments import (
     BF16,
     F32,
@@ -13,7 +14,6 @@ from moe_fp8.ops.arguments import (
     MAX_EXTENT,
     extent,
     int32_vector,
-    no_overlap,
     refuse_address,
     refuse_device,
     refuse_dtype,
@@ -22,7 +22,6 @@ from moe_fp8.ops.arguments import (
     swiglu_limit,
     unaligned,
 )
-from moe_fp8.ops.scales import is_mn_major
 from moe_fp8.specs import SILU_ROWS
 
 
@@ -75,8 +74,7 @@ def _outputs(op: str, q: Tensor, scale: Tensor, shape: tuple[int, ...]) -> None:
         refuse_shape(op, "scale", scale, f"{list(groups)}")
     if scale.dtype is not F32:
         refuse_dtype(op, "scale", scale, "float32")
-    if not is_mn_major(scale):
-        no_overlap(op, "scale", scale)
+    scales.check_written(op, "scale", scale)
 
 
 def silu_mul_quantize(
