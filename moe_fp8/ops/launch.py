@@ -185,7 +185,8 @@ _seen = _Seen()
 class _Scratch(threading.local):
     """A thread's own blocks for launches that are not remembered: a launch copies its block.
 
-    Their keys are the number of a kernel among those of a call, and the size of its block.
+    Their keys are the number of a kernel among those of a call, and the size of its block. A call takes its
+    blocks out until it has launched, since a finalizer or a signal handler may make another call meanwhile.
     """
 
     def __init__(self) -> None:
@@ -293,11 +294,9 @@ def move(call: Call, form: Key, check: Callable[[], None]) -> bool:
     again, blocks = _seen.again(launch_key), _scratch.blocks
     moved = []
     for number, ((kernel, grid, block), of_kernel) in enumerate(zip(kernels, places, strict=True)):
-        own = None if again else blocks.get((number, block.size))
+        own = None if again else blocks.pop((number, block.size), None)
         if own is None:
             own = block.copy()
-            if not again:
-                blocks[number, block.size] = own
         else:
             own.assign(block)
         words = own.words
@@ -308,6 +307,9 @@ def move(call: Call, form: Key, check: Callable[[], None]) -> bool:
     _start(device, kernels)
     if again:
         _launches.put(launch_key, _Launch(same, device, kernels))
+    else:
+        for number, (_, _, own) in enumerate(kernels):
+            blocks[number, own.size] = own
     return True
 
 

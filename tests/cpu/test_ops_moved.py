@@ -328,3 +328,24 @@ def test_threads_that_move_calls_at_once_write_no_block_of_each_other(launches: 
         {word for (word,) in struct.iter_unpack("<q", params)} & expected for *_, params in launches.made[1:]
     ]
     assert sorted(map(len, outputs)) == [1] * 4 and set().union(*outputs) == expected
+
+
+def test_a_call_within_a_moved_call_writes_another_block(launches: _Launches) -> None:
+    """A finalizer or a signal handler may call an op when the outer call has written its block."""
+    given = OPS["gemm_fp8"]()
+    _call("gemm_fp8", given)
+    outer, inner, later = ({name: _elsewhere(value) for name, value in given.items()} for _ in range(3))
+    start, within = launches.launch._start, [inner]
+
+    def interrupted(device: int, kernels: Any) -> None:
+        if within:
+            _call("gemm_fp8", within.pop())
+        start(device, kernels)
+
+    launches.patch.setattr(launches.launch, "_start", interrupted)
+    launches.prepares_nothing()
+    _call("gemm_fp8", outer)
+    _call("gemm_fp8", later)
+    made = [{word for (word,) in struct.iter_unpack("<q", params)} for *_, params in launches.made[1:]]
+    assert len(made) == 3
+    assert all(call["out"].data_ptr() in words for call, words in zip((inner, outer, later), made, strict=True))

@@ -63,6 +63,7 @@ def test_dense_with_constant_weights(m: int) -> None:
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("m", [1, 70, 600])
+@torch.inference_mode()
 def test_linear_is_the_two_ops(m: int, power_of_two: bool, constant: bool) -> None:
     case = cases.dense_case(m, 576, 512, "cuda")
     x = torch.randn(m, 512, generator=cases.generator(1, "cuda"), device="cuda").bfloat16()
