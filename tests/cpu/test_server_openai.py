@@ -179,9 +179,11 @@ def test_a_full_queue(client: openai.OpenAI) -> None:
     long: dict[str, Any] = {"max_tokens": 500, "stream": True, "n": 2, "extra_body": {"ignore_eos": True}}
     with client.completions.create(model=MODEL, prompt="a", **long) as running:
         next(iter(running))  # its choices have left the queue
-        with client.completions.create(model=MODEL, prompt="a", **long):
-            with pytest.raises(openai.RateLimitError) as full:
-                client.completions.create(model=MODEL, prompt="a", n=2)
+        with (
+            client.completions.create(model=MODEL, prompt="a", **long),
+            pytest.raises(openai.RateLimitError) as full,
+        ):
+            client.completions.create(model=MODEL, prompt="a", n=2)
     assert (full.value.code, full.value.response.headers["retry-after"]) == ("queue_full", "1")
 
 
