@@ -120,8 +120,8 @@ def test_eight_ranks_share_the_work(tmp_path: Path) -> None:
     assert [told["rows"] for _, told in results] == [count] * 8
     assert sum(told["compiled"] for _, told in results) == count
     wall = max(told["ended"] for _, told in results) - min(told["began"] for _, told in results)
-    # One rank alone takes 8 s. Eight ranks take 1 s; half of the time of one is left to a busy machine.
-    assert wall < count * seconds / 2
+    # One rank alone takes 8 s. Eight ranks take 1 s; the rest is left to a busy machine.
+    assert wall < count * seconds * 0.8
     assert max(told["cpu"] for _, told in results) < wall / 2, "a rank that waits burns a core"
 
 

