@@ -18,8 +18,9 @@ __all__ = ["demo_folder"]
 
 STREAMS, MORE, SECONDS = 64, 16, 60.0
 #: A server that kept 200 KiB of each request grew by 2.6 MiB and more, on idle and on busy cores. One without
-#: a leak grew by 0.6 MiB at most: it warms up by 2 to 18 MiB in each of three or four eighths.
-MOST_MIB = 1.5
+#: a leak grew by 0.6 MiB at most once it was warm. It warms up by 40 MiB: on idle cores in the first 40
+#: seconds, on busy ones in more than a minute. So a load that shows growth is repeated, twice at most.
+MOST_MIB, LOADS = 1.5, 3
 
 
 def test_a_minute_of_load(demo_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,8 +43,15 @@ def test_a_minute_of_load(demo_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert seen.grew("server_batch_size_sum") / seen.grew("server_batch_size_count") > STREAMS / 2
         assert seen.grew("server_preemptions_total") > 0
         assert 'server_requests_total{reason="error"}' not in seen.after
-        assert seen.memory_grew / 2**20 < MOST_MIB, " ".join(str(each >> 10) for each in seen.memory)
+        memory = [seen.memory]
+        while Seen(memory=memory[-1]).memory_grew / 2**20 >= MOST_MIB:
+            assert len(memory) < LOADS, f"the server's KiB, second by second: {in_kib(memory)}"
+            memory.append(http.measure(load).memory)
     assert process.returncode == 0
+
+
+def in_kib(loads: list[list[int]]) -> list[list[int]]:
+    return [[held >> 10 for held in load] for load in loads]
 
 
 def test_a_leak_is_told_from_a_warm_up() -> None:
