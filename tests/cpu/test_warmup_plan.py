@@ -390,7 +390,7 @@ def test_deepseek_v32_is_planned_in_a_second() -> None:
     seconds: list[float] = []
     while not seconds or min(seconds) >= 1:
         assert len(seconds) < 5, seconds
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, done.stderr
         seconds.append(float(done.stdout))
 
