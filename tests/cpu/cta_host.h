@@ -327,4 +327,5 @@ T load_cluster(const T* pointer, unsigned rank) {
     return *host::of_rank(pointer, rank);
 }
 
+inline int load_fresh(const int* address) { return *address; }
 }  // namespace moe_fp8::ptx

@@ -80,4 +80,12 @@ DEVICE bool elect_one() {
     return elected != 0;
 }
 
+// Loads from L2, so that the value is never older than what the launch of this kernel waited for, whether or not this thread has waited
+// for the kernel before: a line of L1 may be.
+DEVICE int load_fresh(const int* address) {
+    int value;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
 }  // namespace moe_fp8::ptx

@@ -22,10 +22,10 @@ template <Layout kLayout>
 DEVICE void read_segment(const int* index, int e, int m, int& first_row, int& num_rows) {
     if constexpr (kLayout == Layout::kMasked) {
         first_row = e * m;
-        num_rows = min(max(index[e], 0), m);
+        num_rows = min(max(ptx::load_fresh(&index[e]), 0), m);
     } else {
-        const int begin = kLayout == Layout::kOffsets ? index[e] : e == 0 ? 0 : align_up(index[e - 1], kSegmentAlignment);
-        const int end = kLayout == Layout::kOffsets ? index[e + 1] : index[e];
+        const int begin = kLayout == Layout::kOffsets ? ptx::load_fresh(&index[e]) : e == 0 ? 0 : align_up(ptx::load_fresh(&index[e - 1]), kSegmentAlignment);
+        const int end = kLayout == Layout::kOffsets ? ptx::load_fresh(&index[e + 1]) : ptx::load_fresh(&index[e]);
         first_row = min(max(begin, 0), m);
         num_rows = max(min(end, m), first_row) - first_row;
     }
@@ -160,8 +160,8 @@ class SegmentWindow {
     DEVICE void load_runs() {
         const int lane = lane_index(), in_window = min(num_blocks() - base_, kWarp), row = (base_ + lane) * kSegmentAlignment;
         int expert = kNone, row_before = kNone;
-        if (lane < in_window) expert = index_[row];
-        if (0 < lane && lane < in_window) row_before = index_[row - 1];
+        if (lane < in_window) expert = ptx::load_fresh(&index_[row]);
+        if (0 < lane && lane < in_window) row_before = ptx::load_fresh(&index_[row - 1]);
         const int above = __shfl_up_sync(kAll, expert, 1);
         const bool goes_on = lane > 0 && expert == above && (expert < 0 ? !kAcrossBlocks : expert == row_before);
         const uint32_t begins = __ballot_sync(kAll, lane < in_window && !goes_on), later = begins >> lane >> 1;
@@ -187,7 +187,7 @@ class SegmentWindow {
 #pragma unroll
                 for (int j = 0; j < kRows; ++j) {
                     const int row = first + j * kWarp + lane_index();
-                    experts[i][j] = lanes[i] >= 0 && row < m_ ? index_[row] : -1;
+                    experts[i][j] = lanes[i] >= 0 && row < m_ ? ptx::load_fresh(&index_[row]) : -1;
                 }
             }
 #pragma unroll

@@ -227,8 +227,8 @@ class TileWalk {
     // Returns the blocks of K of an expert, clamped to those that exist. Without an index, one expert has all of them.
     DEVICE KRange range_of(int expert) const {
         if (index_ == nullptr) return k_range_;
-        const int begin = min(max(index_[expert] / kBlockK, 0), k_range_.end);
-        return {begin, max(min(index_[expert + 1] / kBlockK, k_range_.end), begin)};
+        const int begin = min(max(ptx::load_fresh(&index_[expert]) / kBlockK, 0), k_range_.end);
+        return {begin, max(min(ptx::load_fresh(&index_[expert + 1]) / kBlockK, k_range_.end), begin)};
     }
 
     // A tile's tokens are copied in boxes of kTokenBox. If the last box reaches beyond the tensor's last row, the tile begins earlier,
@@ -254,7 +254,7 @@ class TileWalk {
 #pragma unroll
         for (int i = 0; i < kBlockM; i += kWarp) {
             const int mine = i + lane_index();
-            const int expert = mine < height && row + mine < m_ ? index_[row + mine] : -1;
+            const int expert = mine < height && row + mine < m_ ? ptx::load_fresh(&index_[row + mine]) : -1;
             const uint32_t valid = __ballot_sync(kAll, expert >= 0);
             if (valid != 0) end_row = i + kWarp - __clz(static_cast<int>(valid));
             highest = max(highest, expert);
