@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     ptx::grid_dependency_wait();
     ptx::launch_dependents();
     auto chunks = [&](int request) {
-        return request < p.batch ? ceil_div(max(p.context_lens.longest(request), 0), CHUNK_KV) : 0;
+        return request < p.batch ? ceil_div(static_cast<uint32_t>(max(p.context_lens.longest(request), 0)), uint32_t{CHUNK_KV}) : 0;
     };
 
     uint32_t mine = 0, total;
