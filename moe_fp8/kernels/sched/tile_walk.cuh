@@ -224,11 +224,12 @@ class TileWalk {
         return kLayout == Layout::kMIndices && __shfl_sync(kAll, static_cast<int>(asks), owner);
     }
 
-    // Returns the blocks of K of an expert, clamped to those that exist. Without an index, one expert has all of them.
+    // Returns the blocks of K of an expert, clamped to those that exist. Without an index, one expert has all of them. (A kernel of ragged
+    // K always waits for the kernel before first, so plain loads are fresh.)
     DEVICE KRange range_of(int expert) const {
         if (index_ == nullptr) return k_range_;
-        const int begin = min(max(ptx::load_fresh(&index_[expert]) / kBlockK, 0), k_range_.end);
-        return {begin, max(min(ptx::load_fresh(&index_[expert + 1]) / kBlockK, k_range_.end), begin)};
+        const int begin = min(max(index_[expert] / kBlockK, 0), k_range_.end);
+        return {begin, max(min(index_[expert + 1] / kBlockK, k_range_.end), begin)};
     }
 
     // A tile's tokens are copied in boxes of kTokenBox. If the last box reaches beyond the tensor's last row, the tile begins earlier,
