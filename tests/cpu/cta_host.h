@@ -39,9 +39,13 @@ struct alignas(16) uint4 {
 struct uint2 {
     unsigned x, y;
 };
+struct int2 {
+    int x, y;
+};
 struct float4 {
     float x, y, z, w;
 };
+inline int2 make_int2(int x, int y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
@@ -177,15 +181,21 @@ inline void run(int index, std::vector<Fiber>& fibers, std::function<void()> wor
     size_t left = fibers.size();
     std::vector<int> order(fibers.size());
     for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
-    std::shuffle(order.begin(), order.end(), random_bits);
+    unsigned late = 0;
+    bool by_lane = false;
+    auto draw = [&] {
+        std::shuffle(order.begin(), order.end(), random_bits);
+        late = random_bits() % 2 ? random_bits() : 0;
+        by_lane = random_bits() % 2;
+    };
+    draw();
     while (left > 0) {
         bool moved = false;
-        // Now and then another order, and every other time half of the warps fall behind.
-        if (random_bits() % 64 == 0) std::shuffle(order.begin(), order.end(), random_bits);
-        const unsigned late = random_bits() % 2 ? random_bits() : 0;
+        // Now and then another order, and half of the time half of the warps, or half of the lanes, fall behind until then.
+        if (random_bits() % 64 == 0) draw();
         for (int i : order) {
             Fiber& fiber = fibers[i];
-            if (late >> i / 32 % 32 & 1) {
+            if (late >> (by_lane ? i : i / 32) % 32 & 1) {
                 moved = true;
                 continue;
             }
@@ -326,6 +336,6 @@ template <typename T>
 T load_cluster(const T* pointer, unsigned rank) {
     return *host::of_rank(pointer, rank);
 }
-
 inline int load_fresh(const int* address) { return *address; }
+
 }  // namespace moe_fp8::ptx

@@ -34,6 +34,26 @@ def copy_headers(folder: Path, *names: str) -> None:
     shutil.copy(HERE / "cta_host.h", folder / "host.h")
 
 
+def with_static_memory(entry: str, count: int) -> str:
+    """A kernel's entry file whose `count` static shared variables lie in the host's memory of their CTA."""
+    found: list[str] = []
+
+    def on_host(statement: re.Match[str]) -> str:
+        named = re.findall(r"(\w+)((?:\[[^]]+\])*)(?:, |$)", statement[2])
+        found.extend(name for name, _ in named)
+        return " ".join(
+            f"auto& {name} = *reinterpret_cast<{statement[1]}(*){size}>(fixed);"
+            f" fixed += (sizeof({name}) + 15) / 16 * 16;"
+            for name, size in named
+        )
+
+    entry = re.sub(r"(?<!extern )__shared__ (\w+) (\w+[^;()]*);", on_host, entry)
+    assert len(found) == count, found
+    opened = "using namespace moe_fp8;\n"
+    assert entry.count(opened) == 1
+    return entry.replace(opened, f"{opened}    char* fixed = host::static_memory[host::cta];\n")
+
+
 def build(name: str, folder: Path, defines: Mapping[str, int]) -> Path:
     """Compile `name`.cpp of this folder with the headers in `folder`, and return the program."""
     program = folder / name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -17,21 +16,7 @@ def _sources(folder: Path) -> None:
     (folder / "ptx").mkdir()
     (folder / "ptx" / "sync.cuh").write_text("#pragma once\n")
     entry = (KERNELS / "moe_permute.cuh").read_text()
-    arrays = r"__shared__ (\w+) ((?:\w+\[\w+\](?:, )?)+);"
-
-    def on_host(match: re.Match[str]) -> str:
-        named = re.findall(r"(\w+)\[(\w+)\]", match[2])
-        return " ".join(
-            f"auto& {name} = *reinterpret_cast<{match[1]}(*)[{size}]>(fixed); fixed += sizeof({name});"
-            for name, size in named
-        )
-
-    entry, count = re.subn(arrays, on_host, entry)
-    assert count == 2
-    first = "using namespace moe_fp8;\n    auto&"
-    assert first in entry
-    entry = entry.replace(first, f"char* fixed = host::static_memory[host::cta];\n    {first}", 1)
-    (folder / "moe_permute.cuh").write_text(entry)
+    (folder / "moe_permute.cuh").write_text(host_program.with_static_memory(entry, 5))
 
 
 @host_program.needs_compiler

@@ -36,10 +36,7 @@ def _sources(folder: Path) -> None:
     host_program.copy_headers(folder)
     (folder / "ptx").mkdir()
     (folder / "ptx" / "sync.cuh").write_text("#pragma once\n")
-    entry = (KERNELS / "route_topk.cuh").read_text()
-    shared = "auto& values = *reinterpret_cast<float(*)[kWarps][kExperts]>(host::static_memory[host::cta]);"
-    entry, count = re.subn(r"__shared__ float values\[kWarps\]\[kExperts\];", shared, entry)
-    assert count == 1
+    entry = host_program.with_static_memory((KERNELS / "route_topk.cuh").read_text(), 1)
     for instruction, instead in (("cvt.f32.f16", "value = 0.0f;"), ("rcp.approx.f32", "result = 1.0f / x;")):
         entry, count = re.subn(rf'asm\("{re.escape(instruction)}.*\);', instead, entry)
         assert count == 1

@@ -22,21 +22,10 @@ def _sources(folder: Path) -> None:
     for name in ("sync", "shared"):
         (folder / "ptx" / f"{name}.cuh").write_text("#pragma once\n")
     entry = (KERNELS / "indexer_topk.cuh").read_text()
-    entry = re.sub(
-        r"extern __shared__ \S+ uint8_t dynamic\[\];",
-        "char* dynamic = host::dynamic_memory[host::cta];\n    char* fixed = host::static_memory[host::cta];",
-        entry,
-    )
-    entry, count = re.subn(
-        r"__shared__ (\w+) (\w+)(?:\[(.+)\])?;",
-        lambda m: (
-            f"auto& {m[2]} = *reinterpret_cast<{m[1]}(*)[{m[3]}]>(fixed); fixed += 1024;"
-            if m[3]
-            else f"auto& {m[2]} = *reinterpret_cast<{m[1]}*>(fixed); fixed += 1024;"
-        ),
-        entry,
-    )
-    assert count == 3
+    entry = host_program.with_static_memory(entry, 3)
+    dynamic = "char* dynamic = host::dynamic_memory[host::cta];"
+    entry, count = re.subn(r"extern __shared__ \S+ uint8_t dynamic\[\];", dynamic, entry)
+    assert count == 1
     (folder / "indexer_topk.cuh").write_text(entry)
 
 
