@@ -285,6 +285,21 @@ def unwaited_uses(code: Code) -> list[tuple[Instruction, Instruction]]:
     return found
 
 
+def early_launches(code: Code) -> list[Instruction]:
+    """The instructions that let the next kernel begin and that some path reaches before a wait for the kernel before."""
+    successors = _successors(code)
+    reached: set[int] = set()
+    pending = [0]
+    while pending:
+        at = pending.pop()
+        if at in reached:
+            continue
+        reached.add(at)
+        if code[at].family != "ACQBULK" or code[at].predicate:
+            pending += successors(at)
+    return [code[at] for at in sorted(reached) if code[at].family == "PREEXIT"]
+
+
 def _open_loads(code: Code) -> dict[int, _Open]:
     """For each instruction that some path leads to, by index: the open loads when it is issued."""
     successors = _successors(code)

@@ -25,6 +25,7 @@ from tests.machine_code import (
     MachineCodeError,
     disassemble,
     early_arrivals,
+    early_launches,
     unwaited_uses,
 )
 from tests.reachable_kernels import ReachableKernels
@@ -127,6 +128,14 @@ def test_no_kernel_takes_memory_to_be_constant(codes: dict[KernelSpec, Code]) ->
     # A kernel begins while the kernel before still writes.
     found = [f"{spec}: {load}" for spec, code in codes.items() for load in constant_loads(code)]
     assert not found
+
+
+def test_no_kernel_lets_the_next_begin_before_its_own_wait(codes: dict[KernelSpec, Code]) -> None:
+    # What a kernel reads ahead of its wait was written by a kernel that had ended before the kernel before began.
+    found = [f"{spec}: {one}" for spec, code in codes.items() for one in early_launches(code)]
+    assert not found
+    lets_begin = {spec.name for spec, code in codes.items() if any(one.family == "PREEXIT" for one in code)}
+    assert lets_begin == {spec.name for spec in codes}
 
 
 def test_no_kernel_arrives_before_it_has_read(
@@ -313,6 +322,16 @@ def test_both_source_lines_are_told(tmp_path: Path) -> None:
 def test_constant_loads_are_seen(tmp_path: Path, body: str, count: int) -> None:
     (code,) = disassembled(compiled(tmp_path, body)[0]).values()
     assert len(constant_loads(code)) == count
+
+
+@pytest.mark.parametrize(
+    ("before", "count"), [("WAIT", 0), ("if (n > 3) WAIT else WAIT", 0), ("", 1), ("if (n > 3) WAIT", 1)]
+)
+def test_early_launches_are_seen(tmp_path: Path, before: str, count: int) -> None:
+    wait = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
+    launch = 'asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); out[n] = 3;'
+    (code,) = disassembled(compiled(tmp_path, f"{before.replace('WAIT', wait)} {launch}")[0]).values()
+    assert len(early_launches(code)) == count
 
 
 def find_in(folder: Path, body: str) -> list[Finding]:
