@@ -286,7 +286,10 @@ def unwaited_uses(code: Code) -> list[tuple[Instruction, Instruction]]:
 
 
 def early_launches(code: Code) -> list[Instruction]:
-    """The instructions that let the next kernel begin and that some path reaches before a wait for the kernel before."""
+    """The instructions that let the next kernel begin, if a path leads to them without a wait.
+
+    The wait is for the kernel before.
+    """
     successors = _successors(code)
     reached: set[int] = set()
     pending = [0]

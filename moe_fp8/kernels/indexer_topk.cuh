@@ -37,7 +37,7 @@ struct IndexerTopkParams {
 
 namespace moe_fp8::topk {
 
-static_assert(MAX_K * 8 <= kCapacity * 8, "the chosen are sorted where the candidates were");
+static_assert(MAX_K <= kCapacity, "the chosen are sorted where the candidates were");
 
 // Searches the threshold among all logits of the slice, which are read again for each step.
 DEVICE Threshold search_whole(const State& state, const Slice& slice, int k, int level) {

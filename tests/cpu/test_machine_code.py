@@ -131,7 +131,7 @@ def test_no_kernel_takes_memory_to_be_constant(codes: dict[KernelSpec, Code]) ->
 
 
 def test_no_kernel_lets_the_next_begin_before_its_own_wait(codes: dict[KernelSpec, Code]) -> None:
-    # What a kernel reads ahead of its wait was written by a kernel that had ended before the kernel before began.
+    # So when a kernel begins, all kernels have ended but the kernel before.
     found = [f"{spec}: {one}" for spec, code in codes.items() for one in early_launches(code)]
     assert not found
     lets_begin = {spec.name for spec, code in codes.items() if any(one.family == "PREEXIT" for one in code)}

@@ -65,7 +65,6 @@ struct QueryTile {
 
     // A thread gets so many scores of a pass and a key. `token` gives the token of each score.
     static constexpr int kPassScores = mma::kTokensPerThread<kPassTokens>;
-    static constexpr int kScores = kPasses * kPassScores;
     static DEVICE int token(int i) { return mma::score_token<kPassTokens>() + i * mma::kScoreStep<kPassTokens>; }
 
     // A run of keys for the tokens of one tile.
