@@ -41,6 +41,10 @@ _ENDS = frozenset({"EXIT", "KILL"})
 _KNOWN = _STRAIGHT | _DIRECT | _INDIRECT | _ENDS | {"BSYNC", "RET"}
 
 _ARRIVALS = ("SYNCS.ARRIVE", "ARRIVES", "UCGABAR_ARV", "BAR.ARV", "BAR.RED", "BAR.SYNC")
+_GLOBAL = frozenset(
+    {"ATOM", "ATOMG", "LD", "LDG", "LDGSTS", "RED", "REDG", "ST", "STG", "UBLKCP", "UBLKPF", "UBLKRED"}
+    | {"UTMALDG", "UTMAPF", "UTMAREDG", "UTMASTG"}
+)
 _OTHER_SYNCS = ("SYNCS.EXCH", "SYNCS.PHASECHK", "SYNCS.CCTL")  # set up, wait, tear down
 
 
@@ -92,6 +96,11 @@ class Instruction:
     def is_generic_load(self) -> bool:
         """Whether it may load from the shared memory of another block of the cluster."""
         return self.family == "LD"
+
+    @property
+    def is_global(self) -> bool:
+        """Whether it may read or write global memory (generic addresses count)."""
+        return self.family in _GLOBAL
 
     @cached_property
     def is_product(self) -> bool:
@@ -285,11 +294,8 @@ def unwaited_uses(code: Code) -> list[tuple[Instruction, Instruction]]:
     return found
 
 
-def early_launches(code: Code) -> list[Instruction]:
-    """The instructions that let the next kernel begin, if a path leads to them without a wait.
-
-    The wait is for the kernel before.
-    """
+def ahead_of_wait(code: Code) -> list[Instruction]:
+    """The instructions that some path reaches without a wait for the kernel before (griddepcontrol.wait)."""
     successors = _successors(code)
     reached: set[int] = set()
     pending = [0]
@@ -300,7 +306,7 @@ def early_launches(code: Code) -> list[Instruction]:
         reached.add(at)
         if code[at].family != "ACQBULK" or code[at].predicate:
             pending += successors(at)
-    return [code[at] for at in sorted(reached) if code[at].family == "PREEXIT"]
+    return [code[at] for at in sorted(reached)]
 
 
 def _open_loads(code: Code) -> dict[int, _Open]:
