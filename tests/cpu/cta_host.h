@@ -146,6 +146,15 @@ inline void meet(Gate& gate, int members) {
 
 namespace host {
 
+inline int random_up_to(int least, int most) { return least + static_cast<int>(random_bits() % unsigned(most - least + 1)); }
+
+// Ends the program with the exit code of a fault, unless what it tells of case `number` is right.
+inline void demand(bool right, const char* what, int number) {
+    if (right) return;
+    std::printf("case %d: %s\n", number, what);
+    std::exit(1);
+}
+
 // Of one cluster, and its shared memory.
 inline std::vector<Fiber> fibers() {
     dynamic_memory = static_cast<char(*)[SMEM_BYTES]>(std::aligned_alloc(16, SMEM_BYTES * CLUSTER_SIZE));

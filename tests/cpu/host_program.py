@@ -21,37 +21,43 @@ needs_compiler = pytest.mark.skipif(
 def copy_headers(folder: Path, *names: str) -> None:
     """Copy the named headers of the kernels, and cta_host.h as `host.h`.
 
-    The copy of `common/types.cuh` lacks the names of integers and DEVICE, because the host defines them
-    itself.
+    The copy of `common/types.cuh` lacks the names of integers and DEVICE, and `ptx/sync.cuh` is empty,
+    because the host defines these itself.
     """
     types = (KERNELS / "common" / "types.cuh").read_text()
     types = re.sub(r"^(using u?int\d+_t = .*|#define DEVICE .*)$", "", types, flags=re.M)
     (folder / "common").mkdir()
     (folder / "common" / "types.cuh").write_text(types)
+    (folder / "ptx").mkdir()
+    (folder / "ptx" / "sync.cuh").write_text("#pragma once\n")
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(KERNELS / name, folder / name)
     shutil.copy(HERE / "cta_host.h", folder / "host.h")
 
 
-def with_static_memory(entry: str, count: int) -> str:
-    """A kernel's entry file whose `count` static shared variables lie in the host's memory of their CTA."""
+def entry(name: str, count: int) -> str:
+    """The entry file of kernel `name`, with its static shared memory in the host's memory of the CTA.
+
+    count: the number of its static shared variables.
+    """
     found: list[str] = []
 
     def on_host(statement: re.Match[str]) -> str:
         named = re.findall(r"(\w+)((?:\[[^]]+\])*)(?:, |$)", statement[2])
-        found.extend(name for name, _ in named)
+        found.extend(variable for variable, _ in named)
         return " ".join(
-            f"auto& {name} = *reinterpret_cast<{statement[1]}(*){size}>(fixed);"
-            f" fixed += (sizeof({name}) + 15) / 16 * 16;"
-            for name, size in named
+            f"auto& {variable} = *reinterpret_cast<{statement[1]}(*){size}>(fixed);"
+            f" fixed += (sizeof({variable}) + 15) / 16 * 16;"
+            for variable, size in named
         )
 
-    entry = re.sub(r"(?<!extern )__shared__ (\w+) (\w+[^;()]*);", on_host, entry)
+    text = (KERNELS / f"{name}.cuh").read_text()
+    text = re.sub(r"(?<!extern )__shared__ (\w+) (\w+[^;()]*);", on_host, text)
     assert len(found) == count, found
     opened = "using namespace moe_fp8;\n"
-    assert entry.count(opened) == 1
-    return entry.replace(opened, f"{opened}    char* fixed = host::static_memory[host::cta];\n")
+    assert text.count(opened) == 1
+    return text.replace(opened, f"{opened}    char* fixed = host::static_memory[host::cta];\n")
 
 
 def build(name: str, folder: Path, defines: Mapping[str, int]) -> Path:

@@ -7,17 +7,8 @@
 
 #include "moe_permute.cuh"
 
-namespace {
-
-int random_up_to(int least, int most) { return least + static_cast<int>(host::random_bits() % unsigned(most - least + 1)); }
-
-void demand(bool right, const char* what, int number) {
-    if (right) return;
-    std::printf("case %d: %s\n", number, what);
-    std::exit(1);
-}
-
-}  // namespace
+using host::demand;
+using host::random_up_to;
 
 int main() {
     std::vector<host::Fiber> fibers = host::fibers();

@@ -7,9 +7,10 @@
 
 #include "paged_mqa_logits_metadata.cuh"
 
-namespace {
+using host::demand;
+using host::random_up_to;
 
-int random_up_to(int least, int most) { return least + static_cast<int>(host::random_bits() % unsigned(most - least + 1)); }
+namespace {
 
 // A length of one of four kinds: up to 300, none, negative, near the largest number that an int holds.
 int random_length() {
@@ -21,12 +22,6 @@ int random_length() {
     }
 }
 
-void demand(bool right, const char* what, int number) {
-    if (right) return;
-    std::printf("case %d: %s\n", number, what);
-    std::exit(1);
-}
-
 }  // namespace
 
 int main() {
@@ -35,7 +30,8 @@ int main() {
     for (int number = 0; number < CASES; ++number) {
         const int batch = random_up_to(1, 3 * NUM_THREADS), next_n = random_up_to(1, 3), workers = random_up_to(1, 2 * NUM_THREADS);
         const bool per_token = host::random_bits() % 2;
-        std::vector<int> lens(static_cast<size_t>(batch) * (per_token ? next_n : 1));
+        const int of_request = per_token ? next_n : 1;
+        std::vector<int> lens(batch * of_request);
         // (Chunks are counted in 31 bits, so 63 requests may have the largest length.)
         for (size_t i = 0; i < lens.size(); ++i) lens[i] = number % 3 && i < 63 ? random_length() : random_up_to(-20, 300);
 
@@ -49,9 +45,7 @@ int main() {
         int64_t total = 0;
         for (int request = 0; request < batch; ++request) {
             int64_t longest = 0;
-            for (int token = 0; token < (per_token ? next_n : 1); ++token) {
-                longest = max<int64_t>(longest, lens[static_cast<size_t>(request) * (per_token ? next_n : 1) + token]);
-            }
+            for (int i = 0; i < of_request; ++i) longest = max<int64_t>(longest, lens[request * of_request + i]);
             ends.push_back(total += (longest + CHUNK_KV - 1) / CHUNK_KV);
         }
         int request = 0;

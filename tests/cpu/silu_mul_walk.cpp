@@ -9,14 +9,9 @@
 #include "gemm/silu_mul.cuh"
 
 using namespace moe_fp8;
+using host::demand;
 
 namespace {
-
-void demand(bool right, const char* what, int number) {
-    if (right) return;
-    std::printf("case %d: %s\n", number, what);
-    std::exit(1);
-}
 
 float random_value() { return static_cast<float>(host::random_bits() % 2001) - 1000.0f; }
 

@@ -31,9 +31,7 @@ TILES = {(config.block_m, config.block_n): config for config in every_gemm_confi
 @pytest.mark.parametrize("config", TILES.values(), ids=[f"{m}x{n}" for m, n in TILES])
 def test_each_output_is_stored_once_and_both_warpgroups_work(tmp_path: Path, config: GemmConfig) -> None:
     host_program.copy_headers(tmp_path, "mma/fragments.cuh")
-    (tmp_path / "ptx").mkdir()
     (tmp_path / "ptx" / "shared.cuh").write_text(_SHARED)
-    (tmp_path / "ptx" / "sync.cuh").write_text("#pragma once\n")
     defines = {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,

@@ -7,16 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.cpu import host_program
-from tests.cpu.host_program import KERNELS
 
 
 def _sources(folder: Path) -> None:
     """The kernel's files, with the host's integers, shared memory and PTX instead of the device's."""
     host_program.copy_headers(folder, "common/scan.cuh", "common/quantize.cuh")
-    (folder / "ptx").mkdir()
-    (folder / "ptx" / "sync.cuh").write_text("#pragma once\n")
-    entry = (KERNELS / "moe_permute.cuh").read_text()
-    (folder / "moe_permute.cuh").write_text(host_program.with_static_memory(entry, 5))
+    (folder / "moe_permute.cuh").write_text(host_program.entry("moe_permute", 5))
 
 
 @host_program.needs_compiler

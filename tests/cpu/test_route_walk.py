@@ -16,7 +16,6 @@ from moe_fp8.problems import RouteTopkProblem
 from moe_fp8.specs import KernelSpec, kernel_spec
 from tests import route_cases
 from tests.cpu import host_program
-from tests.cpu.host_program import KERNELS
 
 THREADS, BLOCKS = 64, 2
 
@@ -34,9 +33,7 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> route_cases.Route:
 
 def _sources(folder: Path) -> None:
     host_program.copy_headers(folder)
-    (folder / "ptx").mkdir()
-    (folder / "ptx" / "sync.cuh").write_text("#pragma once\n")
-    entry = host_program.with_static_memory((KERNELS / "route_topk.cuh").read_text(), 1)
+    entry = host_program.entry("route_topk", 1)
     for instruction, instead in (("cvt.f32.f16", "value = 0.0f;"), ("rcp.approx.f32", "result = 1.0f / x;")):
         entry, count = re.subn(rf'asm\("{re.escape(instruction)}.*\);', instead, entry)
         assert count == 1

@@ -18,11 +18,8 @@ def _sources(folder: Path) -> None:
     """The kernel's files, with the host's integers, shared memory and PTX instead of the device's."""
     shutil.copytree(KERNELS / "topk", folder / "topk")
     host_program.copy_headers(folder, "common/scan.cuh")
-    (folder / "ptx").mkdir()
-    for name in ("sync", "shared"):
-        (folder / "ptx" / f"{name}.cuh").write_text("#pragma once\n")
-    entry = (KERNELS / "indexer_topk.cuh").read_text()
-    entry = host_program.with_static_memory(entry, 3)
+    (folder / "ptx" / "shared.cuh").write_text("#pragma once\n")
+    entry = host_program.entry("indexer_topk", 3)
     dynamic = "char* dynamic = host::dynamic_memory[host::cta];"
     entry, count = re.subn(r"extern __shared__ \S+ uint8_t dynamic\[\];", dynamic, entry)
     assert count == 1

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/types.cuh"
+#include "ptx/sync.cuh"
 
 namespace moe_fp8::sched {
 
