@@ -85,6 +85,14 @@ def test_a_mutated_config_gives_a_plan_or_a_typed_error(config: dict[str, Any], 
     assert time.process_time() - started < MOST_SECONDS
 
 
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_nextn_predict_layers"])
+def test_layers_without_number_are_refused(name: str) -> None:
+    config = read_config(CONFIGS / "deepseek_v32.json")
+    assert describe({**config, name: 10_000}).linears
+    with pytest.raises(ModelError, match=f"{name}: expected an integer from . to 10,000, got 10001"):
+        describe({**config, name: 10_001})
+
+
 def test_all_missing_fields_are_named_at_once() -> None:
     config = read_config(CONFIGS / "deepseek_v32.json")
     for name in ("hidden_size", "kv_lora_rank", "vocab_size", "num_experts_per_tok"):

@@ -23,6 +23,9 @@ __all__ = ["Indexer", "Linear", "ModelDescription", "Part", "describe", "load_mo
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
+#: Far more layers than any model has. Planning looks at each layer.
+_MOST_LAYERS = 10_000
+
 
 def load_model(
     path: str | Path, *, quantize: str | None = None, read_as: str | None = None
@@ -59,7 +62,7 @@ def describe(
     fields = Fields(config)
     family = _family(fields, read_as)
     quantization = read_quantization(config, quantize)
-    num_layers = fields.number("num_hidden_layers", "num_layers")
+    num_layers = fields.number("num_hidden_layers", "num_layers", most=_MOST_LAYERS)
     num_experts = fields.number("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
     experts_per_token = fields.most("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
     max_positions = fields.number("max_position_embeddings")
@@ -68,7 +71,9 @@ def describe(
         1 <= experts_per_token <= num_experts, "num_experts_per_tok",
         f"at least 1 and at most the number of experts ({num_experts})", experts_per_token,
     )  # fmt: skip
-    predictors = fields.number(*family.predictor_count, least=0, default=family.num_predictors)
+    predictors = fields.number(
+        *family.predictor_count, least=0, most=_MOST_LAYERS, default=family.num_predictors
+    )
     layers = tuple(range(num_layers + predictors))
     attention, indexer = family.attention(fields, layers)
     mlps, num_shared = _mlps(fields, family, num_layers, layers)
@@ -144,7 +149,8 @@ def _mlps(
 ) -> tuple[list[Linear], int]:
     """The linear layers of MLPs, experts and routers, and the number of shared experts."""
     sparse = expert_layers(fields, num_layers)
-    dense = tuple(i for i in range(num_layers) if i not in sparse)
+    with_experts = set(sparse)
+    dense = tuple(i for i in range(num_layers) if i not in with_experts)
     if family.dense_everywhere:
         dense = tuple(range(num_layers))
     # Prediction layers have the kind of MLP that the last layer has.

@@ -84,12 +84,15 @@ class Fields:
         """Whether the field exists and is not null."""
         return self._config.get(name) is not None
 
-    def number(self, *names: str, least: int = 1, default: int | None = None) -> int:
+    def number(self, *names: str, least: int = 1, most: int = 2**31 - 1, default: int | None = None) -> int:
         """The value of a field, which may have several names.
 
-        Raises ModelError for a value that is no integer >= `least`, and for names with different values.
+        Raises ModelError for a value that is no integer from `least` to `most`, and for names with different
+        values.
         """
-        found = {name: self._integer(name, self._config[name], least) for name in names if self.has(name)}
+        found = {
+            name: self._integer(name, self._config[name], least, most) for name in names if self.has(name)
+        }
         if len(set(found.values())) > 1:
             raise ModelError(" | ".join(found), "one value", found, "remove the field that is wrong")
         if found:
@@ -170,7 +173,8 @@ class Fields:
             raise self._contradictions[0]
 
     @staticmethod
-    def _integer(name: str, value: Any, least: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-            raise ModelError(name, f"an integer from {least} to 2**31 - 1", value)
+    def _integer(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            upper = "2**31 - 1" if most == 2**31 - 1 else f"{most:,}"
+            raise ModelError(name, f"an integer from {least} to {upper}", value)
         return value
