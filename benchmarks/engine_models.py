@@ -148,3 +148,5 @@ _DEEPSEEK = MODELS["deepseek_v32"]
 MODELS["deepseek_v32_mtp"] = replace(
     _DEEPSEEK, config=_DEEPSEEK.config | {"num_nextn_predict_layers": 1}, drafts=1
 )
+# The calls of a prompt of a new length are new to the process in the first layers. The others repeat them.
+MODELS["deepseek_v32_12_layers"] = replace(_DEEPSEEK, config=_DEEPSEEK.config | {"num_hidden_layers": 12})
