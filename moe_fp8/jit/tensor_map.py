@@ -67,8 +67,13 @@ class _Scratch:
 
 
 class _Local(threading.local):
+    """A thread's scratch. A call takes it out until it has its map.
+
+    A finalizer or a signal handler may make another call meanwhile.
+    """
+
     def __init__(self) -> None:
-        self.scratch = _Scratch()
+        self.scratch: _Scratch | None = None
 
 
 _local = _Local()
@@ -95,7 +100,7 @@ def encode_tiled(
     as zero and are not written. The result is cached. The function works on the host only, so it may be
     called during capture. Raises ArgumentError that names the broken TMA rule, DriverError, ToolchainError.
     """
-    scratch = _local.scratch
+    scratch, _local.scratch = _local.scratch or _Scratch(), None
     rank = len(dims)
     try:
         scratch.dtype.value = _DTYPES[dtype][0]
@@ -120,7 +125,9 @@ def encode_tiled(
             f"strides_bytes={strides_bytes}, box={box}, swizzle={swizzle}, l2_promotion={l2_promotion})"
         )
         raise DriverError(call, int(status), driver.result_name(int(status)))
-    return bytes(scratch.map)
+    encoded = bytes(scratch.map)
+    _local.scratch = scratch
+    return encoded
 
 
 @cache

@@ -243,6 +243,24 @@ def test_encode_any_rank(fake: FakeDriver, rank: int) -> None:
     assert encoded == (expected + struct.pack(f"{rank}I", *box)).ljust(128, b"\0")
 
 
+def test_an_encoding_within_an_encoding_has_memory_of_its_own(fake: FakeDriver) -> None:
+    """A finalizer or a signal handler may encode a map while the driver encodes another one."""
+    given: Any = ("uint8", (7168, 64), (7168,), (128, 64))
+    encode, within = fake.encode, []
+
+    def interrupted(out: int, dtype: int, rank: int, *rest: int) -> int:
+        if not within:
+            within.append(b"")
+            within[0] = tensor_map.encode_tiled(0x2000, "float32", (64,) * 3, (256, 512), (4,) * 3)
+        return encode(out, dtype, rank, *rest)
+
+    fake.encode = interrupted  # type: ignore[method-assign]
+    outer = tensor_map.encode_tiled(0x1000, *given)
+    tensor_map.encode_tiled.cache_clear()
+    assert outer == tensor_map.encode_tiled(0x1000, *given)
+    assert within[0] == tensor_map.encode_tiled(0x2000, "float32", (64,) * 3, (256, 512), (4,) * 3)
+
+
 def test_encoding_is_cached_by_value(fake: FakeDriver) -> None:
     arguments: Any = ("uint8", (7168, 64), (7168,), (128, 64))
     first = tensor_map.encode_tiled(0x1000, *arguments)

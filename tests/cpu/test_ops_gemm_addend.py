@@ -90,6 +90,13 @@ def test_without_rows_or_experts_the_output_is_the_addend() -> None:
     assert gemm_fp8(case.a[:0], case.a_scale[:0], case.b, case.b_scale, c=torch.zeros(0, 64)).shape == (0, 64)
 
 
+def test_on_the_meta_device_an_addend_has_any_strides() -> None:
+    case = cases.dense_case(5, 64, 128)
+    operands = [one.to("meta") for one in (case.a, case.a_scale, case.b, case.b_scale)]
+    c = torch.empty(64, 5, device="meta").t()
+    assert gemm_fp8(*operands, c=c).shape == (5, 64)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_calls_equal_eager_ones(dynamic: bool) -> None:
     gen = cases.generator(0, "cpu")

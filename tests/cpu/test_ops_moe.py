@@ -145,6 +145,14 @@ def test_permute_names_the_wrong_argument(argument: str, given: dict[str, Any]) 
     assert caught.value.argument == argument
 
 
+def test_without_tokens_the_strides_of_ids_and_weights_do_not_matter() -> None:
+    ids, weights = torch.zeros(2, 5, dtype=torch.int32).t()[:0], torch.zeros(2, 5).t()[:0]
+    assert ids.stride(1) == 5
+    found = moe_permute(X[:0], ids, num_experts=8)
+    assert not found.offsets.any()
+    assert moe_combine(X, found.rows, weights).shape == (0, X.shape[1])
+
+
 def test_permute_refuses_outputs_that_are_too_small() -> None:
     out = moe_permute(X, IDS, num_experts=8)
     with pytest.raises(ArgumentError, match="a: expected"):

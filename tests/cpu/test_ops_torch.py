@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -227,6 +228,35 @@ def test_a_compiled_block_of_experts_equals_the_eager_one(dynamic: bool, own_wor
     for tokens in (6, 9):
         x = torch.randn(tokens, 256, generator=gen).bfloat16()
         assert torch.equal(compiled(x), block(x))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_inductor_adds_no_kernel_to_a_block_of_experts(interleaved: bool) -> None:
+    gen = cases.generator(0, "cpu")
+    weights = (*cases.weights(4, 256, 256, gen), *cases.weights(4, 256, 128, gen))
+    x, ids = torch.randn(9, 256, generator=gen).bfloat16(), torch.randint(0, 4, (9, 2), generator=gen)
+
+    def block(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return moe_fp8.fused_moe(x, ids, None, *weights, interleaved=interleaved)
+
+    with torch.no_grad():
+        out, code = run_and_get_code(torch.compile(block, fullgraph=True), x, ids)
+        assert torch.equal(out, block(x, ids))
+    (source,) = code
+    assert source.count("torch.ops.moe_fp8.") >= (4 if interleaved else 5)
+    assert "async_compile.cpp" not in source
+
+
+def test_a_compiler_may_copy_offsets_late() -> None:
+    """So the second GEMM of a traced layer does not read them before the kernel before has ended."""
+    gen = cases.generator(0, "cpu")
+    weights = (*cases.weights(4, 256, 256, gen), *cases.weights(4, 256, 128, gen))
+    operands = torch.randn(9, 256, generator=gen).bfloat16(), torch.randint(0, 4, (9, 2), generator=gen), None
+    graph = make_fx(lambda *given: moe_fp8.fused_moe(*given))(*operands, *weights).graph
+    op = torch.ops.moe_fp8.grouped_gemm_fp8_contiguous.default
+    at = [argument.name for argument in op._schema.arguments].index("constant_weights")
+    gemms = [node.args[at : at + 1] for node in graph.nodes if node.target is op]
+    assert len(gemms) == 2 and not any(map(any, gemms))
 
 
 def test_compiled_logits_equal_eager_ones() -> None:

@@ -270,7 +270,8 @@ def addend(op: str, c: Tensor, out: Tensor) -> None:
 
 def addend_memory(op: str, c: Tensor, out: Tensor) -> None:
     """`c` and `out`, which `addend` has checked, share all memory or none."""
-    if (c.data_ptr(), c.stride()) != (out.data_ptr(), out.stride()) and overlap(c, out):
+    same = (c.data_ptr(), c.stride()) == (out.data_ptr(), out.stride())
+    if not same and not out.is_meta and overlap(c, out):  # the meta device has no memory
         raise ArgumentError(op, "c", "out itself, or no memory of out", "memory that both share", "clone c")
 
 

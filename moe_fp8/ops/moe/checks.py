@@ -70,7 +70,7 @@ def permute(
         refuse_shape(op, "topk_ids", topk_ids, f"[T, k] with k from 1 to {MAX_EXPERTS_PER_TOKEN}")
     if topk_ids.dtype is not I32 and topk_ids.dtype is not torch.int64:
         refuse_dtype(op, "topk_ids", topk_ids, "int32 or int64")
-    if topk_ids.stride(1) != 1 and topk_ids.shape[1] > 1:
+    if topk_ids.stride(1) != 1 and topk_ids.shape[1] > 1 and tokens:
         refuse_layout(op, "topk_ids", topk_ids)
     extent(op, "x", topk_ids.numel(), "rows, those of all places together")
     if a.dim() != 2 or a.shape[1] != k or a.shape[0] < topk_ids.numel():
@@ -178,7 +178,7 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> Non
             refuse_shape(op, "weights", weights, f"{list(rows.shape)}")
         if weights.dtype is not F32:
             refuse_dtype(op, "weights", weights, "float32")
-        if weights.stride(1) != 1 and weights.shape[1] > 1:
+        if weights.stride(1) != 1 and weights.shape[1] > 1 and weights.shape[0]:
             refuse_layout(op, "weights", weights)
     devices = {"rows": rows, "out": out} | ({} if weights is None else {"weights": weights})
     if any(tensor.get_device() != y.get_device() for tensor in devices.values()):

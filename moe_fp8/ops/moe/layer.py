@@ -7,7 +7,7 @@ The layer is that of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2); each expert 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from moe_fp8.errors import ArgumentError
 from moe_fp8.ops import arguments, sequence
 from moe_fp8.ops import workspace as workspaces
 from moe_fp8.ops.moe import checks
+from moe_fp8.ops.scales import empty_mn_major
 
 #: The tensors among the arguments of `fused_moe`, but for the workspace.
 _TENSORS = (
@@ -113,15 +114,16 @@ def fused_moe(
 
     Five launches: `moe_permute`, `grouped_gemm_fp8_contiguous` on rows without padding, `silu_mul_quantize`,
     the second GEMM, `moe_combine`; four if interleaved. No host synchronization; safe to capture: a replay
-    reads ids anew. Nothing is allocated but the workspace and out. Raises ArgumentError; in checked mode what
-    its ops raise.
+    reads ids anew. Nothing is allocated but the workspace and out. But torch.compile would copy the parts of
+    a workspace that ops write: a traced call that gives none has a tensor for each part. Raises
+    ArgumentError; in checked mode what its ops raise.
     """
     if x.dim() != 2 or topk_ids.dim() != 2:
         arguments.rank("fused_moe", "x", x, "[T, K]", 2)
         arguments.rank("fused_moe", "topk_ids", topk_ids, "[T, k]", 2)
     if out is None:
         out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    if workspace is None:
+    if workspace is None and not arguments.traced():
         checks.layer_weights(x, w13, w13_scale, w2, w2_scale)
         sizes = _sizes(topk_ids.numel(), w13.shape[0], x.shape[1], w2.shape[2], interleaved)
         workspace = workspaces.new(workspaces.total_bytes(sizes), x)
@@ -137,16 +139,73 @@ def fused_moe(
     return out
 
 
-def _check_memory(workspace: Tensor, others: tuple[Tensor | None, ...]) -> None:
+def _check_memory(workspace: Tensor | None, others: tuple[Tensor | None, ...]) -> None:
     x = others[0]
     assert x is not None
-    workspaces.check("fused_moe", workspace, x, _TENSORS, others)
+    if workspace is not None:
+        workspaces.check("fused_moe", workspace, x, _TENSORS, others)
     arguments.out_apart("fused_moe", _TENSORS[1:], others[1:])  # `out` may be x
+
+
+class _Buffers(NamedTuple):
+    """What the steps write, but for `out`: both GEMMs' inputs, their outputs, offsets and places of rows.
+
+    `y` and `values` may lie where `wide` and `a` do. There is no `wide` if the first GEMM ends in SiLU.
+    """
+
+    a: Tensor
+    a_scale: Tensor
+    wide: Tensor | None
+    values: Tensor
+    scales: Tensor
+    y: Tensor
+    offsets: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(
+        cls, workspace: Tensor | None, ids: Tensor, num_experts: int, k: int, width: int, interleaved: bool
+    ) -> _Buffers:
+        """The parts of the workspace, or new tensors. Raises ArgumentError if it is too small."""
+        rows = ids.numel()
+        if workspace is None:
+
+            def new(dtype: torch.dtype, *size: int) -> Tensor:
+                return torch.empty(size, dtype=dtype, device=ids.device)
+
+            fp8, bf16, int32 = torch.float8_e4m3fn, torch.bfloat16, torch.int32
+            return cls(
+                new(fp8, rows, k),
+                empty_mn_major((rows, k // 128), ids),
+                None if interleaved else new(bf16, rows, 2 * width),
+                new(fp8, rows, width),
+                empty_mn_major((rows, width // 128), ids),
+                new(bf16, rows, k),
+                new(int32, num_experts + 1),
+                new(int32, *ids.shape),
+            )
+        sizes = _sizes(rows, num_experts, k, width, interleaved)
+        num_bytes = workspaces.total_bytes(sizes)
+        if workspace.numel() < num_bytes:
+            raise ArgumentError("fused_moe", "workspace", f"at least {num_bytes} bytes", workspace.numel())
+        of_fp8, of_bf16, a_scale, scales, offsets, places = workspaces.buffers(workspace, sizes)
+        of_fp8, of_bf16 = of_fp8.view(torch.float8_e4m3fn), of_bf16.view(torch.bfloat16)
+        begin = rows * k if interleaved else 0
+        return cls(
+            of_fp8[: rows * k].view(rows, k),
+            _mn_major(a_scale, rows, k),
+            None if interleaved else of_bf16[: rows * 2 * width].view(rows, 2 * width),
+            of_fp8[begin : begin + rows * width].view(rows, width),
+            _mn_major(scales, rows, width),
+            of_bf16[: rows * k].view(rows, k),
+            offsets.view(torch.int32),
+            places.view(torch.int32).view(ids.shape),
+        )
 
 
 def _steps(
     tensors: tuple[Any, ...],
-    workspace: Tensor,
+    workspace: Tensor | None,
     limit: float | None,
     power_of_two: bool,
     rounded: bool,
@@ -155,16 +214,10 @@ def _steps(
     """`tensors`: those of _TENSORS."""
     x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, x_scale, expert_map, out = tensors
     checks.layer_weights(x, w13, w13_scale, w2, w2_scale)
-    k, num_experts, width, rows = x.shape[1], w13.shape[0], w2.shape[2], topk_ids.numel()
-    sizes = _sizes(rows, num_experts, k, width, interleaved)
-    num_bytes = workspaces.total_bytes(sizes)
-    if workspace.numel() < num_bytes:
-        raise ArgumentError("fused_moe", "workspace", f"at least {num_bytes} bytes", workspace.numel())
-    fp8, bf16, x_scales, y_scales, offsets, places = workspaces.buffers(workspace, sizes)
-    fp8, bf16 = fp8.view(torch.float8_e4m3fn), bf16.view(torch.bfloat16)
-    offsets, places = offsets.view(torch.int32), places.view(torch.int32).view(topk_ids.shape)
+    num_experts, rows = w13.shape[0], topk_ids.numel()
+    buffers = _Buffers.of(workspace, topk_ids, num_experts, x.shape[1], w2.shape[2], interleaved)
+    a, a_scale, wide, values, scales, y, offsets, places = buffers
 
-    a, a_scale = fp8[: rows * k].view(rows, k), _mn_major(x_scales, rows, k)
     permute = x, x_scale, topk_ids, expert_map, a, a_scale, offsets, places, power_of_two
     steps: list[sequence.Step] = [("moe_permute", permute)]
     # Without a map, every place has a row; with a map, about the share of this rank's experts.
@@ -174,22 +227,18 @@ def _steps(
         layout = offsets, "offsets", expected_m
         return "grouped_gemm_fp8_contiguous", (*operands, *layout, out, None, constant_weights, False)
 
-    scales = _mn_major(y_scales, rows, width)
-    if interleaved:
-        values = fp8[rows * k :].view(rows, width)
+    if wide is None:
         first = a, a_scale, w13, w13_scale, offsets, expected_m
         steps += [("grouped_gemm_silu_mul_fp8", (*first, limit, power_of_two, rounded, values, scales))]
     else:
-        y = bf16[: rows * 2 * width].view(rows, 2 * width)
-        values = fp8[: rows * width].view(rows, width)
-        steps += [gemm(a, a_scale, w13, w13_scale, out=y, constant_weights=False)]
+        steps += [gemm(a, a_scale, w13, w13_scale, out=wide, constant_weights=False)]
         # Only the first offsets[num_experts] rows are rows of experts of this rank.
-        silu = y[None], offsets[num_experts:], values[None], scales[None]
+        silu = wide[None], offsets[num_experts:], values[None], scales[None]
         steps += [("silu_mul_quantize", (*silu, power_of_two, limit, rounded))]
-    y = bf16[: rows * k].view(rows, k)
     # Each kernel between `moe_permute` and this kernel lets the next begin only after its own wait, so the
-    # offsets are written when this kernel begins.
-    steps += [gemm(values, scales, w2, w2_scale, out=y, constant_weights=True)]
+    # offsets are written when this kernel begins. (A compiler may copy them, and later.)
+    early = not arguments.traced()
+    steps += [gemm(values, scales, w2, w2_scale, out=y, constant_weights=early)]
     return [*steps, ("moe_combine", (y, places, topk_weights, out))]
 
 

@@ -32,8 +32,8 @@ def quantize_fp8(
     themselves, 16-byte aligned, and any multiple of 16 bytes apart, 0 included.
     power_of_two: round scales up to powers of two (UE8M0-representable), kept as fp32.
     out: tensors `(q, scale)` to write to, as returned, or None. The scales' stride may also be `(1, P)`, P a
-    larger multiple of 4, as in the first M rows of a larger buffer. Scales of any other stride take one
-    more kernel.
+    larger multiple of 4, as in the first M rows of a larger buffer. Scales of any other stride take two
+    more kernels.
 
     Returns `(q, scale)`: q float8_e4m3fn `[M, K]`, contiguous; scale fp32 `[M, K/128]`, MN-major: stride
     `(1, align(M, 4))`, which the GEMMs read without conversion. `q * scale` approximates x in x's unit.
