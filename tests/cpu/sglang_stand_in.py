@@ -1,8 +1,8 @@
 """Stand-ins for the modules of SGLang 0.5.23 that the plug-in touches, and for its `deep_gemm`.
 
 The modules have the same names, and hold `deep_gemm` in the same ways: as a module, as a function, as a
-function's kept result, and by an import inside a function. `tests/cpu/test_integrations_sglang.py` compares
-the names with SGLang's sources, if they are there.
+function's kept result, and by an import inside a function. `tests/engines/test_sglang.py` compares the names
+with SGLang's sources.
 """
 
 from __future__ import annotations
@@ -159,6 +159,10 @@ class StandIn:
 
         self.resolve = resolve_fp8_mqa_logits_fn
         self._module("sglang.srt.layers.attention.dsa.utils", resolve_fp8_mqa_logits_fn=self.resolve)
+        self.dsv4 = self._module(
+            "sglang.kernels.ops.attention.dsv4",
+            get_paged_mqa_logits_metadata=_function("get_paged_mqa_logits_metadata"),
+        )
         self._module(
             "sglang.srt.runtime_context",
             get_schedule=lambda: self.schedule,

@@ -235,6 +235,17 @@ def test_the_copy_is_called_by_the_name_that_was_called(
         getattr(deep_gemm, spellings[1])(*given)
 
 
+def test_rows_of_different_requests_reach_the_copy(copy: ModuleType, deep_gemm: ModuleType) -> None:
+    """DeepGEMM 2.8 has `indices` in the place of `clean_logits`."""
+    copy.fp8_fp4_paged_mqa_logits = lambda *given: given[-1]  # type: ignore[attr-defined]
+    case = cases.paged_case([3, 0, 130], 1, 32, 64)
+    metadata = deep_gemm.get_paged_mqa_logits_metadata(case.context_lens, 64, 132)
+    given = (case.q, None), case.kv_cache, case.weights, case.context_lens, case.block_table, metadata, 192
+    indices = torch.tensor([0, 1, 1], dtype=torch.int32)
+    assert deep_gemm.fp8_fp4_paged_mqa_logits(*given, indices) is indices
+    assert deep_gemm.fp8_fp4_paged_mqa_logits(*given, None).shape == (3, 192)
+
+
 def test_the_copy_may_have_the_newer_spelling_alone(copy: ModuleType, deep_gemm: ModuleType) -> None:
     case = cases.mqa_case(6, 40, 32)
     q, k, k_scale, weights, ks, ke = case.arguments()
@@ -262,6 +273,7 @@ def test_paged_logits(deep_gemm: ModuleType) -> None:
     assert torch.equal(plain[written], expected[written])
     for call in (
         lambda: deep_gemm.fp8_fp4_paged_mqa_logits((case.q, None), *given, indices=lens),
+        lambda: deep_gemm.fp8_fp4_paged_mqa_logits((case.q, None), *given, lens),
         lambda: deep_gemm.get_paged_mqa_logits_metadata(lens, 64, 132, indices=lens),
     ):
         with pytest.raises(UnsupportedError, match="indices"):
@@ -307,6 +319,10 @@ def test_layouts_that_are_not_served_reach_the_copy(copy: ModuleType, deep_gemm:
     rows = torch.randn(7, 5)
     given = rows, 7, 160, (1, 32)
     assert deep_gemm.transform_sf_into_required_layout(*given) == given
+    served = rows, 7, 640, (1, 128), None, True, False
+    assert deep_gemm.transform_sf_into_required_layout(*served, psum_layout=None).stride() == (1, 8)
+    given = (*served, torch.zeros(3, dtype=torch.int32))  # type: ignore[assignment]
+    assert deep_gemm.transform_sf_into_required_layout(*given)[-1] is given[-1]
 
 
 def test_modes(copy: ModuleType, deep_gemm: ModuleType) -> None:

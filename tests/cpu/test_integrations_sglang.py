@@ -1,9 +1,7 @@
-"""The plug-in for SGLang, on stand-ins for SGLang's modules; and their names in SGLang's sources."""
+"""The plug-in for SGLang, on stand-ins for SGLang's modules."""
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import itertools
 import logging
 import sys
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_fp8 import set_num_sms
+from moe_fp8 import paged_mqa_logits_metadata, set_num_sms
 from moe_fp8 import settings as settings_module
 from moe_fp8.errors import ConfigError, SettingError, UnsupportedError
 from moe_fp8.integrations import installed, planning, sglang
@@ -96,6 +94,31 @@ def test_names_that_sglang_holds_are_replaced_and_given_back(engine: StandIn) ->
 def test_a_kind_that_is_not_served_stays_sglangs(engine: StandIn) -> None:
     sglang.activate(("experts",))
     assert engine.entrypoint.deep_gemm.fp8_gemm_nt() == "deep_gemm.fp8_gemm_nt"
+
+
+@pytest.mark.parametrize("kinds", [("dense", "indexer"), ("dense", "experts")])
+def test_sglangs_own_schedule_is_replaced_with_the_logits(engine: StandIn, kinds: tuple[str, ...]) -> None:
+    theirs = engine.dsv4.get_paged_mqa_logits_metadata
+    sglang.activate(kinds)
+    if "indexer" in kinds:
+        lens = torch.tensor([[0], [5000], [130]])
+        made = engine.dsv4.get_paged_mqa_logits_metadata(lens, 64, 132)
+        assert torch.equal(made, paged_mqa_logits_metadata(lens.int(), block_size=64, num_sms=132))
+    else:
+        assert engine.dsv4.get_paged_mqa_logits_metadata is theirs
+    sglang.deactivate()
+    assert engine.dsv4.get_paged_mqa_logits_metadata is theirs
+
+
+def test_a_release_without_a_schedule_of_its_own_is_served(
+    engine: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(engine.dsv4, "get_paged_mqa_logits_metadata")
+    sglang.activate(("indexer",))
+    assert sglang.active() and not hasattr(engine.dsv4, "get_paged_mqa_logits_metadata")
+    monkeypatch.delitem(sys.modules, engine.dsv4.__name__)
+    sglang.activate(("indexer",))
+    assert sglang.active()
 
 
 def test_sglangs_own_deep_gemm_follows_the_modes(engine: StandIn) -> None:
@@ -311,57 +334,3 @@ def test_the_entry_point_is_registered() -> None:
     assert project["entry-points"]["sglang.srt.plugins"] == {
         "moe_fp8": "moe_fp8.integrations.sglang:register"
     }
-
-
-#: Names of SGLang that the plug-in uses or replaces: module -> names that the module defines.
-USED = {
-    "sglang.srt.utils.common": ("get_device_sm", "is_cuda"),
-    "sglang.srt.plugins": ("GENERAL_PLUGINS_GROUP", "load_plugins"),
-    "sglang.srt.plugins.hook_registry": ("HookRegistry", "HookRegistry.register", "HookType.AROUND"),
-    "sglang.srt.managers.scheduler": ("run_scheduler_process",),
-    "sglang.srt.model_executor.model_runner": ("ModelRunner.load_model",),
-    "sglang.srt.runtime_context": ("get_exec", "get_parallel", "get_schedule", "get_spec"),
-    "sglang.srt.arg_groups.fields.exec_": (
-        "ExecOverlap.enable_two_batch_overlap",
-        "ExecDeterministic.enable_deterministic_inference",
-    ),
-    "sglang.srt.layers.moe.token_dispatcher.deepep": ("DeepEPConfig.get_instance", "use_deepep"),
-    "sglang.srt.layers.deep_gemm_wrapper.configurer": ("ENABLE_JIT_DEEPGEMM",),
-    "sglang.srt.layers.deep_gemm_wrapper.compile_utils": (
-        "_INITIALIZATION_DICT",
-        *(f"DeepGemmKernelType.{kind.name}" for kind in KernelType),
-    ),
-    "sglang.srt.layers.quantization.fp8_utils": (
-        "get_fp8_gemm_runner_backend",
-        "Fp8GemmRunnerBackend.is_auto",
-        "Fp8GemmRunnerBackend.is_deep_gemm",
-    ),
-    "sglang.srt.layers.moe.utils": ("_MoeRunnerBackendPredicates.is_deep_gemm",),
-    "sglang.srt.layers.attention.dsa.utils": ("resolve_fp8_mqa_logits_fn",),
-    "sglang.srt.layers.attention.dsv4.v41_indexer": (),
-}
-
-
-def _defined(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
-    """The names that statements define, those of classes and of branches included."""
-    for node in body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            yield prefix + node.name
-        if isinstance(node, ast.ClassDef):
-            yield from _defined(node.body, f"{prefix}{node.name}.")
-        if isinstance(node, ast.Try):
-            yield from _defined(node.body, prefix)
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
-
-
-@pytest.mark.parametrize("module", USED)
-def test_sglangs_sources_have_the_names(module: str) -> None:
-    found = importlib.util.find_spec("sglang")
-    if found is None or found.origin is None:
-        pytest.skip("SGLang's sources are not here; put the folder with `sglang` on PYTHONPATH")
-    base = Path(found.origin).parent.joinpath(*module.split(".")[1:])
-    path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
-    defined = set(_defined(ast.parse(path.read_text()).body))
-    assert set(USED[module]) <= defined

@@ -112,6 +112,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
 
     module(monkeypatch, "vllm.model_executor.model_loader.base_loader", BaseModelLoader=Loader)
     monkeypatch.setenv("VLLM_DEEP_GEMM_WARMUP", "relax")
+    monkeypatch.delenv("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", raising=False)
     yield Fake(
         envs=envs, kernels=kernels, named=named, oracle=oracle, loader=Loader, own_loader=OwnLoader,
         wrapper=wrapper, platform=platform,
@@ -191,6 +192,27 @@ def test_a_second_activation_replaces_the_first(vllm: Fake) -> None:
     assert vllm.oracle.backend_to_kernel_cls("triton") == ["triton experts"]
     plug_in.activate(["indexer"])
     assert vllm.kernels == [_DeepGemm]
+
+
+@pytest.mark.parametrize(
+    ("before", "during"),
+    [
+        (None, "MOE_FP8_"),
+        ("", "MOE_FP8_"),
+        ("MY_, OWN_", "MY_,OWN_,MOE_FP8_"),
+        ("MY_,MOE_FP8_", "MY_,MOE_FP8_"),
+    ],
+)
+def test_ray_workers_get_all_variables(
+    vllm: Fake, monkeypatch: pytest.MonkeyPatch, before: str | None, during: str
+) -> None:
+    prefixes = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+    if before is not None:
+        monkeypatch.setenv(prefixes, before)
+    plug_in.activate(["indexer"])
+    assert os.environ[prefixes] == during
+    plug_in.deactivate()
+    assert os.environ.get(prefixes) == before
 
 
 @pytest.mark.parametrize("value", ["0", "1"])

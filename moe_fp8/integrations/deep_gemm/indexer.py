@@ -1,7 +1,8 @@
 """The logits of sparse attention's indexer under DeepGEMM's names.
 
-vLLM 0.24 and SGLang 0.5.23 pass `clean_logits`; vLLM 0.33 passes `max_seqlen_k` in its place and gets
-compressed rows. A bool and an int in this place are told apart.
+vLLM 0.24 and SGLang 0.5.23 pass `clean_logits`. DeepGEMM 2.8, which vLLM 0.33 calls, has other arguments in
+its place: `max_seqlen_k` of prefill, which means compressed rows, and `indices` of decode. The type of the
+argument tells them apart: a bool, an int or a tensor.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def fp8_paged_mqa_logits(
     block_table: Tensor,
     schedule_meta: Tensor,
     max_context_len: int,
-    clean_logits: bool = False,
+    clean_logits: bool | Tensor | None = False,
     logits_dtype: torch.dtype = torch.float32,
     indices: Tensor | None = None,
 ) -> Tensor:
@@ -82,8 +83,11 @@ def fp8_paged_mqa_logits(
     q: fp8 `[B, next_n, H, D]`, or (fp8, None). kv_cache: uint8 `[pages, block, 1, D + 4]`. context_lens:
     int32 `[B]` or `[B, next_n]`; zero is allowed. Returns fp32 or bf16 `[B * next_n, max_context_len]`, the
     first columns of rows as above. Only columns below a token's length are written. clean_logits: the others
-    are -inf, which one more kernel writes before. Safe to capture.
+    are -inf, which one more kernel writes before. A tensor in its place means `indices`, which are not
+    served, as above. Safe to capture.
     """
+    if isinstance(clean_logits, Tensor):
+        indices, clean_logits = clean_logits, False
     _no_indices(indices)
     values = _values(q)
     out = _rows(values, 4, max_context_len, logits_dtype)

@@ -91,15 +91,18 @@ def transform_sf_into_required_layout(
     num_groups: int | None = None,
     is_sfa: bool | None = None,
     disable_ue8m0_cast: bool = False,
+    psum_layout: Tensor | None = None,
 ) -> Tensor:
     """The scales in the layout that the Hopper kernels read.
 
     sf: fp32 `[ceil(mn / gran_mn), ceil(k / gran_k)]`, after `[num_groups]` for experts. `recipe` has the
     granularities of both operands (m, n, k), or those of this operand alone (mn, k). `is_sfa`: activations.
     Scales of 128 x 128 blocks are returned as they are, scales of 1 x 128 groups MN-major.
-    `disable_ue8m0_cast` means nothing on Hopper. Scales of another granularity go to the engine's own copy.
-    Raises ArgumentError.
+    `disable_ue8m0_cast` means nothing on Hopper. Scales of another granularity, and those of rows with a
+    `psum_layout`, go to the engine's own copy. Raises ArgumentError.
     """
+    if psum_layout is not None:
+        raise NotServed("`psum_layout` (scales of rows with gaps between the experts) is not served")
     given = tuple(recipe or (1, 128, 128))
     granularities = (given[0 if is_sfa else 1], given[2]) if len(given) == 3 else given
     if granularities not in ((1, 128), (128, 128)):

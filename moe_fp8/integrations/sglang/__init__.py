@@ -78,6 +78,7 @@ def _start(kinds: tuple[str, ...]) -> None:
     from sglang.srt.utils import get_device_sm, is_cuda
 
     from moe_fp8.integrations.sglang.names import Names
+    from moe_fp8.integrations.sglang.schedule import replace_schedule
 
     if not is_cuda() or get_device_sm() != 90:
         raise UnsupportedError("MOE_FP8_ENGINE: the kernels need a Hopper GPU; unset it on other GPUs")
@@ -86,6 +87,8 @@ def _start(kinds: tuple[str, ...]) -> None:
     _undo.append(names.restore)
     _undo.append(alias.uninstall)
     try:
+        if "indexer" in kinds:
+            replace_schedule(_undo)  # before SGLang's functions forget the names that they keep
         names.replace()
         _demand_deep_gemm()
         if not _Process.hooked:

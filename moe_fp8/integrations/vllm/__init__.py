@@ -22,6 +22,10 @@ _logger = logging.getLogger("vllm.moe_fp8")
 #: vLLM's own warmup of DeepGEMM kernels, which takes thousands of launches.
 _WARMUP = "VLLM_DEEP_GEMM_WARMUP"
 
+#: vLLM copies variables whose names begin with these prefixes to its Ray workers.
+_COPIED_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+_PREFIX = "MOE_FP8_"
+
 #: How to undo each change, in order.
 _undo: list[Any] = []
 
@@ -68,6 +72,7 @@ def _change(kinds: tuple[str, ...]) -> None:
     _forget_symbols()
     _undo.append(_forget_symbols)
     _separate_compiled_models(kinds)
+    _share_settings()
     if "dense" in kinds:
         _register_linear_kernel()
     if "experts" in kinds:
@@ -110,6 +115,17 @@ def _separate_compiled_models(kinds: tuple[str, ...]) -> None:
     table, name = envs.environment_variables, "MOE_FP8_ENGINE"
     table[name] = lambda: f"{','.join(kinds)} {__version__}"
     _undo.append(lambda: table.pop(name))
+
+
+def _share_settings() -> None:
+    """Make vLLM copy all our variables to its Ray workers.
+
+    vLLM also copies the variables of the table above, but their values are a part of a compiled model's name.
+    """
+    prefixes = [text.strip() for text in os.environ.get(_COPIED_PREFIXES, "").split(",") if text.strip()]
+    # A worker gets these prefixes, too. They are a part of that name, so they must stay the same there.
+    if _PREFIX not in prefixes:
+        _set_environment(_COPIED_PREFIXES, ",".join([*prefixes, _PREFIX]))
 
 
 def _register_linear_kernel() -> None:

@@ -27,8 +27,9 @@ class MoeFp8Experts(DeepGemmExperts):
     them: up to powers of two with VLLM_USE_DEEP_GEMM_E8M0, if DeepGEMM is used at all.
     """
 
-    def __init__(self, moe_config: Any, quant_config: Any, **options: Any) -> None:
-        super().__init__(moe_config=moe_config, quant_config=quant_config, **options)
+    # Elastic EP builds experts again, but only if their constructor has no parameters of its own.
+    def __init__(self, moe_config: Any, quant_config: Any) -> None:
+        super().__init__(moe_config=moe_config, quant_config=quant_config)
         self.power_of_two = DeepGemmQuantScaleFMT.from_oracle() == DeepGemmQuantScaleFMT.FLOAT32_CEIL_UE8M0
 
     @staticmethod
