@@ -113,9 +113,13 @@ def _parse_bool(name: str, value: str) -> bool:
 
 
 def _parse_jobs(name: str, value: str) -> int:
-    if not (value.isascii() and value.isdigit() and int(value) >= 1):
+    try:
+        jobs = int(value) if value.isascii() and value.isdigit() else 0
+    except ValueError:  # Python converts no text of thousands of digits
+        jobs = 0
+    if jobs < 1:
         raise SettingError(name, "a whole number of processes, 1 or more", value)
-    return int(value)
+    return jobs
 
 
 def _parse_miss(name: str, value: str) -> MissPolicy:

@@ -138,8 +138,7 @@ def _get_missing(
                 busy += 1
             if task is not None and not waiting:
                 # Whoever is done now leaves, so that another process gets the slot.
-                for _ in crew:
-                    tasks.put(None)
+                tasks.put(None)
             if task is not None:
                 pause, progressed = FIRST_PAUSE, time.monotonic()
                 if task.artifact is not None:
@@ -160,10 +159,11 @@ def _get_missing(
                 store.adopt(result)
             yield spec, result, False
     finally:
-        # An interrupted caller gets here early. Workers have nothing to save.
+        # An interrupted caller gets here early. Workers have nothing to save. Another interrupt may end this
+        # block anywhere. The threads end in any case, because the first statement cannot block.
+        tasks.put(None)
         for compiler, _ in crew:
             compiler.stop()
-            tasks.put(None)
         for _, thread in crew:
             if thread.ident is not None:
                 thread.join()
@@ -216,7 +216,7 @@ def _run(
     tasks: queue.SimpleQueue[_Task | None],
     results: queue.SimpleQueue[tuple[KernelSpec, _Result]],
 ) -> None:
-    """Feed a compiler in a thread of its own, until a task is None; then give its slot back."""
+    """Feed a compiler in a thread of its own, until a task is None; then end it and give its slot back."""
     with slot:
         while (task := tasks.get()) is not None:
             try:
@@ -226,7 +226,8 @@ def _run(
                 # The build waits for a result of every task, so any error must become a result.
                 result = f"the compiler cannot be used ({type(error).__name__}: {error})"
             results.put((task.spec, result))
-        compiler.stop()
+        tasks.put(None)  # One None is for all threads.
+        compiler.close()
 
 
 class _InProcess:
@@ -244,6 +245,9 @@ class _InProcess:
     def stop(self) -> None:
         """There is nothing to stop: NVRTC cannot be interrupted."""
 
+    def close(self) -> None:
+        """There is nothing to close."""
+
 
 class _Compiler:
     """One worker process, which starts with the first kernel and is started again if it dies."""
@@ -255,12 +259,24 @@ class _Compiler:
         self._lock = threading.Lock()
 
     def stop(self) -> None:
-        """End the process, if it runs, and start no other."""
+        """Kill the process, if it runs, and start no other. Any thread may call it; `close` does the rest."""
         with self._lock:
             self._stopped = True
-            process, self._process = self._process, None
+            process = self._process
         if process is not None:
-            _end(process)
+            process.kill()
+
+    def close(self) -> None:
+        """End the process, if it runs. Only the thread that calls `compile` may call it."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            # Closing fails if unsent bytes remain for the ended process.
+            with suppress(OSError):
+                _pipe(stream).close()
 
     def compile(self, spec: KernelSpec) -> _Result:
         process = self._running()
@@ -269,13 +285,10 @@ class _Compiler:
             worker.write_frame(_pipe(process.stdin), {"spec": worker.spec_to_json(spec)})
             reply = worker.read_frame(_pipe(process.stdout))
         except (OSError, ValueError):
-            # The pipe broke, or stop() closed it. Both count as no reply.
+            # The pipe broke, or it holds something else than a reply. Both count as no reply.
             pass
         if reply is None:
-            with self._lock:
-                if self._process is process:
-                    self._process = None
-            _end(process)
+            self.close()
             return f"the compiler process ended early (exit status {process.returncode})"
         header, payload = reply
         if "error" in header:
@@ -314,15 +327,6 @@ def _import_path() -> list[str]:
     path = [entry for entry in sys.path if isinstance(entry, str) and entry]
     package = str(Path(__file__).parents[2])
     return path if package in path else [package, *path]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        # Closing fails if unsent bytes remain for the ended process.
-        with suppress(OSError):
-            _pipe(stream).close()
 
 
 def _pipe(stream: IO[bytes] | None) -> IO[bytes]:

@@ -31,13 +31,16 @@ MANIFEST = "manifest.json"
 
 _BUILD_AGAIN = "build the bundle again with `moe-fp8 build --bundle` and this version of the package"
 _COPY_AGAIN = "copy the bundle here again, or build it again with `moe-fp8 build --bundle --force`"
-_VERSION = re.compile(r"(\d+)\.(\d+)")
+_VERSION = re.compile(r"[0-9]{1,4}\.[0-9]{1,4}")
 _KEY = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The inputs common to all kernels: architecture, "major.minor" of NVRTC, digest of all device code."""
+    """The inputs common to all kernels: architecture, "major.minor" of NVRTC, digest of all device code.
+
+    Patch releases of NVRTC are not told apart, as in the kernels' keys (`moe_fp8.jit.key`).
+    """
 
     arch: str
     nvrtc: str
@@ -121,8 +124,9 @@ class Bundle:
         """The bundle in the folder `path`; this process would compile `sources` for `arch`.
 
         Raises BundleError if the folder is no bundle, if another user may write it, if the manifest is
-        damaged, and if the kernels were compiled from other sources, for another architecture or by another
-        NVRTC than the installed version. Without an installed NVRTC, any version is accepted.
+        damaged, and if the kernels were compiled from other sources, for another architecture or by NVRTC of
+        another major or minor version than the installed NVRTC. Without an installed NVRTC, any version is
+        accepted.
         """
         try:
             status = path.stat()
@@ -241,16 +245,8 @@ def _parse(path: Path, data: bytes) -> Manifest:
             _refuse(
                 path, MANIFEST, f"content of digest {manifest.digest}", content.get("digest"), _COPY_AGAIN
             )
-        named = all(isinstance(plan["model"]["name"], str) for plan in manifest.coverage)
-        whole = (
-            named
-            and _VERSION.fullmatch(manifest.toolchain.nvrtc)
-            and all(
-                _KEY.fullmatch(kernel.key) and kernel.file == kernel.key + SUFFIX
-                for kernel in manifest.kernels
-            )
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        whole = _whole(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BundleError(
             str(path), MANIFEST, "a bundle's manifest", f"{type(error).__name__}: {error}", _COPY_AGAIN
         ) from error
@@ -258,8 +254,28 @@ def _parse(path: Path, data: bytes) -> Manifest:
         _refuse(
             path,
             MANIFEST,
-            "models' names, NVRTC's version, and files named by keys",
+            "fields of the right types, models' names, NVRTC's version, and files named by keys",
             "other values",
             _COPY_AGAIN,
         )
     return manifest
+
+
+def _whole(manifest: Manifest) -> bool:
+    """Whether all fields have their types and forms, which a right digest does not ensure.
+
+    It may raise KeyError or TypeError if a plan is no object with a model.
+    """
+    records = (manifest.toolchain, *manifest.kernels)
+    return (
+        all(
+            type(value) is (int if name == "bytes" else str)
+            for record in records
+            for name, value in vars(record).items()
+        )
+        and _VERSION.fullmatch(manifest.toolchain.nvrtc) is not None
+        and all(
+            _KEY.fullmatch(kernel.key) and kernel.file == kernel.key + SUFFIX for kernel in manifest.kernels
+        )
+        and all(isinstance(plan["model"]["name"], str) for plan in manifest.coverage)
+    )

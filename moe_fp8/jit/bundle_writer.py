@@ -5,7 +5,7 @@ exists stays where it is, because it may be mounted or in use. It first gets the
 manifest names yet; a rename then puts the manifest there, or replaces it. A kernel of an existing bundle of
 this toolchain keeps its bytes, unless they are damaged. A reader that has opened a bundle before it is
 replaced with `force` may miss kernels that the new bundle lacks. The same kernels give the same bytes on
-every machine.
+every machine that compiles them with the same patch release of NVRTC.
 """
 
 from __future__ import annotations

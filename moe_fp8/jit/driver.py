@@ -7,7 +7,6 @@ is no driver.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from moe_fp8.errors import DriverError, ToolchainError
 from moe_fp8.jit.artifact import Artifact
+from moe_fp8.jit.toolchain import import_bindings
 
 #: Dynamic shared memory that a kernel may use without an attribute, in bytes per block.
 _DEFAULT_SMEM_LIMIT = 48 * 1024
@@ -297,12 +297,7 @@ def result_name(code: int) -> str:
 def _driver() -> Any:
     """The `cuda.bindings.driver` module with libcuda loaded and initialized."""
     remedy = "this step needs an NVIDIA GPU and its driver (580 or newer); planning and compiling do not"
-    try:
-        api = importlib.import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise ToolchainError(
-            f"cuda.bindings.driver cannot be imported ({error}); pip install 'cuda-bindings>=13,<14'"
-        ) from error
+    api = import_bindings("driver", "install it with `pip install 'cuda-bindings>=13,<14'`")
     # cuda.bindings opens libcuda at the first call and raises RuntimeError if it cannot.
     try:
         (status,) = api.cuInit(0)

@@ -47,7 +47,7 @@ def decode(data: bytes) -> Artifact | None:
         metadata: dict[str, Any] = json.loads(body[4 : 4 + length])
         metadata["warnings"] = tuple(metadata["warnings"])
         return Artifact(cubin=body[4 + length :], **metadata)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         # The file is whole, but another version of this package with other fields wrote it.
         return None
 
@@ -69,10 +69,12 @@ def distrust(status: os.stat_result) -> str:
 def read_file(path: Path) -> tuple[bytes, os.stat_result]:
     """The bytes of a file and the status of the open file; raises OSError.
 
-    A symbolic link is not followed. It has no bytes, and `distrust` refuses its status.
+    A symbolic link is not followed. It has no bytes, and `distrust` refuses its status. A named pipe or a
+    device has no bytes either, so that it counts as a damaged file.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # Without O_NONBLOCK, opening a named pipe would wait for somebody who writes to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ELOOP:
             return b"", os.lstat(path)
@@ -80,7 +82,8 @@ def read_file(path: Path) -> tuple[bytes, os.stat_result]:
     try:
         # open() refuses a folder but does not close its descriptor; `finally` closes it.
         with open(descriptor, "rb", closefd=False) as file:
-            return file.read(), os.fstat(descriptor)
+            status = os.fstat(descriptor)
+            return file.read() if stat.S_ISREG(status.st_mode) else b"", status
     finally:
         os.close(descriptor)
 

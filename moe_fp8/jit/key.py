@@ -1,4 +1,9 @@
-"""The key of a compiled kernel: a digest of its sources, options and compiler, but of no path."""
+"""The key of a compiled kernel: a digest of its sources, options and compiler, but of no path.
+
+Of the compiler, the key has only "major.minor", because NVRTC does not tell its patch release. So the patch
+releases of a version share keys. The kernels of those that were compared differ in notes and attributes of
+the cubin, but not in machine code.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +39,7 @@ def compile_options(spec: KernelSpec, arch: str = ARCH) -> tuple[str, ...]:
 
 
 def digest(closure: SourceClosure, options: tuple[str, ...], arch: str, nvrtc: tuple[int, int]) -> str:
-    """The key of the artifact with these inputs: 32 hex digits."""
+    """The key of the artifact with these inputs: 32 hex digits. `nvrtc`: (major, minor)."""
     hasher = hashlib.sha256(_FORMAT)
     for part in (closure.entry, closure.digest, arch, f"{nvrtc[0]}.{nvrtc[1]}", *options):
         data = part.encode()
@@ -49,8 +54,9 @@ def kernel_key(
     sources: SourceTree | None = None,
     nvrtc: tuple[int, int] | None = None,
 ) -> str:
-    """The key of the kernel that NVRTC version `nvrtc` (default: the loaded version) compiles from `spec`.
+    """The key of the kernel that NVRTC of the version `nvrtc` compiles from `spec`: 32 hex digits.
 
+    `nvrtc`: (major, minor); the default is the loaded version. Patch releases of a version share keys.
     Raises ToolchainError, or CompileError for a missing source.
     """
     closure = (sources or package_sources()).closure(spec.name)

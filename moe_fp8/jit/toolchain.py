@@ -1,4 +1,4 @@
-"""NVRTC: load the library and query its version, without a driver or a GPU."""
+"""NVRTC: load the library and query its version, without a driver or a GPU; the import of CUDA's bindings."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ MINIMUM_NVRTC = (13, 0)
 _REMEDY = "install the compiler with `pip install 'cuda-bindings>=13,<14' 'nvidia-cuda-nvrtc>=13,<14'`"
 
 
+def import_bindings(name: str, remedy: str) -> Any:
+    """The module `cuda.bindings.<name>`; raises ToolchainError with `remedy`."""
+    try:
+        return importlib.import_module(f"cuda.bindings.{name}")
+    except Exception as error:
+        # The libraries of a broken installation may raise other errors than ImportError.
+        problem = " ".join(str(error).split()) or type(error).__name__
+        raise ToolchainError(f"cuda.bindings.{name} cannot be imported ({problem}); {remedy}") from error
+
+
 @cache
 def nvrtc() -> Any:
     """The `cuda.bindings.nvrtc` module with libnvrtc loaded; raises ToolchainError."""
-    try:
-        module = importlib.import_module("cuda.bindings.nvrtc")
-    except ImportError as error:
-        raise ToolchainError(f"cuda.bindings.nvrtc cannot be imported ({error}); {_REMEDY}") from error
+    module = import_bindings("nvrtc", _REMEDY)
     version = _query_version(module)
     if version < MINIMUM_NVRTC:
         raise ToolchainError(
@@ -47,8 +54,8 @@ def _query_version(module: Any) -> tuple[int, int]:
 def installed_nvrtc() -> tuple[int, int] | None:
     """(major, minor) of the installed NVRTC, even if it is too old; None if no NVRTC can be loaded."""
     try:
-        return _query_version(importlib.import_module("cuda.bindings.nvrtc"))
-    except (ImportError, ToolchainError):
+        return _query_version(import_bindings("nvrtc", _REMEDY))
+    except ToolchainError:
         return None
 
 

@@ -5,13 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from moe_fp8.errors import CompileError
 from moe_fp8.jit import progress as progress_module
-from moe_fp8.jit.build import _Compiler, _import_path, build
+from moe_fp8.jit.build import _Compiler, _get_missing, _import_path, build
 from moe_fp8.jit.progress import BuildRow, line_printer
 from moe_fp8.jit.sources import SourceTree
 from moe_fp8.jit.store import KernelStore
@@ -75,6 +79,43 @@ def test_a_compiler_that_dies_is_replaced(
         build(_SPECS, store, 2, False)
     assert sum(store.get(store.key(each)) is not None for each in _SPECS) == 3
     assert build(_SPECS, store, 2, False).compiled == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [(_Compiler, "stop"), (threading.Thread, "join"), (subprocess.Popen, "wait")]
+)
+def test_a_second_interrupt_leaves_no_thread_no_process_and_no_lock(
+    tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch, kind: type, method: str
+) -> None:
+    """The second interrupt comes while the build ends its compilers and threads because of the first."""
+    original, running = getattr(kind, method), _Compiler._running
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(self: object, *given: object, **named: object) -> object:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return original(self, *given, **named)
+
+    def noted(self: _Compiler) -> subprocess.Popen[bytes]:
+        processes.append(running(self))
+        return processes[-1]
+
+    monkeypatch.setattr(_Compiler, "_running", noted)
+    before = set(threading.enumerate())
+    store = KernelStore(tmp_path / "cache", sources)
+    building = _get_missing(store, [spec(factor=factor) for factor in range(2, 12)], 2)
+    assert isinstance(building, Generator)
+    next(building)
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, method, interrupted)
+        with suppress(KeyboardInterrupt):
+            building.close()
+    deadline = time.monotonic() + 120
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) <= before
+    assert processes and all(process.returncode is not None for process in processes)
+    assert not store._lock_files
 
 
 def test_a_compiler_that_cannot_start_fails_its_kernels_and_ends_the_build(

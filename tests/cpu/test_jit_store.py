@@ -92,7 +92,7 @@ def test_others_may_read_but_not_write(tmp_path: Path, sources: SourceTree, umas
     assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == mode
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "swap"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "swap", "pipe"])
 def test_damaged_files_are_rebuilt(tmp_path: Path, sources: SourceTree, damage: str) -> None:
     root = tmp_path / "cache"
     store = KernelStore(root, sources)
@@ -106,6 +106,9 @@ def test_damaged_files_are_rebuilt(tmp_path: Path, sources: SourceTree, damage: 
         path.write_bytes(data[:-100] + bytes([data[-100] ^ 0x40]) + data[-99:])
     elif damage == "empty":
         path.write_bytes(b"")
+    elif damage == "pipe":
+        path.unlink()
+        os.mkfifo(path, 0o644)
     else:
         # This is a whole artifact of another kernel under this kernel's name.
         other, _ = store.get_or_compile(spec(factor=5))

@@ -53,6 +53,7 @@ def test_values_are_parsed() -> None:
         ("MOE_FP8_JOBS", "0"),
         ("MOE_FP8_JOBS", "-1"),
         ("MOE_FP8_JOBS", "two"),
+        pytest.param("MOE_FP8_JOBS", "1" * 5000, id="too many digits"),
         ("MOE_FP8_JIT_MISS", "STRICT"),
         ("MOE_FP8_CHEKCED", "1"),
     ],
