@@ -83,11 +83,12 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--block-size", type=one_or_more, default=default.block_size, metavar="TOKENS[,...]",
-        help="tokens in a page of the indexer's cache (default %(default)s)",
+        help="tokens in a page of the indexer's cache (default: 64, or what --engine may choose)",
     )  # fmt: skip
     parser.add_argument(
         "--masked-rows", type=int, default=None,
-        help="rows of an expert's buffer in the masked layout (default: enough for the decode batch)",
+        help="rows of an expert's buffer in the masked layout (default: enough for the decode batch; with "
+        "--engine sglang enough for a pass, as SGLang makes it)",
     )  # fmt: skip
     parser.add_argument(
         "--num-sms", type=one_or_more, default=None, metavar="SMS[,SMS...]",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.problems import GemmLayout, OutDtype
+from moe_fp8.problems import SEGMENT_ALIGNMENT, GemmLayout, OutDtype
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,10 @@ class Logits:
     dtype: OutDtype
 
 
+#: Keys of a page of the indexer's cache, if no engine says otherwise.
+PAGES = (64,)
+
+
 @dataclass(frozen=True)
 class EngineCalls:
     """The calls of one engine.
@@ -25,6 +29,10 @@ class EngineCalls:
     `contiguous` are its layouts of grouped GEMMs beside "masked". `further` are our ops that it calls besides
     GEMMs and logits; engines mostly have kernels of their own for these. `logits` are its forms of prefill
     logits. `bf16` are linear layers that it computes in bf16 although the checkpoint has FP8 weights.
+    `least_heads`: the engine pads fewer heads of an indexer with zeros. `pooled_pages`: the pages of the
+    indexer's cache that it may choose if the model pools the indexer's keys. `masked_step`: an expert's
+    buffer in the masked layout has room for all tokens of a pass, and is longer than they are, by up to this
+    number of rows; None if the layout serves decode steps only.
     """
 
     name: str
@@ -33,6 +41,22 @@ class EngineCalls:
     further: tuple[str, ...]
     logits: tuple[Logits, ...]
     bf16: tuple[str, ...] = ()
+    least_heads: int = 1
+    pooled_pages: tuple[int, ...] = PAGES
+    masked_step: int | None = None
+
+    def masked_rows(self, tokens: int, decoded: int) -> int:
+        """The most rows of an expert's buffer in the masked layout.
+
+        `tokens` and `decoded` are the most tokens of one pass, and of one decode step, on all ranks together.
+        """
+        if self.masked_step is not None:
+            return (tokens // self.masked_step + 1) * self.masked_step
+        return -(-decoded // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+
+    def pages(self, pooled: bool) -> tuple[int, ...]:
+        """The pages of the indexer's cache that the engine may choose; `pooled`: the model pools its keys."""
+        return self.pooled_pages if pooled else PAGES
 
 
 _DTYPES: tuple[OutDtype, ...] = ("float32", "bfloat16")
@@ -66,9 +90,12 @@ _ENGINES = (
         ("quantize_fp8", "silu_mul_quantize", "moe_permute", "moe_combine"),
         (_FULL, _COMPRESSED),
         ("indexer.wk",),
+        least_heads=32,
+        pooled_pages=(32, 64),
     ),
     # SGLang's prefill takes full rows, compressed rows for DeepSeek-V4, and filled rows if keys are pooled.
-    EngineCalls("sglang", "0.5.23", ("m_indices",), (), (_FULL, _COMPRESSED, _FILLED)),
+    # Its masked layout serves prefill too.
+    EngineCalls("sglang", "0.5.23", ("m_indices",), (), (_FULL, _COMPRESSED, _FILLED), masked_step=256),
 )
 
 ENGINES = {engine.name: engine for engine in _ENGINES}

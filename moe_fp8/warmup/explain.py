@@ -16,6 +16,7 @@ from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.problems import GemmLayout, GemmProblem
 from moe_fp8.specs import KernelSpec, kernel_spec
+from moe_fp8.warmup.options import MOST_ROWS, MOST_SMS
 from moe_fp8.warmup.shapes import demand_integer
 from moe_fp8.warmup.tables import state, table_of
 
@@ -99,9 +100,13 @@ def explain(
     """Explain the choice for a GEMM with bf16 output; `m` is as in `GemmProblem`.
 
     The function makes the problem and chooses the config as an op does. Raises ConfigError for arguments
-    that no op accepts, and for more experts than a rank has.
+    that no op accepts, for more experts than a rank has, and for sizes and SMs that no plan has.
     """
     demand_integer("experts", num_experts, 1, limits.MAX_EXPERTS)
+    for name, value in (("M", m), ("N", n), ("K", k), ("expected_m", expected_m)):
+        if value is not None:
+            demand_integer(name, value, 1, MOST_ROWS)
+    demand_integer("num_sms", num_sms, 1, MOST_SMS)
     for name, value, multiple, reason in (
         ("N", n, limits.N_MULTIPLE, limits.refuse_n(n)),
         ("K", k, limits.SCALE_BLOCK, limits.refuse_k(k)),

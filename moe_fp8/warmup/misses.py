@@ -57,6 +57,8 @@ def explain_miss(
     """
     if not _TEXT.fullmatch(kernel):
         raise ConfigError("kernel", "name[macro=value,...], as the error of the miss has it", kernel)
+    if model.indexer is not None:  # the pages beside which others are proposed
+        options = replace(options, block_size=options.pages(model.indexer))
     planned = plan(model, options, extra=extra)
     uses = _uses(kernel, planned)
     if uses:

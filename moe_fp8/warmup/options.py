@@ -10,15 +10,19 @@ from moe_fp8.limits import refuse_next_n, refuse_page
 from moe_fp8.problems import DEFAULT_NUM_SMS, OutDtype
 from moe_fp8.settings import settings
 from moe_fp8.warmup.engines import EngineCalls, engine_calls
+from moe_fp8.warmup.models import Indexer
 from moe_fp8.warmup.shapes import Parallelism, demand_integer, is_integer
 
 _Value = TypeVar("_Value")
 
 _OUT_DTYPES = ("bfloat16", "float32")
 
-#: No GPU has more multiprocessors, and no call has more rows than fit into 31 bits.
-_MOST_SMS = 1024
-_MOST_ROWS = 2**31 - 1
+#: No GPU has more multiprocessors, and no size of a call is larger than fits into 31 bits.
+MOST_SMS = 1024
+MOST_ROWS = 2**31 - 1
+
+#: The time of a plan grows with each number of SMs; servers have one to four of them.
+_MOST_BUDGETS = 16
 
 
 @dataclass(frozen=True)
@@ -28,20 +32,21 @@ class PlanOptions(Parallelism):
     `max_tokens`: tokens of one forward pass. `max_batch`: requests decoded together. `next_n`: the most
     tokens of a request in one decode step, or a tuple of all numbers that occur. `num_sms`: SMs that the ops
     use; with a tuple, for example 132, 112 and 78, some calls leave SMs to other kernels. `block_size`:
-    tokens of a page of the indexer's cache. `masked_rows`: the most rows of an expert's buffer in the masked
-    layout; by default enough for `max_batch` and `next_n`, rounded up to a multiple of 128. `out_dtypes`:
-    dtypes of the GEMMs' outputs. `pad_intermediate`: see `gemm_shapes`. `batch_invariant`: whether the server
-    runs with MOE_FP8_BATCH_INVARIANT on; the default is this process's setting. `engine`: plan only what this
-    engine calls ("vllm" or "sglang"); None plans every call that the ops serve in a forward pass.
-    `weight_gradients`: plan `k_grouped_gemm_fp8`, and `gemm_fp8` with scales of 1 x 128 on both operands, for
-    the weights of every GEMM, which training calls.
+    tokens of a page of the indexer's cache; by default 64, or the pages that the engine may choose for the
+    model. `masked_rows`: the most rows of an expert's buffer in the masked layout; by default what the engine
+    makes of the other limits, or enough for `max_batch` and `next_n`, rounded up to a multiple of 128.
+    `out_dtypes`: dtypes of the GEMMs' outputs. `pad_intermediate`: see `gemm_shapes`. `batch_invariant`:
+    whether the server runs with MOE_FP8_BATCH_INVARIANT on; the default is this process's setting. `engine`:
+    plan only what this engine calls ("vllm" or "sglang"); None plans every call that the ops serve in a
+    forward pass. `weight_gradients`: plan `k_grouped_gemm_fp8`, and `gemm_fp8` with scales of 1 x 128 on both
+    operands, for the weights of every GEMM, which training calls.
     """
 
     max_tokens: int = 16384
     max_batch: int = 256
     next_n: int | tuple[int, ...] = 1
     num_sms: int | tuple[int, ...] = DEFAULT_NUM_SMS
-    block_size: int | tuple[int, ...] = 64
+    block_size: int | tuple[int, ...] | None = None
     masked_rows: int | None = None
     out_dtypes: tuple[OutDtype, ...] = ("bfloat16",)
     pad_intermediate: bool = False
@@ -54,11 +59,18 @@ class PlanOptions(Parallelism):
         for name in ("max_tokens", "max_batch", "masked_rows"):
             value = getattr(self, name)
             if value is not None or name != "masked_rows":
-                demand_integer(name, value, 1, _MOST_ROWS)
-        for value in every(self.num_sms, "num_sms"):
-            demand_integer("num_sms", value, 1, _MOST_SMS)
+                demand_integer(name, value, 1, MOST_ROWS)
+        budgets = every(self.num_sms, "num_sms")
+        for value in budgets:
+            demand_integer("num_sms", value, 1, MOST_SMS)
+        if len(budgets) > _MOST_BUDGETS:
+            raise ConfigError(
+                "num_sms", f"at most {_MOST_BUDGETS} numbers", len(budgets),
+                "the plan tries every call with each of them; give those that the server's calls have",
+            )  # fmt: skip
         for name, refuse in (("next_n", refuse_next_n), ("block_size", refuse_page)):
-            for value in every(getattr(self, name), name):
+            given = getattr(self, name)
+            for value in () if given is None and name == "block_size" else every(given, name):
                 refusal = (
                     refuse(value) if is_integer(value) else "expected an integer, or a tuple of integers"
                 )
@@ -81,6 +93,10 @@ class PlanOptions(Parallelism):
     def sm_budgets(self) -> tuple[int, ...]:
         """Every number of SMs that an op may be called with."""
         return every(self.num_sms)
+
+    def pages(self, indexer: Indexer) -> tuple[int, ...]:
+        """Every number of keys that a page of the cache of this indexer may have."""
+        return self.calls.pages(indexer.pooled) if self.block_size is None else every(self.block_size)
 
     @property
     def tokens_of_requests(self) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from moe_fp8.errors import ModelError
@@ -126,7 +126,7 @@ def plan(
         if shape in in_bf16
     ]
     shapes = (*(shape for shape in shapes if shape not in in_bf16), *extra)
-    indexer, refusal = _served(model.indexer)
+    indexer, refusal = _served(model.indexer, options.calls.least_heads)
     if refusal:
         others.append(
             Unplanned("indexer's logits and top-k", None, None, None, model.num_layers, refusal, True)
@@ -157,10 +157,11 @@ def plan(
     return planned
 
 
-def _served(indexer: Indexer | None) -> tuple[Indexer | None, str]:
-    """The indexer if the ops serve its sizes, and the reason if they do not."""
+def _served(indexer: Indexer | None, least_heads: int) -> tuple[Indexer | None, str]:
+    """The indexer, padded to `least_heads`, if the ops serve its sizes, and the reason if they do not."""
     if indexer is None:
         return None, ""
+    indexer = replace(indexer, num_heads=max(indexer.num_heads, least_heads))
     refusal = (
         refuse_heads(indexer.num_heads) or refuse_head_dim(indexer.head_dim) or refuse_topk(indexer.topk)
     )

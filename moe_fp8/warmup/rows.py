@@ -16,7 +16,7 @@ from typing import Any
 from moe_fp8.heuristics import GemmConfig
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.heuristics.gemm.tiles import Shares
-from moe_fp8.limits import MAX_EXPERTS, MAX_ROUTED_EXPERTS
+from moe_fp8.limits import MAX_EXPERTS, MAX_ROUTED_EXPERTS, SCALE_BLOCK
 from moe_fp8.problems import (
     SEGMENT_ALIGNMENT,
     GemmLayout,
@@ -100,12 +100,13 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The most rows of each kind of buffer on one rank."""
+    """The most rows of each kind of buffer on one rank, and the most tokens of one expert."""
 
     dense: int
     context: int
     contiguous: int
     masked: int
+    expert: int
 
     @classmethod
     def of(cls, model: ModelDescription, options: PlanOptions) -> Bounds:
@@ -115,11 +116,12 @@ class Bounds:
         dense = own * max(1, options.ways("mlp") // attention, options.ways("shared") // attention)
         # Every expert's last segment may be padded up to the alignment.
         padding = local_experts(model, options) * (SEGMENT_ALIGNMENT - 1)
-        contiguous = own * options.dp * experts_per_token(model, options) + padding
-        masked = options.masked_rows or _round_up(options.most_decoded * options.dp, SEGMENT_ALIGNMENT)
+        expert = own * options.dp
+        contiguous = expert * experts_per_token(model, options) + padding
+        masked = options.masked_rows or options.calls.masked_rows(expert, options.most_decoded * options.dp)
         projected = min(_CONTEXTS * model.max_positions, _MOST_PROJECTED)
         context = max(dense, model.max_positions, projected)
-        return cls(dense, context, _round_up(contiguous, SEGMENT_ALIGNMENT), masked)
+        return cls(dense, context, _round_up(contiguous, SEGMENT_ALIGNMENT), masked, expert)
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -278,13 +280,15 @@ def weight_gradient_rows(
 ) -> Iterator[PlanRow]:
     """The rows of `k_grouped_gemm_fp8` for the weights of each GEMM; their ranges are of the mean tokens.
 
-    `gemm_fp8` with scales of 1 x 128 on both operands has the kernels of one expert, and more for bf16.
+    `gemm_fp8` with scales of 1 x 128 on both operands has the kernels of one expert, and more for bf16. It
+    may be called for each expert on its own, and one expert may get the tokens of all ranks.
     """
     merged: dict[tuple[int, int, int | None], list[str]] = {}
     for shape in shapes:
         merged.setdefault((shape.n, shape.k, shape.num_experts), []).append(shape.what)
     for (n, k, experts), what in merged.items():
-        local, most = (1, bounds.dense) if experts is None else (experts, bounds.contiguous)
+        local = experts or 1
+        most = bounds.dense if experts is None else max(bounds.expert, -(-bounds.contiguous // local))
 
         def fp32(mean: int, n: int = n, k: int = k, local: int = local) -> Iterable[Problem]:
             for accumulate, sms in product((False, True), options.sm_budgets):
@@ -298,7 +302,8 @@ def weight_gradient_rows(
         if experts is None and "bfloat16" in options.out_dtypes:
             uses.append(("gemm_fp8", bf16))
         for op, problems_at in uses:
-            for spec, ranges, _ in _sweep(_runs(-(-most // local), selection_extent), problems_at):
+            runs = _runs(_round_up(most, SCALE_BLOCK), selection_extent)  # whole scale blocks of tokens
+            for spec, ranges, _ in _sweep(runs, problems_at):
                 yield PlanRow(op, tuple(dict.fromkeys(what)), None, n, k, experts, ranges, spec)
 
 
@@ -388,7 +393,7 @@ def indexer_rows(model: ModelDescription, indexer: Indexer, options: PlanOptions
                     yield IndexerTopkProblem(rows, columns, dtype, sms)
 
         yield from uses("indexer_topk", most_queries, ("indexer", dtype), chosen)
-    for next_n, page in product(options.tokens_of_requests, every(options.block_size)):
+    for next_n, page in product(options.tokens_of_requests, options.pages(indexer)):
 
         def logits(batch: int, next_n: int = next_n, page: int = page) -> Iterable[Problem]:
             for dtype, sms in product(dtypes, budgets):

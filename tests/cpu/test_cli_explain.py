@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,8 +12,9 @@ import pytest
 from moe_fp8 import cli
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit.key import kernel_key
-from moe_fp8.problems import GemmProblem
-from moe_fp8.specs import kernel_spec
+from moe_fp8.problems import GemmLayout, GemmProblem
+from moe_fp8.specs import GEMM_LAYOUTS, kernel_spec
+from moe_fp8.warmup.explain import explain
 from tests.cpu.cli_runs import QWEN, Json, no_gpu, run_json
 
 __all__ = ["no_gpu", "run_json"]
@@ -83,11 +85,27 @@ def test_explain_names_the_row_of_a_table(
         ["64", "128", "128", "--experts", "2"],
         ["64", "128", "128", "--expected-m", "2"],
         ["64", "128", "128", "--layout", "masked", "--experts", "1025"],
+        [str(2**31), "128", "128"],
+        ["64", str(2**31), "128"],
+        ["64", "128", str(2**31)],
+        ["9" * 400, "128", "128"],
+        ["64", "9" * 400 + "00", "9" * 400 + "00"],
+        ["64", "128", "128", "--layout", "masked", "--experts", "8", "--expected-m", str(2**31)],
+        ["64", "128", "128", "--num-sms", "1025"],
+        ["64", "128", "128", "--num-sms", "9" * 400],
     ],
 )
 def test_explain_refuses_what_no_op_takes(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--explain", *argv]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize("layout", GEMM_LAYOUTS)
+def test_the_largest_sizes_have_an_explanation(layout: GemmLayout) -> None:
+    for num_sms in (1, 1024):
+        told = explain(layout, 2**31 - 1, 2**31 - 64, 2**31 - 128, num_sms=num_sms)
+        assert all(0 < one.prediction.microseconds < math.inf for one in told.candidates)
+        assert told.candidates and all(1 <= one.grid <= num_sms for one in told.candidates)
 
 
 def test_a_plan_is_of_a_model_or_of_a_gemm() -> None:

@@ -103,6 +103,9 @@ def any_calls(name: str, used: PlanOptions, draw: st.DrawFn) -> Iterator[Problem
         if used.weight_gradients:
             most = tokens * groups * (top + shared) + 127 * local
             yield KGroupedGemmProblem(n, k, draw(st.integers(1, most)), local, draw(st.booleans()), sms)
+            # One expert alone, which gets the tokens of all ranks at most.
+            own = draw(st.integers(1, tokens * groups))
+            yield KGroupedGemmProblem(n, k, own + -own % 128, 1, draw(st.booleans()), sms)
     if shared == 0 and config.get("n_shared_experts"):
         cut = 1 if used.shared_tp else used.tp
         part = config["moe_intermediate_size"] * config["n_shared_experts"] // cut
@@ -213,6 +216,7 @@ def test_shared_experts_that_cannot_be_fused_are_refused(
         ("num_sms", {"num_sms": ()}),
         ("num_sms", {"num_sms": (132, 0)}),
         ("num_sms", {"num_sms": 2000}),
+        ("num_sms", {"num_sms": tuple(range(100, 117))}),
         ("next_n", {"next_n": 9}),
         ("next_n", {"next_n": (1, 0)}),
         ("block_size", {"block_size": 16}),
@@ -227,6 +231,8 @@ def test_shared_experts_that_cannot_be_fused_are_refused(
         ("next_n", {"next_n": (1, "2")}),
         ("block_size", {"block_size": [64]}),
         ("block_size", {"block_size": 64.0}),
+        ("block_size", {"block_size": (None,)}),
+        ("next_n", {"next_n": None}),
         ("max_tokens", {"max_tokens": "8"}),
         ("max_tokens", {"max_tokens": None}),
         ("max_batch", {"max_batch": 1.5}),
@@ -241,6 +247,12 @@ def test_bad_options_name_the_field(field: str, given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         plan(MODELS["deepseek_v32"], PlanOptions(**given))
     assert caught.value.field == field
+
+
+def test_too_many_numbers_of_sms_are_refused_with_the_reason() -> None:
+    assert len(PlanOptions(num_sms=(*range(117, 133), 132)).sm_budgets) == 16
+    with pytest.raises(ConfigError, match=r"at most 16 numbers, got 17; the plan tries every call"):
+        PlanOptions(num_sms=tuple(range(116, 133)))
 
 
 def test_engines_plan_only_what_they_call() -> None:
@@ -283,6 +295,20 @@ def test_weight_gradients_are_planned_where_they_are_asked_for() -> None:
             if bf16:
                 problems = [replace(problem, out_dtype="bfloat16") for problem in problems]
             assert row.spec in map(kernel_spec, problems) and "block_m=128" in row.config
+
+
+@pytest.mark.parametrize(("ranks", "most"), [({"ep": 8, "max_tokens": 256}, 2048), ({"max_tokens": 3}, 128)])
+def test_the_weight_gradient_of_each_expert_alone_is_planned(ranks: dict[str, Any], most: int) -> None:
+    """An expert may get every token of all ranks, and its columns are whole scale blocks."""
+    model = load_model(CONFIGS / "deepseek_v3.json")
+    options = PlanOptions(**ranks, max_batch=1, weight_gradients=True)
+    planned = plan(model, options)
+    shapes = [shape for shape in gemm_shapes(model, options) if shape.num_experts]
+    for shape in shapes:
+        for columns in range(128, most + 1, 128):
+            for accumulate in (False, True):
+                problem = KGroupedGemmProblem(shape.n, shape.k, columns, 1, accumulate)
+                assert kernel_spec(problem) in planned, problem
 
 
 def test_extra_gemms_are_in_the_plan() -> None:

@@ -236,7 +236,8 @@ def any_calls(planned: Plan, draw: st.DrawFn) -> Iterator[Problem]:
     yield IndexerTopkProblem(cached, columns, dtype, sms)
     batch = draw(st.integers(1, options.max_batch))
     next_n = draw(st.integers(1, options.next_n))
-    yield PagedMqaLogitsProblem(batch, next_n, heads, dim, options.block_size, sms)
+    for page in options.pages(model.indexer):
+        yield PagedMqaLogitsProblem(batch, next_n, heads, dim, page, sms)
     yield PagedMqaMetadataProblem(batch, next_n, sms)
 
 

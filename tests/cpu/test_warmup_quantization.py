@@ -70,6 +70,9 @@ def test_blocks_of_three_forms_are_one_plan(quantization: dict[str, Any]) -> Non
         ("int", tensors(weights_type="int")),
         ("input_activations.dynamic", tensors(inputs_dynamic=False)),
         ("token", tensors(inputs_strategy="token")),
+        ("weights.block_structure", tensors(weights_block_structure="128x²")),
+        ("weights.block_structure", tensors(weights_block_structure=f"128x{'1' * 5000}")),
+        ("weights.block_structure", tensors(weights_block_structure="128x64")),
         ("NVFP4", {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
         ("mxfp4", {"quant_method": "mxfp4"}),
         ("quantization_config", None),
@@ -225,9 +228,23 @@ def test_the_file_of_modelopt_beside_the_config_counts(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_bad_expressions_are_errors() -> None:
-    with pytest.raises(ModelError, match="regular expressions"):
-        model({**FP8, "modules_to_not_convert": ["re:("]})
+@pytest.mark.parametrize(
+    "expression",
+    ["(", "a{99999999999}", f"a{{{'9' * 5000}}}", "(" * 5000, "a" * 5000 + "(" * 5000 + ")" * 5000],
+)
+def test_bad_expressions_are_errors(expression: str) -> None:
+    with pytest.raises(ModelError, match="regular expressions") as caught:
+        model({**FP8, "modules_to_not_convert": [f"re:{expression}"]})
+    assert caught.value.field == "quantization_config.modules_to_not_convert"
+    with pytest.raises(ModelError, match="regular expressions") as caught:
+        model(tensors() | {"ignore": [f"re:{expression}"]})
+    assert caught.value.field == "quantization_config.ignore"
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "48", "٣", "²"])
+def test_layers_that_the_model_does_not_have_are_no_match(number: str) -> None:
+    names = [f"model.layers.{number}.self_attn.o_proj"]
+    assert in_bf16(model({**FP8, "modules_to_not_convert": names})) == set()
 
 
 def test_the_lists_of_real_checkpoints() -> None:

@@ -17,7 +17,10 @@ from tests.gemm_addend_cases import call, named_case
 from tests.k_grouped_cases import k_grouped_case
 
 CONFIG = Path(__file__).parents[1] / "configs" / "deepseek_v32.json"
-OPTIONS = {"tp": 8, "ep": 8, "max_tokens": 1024, "max_batch": 64, "next_n": 2, "weight_gradients": True}
+OPTIONS = {
+    "tp": 8, "ep": 8, "max_tokens": 1024, "max_batch": 64, "next_n": 2, "block_size": 64,
+    "weight_gradients": True,
+}  # fmt: skip
 DRAWS = 4
 
 

@@ -11,13 +11,11 @@ from moe_fp8.integrations import kinds
 from moe_fp8.integrations.planning import LoadedEngine
 from moe_fp8.limits import SCALE_BLOCK, refuse_k, refuse_n
 from moe_fp8.ops import get_num_sms
+from moe_fp8.warmup.engines import engine_calls
 from moe_fp8.warmup.models import Indexer
 
 #: The most requests that SGLang decodes together if `--max-running-requests` does not say it.
 _MOST_REQUESTS = 4096
-
-#: SGLang makes an expert's buffer in the masked layout a multiple of this number of rows long.
-_MASKED_STEP = 256
 
 #: Layers whose prefill leaves SMs to DeepEP if SGLang overlaps two batches.
 _OVERLAPPED = ("DeepseekV2DecoderLayer", "MiMoV2DecoderLayer", "Qwen3MoeDecoderLayer")
@@ -38,15 +36,15 @@ def describe_loaded(model_runner: Any) -> LoadedEngine:
     # On Hopper, SGLang takes each drafted token of a request for a request of its own.
     drafts = get_spec().speculative_num_draft_tokens or 1
     dense = "dense" in served and _dense_calls_deep_gemm()
+    max_batch = (schedule.max_running_requests or _MOST_REQUESTS) * drafts
     loaded = LoadedEngine(
         engine="sglang",
         name=type(model_runner.model).__name__,
         max_tokens=max_tokens,
-        max_batch=(schedule.max_running_requests or _MOST_REQUESTS) * drafts,
+        max_batch=max_batch,
         max_positions=config.context_len,
         num_sms=tuple(dict.fromkeys(_sms(model_runner.model, dense, "indexer" in served))),
-        # The masked layout serves prefill too; an expert's buffer has room for all tokens of a pass.
-        masked_rows=(max_tokens * data_parallel // _MASKED_STEP + 1) * _MASKED_STEP,
+        masked_rows=engine_calls("sglang").masked_rows(max_tokens * data_parallel, max_batch * data_parallel),
         data_parallel=data_parallel,
     )
     for module in model_runner.model.modules():

@@ -9,17 +9,12 @@ import torch
 from moe_fp8.integrations import kinds
 from moe_fp8.integrations.planning import LoadedEngine
 from moe_fp8.ops import get_num_sms
+from moe_fp8.warmup.engines import engine_calls
 from moe_fp8.warmup.models import Indexer
-
-#: vLLM pads fewer heads of an indexer with zeros.
-_LEAST_HEADS = 32
 
 #: The attributes that lead from a layer to its kernel. The object in `quant_method` holds the kernel in most
 #: formats, and the layer's `scheme` holds it in compressed-tensors and Quark.
 _HOLDERS = ("quant_method", "scheme", "linear_method")
-
-#: The pages that vLLM may choose if an indexer's keys are pooled.
-_POOLED_PAGES = (32, 64)
 
 
 def describe_loaded(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> LoadedEngine:
@@ -52,10 +47,11 @@ def describe_loaded(model: torch.nn.Module, vllm_config: Any, model_config: Any)
     text = model_config.hf_text_config
     loaded.kv_lora_rank = getattr(text, "kv_lora_rank", None)
     if "indexer" in served and getattr(text, "index_topk", None):
-        heads = max(text.index_n_heads, _LEAST_HEADS)
-        loaded.indexer = Indexer(heads, text.index_head_dim, text.index_topk)
-        if (getattr(text, "index_kpool", None) or 1) > 1:
-            loaded.block_size = _POOLED_PAGES
+        calls, pooled = engine_calls("vllm"), (getattr(text, "index_kpool", None) or 1) > 1
+        heads = max(text.index_n_heads, calls.least_heads)
+        loaded.indexer = Indexer(heads, text.index_head_dim, text.index_topk, pooled=pooled)
+        if pooled:
+            loaded.block_size = calls.pooled_pages
     return loaded
 
 

@@ -92,7 +92,8 @@ def indexer(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | No
         linear("wk", dim, hidden),
         linear("weights_proj", heads, hidden, INDEXER_WEIGHTS),
     ]
-    return found, Indexer(heads, dim, topk)
+    pooled = fields.number("index_kpool", least=0, default=1) > 1
+    return found, Indexer(heads, dim, topk, pooled=pooled)
 
 
 def gqa(

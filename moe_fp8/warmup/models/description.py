@@ -59,13 +59,15 @@ class Linear:
 class Indexer:
     """The lightning indexer of sparse attention, which picks `topk` positions for every query.
 
-    `compression`: tokens of the context for each key of the indexer.
+    `compression`: tokens of the context for each key of the indexer. `pooled`: the model pools these keys
+    (`index_kpool`).
     """
 
     num_heads: int
     head_dim: int
     topk: int
     compression: int = 1
+    pooled: bool = False
 
 
 @dataclass(frozen=True)

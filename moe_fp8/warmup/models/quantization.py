@@ -18,7 +18,9 @@ from moe_fp8.limits import SCALE_BLOCK
 from moe_fp8.warmup.models.description import Linear
 from moe_fp8.warmup.models.fields import NESTED
 
+#: A block's sizes; llm-compressor also writes them as text.
 _BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
+_BLOCK_TEXT = f"{SCALE_BLOCK}x{SCALE_BLOCK}"
 _REMEDY = "use a checkpoint of the model whose weights are float8_e4m3fn in 128 x 128 blocks"
 
 #: What `quantize` may be: an engine that turns bf16 weights into FP8 blocks while it loads them.
@@ -64,29 +66,26 @@ class Quantization:
 
     @cached_property
     def _names(self) -> tuple[_Names, _Names]:
-        return _Names.parse(self.skipped), _Names.parse(self.targets)
+        return _Names.parse(self.field, self.skipped), _Names.parse(self.field, self.targets)
 
 
 _Parts = tuple[str, ...]
 
 
 class _Names(NamedTuple):
-    """The parsed list: names below a layer, by its number; names that hold anywhere; expressions."""
+    """The parsed list: names below a layer, by its number as text; names that hold anywhere; expressions."""
 
-    in_layer: dict[int | None, list[_Parts]]
+    in_layer: dict[str, list[_Parts]]
     anywhere: list[_Parts]
     patterns: list[re.Pattern[str]]
 
     @classmethod
-    def parse(cls, listed: Iterable[str]) -> _Names:
+    def parse(cls, field: str, listed: Iterable[str]) -> _Names:
+        """The parsed list of the config's `field`. Raises ModelError for a bad expression."""
         found, wildcards = cls({}, [], []), []
         for name in listed:
             if name.startswith("re:"):
-                try:
-                    found.patterns.append(re.compile(name[3:]))
-                except re.error as error:
-                    field = "quantization_config.ignore"
-                    raise ModelError(field, "regular expressions", name, str(error)) from error
+                found.patterns.append(_expression(field, name[3:]))
                 continue
             if "*" in name:
                 wildcards += [fnmatch.translate(name), fnmatch.translate(f"{name}.*")]
@@ -100,13 +99,13 @@ class _Names(NamedTuple):
                 # have.
                 below = tuple(part for part in rest if not part.isdigit())
                 if number.isdecimal():
-                    found.in_layer.setdefault(int(number), []).append(below)
+                    found.in_layer.setdefault(number, []).append(below)
                 else:
                     found.anywhere.append((number, *below))
             elif parts:
                 found.anywhere.append(tuple(parts))
         if wildcards:
-            found.patterns.append(re.compile("|".join(wildcards)))
+            found.patterns.append(_expression(field, "|".join(wildcards)))
         return found
 
     def have(self, modules: Iterable[str], layer: int | None) -> bool:
@@ -115,11 +114,18 @@ class _Names(NamedTuple):
 
     def _has(self, module: str, layer: int | None) -> bool:
         parts = tuple(module.split("."))
-        if any(_leads(name, parts) for name in self.in_layer.get(layer, ())):
+        if any(_leads(name, parts) for name in self.in_layer.get(str(layer), ())):
             return True
         if any(_within(name, parts) for name in self.anywhere):
             return True
         return any(pattern.match(path) for pattern in self.patterns for path in _paths(module, layer))
+
+
+def _expression(field: str, text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, ValueError, OverflowError, RecursionError) as error:
+        raise ModelError(field, "regular expressions", text, str(error)) from error
 
 
 def _spellings(module: str) -> list[str]:
@@ -216,7 +222,8 @@ def _compressed_tensors(name: str, value: dict[str, Any]) -> Quantization:
         weights, inputs = group["weights"], group["input_activations"]
         _demand(path, "weights.strategy", weights.get("strategy"), "'block'", _is("block"))
         block = weights.get("block_structure")
-        _demand(path, "weights.block_structure", block, str(_BLOCK), lambda given: _sizes(given) == _BLOCK)
+        if block != _BLOCK_TEXT:
+            _demand(path, "weights.block_structure", block, str(_BLOCK), _is(_BLOCK))
         _demand(path, "input_activations.dynamic", inputs.get("dynamic"), "true", _is(True))
         strategy = inputs.get("strategy", "group")
         _demand(path, "input_activations.strategy", strategy, "'group'", _is("group"))
@@ -282,10 +289,3 @@ def _is_object(given: Any) -> bool:
 
 def _are_names(given: Any) -> bool:
     return isinstance(given, list) and bool(given) and all(isinstance(each, str) for each in given)
-
-
-def _sizes(given: Any) -> Any:
-    """A block's sizes; llm-compressor also writes them as "128x128"."""
-    if isinstance(given, str):
-        return [int(part) if part.isdigit() else part for part in given.split("x")]
-    return given
