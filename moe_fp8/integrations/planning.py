@@ -20,10 +20,8 @@ class LoadedEngine:
     `engine` is "vllm" or "sglang". `dense` are (N, K) of linear layers, `experts` (local experts, N, K) of
     grouped products. `data_parallel`: groups of ranks whose tokens a rank's experts get. `next_n`: the most
     tokens of a request in a decode step. `num_sms`: SMs that the ops use, or all numbers that occur.
-    `block_size`: keys of a page of the indexer's cache, or all numbers that occur. `masked_rows`: the most
-    rows of an expert's buffer in the masked layout; None: enough for `max_batch` and `next_n`.
     `kv_lora_rank`: the K of MLA's `kv_b_proj`, whose rows may be all cached tokens of a context; None without
-    MLA.
+    MLA. `indexer`: as the config has it. Other limits are the engine's defaults of `PlanOptions`.
     """
 
     engine: str
@@ -33,10 +31,8 @@ class LoadedEngine:
     max_positions: int
     num_sms: int | tuple[int, ...]
     next_n: int = 1
-    masked_rows: int | None = None
     data_parallel: int = 1
     experts_per_token: int = 1
-    block_size: int | tuple[int, ...] = 64
     kv_lora_rank: int | None = None
     indexer: Indexer | None = None
     dense: set[tuple[int, int]] = field(default_factory=set)
@@ -66,9 +62,7 @@ def plan_loaded(loaded: LoadedEngine) -> Plan:
         max_batch=loaded.max_batch,
         # Longer drafts are no calls of the indexer's kernels.
         next_n=min(loaded.next_n, MAX_NEXT_N),
-        masked_rows=loaded.masked_rows,
         num_sms=loaded.num_sms,
-        block_size=loaded.block_size,
         engine=loaded.engine,
     )
     return plan(model, options, extra=(*_dense(loaded), *_grouped(loaded.experts)))

@@ -344,11 +344,11 @@ def test_a_loaded_model_is_planned(vllm: Fake, monkeypatch: pytest.MonkeyPatch) 
     assert not other.dense and not other.experts
     assert loaded.indexer is not None and loaded.indexer.num_heads == 64
     assert loaded.num_sms == (132,) and planning.plan_loaded(loaded).specs
-    assert loaded.block_size == 64
-    assert other.indexer is not None and (other.indexer.num_heads, other.block_size) == (32, (32, 64))
-    specs = set(planning.plan_loaded(other).specs)
-    for page in other.block_size:
-        assert kernel_spec(PagedMqaLogitsProblem(64, 1, 32, 128, page, 132, "float32")) in specs
+    for described, heads, pages in ((loaded, 64, (64,)), (other, 32, (32, 64))):
+        specs = set(planning.plan_loaded(described).specs)
+        for page in (32, 64):
+            problem = PagedMqaLogitsProblem(64, 1, heads, 128, page, 132, "float32")
+            assert (kernel_spec(problem) in specs) == (page in pages)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from moe_fp8.integrations import kinds
 from moe_fp8.integrations.planning import LoadedEngine
 from moe_fp8.limits import SCALE_BLOCK, refuse_k, refuse_n
 from moe_fp8.ops import get_num_sms
-from moe_fp8.warmup.engines import engine_calls
 from moe_fp8.warmup.models import Indexer
 
 #: The most requests that SGLang decodes together if `--max-running-requests` does not say it.
@@ -31,21 +30,17 @@ def describe_loaded(model_runner: Any) -> LoadedEngine:
     longest = schedule.chunked_prefill_size or -1
     if longest < 0:
         longest = config.context_len
-    max_tokens = max(longest, schedule.max_prefill_tokens or 0)
-    data_parallel = get_parallel().attn_dp_size
     # On Hopper, SGLang takes each drafted token of a request for a request of its own.
     drafts = get_spec().speculative_num_draft_tokens or 1
     dense = "dense" in served and _dense_calls_deep_gemm()
-    max_batch = (schedule.max_running_requests or _MOST_REQUESTS) * drafts
     loaded = LoadedEngine(
         engine="sglang",
         name=type(model_runner.model).__name__,
-        max_tokens=max_tokens,
-        max_batch=max_batch,
+        max_tokens=max(longest, schedule.max_prefill_tokens or 0),
+        max_batch=(schedule.max_running_requests or _MOST_REQUESTS) * drafts,
         max_positions=config.context_len,
         num_sms=tuple(dict.fromkeys(_sms(model_runner.model, dense, "indexer" in served))),
-        masked_rows=engine_calls("sglang").masked_rows(max_tokens * data_parallel, max_batch * data_parallel),
-        data_parallel=data_parallel,
+        data_parallel=get_parallel().attn_dp_size,
     )
     for module in model_runner.model.modules():
         weight = getattr(module, "weight", None)

@@ -9,7 +9,6 @@ import torch
 from moe_fp8.integrations import kinds
 from moe_fp8.integrations.planning import LoadedEngine
 from moe_fp8.ops import get_num_sms
-from moe_fp8.warmup.engines import engine_calls
 from moe_fp8.warmup.models import Indexer
 
 #: The attributes that lead from a layer to its kernel. The object in `quant_method` holds the kernel in most
@@ -47,11 +46,8 @@ def describe_loaded(model: torch.nn.Module, vllm_config: Any, model_config: Any)
     text = model_config.hf_text_config
     loaded.kv_lora_rank = getattr(text, "kv_lora_rank", None)
     if "indexer" in served and getattr(text, "index_topk", None):
-        calls, pooled = engine_calls("vllm"), (getattr(text, "index_kpool", None) or 1) > 1
-        heads = max(text.index_n_heads, calls.least_heads)
-        loaded.indexer = Indexer(heads, text.index_head_dim, text.index_topk, pooled=pooled)
-        if pooled:
-            loaded.block_size = calls.pooled_pages
+        pooled = (getattr(text, "index_kpool", None) or 1) > 1
+        loaded.indexer = Indexer(text.index_n_heads, text.index_head_dim, text.index_topk, pooled=pooled)
     return loaded
 
 
