@@ -19,10 +19,10 @@ import moe_fp8
 from server_example.answers import ChatForm, CompletionForm, Form, Piece
 from server_example.client import EngineClient
 from server_example.engine import EngineStoppedError
-from server_example.errors import DOCUMENTED, ApiError, add_error_handlers
+from server_example.errors import DOCUMENTED, ApiError, add_error_handlers, unless
 from server_example.gate import Counted, Gate
 from server_example.generation import Deadline
-from server_example.intake import Intake, client_left, unless
+from server_example.intake import Intake, client_left
 from server_example.metrics import HttpMetrics
 from server_example.protocol import (
     ChatRequest,
@@ -81,6 +81,21 @@ class Service:
         if self.engine is None:
             return "loading"
         return "draining" if self.draining else "ok" if self.engine.alive else "failed"
+
+    async def look(self) -> tuple[str, dict[str, Any]]:
+        """The status, which is `silent` if a living engine does not answer, and what the engine says."""
+        if self.engine is None:
+            return self.status, {}
+        details: dict[str, Any] = {}
+        failure = None
+        try:
+            details = await self.engine.call("details")
+        except EngineStoppedError as error:
+            failure = str(error)
+        status = self.status
+        if status == "ok" and failure is not None:
+            status = "silent"
+        return status, {**details, "failure": self.engine.failure or failure}
 
 
 def create_app(service: Service) -> FastAPI:
@@ -172,24 +187,14 @@ def create_app(service: Service) -> FastAPI:
     @app.get("/health", responses={503: {"description": "The engine has failed or does not answer"}})
     async def health() -> JSONResponse:
         """Liveness: 503 after the engine has failed, and while it does not answer."""
-        details: dict[str, Any] = {}
-        failure = None
-        if service.engine is not None:
-            try:
-                details = await service.engine.call("details")
-            except EngineStoppedError as error:
-                failure = str(error)
-            details["failure"] = service.engine.failure or failure
-        status = service.status
-        if status == "ok" and failure is not None:
-            status = "silent"
+        status, details = await service.look()
         wrong = status in ("failed", "silent")
         return JSONResponse({"status": status, **details}, status_code=503 if wrong else 200)
 
-    @app.get("/ready", responses={503: {"description": "The server is loading, draining or has failed"}})
+    @app.get("/ready", responses={503: {"description": "The server takes no requests; `status` says why"}})
     async def ready() -> JSONResponse:
-        """Readiness: 200 once the model is warm and the server takes requests."""
-        status = service.status
+        """Readiness: 200 once the model is warm, while the server takes requests and its engine answers."""
+        status, _ = await service.look()
         return JSONResponse({"status": status}, status_code=200 if status == "ok" else 503)
 
     @app.get(

@@ -86,10 +86,15 @@ class EngineClient:
 
     async def call(self, name: str, *arguments: Any) -> Any:
         """The result of a method of `Host`. Raises its exception, or `EngineStoppedError`."""
+        number, answer = self._ask(name, *arguments)
+        silence = EngineStoppedError(_silence(self.seconds))
+        # Before Python 3.12, `asyncio.wait_for` loses a cancellation that comes together with the answer.
+        timer = asyncio.get_running_loop().call_later(self.seconds, self._fail, number, silence)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(self._ask(name, *arguments)), self.seconds)
-        except asyncio.TimeoutError:
-            raise EngineStoppedError(_silence(self.seconds)) from None
+            return await asyncio.wrap_future(answer)
+        finally:
+            timer.cancel()
+            self._answers.pop(number, None)  # Nobody waits for it any more.
 
     def stop(self, seconds: float) -> bool:
         """Ends open requests with an error. Call it from another thread than the loop's.
@@ -99,7 +104,8 @@ class EngineClient:
         """
         self._stopped = True
         try:
-            self._ask("stop").result(seconds)
+            _, answer = self._ask("stop")
+            answer.result(seconds)
         except EngineStoppedError:
             pass
         except FutureTimeoutError:
@@ -107,13 +113,14 @@ class EngineClient:
             return False
         return True
 
-    def _ask(self, name: str, *arguments: Any) -> Future[Any]:
+    def _ask(self, name: str, *arguments: Any) -> tuple[int, Future[Any]]:
+        """The number of the call, and its answer to come."""
         number, answer = next(self._numbers), Future[Any]()
         self._answers[number] = answer
         self._outbox.put((number, name, arguments))
         if self._ended:
             self._fail(number, self._gone())
-        return answer
+        return number, answer
 
     def _fail(self, number: int, error: Exception) -> None:
         """Answers with an error, unless somebody has answered."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from server_example.protocol import ErrorDetail, ErrorResponse, field_of
+
+Result = TypeVar("Result")
 
 #: The statuses that the routes under /v1 answer with, for their documentation.
 DOCUMENTED = {
@@ -51,6 +57,20 @@ class ApiError(Exception):
     def response(self, headers: dict[str, str] | None = None) -> JSONResponse:
         all_headers = {**(headers or {}), **_HEADERS.get(self.status, {})}
         return JSONResponse(self.body.model_dump(), status_code=self.status, headers=all_headers)
+
+
+async def unless(work: Coroutine[Any, Any, Result], *ends: Coroutine[Any, Any, ApiError]) -> Result:
+    """The result of `work`. If one of `ends` returns first, `work` is cancelled, and that error is raised."""
+    working = asyncio.ensure_future(work)
+    ending = [asyncio.ensure_future(end) for end in ends]
+    try:
+        await asyncio.wait([working, *ending], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise next(end.result() for end in ending if end.done())
+    finally:
+        for task in (working, *ending):
+            task.cancel()
 
 
 def add_error_handlers(app: FastAPI) -> None:

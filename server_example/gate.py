@@ -18,7 +18,7 @@ from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from server_example.errors import ApiError
+from server_example.errors import ApiError, unless
 
 
 class Gate:
@@ -64,10 +64,11 @@ class Gate:
         # The HTTP parser has refused lengths that are not numbers.
         if int(headers.get(b"content-length", b"0")) > self.max_body_bytes:
             raise self._too_large()
-        try:
-            return await asyncio.wait_for(self._read(receive), self.receive_seconds)
-        except asyncio.TimeoutError:
-            raise ApiError(408, f"the body did not come within {self.receive_seconds:g} s") from None
+        return await unless(self._read(receive), self._late())
+
+    async def _late(self) -> ApiError:
+        await asyncio.sleep(self.receive_seconds)
+        return ApiError(408, f"the body did not come within {self.receive_seconds:g} s")
 
     async def _read(self, receive: Receive) -> bytes:
         body = bytearray()

@@ -17,7 +17,7 @@ from server_example.client import EngineClient
 from server_example.errors import ApiError
 from server_example.host import Job
 from server_example.protocol import ChatRequest, CompletionRequest, FinishReason, Usage
-from server_example.sampling import SamplingParams
+from server_example.sampling import SEEDS, SamplingParams
 
 #: Events of one request that become JSON before other tasks get their turn.
 _AT_ONCE = 64
@@ -77,7 +77,7 @@ class Generation:
             max_tokens=max_tokens,
             temperature=body.temperature,
             top_p=body.top_p,
-            seed=None if body.seed is None else (body.seed + number) % 2**63,
+            seed=None if body.seed is None else (body.seed + number) % SEEDS,
             stop=body.stop_strings,
             ignore_eos=body.ignore_eos,
             logprobs=logprobs,

@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar, cast
+from typing import cast
 
 from fastapi import Request as HttpRequest
 
 from server_example.chat import ChatTemplateError
 from server_example.client import EngineClient
 from server_example.engine import ENDINGS, EngineStoppedError
-from server_example.errors import ApiError
+from server_example.errors import ApiError, unless
 from server_example.generation import Deadline, Generation
 from server_example.protocol import ChatRequest, CompletionRequest
 from server_example.scheduler import QueueFullError, RequestTooLongError, check_length
 from server_example.text import encode
-
-Result = TypeVar("Result")
-
-
-async def unless(work: Coroutine[Any, Any, Result], *ends: Coroutine[Any, Any, ApiError]) -> Result:
-    """The result of `work`. If one of `ends` returns first, `work` is cancelled, and that error is raised."""
-    working = asyncio.ensure_future(work)
-    ending = [asyncio.ensure_future(end) for end in ends]
-    try:
-        await asyncio.wait([working, *ending], return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise next(end.result() for end in ending if end.done())
-    finally:
-        for task in (working, *ending):
-            task.cancel()
 
 
 async def client_left(http: HttpRequest) -> ApiError:

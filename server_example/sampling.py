@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+#: The number of different seeds: torch's generator on a CPU uses only the lowest 32 bits of a seed.
+SEEDS = 2**32
+
 
 @dataclass(frozen=True)
 class SamplingParams:

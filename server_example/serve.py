@@ -118,26 +118,34 @@ class Process:
         return self._stop.is_set()
 
     def shut_down(self) -> None:
-        """Drains for the grace time, ends what is left with errors, and ends the HTTP thread."""
+        """Drains for the grace time, ends what is left with errors, and ends HTTP and the engine."""
         self.service.draining = True
         engine = self.service.engine
-        if engine is not None:
-            end = time.monotonic() + self.service.settings.drain_seconds
-            while self.service.busy and engine.alive and self._thread.is_alive() and time.monotonic() < end:
-                if self._hurry.wait(0.05):
-                    break
-            self.service.intake.end()
-            if not engine.stop(self.service.settings.engine_seconds):
-                self._engine.kill()  # The end of its pipe tells every request.
-        self._server.should_exit = True
-        if self._thread.ident is not None:  # A signal may come before its start.
-            self._thread.join()
-        self._connection.close()
-        if self._engine.pid is not None:
+        # This process ends only if its thread and the engine's process do, so they end after any error too.
+        try:
             if engine is not None:
-                self._engine.join(self.service.settings.engine_seconds)
-            self._engine.kill()
-            self._engine.join()
+                self._drain(engine)
+        finally:
+            self._server.should_exit = True
+            if self._thread.ident is not None:  # A signal may come before its start.
+                self._thread.join()
+            self._connection.close()
+            if self._engine.pid is not None:
+                try:
+                    if engine is not None:
+                        self._engine.join(self.service.settings.engine_seconds)
+                finally:
+                    self._engine.kill()
+                    self._engine.join()
+
+    def _drain(self, engine: EngineClient) -> None:
+        end = time.monotonic() + self.service.settings.drain_seconds
+        while self.service.busy and engine.alive and self._thread.is_alive() and time.monotonic() < end:
+            if self._hurry.wait(0.05):
+                break
+        self.service.intake.end()
+        if not engine.stop(self.service.settings.engine_seconds):
+            self._engine.kill()  # The end of its pipe tells every request.
 
 
 def read_settings(arguments: list[str] | None = None) -> Settings:

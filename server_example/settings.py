@@ -67,7 +67,10 @@ class Settings(BaseSettings):
     request_seconds: float = Field(0.0, ge=0, description="seconds for a request to finish; 0: no limit")
     drain_seconds: float = Field(30.0, ge=0, description="seconds for running requests after SIGTERM")
     engine_seconds: float = Field(
-        10.0, gt=0, description="seconds in which the engine must answer a call, and end its last step"
+        10.0,
+        gt=0,
+        le=86400,
+        description="seconds in which the engine must answer a call, and end its last step; at most 86400",
     )
     cors_origins: Annotated[list[Origin], NoDecode] = Field(
         [], description="origins such as https://a.example that browsers may call from, separated by commas"

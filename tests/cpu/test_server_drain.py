@@ -17,10 +17,11 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import pytest
 
 from server_example.app import Service
 from server_example.demo import PROMPT, free_port, start_server, stop_server, wait_until_ready
-from server_example.serve import Process
+from server_example.serve import Process, listen
 from server_example.settings import Settings
 from tests.demo_model import demo_folder
 from tests.engine_client import connected
@@ -106,6 +107,8 @@ def test_an_engine_that_hangs_is_ended(demo_folder: Path) -> None:
             health = httpx.get(f"{url}/health")
             assert (health.status_code, health.json()["status"]) == (503, "silent")
             assert "not answered for 1 s" in health.json()["failure"]
+            ready = httpx.get(f"{url}/ready")
+            assert (ready.status_code, ready.json()) == (503, {"status": "silent"})
             for answer in (httpx.get(f"{url}/metrics"), httpx.post(f"{url}/v1/completions", json=BODY)):
                 assert answer.status_code == 503
             process.send_signal(signal.SIGTERM)
@@ -142,6 +145,7 @@ def test_a_silent_engine_stops_neither_http_nor_deadlines(demo_folder: Path) -> 
         while ask(json=BODY).status_code != 200:
             assert time.monotonic() < end
         assert httpx.get(f"{url}/health").json()["status"] == "ok"
+        assert httpx.get(f"{url}/ready").status_code == 200
 
 
 def test_the_engine_ends_with_a_server_that_is_killed(demo_folder: Path) -> None:
@@ -185,6 +189,22 @@ def test_the_end_of_the_http_thread_is_noticed(demo_folder: Path) -> None:
         process._thread.start()
         with connected(demo_folder) as (_, engine):
             assert not process.wait(engine)
+
+
+def test_http_ends_although_the_drain_fails(demo_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its thread would keep the process alive for ever."""
+
+    def fail(seconds: float) -> bool:
+        raise OverflowError("broken on purpose")
+
+    service = Service(Settings.model_validate({"model": demo_folder}))
+    process = Process(service, listen("127.0.0.1", 0))
+    process._thread.start()
+    with connected(demo_folder) as (_, service.engine), monkeypatch.context() as patch:
+        patch.setattr(service.engine, "stop", fail)
+        with pytest.raises(OverflowError, match="broken on purpose"):
+            process.shut_down()
+        assert not process._thread.is_alive()
 
 
 def test_ctrl_c_while_the_engine_imports(demo_folder: Path) -> None:

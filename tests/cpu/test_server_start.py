@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from pydantic import ValidationError
 from tokenizers.decoders import Metaspace
 
 from moe_fp8.errors import ConfigError
@@ -108,6 +109,15 @@ def test_options_come_from_the_environment_too(tmp_path: Path, monkeypatch: pyte
     assert settings.api_key is not None and settings.api_key.get_secret_value() == "hush"
     assert "hush" not in repr(settings)
     assert settings.engine_options() == EngineOptions(max_waiting=9)
+
+
+def test_the_wait_for_the_engine_has_an_end() -> None:
+    said = refused("--engine-seconds", "inf")
+    assert said.startswith("error: --engine-seconds (or SERVER_EXAMPLE_ENGINE_SECONDS): ")
+    for seconds in ("nan", "86401", "0"):
+        with pytest.raises(ValidationError):
+            read_settings(["--engine-seconds", seconds])
+    assert read_settings(["--engine-seconds", "86400"]).engine_seconds == 86400
 
 
 def test_origins_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,187 @@
+"""Clients that leave while the engine answers leave nothing behind: no request, no reader, no task.
+
+The engine answers each call before the event loop's next turn. So every test knows in which turns the answer
+travels on, and lets the client leave in each of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Coroutine, Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server_example import stats as stats_module
+from server_example.app import Service, create_app
+from server_example.client import EngineClient
+from server_example.engine import Engine
+from server_example.gate import Gate
+from server_example.host import Job
+from server_example.sampling import SamplingParams
+from server_example.settings import Settings
+from server_example.stats import Stats
+from tests.demo_model import demo_folder
+from tests.engine_client import connected
+
+__all__ = ["demo_folder"]
+
+TURNS = range(16)
+LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def pair(demo_folder: Path) -> Iterator[tuple[Engine, EngineClient]]:
+    with connected(demo_folder) as pair:
+        yield pair
+
+
+@pytest.fixture
+def engine(pair: tuple[Engine, EngineClient]) -> Engine:
+    return pair[0]
+
+
+@pytest.fixture
+def asked(pair: tuple[Engine, EngineClient], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the calls, each of which the engine has answered when it is in this list."""
+    names: list[str] = []
+    ask = pair[1]._ask
+
+    def ask_and_wait(name: str, *arguments: Any) -> tuple[int, futures.Future[Any]]:
+        number, answer = ask(name, *arguments)
+        assert futures.wait([answer], 20).done
+        names.append(name)
+        return number, answer
+
+    monkeypatch.setattr(pair[1], "_ask", ask_and_wait)
+    return names
+
+
+@pytest.fixture
+def client(pair: tuple[Engine, EngineClient], asked: list[str]) -> EngineClient:
+    return pair[1]
+
+
+async def turns_pass(turns: int) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+async def leave(work: Coroutine[Any, Any, Any], turns: int) -> bool:
+    """Whether `work` was cancelled: in `turns`, unless it had ended. Nothing else may swallow that."""
+    task = asyncio.create_task(work)
+    await turns_pass(turns)
+    was_running = task.cancel()
+    await asyncio.wait([task], timeout=20)
+    assert task.cancelled() == was_running
+    return was_running
+
+
+def ended(engine: Engine, reason: str) -> float:
+    return engine.metrics.values().get(f"server_requests_total/{reason}", 0.0)
+
+
+async def settled(engine: Engine, client: EngineClient) -> None:
+    """Returns once no request is left. No request of these tests runs to its end: all are cancelled."""
+    end = time.monotonic() + 20
+    while engine.scheduler.waiting or engine.scheduler.running or client.busy:
+        assert time.monotonic() < end
+        await asyncio.sleep(0.001)
+    assert ended(engine, "length") == 0
+
+
+@pytest.mark.parametrize("turns", TURNS)
+def test_a_submission_that_is_cancelled(engine: Engine, client: EngineClient, turns: int) -> None:
+    before = ended(engine, "cancelled")
+    job = Job(client.job_number(), [1, 2, 3], SamplingParams(max_tokens=900, ignore_eos=True))
+
+    async def submit() -> None:
+        left = await leave(client.submit([job], [lambda event: None]), turns)
+        assert client.busy != left, "nobody waits for the events of a request that was cancelled"
+        if not left:
+            client.cancel([job.number])
+        await settled(engine, client)
+
+    asyncio.run(submit())
+    assert ended(engine, "cancelled") == before + (turns > 0), "at turn 0 it has not begun"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("turns", TURNS)
+def test_a_client_that_leaves_while_its_request_is_queued(
+    engine: Engine, client: EngineClient, demo_folder: Path, asked: list[str], turns: int, stream: bool
+) -> None:
+    before = ended(engine, "cancelled")
+    service = Service(Settings.model_validate({"model": demo_folder}))
+    service.engine = client
+    body = json.dumps({"prompt": [1, 2, 3], "stream": stream, **LONG}).encode()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        while "submit" not in asked:
+            await asyncio.sleep(0)
+        await turns_pass(turns)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def talk() -> None:
+        await asyncio.wait_for(create_app(service)(scope("POST", "/v1/completions"), receive, send), 20)
+        await settled(engine, client)
+        assert service.intake.open == 0
+
+    asyncio.run(talk())
+    assert ended(engine, "cancelled") == before + 1
+
+
+@pytest.mark.parametrize("turns", TURNS)
+def test_a_listener_that_leaves_takes_the_reader_along(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    monkeypatch.setattr(stats_module, "SECONDS", 0.02)
+    stats = Stats()
+
+    async def listen() -> None:
+        async for _ in stats.events(client):
+            pass
+
+    async def talk() -> None:
+        assert await leave(listen(), turns)
+        await turns_pass(8)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        listener = stats.events(client)
+        assert await anext(listener), "the next listener has a reader of its own"
+        await listener.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("turns", TURNS)
+def test_a_body_whose_reading_is_cancelled(turns: int) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(20)
+
+    async def receive() -> dict[str, Any]:
+        await turns_pass(3)
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        pass
+
+    gate = Gate(app, api_key=None, max_body_bytes=9, receive_seconds=20)
+    assert asyncio.run(leave(gate(scope("POST", "/"), receive, send), turns))
+
+
+def scope(method: str, path: str) -> dict[str, Any]:
+    return {
+        "type": "http", "http_version": "1.1", "method": method, "scheme": "http", "root_path": "",
+        "path": path, "raw_path": path.encode(), "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "asgi": {"version": "3.0"},
+    }  # fmt: skip
