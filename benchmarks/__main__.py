@@ -100,17 +100,22 @@ def _parser() -> argparse.ArgumentParser:
         "--commit",
         help="what is measured, where this is not a git clone; the full hash if shapes are drawn from it",
     )
-    parser.add_argument("--seed", type=int, default=20_261)
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=20_261,
+        help="seed of the random inputs and of class repetition (default: %(default)s)",
+    )
     parser.add_argument(
         "--seconds",
         type=float,
         default=repetition.SECONDS,
-        help="of class repetition, for each case (default: %(default)s)",
+        help="class repetition: seconds for each case (default: %(default)s)",
     )
     parser.add_argument(
         "--only",
         default="",
-        help="of class repetition, cases with one of these comma-separated parts of a name",
+        help="class repetition: only cases whose name has one of these parts, separated by commas",
     )
     return parser
 

@@ -17,6 +17,9 @@ from torch import Tensor
 
 _CUDA_HOME = "/usr/local/cuda"
 
+#: Older releases have other arguments: in the place of a width of logits, a flag to fill them.
+_OLDEST = (2, 8)
+
 
 class DeepGemm:
     """The `deep_gemm` module of `folder`, which holds a `deep_gemm/` package or a `deep_gemm.zip`.
@@ -42,6 +45,9 @@ class DeepGemm:
             zipfile.ZipFile(archive).extractall(folder)
         sys.path.insert(0, str(folder.resolve()))
         self._module: Any = importlib.import_module("deep_gemm")
+        if tuple(map(int, self._module.__version__.split(".")[:2])) < _OLDEST:
+            got = self._module.__version__
+            raise RuntimeError(f"the peer is DeepGEMM 2.8 or newer, whose arguments are others; got {got}")
         self._module.set_mk_alignment_for_contiguous_layout(128)
         self._module.set_pdl(self.pdl)
         self.name = f"deep_gemm-{self._module.__version__}"

@@ -25,8 +25,7 @@ _PEER = "deep_gemm"
 _NO_PDL = "no PDL"
 _NO_PDL_NOTE = (
     f'"{_NO_PDL}": DeepGEMM ran without programmatic dependent launch, which engines turn on. On the listed '
-    "shapes it makes DeepGEMM's dense GEMMs 1.5% faster and its grouped GEMMs 0.0 to 0.1%. DeepGEMM's other "
-    "kernels were not timed with it."
+    "shapes it makes DeepGEMM's dense GEMMs 1.5% faster and its grouped GEMMs 0.0 to 0.1%."
 )
 
 
@@ -182,39 +181,39 @@ def _lines(cls: str, shape: Json) -> list[Target]:
     return [*filter(None, [first]), *(t for t in ABSOLUTE if t.cls == cls and t.covers(shape))]
 
 
+def _mean(figures: Sequence[float]) -> float | None:
+    """The geometric mean; None without figures."""
+    return math.exp(sum(map(math.log, figures)) / len(figures)) if figures else None
+
+
 @dataclass(frozen=True)
 class Standing:
-    """The figures of one target over one set of shapes, and their rows."""
+    """The figures of one target over one set of shapes, and their rows.
+
+    `drawn`: the number of shapes that their commit drew; None if the set is not drawn from a commit. There is
+    no figure if all of them failed.
+    """
 
     target: Target
     set_name: str
     figures: tuple[float, ...]
     rows: tuple[Json, ...]
+    drawn: int | None
 
     @property
-    def drawn(self) -> int | None:
-        """The number of shapes that their commit drew; None if the set is not drawn from a commit."""
-        cls = self.target.cls
-        draw = unseen_shapes.DRAWS.get(self.set_name, {}).get(cls)
-        if draw is None:
-            return None
-        shapes = [shape for commit in {row["commit"] for row in self.rows} for shape in draw(commit)]
-        return sum(self.target in _lines(cls, shape_dict(shape)) for shape in shapes)
+    def mean(self) -> float | None:
+        return _mean(self.figures)
 
     @property
-    def mean(self) -> float:
-        return math.exp(sum(map(math.log, self.figures)) / len(self.figures))
-
-    @property
-    def worst(self) -> float:
-        return max(self.figures) if self.target.at_most else min(self.figures)
+    def worst(self) -> float | None:
+        return max(self.figures, default=None) if self.target.at_most else min(self.figures, default=None)
 
     @property
     def shortfall(self) -> float | None:
-        """The share by which the figures miss the promise; None if nothing was promised."""
+        """The share by which the figures miss the promise; 1 without figures, None without a promise."""
         promised = [(self.target.mean, self.mean), (self.target.each, self.worst)]
         missed = [
-            (got - wanted if self.target.at_most else wanted - got) / wanted
+            1.0 if got is None else (got - wanted if self.target.at_most else wanted - got) / wanted
             for wanted, got in promised
             if wanted is not None
         ]
@@ -227,17 +226,34 @@ class Standing:
 
 
 def standings(device: Json) -> Iterator[Standing]:
-    """Every target that `device`'s rows say something about, with one entry for each set of shapes."""
+    """Every target that `device`'s rows say something about, with one entry for each set of shapes.
+
+    Rows of a class with its peer also say something about targets whose drawn shapes have all failed.
+    """
     found: dict[tuple[int, str], list[tuple[float, Json]]] = {}
+    commits: dict[tuple[str, str], set[str]] = {}
     lines = [*TARGETS, *ABSOLUTE]
     for row in device["rows"]:
+        set_name = set_of(row["shape"])
         for target in _lines(row["class"], row["shape"]):
             figure = target.figure(row)
             if figure is not None:
-                found.setdefault((lines.index(target), set_of(row["shape"])), []).append((figure, row))
+                found.setdefault((lines.index(target), set_name), []).append((figure, row))
+                if target in TARGETS:
+                    commits.setdefault((target.cls, set_name), set()).add(row["commit"])
+    drawn: dict[tuple[int, str], int] = {}
+    for (cls, set_name), ones in commits.items():
+        draw = unseen_shapes.DRAWS.get(set_name, {}).get(cls)
+        for shape in (shape for commit in ones for shape in draw(commit)) if draw else ():
+            for target in _lines(cls, shape_dict(shape)):
+                key = lines.index(target), set_name
+                drawn[key] = drawn.get(key, 0) + 1
+                if target in TARGETS:
+                    found.setdefault(key, [])
     for index, set_name in sorted(found, key=lambda key: (key[0], SETS.index(key[1]))):
-        figures, rows = zip(*found[index, set_name], strict=True)
-        yield Standing(lines[index], set_name, figures, rows)
+        pairs = found[index, set_name]
+        figures, rows = tuple(figure for figure, _ in pairs), tuple(row for _, row in pairs)
+        yield Standing(lines[index], set_name, figures, rows, drawn.get((index, set_name)))
 
 
 def _shapes(found: Sequence[Standing]) -> str:
@@ -320,12 +336,11 @@ def headlines(device: Json) -> str:
         if not compared:
             continue
         figures = [figure for at in compared for figure in at.figures]
-        mean = math.exp(sum(map(math.log, figures)) / len(figures))
         cells = [
             line.name,
             _shapes(compared),
-            _number(mean),
-            _number(min(figures)),
+            _number(_mean(figures)),
+            _number(min(figures, default=None)),
             _held([at.shortfall for at in own if at.shortfall is not None]),
             _runs(compared),
         ]
@@ -343,7 +358,10 @@ def others(device: Json) -> str:
     count = len({at.target.name for at in own})
     if not missed:
         return f"All {count} targets without a line here are held."
-    return f"{count} targets have no line here, and these are missed: {'; '.join(missed)}."
+    verb = "is" if len(missed) == 1 else "are"
+    return (
+        f"{count} more targets have no line here. {len(missed)} of them {verb} missed: {'; '.join(missed)}."
+    )
 
 
 def _held(shortfalls: list[float]) -> str:

@@ -51,9 +51,11 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--sample", type=natural, default=0, metavar="COUNT",
-        help="time so many random GEMMs, for --fit; needs --timings",
+        help="time this number of random GEMMs, for a later --fit; needs --timings",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of the random GEMMs (default %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the GEMMs that --sample draws (default %(default)s)"
+    )
     parser.add_argument(
         "--factor", type=_factor, default=1.6,
         help="try tiles with a predicted cost of at most this many times the least (default %(default)s)",
@@ -62,7 +64,7 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
         "--replays",
         type=positive,
         default=11,
-        help="replays of which the median counts (default %(default)s)",
+        help="replays of each timing, whose median counts (default %(default)s)",
     )
     parser.add_argument(
         "--max-seconds", type=_seconds, default=float("inf"),

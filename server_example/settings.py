@@ -53,13 +53,19 @@ class Settings(BaseSettings):
         _ENGINE.max_waiting, ge=1, description="requests in the queue, each choice counted"
     )
     load_format: LoadFormat = Field(_ENGINE.load_format, description="dummy: random weights, for timing")
-    num_hidden_layers: int | None = Field(None, ge=1, description="layers, instead of the checkpoint's")
+    num_hidden_layers: int | None = Field(
+        None, ge=1, description="number of layers; None: as many as the checkpoint has"
+    )
     decode: Literal["graph", "eager"] = Field(_ENGINE.decode, description="eager: no graphs, to compare")
     api_key: SecretStr | None = Field(
-        None, min_length=1, description="key that /v1 asks for; better set by environment: ps shows options"
+        None,
+        min_length=1,
+        description="key that /v1 asks for; None: no key; better set by environment, since ps shows options",
     )
     max_body_bytes: int | None = Field(
-        None, ge=1, description="largest body; default: what a full queue of full contexts may need, to 2 MiB"
+        None,
+        ge=1,
+        description="largest body in bytes; None: enough for a full queue of full contexts, at most 2 MiB",
     )
     receive_seconds: float = Field(
         30.0, gt=0, description="seconds for a request to arrive, and for a client to take more"

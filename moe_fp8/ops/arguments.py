@@ -182,7 +182,15 @@ def out_apart(op: str, names: tuple[str, ...], tensors: tuple[Tensor | None, ...
         apart(op, names, tuple(range(last)), (last,), tensors)
 
 
+def no_fractions(op: str, **sizes: int | None) -> None:
+    """Refuse floats, also whole ones, which Python takes for integers until torch refuses them."""
+    for name, size in sizes.items():
+        if isinstance(size, float):
+            raise ArgumentError(op, name, "an integer", size)
+
+
 def at_least(op: str, least: int, **sizes: int) -> None:
+    no_fractions(op, **sizes)
     for name, size in sizes.items():
         if size < least:
             raise ArgumentError(op, name, f"at least {least}", size)

@@ -37,7 +37,7 @@ MODEL_HELP = "model folder, or its config.json"
 EXIT_CODES = """\
 exit codes:
     0  done
-    1  a check failed: kernels or requirements of the package are missing
+    1  kernels or requirements are missing, kernels could not be kept on disk, or any other error
     2  bad arguments, a bad MOE_FP8_* variable, or a model config that cannot be served
     3  no usable NVRTC (or no driver, if a GPU is required)
     4  a kernel failed to compile
@@ -158,7 +158,7 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--read-as", default=None, metavar="MODEL_TYPE",
-        help="the known architecture whose layers a model of an unknown architecture has",
+        help="for a model of an unknown architecture: the known architecture that has the same layers",
     )  # fmt: skip
 
 

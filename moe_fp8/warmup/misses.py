@@ -57,21 +57,22 @@ def explain_miss(
     """
     if not _TEXT.fullmatch(kernel):
         raise ConfigError("kernel", "name[macro=value,...], as the error of the miss has it", kernel)
-    if model.indexer is not None:  # the pages beside which others are proposed
-        options = replace(options, block_size=options.pages(model.indexer))
     planned = plan(model, options, extra=extra)
     uses = _uses(kernel, planned)
     if uses:
         return Miss(kernel, uses)
+    given = options  # with the pages beside which others are proposed
+    if model.indexer is not None:
+        given = replace(options, block_size=options.pages(model.indexer))
     remedies = []
-    for changes in (_limits(options), _parallelisms(options)):
+    for changes in (_limits(given), _parallelisms(options)):
         for changed in changes:
             try:
                 found = _uses(kernel, plan(model, replace(options, **changed), extra=extra))
             except ConfigError:
                 continue  # the change does not fit the model
             if found:
-                told = (_flag(name, _beside(options, name, value)) for name, value in changed.items())
+                told = (_flag(name, _beside(given, name, value)) for name, value in changed.items())
                 remedies.append((" ".join(told), found[0]))
         if remedies:
             break

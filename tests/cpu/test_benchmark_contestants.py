@@ -145,13 +145,16 @@ def test_deep_gemm_runs_with_programmatic_dependent_launch(
 ) -> None:
     given: list[bool] = []
     module = SimpleNamespace(
-        __version__="1", set_pdl=given.append, set_mk_alignment_for_contiguous_layout=lambda rows: None
+        __version__="2.8.1", set_pdl=given.append, set_mk_alignment_for_contiguous_layout=lambda rows: None
     )
     (tmp_path / "deep_gemm").mkdir()
     monkeypatch.setenv("CUDA_HOME", "")
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "deep_gemm", module)
     assert DeepGemm(tmp_path).pdl and given == [True]
+    module.__version__ = "2.5.0"
+    with pytest.raises(RuntimeError, match="or newer"):
+        DeepGemm(tmp_path)
 
 
 def test_a_torch_without_scaled_mm_is_recorded(

@@ -72,6 +72,16 @@ def test_what_columns_are_called(by_value: bool) -> None:
         assert got[row].tolist() == names
 
 
+def test_columns_behind_the_last_key_need_no_name() -> None:
+    """The last chunk of nearly 2^31 keys may have room for more keys."""
+    logits, first = torch.tensor([[1.0, 3.0, 2.0, 9.0, 9.0]]), 2**31 - 4
+    got = torch.empty(1, 4, dtype=I32)
+    topk_chunk_op(logits, 4, None, torch.tensor([3], dtype=I32), True, got, None, first, None)
+    assert got.tolist() == [[first + 1, first + 2, first, -1]]
+    with pytest.raises(ArgumentError, match="first_column"):
+        topk_chunk_op(logits, 4, None, None, True, got, None, -1, None)
+
+
 def test_equal_values_go_to_the_lower_columns() -> None:
     logits = torch.tensor([[1.0, 0.0, -0.0, 2.0, 0.0, -0.0]])
     assert indexer_topk(logits, topk=4).tolist() == [[0, 1, 2, 3]]

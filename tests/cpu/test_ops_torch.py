@@ -230,21 +230,28 @@ def test_a_compiled_block_of_experts_equals_the_eager_one(dynamic: bool, own_wor
         assert torch.equal(compiled(x), block(x))
 
 
+@pytest.mark.parametrize("own_workspace", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_inductor_adds_no_kernel_to_a_block_of_experts(interleaved: bool) -> None:
+def test_inductor_adds_no_kernel_to_a_block_of_experts(interleaved: bool, own_workspace: bool) -> None:
     gen = cases.generator(0, "cpu")
     weights = (*cases.weights(4, 256, 256, gen), *cases.weights(4, 256, 128, gen))
     x, ids = torch.randn(9, 256, generator=gen).bfloat16(), torch.randint(0, 4, (9, 2), generator=gen)
 
     def block(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return moe_fp8.fused_moe(x, ids, None, *weights, interleaved=interleaved)
+        return moe_fp8.fused_moe(x, ids, None, *weights, interleaved=interleaved, workspace=workspace)
 
+    size = moe_fp8.moe_workspace_bytes(
+        num_tokens=9, topk=2, num_experts=4, hidden_size=256, intermediate_size=128, interleaved=interleaved
+    )
+    memory = torch.full((2 * size,), 7, dtype=torch.uint8)
+    workspace = memory[:size] if own_workspace else None
     with torch.no_grad():
         out, code = run_and_get_code(torch.compile(block, fullgraph=True), x, ids)
         assert torch.equal(out, block(x, ids))
     (source,) = code
     assert source.count("torch.ops.moe_fp8.") >= (4 if interleaved else 5)
     assert "async_compile.cpp" not in source
+    assert (memory[size:] == 7).all()
 
 
 def test_a_compiler_may_copy_offsets_late() -> None:

@@ -87,7 +87,9 @@ def test_what_is_imported_is_declared(folder: str, extra: str | None, loaded_by_
             if isinstance(node, ast.ImportFrom) and node.level == 0:
                 modules = [node.module or ""]
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
-                modules = [str(node.args[0].value)] if isinstance(node.args[0], ast.Constant) else []
+                name = node.args[0]
+                begin = name.values[0] if isinstance(name, ast.JoinedStr) else name
+                modules = [str(begin.value)] if isinstance(begin, ast.Constant) else []
             for root in {module.split(".")[0] for module in modules}:
                 if root not in sys.stdlib_module_names and not (ROOT / root).is_dir():
                     names = {name.lower().replace("_", "-") for name in distributions.get(root, [root])}

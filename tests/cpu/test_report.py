@@ -76,12 +76,15 @@ def test_the_readme_publishes_as_unseen_only_rows_of_that_set() -> None:
     )
     assert "| `gemm_fp8`, more rows | 1 listed | 1.10 | 1.10 | held |" in text
     assert "No unseen shapes have been measured yet" in text and "drawn from" not in text
+    masked = {"layout": "masked", "num_experts": 2, "rows_per_expert": 4, "n": 64, "k": 128}
+    rows.append(Row("masked", masked, 10.0, peers={"deep_gemm-2.8.1": 13.0}))
     unseen = _device(_dense(3, 10.0, 15.0, set="unseen"))
     unseen["rows"][0]["commit"] = "0123456789" * 4
     text = report.summary([{**DEVICE, "rows": [*_device(*rows)["rows"], *unseen["rows"]]}])
     few = "| `gemm_fp8`, up to 128 rows | 1 of 15 unseen | 1.50 | 1.50 | held | 2026-01-01 `0123456` |"
     assert few in text
-    assert "| `gemm_fp8`, more rows | 1 listed | 1.10 | 1.10 | held |" in text
+    assert "| `grouped_gemm_fp8_masked` | 1 listed | 1.30 | 1.30 | held |" in text
+    assert "| `gemm_fp8`, more rows | 0 of 15 unseen | - | - | missed by 100.0% |" in text, "all failed"
     assert "Listed shapes were chosen by hand" in text
 
 
@@ -136,7 +139,8 @@ def test_the_readme_counts_absolute_targets_and_those_without_a_line() -> None:
     layers = "| `fused_moe`, against the faster of vLLM's two layers | 1 listed | 1.50 | 1.50 |"
     assert f"{layers} 1 of 2 missed, by at most 31.6% |" in text
     assert (
-        "2 targets have no line here, and these are missed: host time of the same eager call again." in text
+        "2 more targets have no line here. 1 of them is missed: host time of the same eager call again."
+        in text
     )
     layer.us = 30.0
     assert f"{layers.replace('1.50', '2.00')} held |" in report.summary([_device(layer)])

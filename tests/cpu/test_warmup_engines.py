@@ -171,3 +171,9 @@ def test_a_page_that_is_missing_is_proposed_beside_those_of_the_engine() -> None
     heads = max(32, model.indexer.num_heads if model.indexer else 0)
     told = explain_miss(str(kernel_spec(PagedMqaLogitsProblem(4, 1, heads, 128, 128))), model, options)
     assert [remedy for remedy, _ in told.remedies] == ["--block-size 32,64,128"]
+    # vLLM's logits are fp32. A plan without an engine has bf16, but only for pages of 64 keys.
+    for page, remedies in ((64, ["no --engine"]), (32, [])):
+        told = explain_miss(
+            str(kernel_spec(PagedMqaLogitsProblem(4, 1, heads, 128, page, 132, "bfloat16"))), model, options
+        )
+        assert [remedy for remedy, _ in told.remedies] == remedies

@@ -16,6 +16,7 @@ from moe_fp8.ops.arguments import (
     contiguous,
     extent,
     int32_vector,
+    no_fractions,
     out_dtype,
     refuse_address,
     refuse_device,
@@ -295,6 +296,7 @@ def paged_inputs(
 
 def topk_width(op: str, topk: int) -> None:
     """Refuse a number of columns that no kernel serves."""
+    no_fractions(op, topk=topk)
     if limits.refuse_topk(topk):
         raise ArgumentError(op, "topk", f"1 to {limits.MAX_TOPK}", topk)
 
@@ -345,8 +347,8 @@ def indexer_topk(
         if carried.dim() != 2 or carried.shape[1] > columns:
             refuse_shape(TOPK, "carried", carried, f"[{rows}, at most {columns}]")
         _topk_operand("carried", carried, (rows, carried.shape[1]), torch.int32, ints)
-    if not 0 <= first_column <= _INT32_MAX - columns:
-        raise ArgumentError(TOPK, "first_column", f"0 to {_INT32_MAX - columns}", first_column)
+    if not 0 <= first_column <= _INT32_MAX:
+        raise ArgumentError(TOPK, "first_column", f"0 to {_INT32_MAX}", first_column)
     others = {"ks": ks, "ke": ke, "out": out, "values": values, "carried": carried}
     for name, tensor in others.items():
         if tensor is not None and tensor.get_device() != logits.get_device():

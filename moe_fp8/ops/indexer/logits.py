@@ -94,7 +94,7 @@ def mqa_logits_fp8(
     ks and ke anew. M = 0 returns at once.
 
     Large calls take a second kernel: those whose M and N, each rounded up to a power of two, have a product
-    of at least 65,536 times the GPU's SMs (8.7 million on an H100 or H200). It takes 2 relu(x) as
+    of at least 65,536 times the SMs in use (8.7 million on an H100 or H200). It takes 2 relu(x) as
     x + |x| and sums the two parts on their own. Its logits differ from the first kernel's, usually by 1e-4 of
     k_scale[j] * sum_h |weights[i,h] * q[i,h].k[j]|. If the scores of all heads are negative, its logit is
     therefore not exactly 0 but a small number of either sign, of at most 1e-3 of

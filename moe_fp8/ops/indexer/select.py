@@ -135,6 +135,7 @@ def indexer_workspace_bytes(
     op = "indexer_workspace_bytes"
     arguments.at_least(op, 0, num_queries=num_queries, num_keys=num_keys, num_sms=num_sms)
     arguments.at_least(op, 1, next_n=next_n)
+    arguments.no_fractions(op, max_bytes=max_bytes)
     checks.topk_width(op, topk)
     plan = selection_plan(num_queries, num_keys, topk, max_bytes, next_n, num_sms, op=op, budget="max_bytes")
     return plan.num_bytes

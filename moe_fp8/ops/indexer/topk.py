@@ -22,8 +22,9 @@ _topk_parts: dict[str, Any] = {
 
 topk_op = register(f"indexer_topk({_TOPK}) -> ()", **_topk_parts)
 
-#: Takes logits that are a chunk of wider rows. In out, column j is called first_column + j; carried, int32
-#: [M, W] and contiguous, has the names of the last W columns. Order and ties go by the columns of logits.
+#: Takes logits that are a chunk of wider rows. In out, column j is called first_column + j, which fits int32
+#: for the columns before ke. carried, int32 [M, W] and contiguous, has the names of the last W columns. Order
+#: and ties go by the columns of logits.
 topk_chunk_op = register(
     f"_indexer_topk_chunk({_TOPK}, SymInt first_column, Tensor? carried) -> ()", **_topk_parts
 )

@@ -114,9 +114,9 @@ def fused_moe(
 
     Five launches: `moe_permute`, `grouped_gemm_fp8_contiguous` on rows without padding, `silu_mul_quantize`,
     the second GEMM, `moe_combine`; four if interleaved. No host synchronization; safe to capture: a replay
-    reads ids anew. Nothing is allocated but the workspace and out. But torch.compile would copy the parts of
-    a workspace that ops write: a traced call that gives none has a tensor for each part. Raises
-    ArgumentError; in checked mode what its ops raise.
+    reads ids anew. Nothing is allocated but the workspace and out. But a traced call (torch.compile) leaves
+    the workspace alone and has a tensor for each part: Inductor would copy the parts that ops write, and get
+    wrong addresses for some. Raises ArgumentError; in checked mode what its ops raise.
     """
     if x.dim() != 2 or topk_ids.dim() != 2:
         arguments.rank("fused_moe", "x", x, "[T, K]", 2)
@@ -168,7 +168,11 @@ class _Buffers(NamedTuple):
     ) -> _Buffers:
         """The parts of the workspace, or new tensors. Raises ArgumentError if it is too small."""
         rows = ids.numel()
-        if workspace is None:
+        sizes = _sizes(rows, num_experts, k, width, interleaved)
+        num_bytes = workspaces.total_bytes(sizes)
+        if workspace is not None and workspace.numel() < num_bytes:
+            raise ArgumentError("fused_moe", "workspace", f"at least {num_bytes} bytes", workspace.numel())
+        if workspace is None or arguments.traced():
 
             def new(dtype: torch.dtype, *size: int) -> Tensor:
                 return torch.empty(size, dtype=dtype, device=ids.device)
@@ -184,10 +188,6 @@ class _Buffers(NamedTuple):
                 new(int32, num_experts + 1),
                 new(int32, *ids.shape),
             )
-        sizes = _sizes(rows, num_experts, k, width, interleaved)
-        num_bytes = workspaces.total_bytes(sizes)
-        if workspace.numel() < num_bytes:
-            raise ArgumentError("fused_moe", "workspace", f"at least {num_bytes} bytes", workspace.numel())
         of_fp8, of_bf16, a_scale, scales, offsets, places = workspaces.buffers(workspace, sizes)
         of_fp8, of_bf16 = of_fp8.view(torch.float8_e4m3fn), of_bf16.view(torch.bfloat16)
         begin = rows * k if interleaved else 0
