@@ -45,12 +45,14 @@ class DeepGemm:
             zipfile.ZipFile(archive).extractall(folder)
         sys.path.insert(0, str(folder.resolve()))
         self._module: Any = importlib.import_module("deep_gemm")
-        if tuple(map(int, self._module.__version__.split(".")[:2])) < _OLDEST:
-            got = self._module.__version__
-            raise RuntimeError(f"the peer is DeepGEMM 2.8 or newer, whose arguments are others; got {got}")
+        version = self._module.__version__
+        if tuple(map(int, version.split(".")[:2])) < _OLDEST:
+            raise RuntimeError(
+                f"expected DeepGEMM 2.8 or newer, since older releases have other arguments, got {version}"
+            )
         self._module.set_mk_alignment_for_contiguous_layout(128)
         self._module.set_pdl(self.pdl)
-        self.name = f"deep_gemm-{self._module.__version__}"
+        self.name = f"deep_gemm-{version}"
 
     def aligned(self, scale: Tensor) -> Tensor:
         """`scale` in the layout that the peer reads without a conversion kernel."""

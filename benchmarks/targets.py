@@ -6,6 +6,7 @@ This module needs only the standard library.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -230,30 +231,34 @@ def standings(device: Json) -> Iterator[Standing]:
 
     Rows of a class with its peer also say something about targets whose drawn shapes have all failed.
     """
-    found: dict[tuple[int, str], list[tuple[float, Json]]] = {}
-    commits: dict[tuple[str, str], set[str]] = {}
-    lines = [*TARGETS, *ABSOLUTE]
+    groups: dict[tuple[str, str], list[Json]] = {}
     for row in device["rows"]:
-        set_name = set_of(row["shape"])
-        for target in _lines(row["class"], row["shape"]):
-            figure = target.figure(row)
-            if figure is not None:
-                found.setdefault((lines.index(target), set_name), []).append((figure, row))
-                if target in TARGETS:
-                    commits.setdefault((target.cls, set_name), set()).add(row["commit"])
-    drawn: dict[tuple[int, str], int] = {}
-    for (cls, set_name), ones in commits.items():
-        draw = unseen_shapes.DRAWS.get(set_name, {}).get(cls)
-        for shape in (shape for commit in ones for shape in draw(commit)) if draw else ():
-            for target in _lines(cls, shape_dict(shape)):
-                key = lines.index(target), set_name
-                drawn[key] = drawn.get(key, 0) + 1
-                if target in TARGETS:
-                    found.setdefault(key, [])
-    for index, set_name in sorted(found, key=lambda key: (key[0], SETS.index(key[1]))):
-        pairs = found[index, set_name]
-        figures, rows = tuple(figure for figure, _ in pairs), tuple(row for _, row in pairs)
-        yield Standing(lines[index], set_name, figures, rows, drawn.get((index, set_name)))
+        groups.setdefault((row["class"], set_of(row["shape"])), []).append(row)
+    found = []
+    for (cls, set_name), rows in groups.items():
+        figures: dict[Target, list[tuple[float, Json]]] = {}
+        for row in rows:
+            for target in _lines(cls, row["shape"]):
+                figure = target.figure(row)
+                if figure is not None:
+                    figures.setdefault(target, []).append((figure, row))
+        drawn = _drawn(cls, set_name, rows)
+        if any(target in TARGETS for target in figures):
+            figures = {target: [] for target in drawn if target in TARGETS} | figures
+        for target, pairs in figures.items():
+            values, own = tuple(value for value, _ in pairs), tuple(row for _, row in pairs)
+            found.append(Standing(target, set_name, values, own, drawn.get(target)))
+    lines = [*TARGETS, *ABSOLUTE]
+    yield from sorted(found, key=lambda at: (lines.index(at.target), SETS.index(at.set_name)))
+
+
+def _drawn(cls: str, set_name: str, rows: Sequence[Json]) -> Counter[Target]:
+    """How many of the shapes that the rows' commits drew count for each target; empty if none are drawn."""
+    draw = unseen_shapes.DRAWS.get(set_name, {}).get(cls)
+    if draw is None:
+        return Counter()
+    shapes = [shape_dict(shape) for commit in {row["commit"] for row in rows} for shape in draw(commit)]
+    return Counter(target for shape in shapes for target in _lines(cls, shape))
 
 
 def _shapes(found: Sequence[Standing]) -> str:

@@ -66,6 +66,7 @@ _layer = partial(
         partial(_selection, num_queries=100.0),
         partial(_layer, num_tokens=-1),
         partial(_layer, num_tokens=4.0),
+        partial(_layer, hidden_size=256.0),
         partial(_layer, hidden_size=100),
         partial(_layer, intermediate_size=0),
     ],

@@ -100,6 +100,15 @@ def test_a_drawn_shape_without_a_row_is_missed(missing: int) -> None:
     assert count in report.summary([device]) and count in report.accounting([device])
 
 
+def test_drawn_shapes_are_counted_without_the_peer_too() -> None:
+    row = _dense(3, 10.0, None, set="unseen")
+    row.notes = {"batch-invariant us": 12.5}
+    device = _device(row)
+    device["rows"][0]["commit"] = "0123456789" * 4
+    (line,) = targets.standings(device)
+    assert (line.figures, line.drawn) == ((0.8,), 15)
+
+
 def test_lines_say_that_deep_gemm_ran_without_programmatic_dependent_launch() -> None:
     rows = [_dense(1, 10.0, 14.0), _dense(2000, 10.0, 11.0), Row("host", {"op": "a"}, 4.0)]
     rows[2].peers = {"deep_gemm-2.8.1": 5.0}

@@ -65,6 +65,7 @@ def moe_workspace_bytes(
     """
     op = "moe_workspace_bytes"
     arguments.at_least(op, 0, num_tokens=num_tokens, topk=topk, num_experts=num_experts)
+    arguments.no_fractions(op, hidden_size=hidden_size, intermediate_size=intermediate_size)
     for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
         if limits.refuse_k(size):
             raise ArgumentError(op, name, "a positive multiple of 128", size)

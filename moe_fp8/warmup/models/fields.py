@@ -13,6 +13,9 @@ from moe_fp8.errors import ModelError
 #: Where models with images or speech keep the config of the language model.
 NESTED = ("text_config", "language_config", "llm_config")
 
+#: The largest number of a field that has no bound of its own.
+_MOST = 2**31 - 1
+
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """The JSON object in `path`: a config file, or a model folder that has a `config.json`.
@@ -84,7 +87,7 @@ class Fields:
         """Whether the field exists and is not null."""
         return self._config.get(name) is not None
 
-    def number(self, *names: str, least: int = 1, most: int = 2**31 - 1, default: int | None = None) -> int:
+    def number(self, *names: str, least: int = 1, most: int = _MOST, default: int | None = None) -> int:
         """The value of a field, which may have several names.
 
         Raises ModelError for a value that is no integer from `least` to `most`, and for names with different
@@ -173,8 +176,8 @@ class Fields:
             raise self._contradictions[0]
 
     @staticmethod
-    def _integer(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
+    def _integer(name: str, value: Any, least: int, most: int = _MOST) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            upper = "2**31 - 1" if most == 2**31 - 1 else f"{most:,}"
+            upper = "2**31 - 1" if most == _MOST else f"{most:,}"
             raise ModelError(name, f"an integer from {least} to {upper}", value)
         return value
