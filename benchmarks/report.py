@@ -69,8 +69,8 @@ def summary(results: Results) -> str:
         parts.append(
             f"On one {_name(device)}. A figure is the time of DeepGEMM, or of the peer that the line names, "
             "over ours: above 1 we are faster. (For `gemm_fp8` it is the time of the faster of DeepGEMM and "
-            "torch's `scaled_mm`, which takes only multiples of 4 rows.) A class has targets for its mean "
-            "and for its worst shape, so that a mean above 1 may still miss a target."
+            "torch's `scaled_mm`, whose rows are padded to a multiple of 4.) A class has targets for its "
+            "mean and for its worst shape, so that a mean above 1 may still miss a target."
         )
         parts += [targets.headlines(device), _sets(device)]
         if others := targets.others(device):

@@ -115,6 +115,7 @@ def test_cublas_is_a_peer_and_a_ceiling(
         a: Tensor, b: Tensor, a_scale: Tensor, a_kind: Any, b_scale: Tensor, b_kind: Any
     ) -> Tensor:
         groups = a.shape[1] // 128
+        assert a.shape[0] % 4 == 0
         # torch 2.11 checks the same before it calls cuBLASLt
         assert a_scale.shape == (a.shape[0], groups) and a_scale.stride() == (1, a.shape[0])
         padded = -(-groups // 4) * 4
