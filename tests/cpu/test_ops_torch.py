@@ -305,7 +305,7 @@ def test_a_compiled_paged_selection_equals_the_eager_one() -> None:
     case = cases.paged_case([64, 128, 0], 2, 8, 64)
     arguments = case.q, case.kv_cache, case.weights, case.context_lens, case.block_table
     selection = partial(moe_fp8.paged_indexer_select, topk=5, max_context_len=128, num_sms=4)
-    compiled = torch.compile(selection, backend="aot_eager")
+    compiled = torch.compile(selection, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(*arguments), selection(*arguments))
 
 

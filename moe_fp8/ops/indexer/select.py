@@ -332,8 +332,9 @@ def paged_indexer_select(
         some = context_lens[rows.start // next_n : rows.stop // next_n]
         if some.dim() == 2:
             return None, some.view(-1)
-        for token in range(next_n):
-            torch.sub(some, next_n - 1 - token, out=buffer.view(-1, next_n)[:, token])
+        ends = buffer.view(-1, next_n).copy_(some[:, None])
+        for token in range(next_n - 1):
+            ends[:, token].sub_(next_n - 1 - token)
         return None, buffer.clamp_(min=0)
 
     def score(rows: slice, begin: int, end: int, _: Tensor | None, high: Tensor, logits: Tensor) -> None:
