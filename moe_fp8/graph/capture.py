@@ -7,6 +7,7 @@ import gc
 import os
 import traceback
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -58,7 +59,7 @@ def capture(name: str, call: Callable[[], _Result], pool: Pool) -> tuple[torch.c
     # If the end of a capture fails, torch.cuda.graph leaves its own stream current.
     with torch.cuda.stream(torch.cuda.current_stream()), _named(name), _collector_off():
         try:
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, stream=_stream(torch.cuda.current_device())):
                 try:
                     result = call()
                 except Exception as error:
@@ -72,6 +73,15 @@ def capture(name: str, call: Callable[[], _Result], pool: Pool) -> tuple[torch.c
             # The end of a failed capture raises an error of its own, which says less.
             raise failed or error from None
     return graph, result
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """The stream of captures on `device`. (Torch's own is the stream of the first device for all devices.)
+
+    A device has a single stream, since a pool gives memory back to the stream that took it.
+    """
+    return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,8 @@ class GraphRunner:
     a time.
 
     `pool` is a handle of `torch.cuda.graph_pool_handle()`. Runners with the same handle share the memory of
-    scratch, so that they must run in one order, as on one stream. Outputs are not shared. None: each
+    scratch, so that they must run in one order, as on one stream. A run of a runner may overwrite the outputs
+    of runners that were captured later, and never those of runners that were captured before. None: each
     `capture` makes a pool of its own.
     """
 
@@ -51,6 +52,8 @@ class GraphRunner:
         self.step = step
         self.buckets = buckets
         self.device = torch.device(device)
+        if self.uses_graphs and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.warmup_runs = warmup_runs
         self.pool = pool
         self.buffers = StaticBuffers(inputs, buckets.largest, self.device)

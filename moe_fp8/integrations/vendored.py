@@ -44,7 +44,7 @@ class _Copy:
 def remember() -> None:
     """Keep the modules of an imported `deep_gemm`, and look for a copy anew at the next call."""
     _Copy.looked, _Copy.module = False, None
-    _Copy.modules = {name: module for name, module in sys.modules.items() if _is_ours_to_hide(name)}
+    _Copy.modules = {name: module for name, module in list(sys.modules.items()) if _is_ours_to_hide(name)}
 
 
 def forget() -> None:
@@ -125,7 +125,7 @@ def _in_its_place() -> Iterator[None]:
     try:
         yield
     finally:
-        theirs = [name for name in sys.modules if _is_ours_to_hide(name)]
+        theirs = [name for name in list(sys.modules) if _is_ours_to_hide(name)]
         _Copy.modules = {name: sys.modules.pop(name) for name in theirs}
         sys.modules.update(hidden)
         _Copy.in_place = False

@@ -116,7 +116,7 @@ class LoadedKernel:
         self._launch = api.cuLaunchKernelEx
         self._configs: dict[tuple[int, int], Any] = {}
         self._ready: set[int] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def launch(self, grid: int, stream: int, params: Params, device: int = 0) -> None:
         """Launch `grid` (> 0) blocks on `stream`, a raw CUstream of the current context.

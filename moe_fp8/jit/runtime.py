@@ -68,8 +68,8 @@ class KernelRuntime:
         self._store = store
         self._loader = loader
         self._by_spec: dict[KernelSpec, LoadedKernel] = {}
-        self._loading: dict[KernelSpec, threading.Lock] = {}
-        self._lock = threading.Lock()
+        self._loading: dict[KernelSpec, threading.RLock] = {}
+        self._lock = threading.RLock()
         self._mode: FreezeMode | None = None
         self._counts: dict[str, Counter[Event]] = {}
 
@@ -89,7 +89,7 @@ class KernelRuntime:
     def _load(self, spec: KernelSpec, just_built: bool = False) -> LoadedKernel:
         """`just_built`: the artifact was compiled for this very load, so the load counts a compile."""
         with self._lock:
-            loading = self._loading.setdefault(spec, threading.Lock())
+            loading = self._loading.setdefault(spec, threading.RLock())
         with loading:
             kernel = self._by_spec.get(spec)
             if kernel is not None:

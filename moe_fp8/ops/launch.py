@@ -150,15 +150,20 @@ class _Memory(OrderedDict[Key, _Remembered]):
         self._kernels, self._total = kernels, 0
 
     def put(self, key: Key, one: _Remembered) -> None:
-        """Remember `one` in place of what `key` had."""
+        """Remember `one` in place of what `key` had, unless another call is remembered at this moment."""
         count = self._kernels(one)
-        with _remembering:
+        # A finalizer or a signal handler may make a call while its own thread is in here.
+        if not _remembering.acquire(blocking=False):
+            return
+        try:
             if key in self:
                 self._total -= self._kernels(self.pop(key))
             while self and self._total + count > _MAX_KERNELS:
                 self._total -= self._kernels(self.popitem(last=False)[1])
             self[key] = one
             self._total += count
+        finally:
+            _remembering.release()
 
 
 class _Seen:
@@ -285,6 +290,7 @@ def move(call: Call, form: Key, check: Callable[[], None]) -> bool:
         return False
     places = template.places
     if places is None:
+        ensure_context(template.launch.device)
         places = template.places = template.find_places(tensors)
     if not places:
         return False
@@ -347,14 +353,20 @@ def first(
     if device != _current_device():
         with torch.cuda.device(device):
             return first(prepare, arguments, device, call, form)
+    changes = Modes.changes
     # A thread that has not called the CUDA runtime yet has no context, and tensor maps need one.
     ensure_context(device)
     prepared = prepare(*arguments)
-    return None if prepared is None else launch(prepared, device, call, form)
+    return None if prepared is None else launch(prepared, device, call, form, changes)
 
 
-def launch(prepared: Prepared, device: int, call: Call | None, form: Key | None) -> Launched | None:
-    """Launch the prepared kernel on the current `device`, loading it if need be; remember as `first` does."""
+def launch(
+    prepared: Prepared, device: int, call: Call | None, form: Key | None, changes: int
+) -> Launched | None:
+    """Launch the prepared kernel on the current `device`, loading it if need be; remember as `first` does.
+
+    `changes`: `Modes.changes` before the preparation.
+    """
     kernel = get_kernel(prepared.spec)
     # A launch that fails because the kernel is not prepared would end a capture.
     kernel.prepare(device)
@@ -363,14 +375,17 @@ def launch(prepared: Prepared, device: int, call: Call | None, form: Key | None)
     kernel.launch(prepared.grid, _raw_stream(device), prepared.block, device)
     launched = Launched(kernel, prepared)
     if call is not None and form is not None:
-        remember(call, form, device, [launched])
+        remember(call, form, device, [launched], changes)
     return launched
 
 
-def remember(call: Call, form: Key, device: int, launched: Sequence[Launched]) -> None:
-    """Remember what a call has launched on `device`, for `repeat` and `move`."""
+def remember(call: Call, form: Key, device: int, launched: Sequence[Launched], changes: int) -> None:
+    """Remember what a call has launched on `device`, for `repeat` and `move`.
+
+    `changes`: `Modes.changes` before the launches were prepared.
+    """
     # If another thread has changed the number of SMs meanwhile, nobody knows which number the launches have.
-    if form[0] != Modes.num_sms:
+    if form[0] != Modes.num_sms or changes != Modes.changes:
         return
     key, tensors = call
     kernels = tuple([(kernel, prepared.grid, prepared.block) for kernel, prepared in launched])

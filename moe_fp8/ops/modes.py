@@ -17,6 +17,8 @@ class Modes:
     num_sms: int | None = None
     launching: bool = True
     usual: bool = True
+    #: How often the number of SMs was put, so that a call can tell whether it changed meanwhile.
+    changes: int = 0
 
     #: Blocks of `compile_only` that have begun and not ended, in all threads.
     _compiling: int = 0
@@ -26,6 +28,7 @@ class Modes:
     def put_num_sms(cls, num_sms: int | None) -> None:
         with cls._changing:
             cls.num_sms = num_sms
+            cls.changes += 1
             cls._put_usual()
 
     @classmethod

@@ -150,13 +150,14 @@ def past_dispatcher(tensors: tuple[Tensor | None, ...]) -> bool:
 def needs_dispatcher(tensors: tuple[Tensor, ...]) -> bool:
     """Whether a call on these tensors needs torch's dispatcher although `past_dispatcher` lets it pass.
 
-    What is remembered never matches such a call: functional tensors and tensors with a negative bit have
-    other dispatch keys, and the sizes of tensors that `torch.jit.trace` traces are tensors.
+    What is remembered never matches such a call: functional tensors, zero tensors and tensors with a negative
+    bit have other dispatch keys, and the sizes of tensors that `torch.jit.trace` traces are tensors.
     """
     return (
         torch._C._get_tracing_state() is not None
         or any(map(torch._is_functional_tensor, tensors))
         or any(map(Tensor.is_neg, tensors))
+        or any(map(Tensor._is_zerotensor, tensors))
     )
 
 

@@ -65,11 +65,12 @@ def run(
     if not launch.movable(call, form) or needs_dispatcher(given):
         _each(*work, fresh=False)
         return
+    changes = Modes.changes
     launched = _each(*work, fresh=True)
     if launched is None:
         return
     if all(launched):
-        launch.remember(call, form, given[0].get_device(), launched)
+        launch.remember(call, form, given[0].get_device(), launched, changes)
     elif Modes.launching:  # an op had nothing to do, or has done more than a launch
         launch.give_up(form)
 

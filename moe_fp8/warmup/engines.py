@@ -29,10 +29,10 @@ class EngineCalls:
     `contiguous` are its layouts of grouped GEMMs beside "masked". `further` are our ops that it calls besides
     GEMMs and logits; engines mostly have kernels of their own for these. `logits` are its forms of prefill
     logits. `bf16` are linear layers that it computes in bf16 although the checkpoint has FP8 weights.
-    `least_heads`: the engine pads fewer heads of an indexer with zeros. `pooled_pages`: the pages of the
-    indexer's cache that it may choose if the model pools the indexer's keys. `masked_step`: an expert's
-    buffer in the masked layout has room for all tokens of a pass, and is longer than they are, by up to this
-    number of rows; None if the layout serves decode steps only.
+    `least_heads`: the engine pads fewer heads of an indexer with zeros; `least_prefill_heads`: in prefill
+    alone. `pooled_pages`: the pages of the indexer's cache that it may choose if the model pools the
+    indexer's keys. `masked_step`: an expert's buffer in the masked layout has room for all tokens of a pass,
+    and is longer than they are, by up to this number of rows; None if the layout serves decode steps only.
     """
 
     name: str
@@ -42,6 +42,7 @@ class EngineCalls:
     logits: tuple[Logits, ...]
     bf16: tuple[str, ...] = ()
     least_heads: int = 1
+    least_prefill_heads: int = 1
     pooled_pages: tuple[int, ...] = PAGES
     masked_step: int | None = None
 
@@ -95,7 +96,15 @@ _ENGINES = (
     ),
     # SGLang's prefill takes full rows, compressed rows for DeepSeek-V4, and filled rows if keys are pooled.
     # Its masked layout serves prefill too.
-    EngineCalls("sglang", "0.5.23", ("m_indices",), (), (_FULL, _COMPRESSED, _FILLED), masked_step=256),
+    EngineCalls(
+        "sglang",
+        "0.5.23",
+        ("m_indices",),
+        (),
+        (_FULL, _COMPRESSED, _FILLED),
+        least_prefill_heads=32,
+        masked_step=256,
+    ),
 )
 
 ENGINES = {engine.name: engine for engine in _ENGINES}

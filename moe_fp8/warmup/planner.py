@@ -10,6 +10,7 @@ from moe_fp8.errors import ModelError
 from moe_fp8.jit.key import kernel_key
 from moe_fp8.limits import refuse_head_dim, refuse_heads, refuse_topk
 from moe_fp8.specs import KernelSpec
+from moe_fp8.warmup.engines import EngineCalls
 from moe_fp8.warmup.models import Indexer, ModelDescription
 from moe_fp8.warmup.options import PlanOptions
 from moe_fp8.warmup.rows import (
@@ -126,7 +127,7 @@ def plan(
         if shape in in_bf16
     ]
     shapes = (*(shape for shape in shapes if shape not in in_bf16), *extra)
-    indexer, refusal = _served(model.indexer, options.calls.least_heads)
+    indexer, refusal = _served(model.indexer, options.calls)
     if refusal:
         others.append(
             Unplanned("indexer's logits and top-k", None, None, None, model.num_layers, refusal, True)
@@ -157,14 +158,14 @@ def plan(
     return planned
 
 
-def _served(indexer: Indexer | None, least_heads: int) -> tuple[Indexer | None, str]:
-    """The indexer, padded to `least_heads`, if the ops serve its sizes, and the reason if they do not."""
+def _served(indexer: Indexer | None, calls: EngineCalls) -> tuple[Indexer | None, str]:
+    """The indexer, padded as the engine does, if the ops serve its sizes, and the reason if they do not."""
     if indexer is None:
         return None, ""
-    indexer = replace(indexer, num_heads=max(indexer.num_heads, least_heads))
-    refusal = (
-        refuse_heads(indexer.num_heads) or refuse_head_dim(indexer.head_dim) or refuse_topk(indexer.topk)
-    )
+    indexer = replace(indexer, num_heads=max(indexer.num_heads, calls.least_heads))
+    refusal = refuse_heads(indexer.num_heads) or refuse_head_dim(indexer.head_dim)
+    if "indexer_topk" in calls.further:
+        refusal = refusal or refuse_topk(indexer.topk)
     return (None if refusal else indexer), refusal
 
 

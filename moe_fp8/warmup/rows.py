@@ -352,6 +352,7 @@ def route_rows(model: ModelDescription, options: PlanOptions) -> Iterator[PlanRo
 def indexer_rows(model: ModelDescription, indexer: Indexer, options: PlanOptions) -> Iterator[PlanRow]:
     """The rows of the indexer's ops: its cache, logits of prefill and decode, schedule and top-k."""
     heads, dim, budgets = indexer.num_heads, indexer.head_dim, options.sm_budgets
+    padded = max(heads, options.calls.least_prefill_heads)
     positions = -(-model.max_positions // indexer.compression)
     most_queries = max(options.max_tokens, options.most_decoded)
 
@@ -377,7 +378,7 @@ def indexer_rows(model: ModelDescription, indexer: Indexer, options: PlanOptions
             for keys, _ in _runs(options.max_batch * positions, selection_extent):
                 for sms, invariant in product(budgets, every(options.batch_invariant)):
                     yield MqaLogitsProblem(
-                        queries, keys, heads, dim, form.compressed, form.fill, sms, form.dtype, invariant
+                        queries, keys, padded, dim, form.compressed, form.fill, sms, form.dtype, invariant
                     )
 
         what = ("indexer", "compressed" if form.compressed else "full", *fill, form.dtype)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 
 from moe_fp8.errors import ArgumentError
 from moe_fp8.graph import BatchBuckets, BufferSpec, GraphMemory, GraphRunner, StaticBuffers
+from moe_fp8.graph import capture as capture_module
 from moe_fp8.graph import runner as runner_module
 
 SPECS = {
@@ -281,3 +282,49 @@ def test_runner_pads_to_the_bucket_and_returns_the_rows() -> None:
     assert (runner.uses_graphs, runner.captured, runner.replays) == (False, (), 0)
     with pytest.raises(ArgumentError):
         runner.run(inputs(5))
+
+
+class _Device:
+    """The current device of a process with several, as torch's streams change it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.current = 0
+        cuda = torch.cuda
+
+        class Stream:
+            def __init__(stream, device: int | None = None) -> None:
+                stream.device = self.current if device is None else device
+
+        patch.setattr(cuda, "Stream", Stream)
+        patch.setattr(cuda, "current_stream", lambda *_: Stream())
+        patch.setattr(cuda, "current_device", lambda: self.current)
+        patch.setattr(cuda, "stream", lambda stream: self.on(stream.device))
+        patch.setattr(cuda, "synchronize", lambda *_: None)
+        patch.setattr(cuda, "empty_cache", lambda: None)
+        patch.setattr(cuda, "CUDAGraph", lambda: self)
+        patch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+        patch.setattr(cuda.graph, "default_capture_stream", None)
+
+    @contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        before, self.current = self.current, device
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def capture_begin(self, *_: object, **__: object) -> None:
+        self.began = self.current
+
+    def capture_end(self) -> None: ...
+
+
+def test_each_device_captures_on_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own stream for captures stays that of the first device."""
+    device = _Device(monkeypatch)
+    capture_module._stream.cache_clear()
+    for number in (0, 1, 0):
+        with device.on(number):
+            _, current = capture_module.capture("capture", lambda: device.current, (0, number))
+        assert device.began == current == number
+    capture_module._stream.cache_clear()

@@ -158,11 +158,16 @@ def test_a_sum_of_nothing(recipe: Any, deep_gemm: ModuleType) -> None:
     assert not out.any()
 
 
-def test_a_k_that_128_does_not_divide_is_not_served(deep_gemm: ModuleType) -> None:
-    a = torch.zeros(4, 576, dtype=torch.float8_e4m3fn), torch.ones(4, 5)
-    b = torch.zeros(64, 576, dtype=torch.float8_e4m3fn), torch.ones(1, 5)
-    with pytest.raises(UnsupportedError, match="K is a multiple of 128, got 576"):
-        deep_gemm.fp8_gemm_nt(a, b, torch.empty(4, 64, dtype=torch.bfloat16))
+@pytest.mark.parametrize(
+    ("n", "k", "refusal"), [(64, 576, "K is a multiple of 128, got 576"), (96, 256, "N is .* 64, got 96")]
+)
+def test_an_n_or_a_k_that_does_not_fit_is_not_served(
+    n: int, k: int, refusal: str, deep_gemm: ModuleType
+) -> None:
+    a = torch.zeros(4, k, dtype=torch.float8_e4m3fn), torch.ones(4, -(-k // 128))
+    b = torch.zeros(n, k, dtype=torch.float8_e4m3fn), torch.ones(1, -(-k // 128))
+    with pytest.raises(UnsupportedError, match=refusal):
+        deep_gemm.fp8_gemm_nt(a, b, torch.empty(4, n, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("layout", ["m_indices", "psum"])

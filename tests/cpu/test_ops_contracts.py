@@ -22,6 +22,7 @@ from moe_fp8 import (
     paged_mqa_logits_fp8,
     paged_mqa_logits_metadata,
 )
+from moe_fp8.ops.indexer import contracts
 from tests import cases, moe_cases
 
 pytestmark = pytest.mark.usefixtures("checked_mode")
@@ -312,12 +313,33 @@ def test_weights_of_paged_tokens() -> None:
     assert caught.value.row == 3
 
 
-def test_a_schedule_of_other_lengths() -> None:
+@pytest.mark.parametrize(
+    ("schedule", "row"),
+    [
+        ([[0, 0], [2, 0], [2, 0]], 2),  # of the first two requests
+        ([[1, 0], [2, 0], [3, 0]], 0),
+        ([[0, 0], [2, 1], [2, 0]], 2),
+        ([[0, 0], [4, 0], [3, 0]], 2),
+    ],
+)
+def test_a_schedule_that_leaves_out_chunks(schedule: list[list[int]], row: int) -> None:
     case = cases.paged_case([3, 0, 200], 1, 8, 64)
-    stale = paged_mqa_logits_metadata(_index([200, 0, 3]), block_size=64, num_sms=2)
     with pytest.raises(ContractError, match="metadata") as caught:
-        _paged(case, metadata=stale)
-    assert caught.value.row == 1
+        _paged(case, metadata=_index(schedule))
+    assert caught.value.row == row
+
+
+@pytest.mark.parametrize("lengths", [[200, 0, 3], [3, 70, 200], [3, 0, 200, 7]])
+def test_a_schedule_of_other_lengths_is_warned_about(
+    lengths: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As engines make them: of longer lengths, and of requests that are left out of the call."""
+    case = cases.paged_case([3, 0, 200], 1, 8, 64)
+    contracts._say_uneven.cache_clear()
+    _paged(case)
+    assert not caplog.records
+    _paged(case, metadata=paged_mqa_logits_metadata(_index(lengths), block_size=64, num_sms=2))
+    assert "not that of its lengths" in caplog.text
 
 
 @pytest.mark.parametrize("wrong", ["w13_scale", "w2_scale"])

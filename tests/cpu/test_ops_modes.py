@@ -70,7 +70,7 @@ class Cuda:
         if not self.launch.repeat(self.call):
             prepared = Prepared(SPEC, self.launch.num_sms(0), ParamBlock(64), ParamStruct("Nothing"))
             form = self.launch.form_of(self.call)
-            self.launch.launch(prepared, 0, self.call, form)
+            self.launch.launch(prepared, 0, self.call, form, Modes.changes)
 
 
 @pytest.fixture

@@ -257,6 +257,27 @@ def test_modes_hold_for_moved_calls(launches: _Launches) -> None:
         moe_fp8.set_num_sms(None)
 
 
+def test_a_call_within_the_memory_of_calls_waits_for_nothing(launches: _Launches) -> None:
+    """As that of a finalizer or a signal handler does. It is not remembered."""
+    given = OPS["quantize_fp8"]()
+    with launches.launch._remembering:
+        _call("quantize_fp8", given)
+    assert len(launches.made) == 1 and not launches.launch._launches
+    _call("quantize_fp8", given)
+    assert len(launches.made) == 2 and len(launches.launch._launches) == 1
+
+
+def test_a_thread_that_moves_a_call_has_a_context_first(launches: _Launches) -> None:
+    """The comparison of tensor maps is for the whole process, and needs a context."""
+    order: list[str] = []
+    given = OPS["gemm_fp8"]()
+    _call("gemm_fp8", given)
+    launches.patch.setattr(launches.launch, "ensure_context", lambda device: order.append("context"))
+    launches.patch.setattr(launches.launch, "starts_with_address", lambda: order.append("maps") or True)
+    _call("gemm_fp8", {name: _elsewhere(value) for name, value in given.items()})
+    assert order[0] == "context" and "maps" in order
+
+
 def test_what_is_remembered_is_bounded(launches: _Launches) -> None:
     launches.patch.setattr(launches.launch, "_MAX_KERNELS", 3)
     given = OPS["quantize_fp8"]()

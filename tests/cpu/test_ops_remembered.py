@@ -17,6 +17,7 @@ import torch
 from moe_fp8.errors import ConfigError
 from moe_fp8.ops import registry
 from moe_fp8.ops.keys import Call
+from moe_fp8.ops.modes import Modes
 from moe_fp8.settings import settings
 from tests import cache_cases, moe_cases
 from tests.cpu.cuda_side import import_cuda_side
@@ -61,7 +62,7 @@ class _Cuda:
         prepared = registry.resolve(registered.cuda)(*(arguments[name] for name in registered.arguments))
         if prepared is not None:
             form = call and self.launch.form_of(call)
-            self.launch.launch(prepared, -1, call, form)
+            self.launch.launch(prepared, -1, call, form, Modes.changes)
 
     def quantize(self, call: Call | None = None, **arguments: Any) -> None:
         self.run("quantize_fp8", arguments, call)

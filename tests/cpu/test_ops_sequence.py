@@ -12,6 +12,7 @@ from torch import Tensor
 import moe_fp8
 from moe_fp8.errors import ArgumentError
 from moe_fp8.ops import registry, sequence
+from tests.cpu.op_arguments import OPS
 from tests.cpu.test_ops_moved import _elsewhere, _Launches, launches
 
 __all__ = ["launches"]
@@ -233,6 +234,36 @@ def test_a_layers_launches_are_kept_apart_by_the_number_of_sms(launches: _Launch
         moe_fp8.set_num_sms(None)
     moe_fp8.fused_moe(**given)
     assert launches.made[:5] == launches.made[5:]
+
+
+@pytest.mark.parametrize("name", ["fused_moe", "quantize_fp8"])
+def test_a_number_of_sms_that_changes_during_a_call_is_not_remembered(name: str, launches: _Launches) -> None:
+    """It is the same again at the end."""
+    layer, op = _layer(), OPS["quantize_fp8"]()
+
+    def call() -> None:
+        if name == "fused_moe":
+            moe_fp8.fused_moe(**layer)
+        else:
+            registry.OPS[name].call(*(op[argument] for argument in registry.OPS[name].arguments))
+
+    found = launches.launch.get_kernel
+
+    def changing(spec: Any) -> Any:
+        moe_fp8.set_num_sms(None)
+        moe_fp8.set_num_sms(20)
+        return found(spec)
+
+    moe_fp8.set_num_sms(20)
+    try:
+        with launches.patch.context() as patch:
+            patch.setattr(launches.launch, "get_kernel", changing)
+            call()
+        assert not launches.launch._launches and not launches.launch._templates
+        call()
+        assert launches.launch._launches and launches.launch._templates
+    finally:
+        moe_fp8.set_num_sms(None)
 
 
 def test_a_small_workspace_is_refused_after_a_larger(launches: _Launches) -> None:

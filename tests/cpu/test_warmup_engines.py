@@ -130,25 +130,26 @@ def test_sglang_prefills_in_the_masked_layout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "name", "pages", "heads"),
+    ("engine", "name", "pages", "prefilled", "heads"),
     [
-        ("vllm", "glm_53_flash", (32, 64), 32),
-        ("sglang", "glm_53_flash", (64,), 16),
-        (None, "glm_53_flash", (64,), 16),
-        ("vllm", "deepseek_v32", (64,), 32),
-        (None, "deepseek_v32", (64,), 16),
+        ("vllm", "glm_53_flash", (32, 64), 32, 32),
+        ("sglang", "glm_53_flash", (64,), 32, 16),
+        (None, "glm_53_flash", (64,), 16, 16),
+        ("vllm", "deepseek_v32", (64,), 32, 32),
+        (None, "deepseek_v32", (64,), 16, 16),
     ],
 )
 def test_pages_and_heads_are_those_of_the_engine(
-    engine: str | None, name: str, pages: tuple[int, ...], heads: int
+    engine: str | None, name: str, pages: tuple[int, ...], prefilled: int, heads: int
 ) -> None:
+    """`heads` are those of decode, `prefilled` those of prefill."""
     config = in_blocks(name)
     text_of(config)["index_n_heads"] = 16
     planned = plan(describe(config), PlanOptions(tp=4, ep=4, engine=engine, max_tokens=64, max_batch=4))
     calls: list[Problem] = [
         PagedMqaLogitsProblem(batch, 1, heads, 128, page) for batch in (1, 4) for page in pages
     ]
-    calls += [MqaLogitsProblem(64, keys, heads, 128) for keys in (64, 4096)]
+    calls += [MqaLogitsProblem(64, keys, prefilled, 128) for keys in (64, 4096)]
     calls.append(PagedMqaMetadataProblem(4, 1))
     assert all(kernel_spec(call) in planned for call in calls)
     defines = [dict(spec.defines) for spec in planned.specs if spec.name == "paged_mqa_logits_fp8"]
@@ -177,3 +178,13 @@ def test_a_page_that_is_missing_is_proposed_beside_those_of_the_engine() -> None
             str(kernel_spec(PagedMqaLogitsProblem(4, 1, heads, 128, page, 132, "bfloat16"))), model, options
         )
         assert [remedy for remedy, _ in told.remedies] == remedies
+
+
+def test_engines_with_a_top_k_of_their_own_take_any_number_of_keys() -> None:
+    config = in_blocks("deepseek_v32")
+    text_of(config)["index_topk"] = 8192
+    for engine in ("vllm", "sglang"):
+        planned = plan(describe(config), PlanOptions(tp=8, ep=8, engine=engine, max_tokens=64, max_batch=4))
+        assert "mqa_logits_fp8" in {spec.name for spec in planned.specs}
+    others = plan(describe(config), PlanOptions(tp=8, ep=8, max_tokens=64, max_batch=4))
+    assert "mqa_logits_fp8" not in {spec.name for spec in others.specs}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,10 +136,11 @@ def attribute_calls(root: ast.AST, objects: tuple[str, ...]) -> Iterator[tuple[s
 
 def test_sglangs_calls_bind() -> None:
     counts: Counter[str] = Counter()
-    for path in files(SGLANG, "deep_gemm"):
+    for path in {*files(SGLANG, "deep_gemm"), *files(SGLANG, "mqa_logits")}:
         for name, call in sglang_calls(path):
             bind(call, name)
             counts[name] += 1
+            counts[f"{name} in {path.name}"] += 1
     wanted = {
         "fp8_gemm_nt",
         "m_grouped_fp8_gemm_nt_contiguous",
@@ -152,6 +154,9 @@ def test_sglangs_calls_bind() -> None:
         "get_compile_mode",
         "set_compile_mode",
         "transform_sf_into_required_layout",
+        "fp8_mqa_logits in dsa_indexer.py",
+        "fp8_paged_mqa_logits in dsa_indexer.py",
+        "get_paged_mqa_logits_metadata in dsa_backend.py",
     }
     assert wanted <= set(counts), wanted - set(counts)
 
@@ -219,12 +224,23 @@ def is_stored(node: ast.Attribute) -> bool:
 
 def sglang_calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
     yield from attribute_calls(tree(path), ("deep_gemm",))
+    yield from resolved_calls(tree(path))
     for module in ("deep_gemm", "deep_gemm.utils.layout", "deep_gemm.utils"):
         for function in ast.walk(tree(path)):
             if isinstance(function, ast.FunctionDef | ast.Module):
                 for local, name in imported(function, module):
                     if name in SERVED and isinstance(function, ast.FunctionDef):
                         yield from ((name, call) for call in called(function, local))
+
+
+def resolved_calls(root: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """Calls of what `resolve_NAME_fn()` returned, as it is or as an argument `NAME_fn`."""
+    for node in ast.walk(root):
+        if not isinstance(node, ast.Call):
+            continue
+        if found := re.fullmatch(r"resolve_(\w+)_fn\(\)|(?!resolve_)(\w+)_fn", ast.unparse(node.func)):
+            name = found[1] or found[2]
+            yield from ((served, node) for served in (name, f"get_{name}") if served in SERVED)
 
 
 @pytest.mark.parametrize("engine", VLLM, ids=lambda engine: engine.name)

@@ -117,14 +117,14 @@ def test_looking_for_the_kernel_leaves_one_file(checked_mode: Path) -> None:
     assert "unknown" in json.loads(file.read_text())["kernel"]
 
 
-def test_a_cached_scale_and_a_stale_schedule(checked_mode: Path) -> None:
+def test_a_cached_scale_and_a_schedule_of_fewer_requests(checked_mode: Path) -> None:
     case = cases.paged_case([3, 0, 200], 2, 16, 64, "cuda")
     operands = case.q, case.kv_cache, case.weights, case.context_lens, case.block_table
     metadata = moe_fp8.paged_mqa_logits_metadata(case.context_lens, block_size=64, next_n=2)
     moe_fp8.paged_mqa_logits_fp8(*operands, metadata, max_context_len=200)
-    stale = moe_fp8.paged_mqa_logits_metadata(case.context_lens.flip(0), block_size=64, next_n=2)
+    fewer = moe_fp8.paged_mqa_logits_metadata(case.context_lens[:2], block_size=64, next_n=2)
     with pytest.raises(ContractError, match="metadata"):
-        moe_fp8.paged_mqa_logits_fp8(*operands, stale, max_context_len=200)
+        moe_fp8.paged_mqa_logits_fp8(*operands, fewer, max_context_len=200)
     page = int(case.block_table[2, 3])
     scales = case.kv_cache.as_strided((256,), (1,), page * case.kv_cache.stride(0) + 64 * 128)
     scales.view(torch.float32)[7] = float("nan")

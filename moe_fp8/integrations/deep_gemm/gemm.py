@@ -321,6 +321,7 @@ def _demand(
     if (
         recipe is None and recipe_a is None and recipe_b is None and alpha is None and epilogue is None
         and a[0].dtype is b[0].dtype is torch.float8_e4m3fn and not a[0].shape[-1] % 128
+        and not b[0].shape[-2] % N_MULTIPLE
     ):  # fmt: skip
         return
     if alpha is not None or epilogue is not None:
@@ -334,3 +335,5 @@ def _demand(
         )
     if a[0].shape[-1] % 128:
         raise NotServed(f"K is a multiple of 128, got {a[0].shape[-1]}")
+    if b[0].shape[-2] % N_MULTIPLE:
+        raise NotServed(f"N is a multiple of {N_MULTIPLE}, got {b[0].shape[-2]}")

@@ -5,6 +5,9 @@ Each error names the first wrong entry. `op` is the op that the caller called.
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,8 @@ from moe_fp8.ops import contents
 from moe_fp8.ops.arguments import MAX_EXTENT
 from moe_fp8.ops.indexer import reference
 from moe_fp8.ops.indexer.reference import token_lengths
+
+_log = logging.getLogger(__name__)
 
 
 def cache_slots(slot_mapping: Tensor, num_slots: int) -> None:
@@ -92,22 +97,42 @@ def schedule(context_lens: Tensor, next_n: int) -> None:
 
 
 def metadata(context_lens: Tensor, next_n: int, given: Tensor) -> None:
-    """`given` is the schedule of these lengths."""
+    """The workers of the schedule `given` take all chunks of these lengths, one worker after the other.
+
+    A schedule of other lengths may do so, too, such as a schedule of more requests.
+    """
     if context_lens.shape[0] == 0:
         return
     expected = torch.empty_like(given)
     reference.paged_mqa_logits_metadata(context_lens, given.shape[0] - 1, next_n, expected)
-    at = contents.first((given != expected).any(1))
+    if torch.equal(given, expected):
+        return
+    places, wanted = (one[:, 0].long() * 2**32 + one[:, 1].clamp(min=0) for one in (given, expected))
+    wrong = torch.zeros_like(places, dtype=torch.bool)
+    wrong[1:] = places[1:] < places[:-1]
+    wrong[0] = places[0] > wanted[0]
+    wrong[-1] |= places[-1] < wanted[-1]
+    at = contents.first(wrong)
     if at is not None:
         raise ContractError(
             "paged_mqa_logits_fp8",
             "metadata",
-            f"the schedule of context_lens and next_n = {next_n}, which begins worker {at[0]} at "
-            f"{expected[at].tolist()}",
+            f"a schedule that takes all chunks in their order; that of context_lens and next_n = {next_n} "
+            f"begins worker {at[0]} at {expected[at].tolist()}",
             given[at].tolist(),
             "call paged_mqa_logits_metadata again when lengths change",
             row=at[0],
         )
+    _say_uneven()
+
+
+@cache
+def _say_uneven() -> None:
+    """Warn once in a process."""
+    _log.warning(
+        "the schedule of a call of paged_mqa_logits_fp8 is not that of its lengths: the logits are right, "
+        "but some workers may have much more to do than others"
+    )
 
 
 def paged_logits(
@@ -119,7 +144,7 @@ def paged_logits(
     schedule: Tensor,
     out: Tensor,
 ) -> None:
-    """What `paged_contexts` demands, and `schedule` is that of these lengths."""
+    """What `paged_contexts` demands, and `schedule` takes all chunks of these lengths."""
     op, next_n = "paged_mqa_logits_fp8", q.shape[1]
     paged_contexts(op, context_lens, next_n, block_table, kv_cache, weights, out.shape[1])
     metadata(context_lens, next_n, schedule)
