@@ -87,6 +87,7 @@ CASES = MODELS | {
     "groups without bias": Case(60, 160, 6, "softmax", False, 8, 3, False, 16.0),
     "many groups": Case(60, 64, 8, "sigmoid", True, 32, 4),
     "two large groups": Case(40, 1024, 8, "sigmoid", True, 2, 1),
+    "sigmoid as it is": Case(100, 64, 6, "sigmoid", renormalize=False),
     "one token": Case(1, 256, 8, "sigmoid", True, 8, 4, True, 2.5),
 }
 

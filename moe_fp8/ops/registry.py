@@ -229,6 +229,7 @@ def register(
     written = tuple(at for at in tensors if (alias := parameters[at].alias_info) and alias.is_write)
     check_apart = partial(apart, name, names, tensors, written)
     tensors_of = _getter(tensors)
+    integers = tuple(at for at, kind in enumerate(kinds) if "int" in kind)
     call_of, converts = _call_of(name, names, kinds, varying), _converts(kinds)
 
     def fresh(
@@ -299,6 +300,9 @@ def register(
             if not converts(arguments) and not needs_dispatcher(call[1]):
                 fresh(arguments, call, form)
                 return
+        for at in integers:
+            if isinstance(arguments[at], float):
+                raise ArgumentError(name, names[at], "an integer", arguments[at])
         op(*arguments)
 
     def meta(*arguments: Any) -> None:

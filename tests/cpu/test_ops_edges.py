@@ -11,6 +11,7 @@ from torch import Tensor
 
 import moe_fp8
 from moe_fp8.errors import ArgumentError, TileError
+from tests import cases
 
 FP8, I32 = torch.float8_e4m3fn, torch.int32
 
@@ -160,3 +161,50 @@ def test_a_layer_without_tokens_checks_its_output() -> None:
     assert moe_fp8.fused_moe(x, ids, None, *layer).shape == (0, 128)
     with pytest.raises(ArgumentError, match="out"):
         moe_fp8.fused_moe(x, ids, None, *layer, out=torch.ones(7, dtype=torch.int64))
+
+
+_LOGITS, _IDS = torch.zeros(4, 16), torch.zeros(4, 2, dtype=I32)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("topk", lambda: moe_fp8.route_topk(_LOGITS, 8.0)),
+        ("num_expert_group", lambda: moe_fp8.route_topk(_LOGITS, 8, num_expert_group=4.0)),
+        ("topk_group", lambda: moe_fp8.route_topk(_LOGITS, 8, num_expert_group=4, topk_group=2.0)),
+        ("num_experts", lambda: moe_fp8.moe_permute(torch.zeros(4, 128).bfloat16(), _IDS, num_experts=4.0)),
+        ("next_n", lambda: moe_fp8.paged_mqa_logits_metadata(_IDS[0], block_size=64, num_sms=4, next_n=1.0)),
+        ("block_size", lambda: moe_fp8.paged_mqa_logits_metadata(_IDS[0], block_size=64.0, num_sms=4)),
+    ],
+)
+def test_floats_are_no_sizes(name: str, call: Callable[[], object]) -> None:
+    with pytest.raises(ArgumentError, match="expected an integer") as caught:
+        call()
+    assert caught.value.argument == name
+
+
+def test_a_selection_names_its_own_out() -> None:
+    arguments = cases.mqa_case(4, 9, 8).arguments()
+    out = torch.empty(4, 5, dtype=I32, device="meta")
+    with pytest.raises(ArgumentError, match="device") as caught:
+        moe_fp8.indexer_select(*arguments, topk=5, out=out)
+    assert (caught.value.op, caught.value.argument) == ("indexer_select", "out")
+
+
+def test_ranges_beyond_the_keys_are_cut_as_in_the_kernel() -> None:
+    case = cases.mqa_case(3, 6, 8)
+    case.ks.copy_(torch.tensor([-3, 2, 0]))
+    case.ke.copy_(torch.tensor([2, 9, 6]))
+    cut = case.ks.clamp(min=0), case.ke.clamp(max=6)
+    expected = moe_fp8.mqa_logits_fp8(case.q, case.k, case.k_scale, case.weights, *cut, fill=True)
+    assert torch.equal(moe_fp8.mqa_logits_fp8(*case.arguments(), fill=True), expected)
+    narrow = moe_fp8.mqa_logits_fp8(*case.arguments(), max_seqlen_k=4)
+    assert torch.equal(narrow[1], expected[1, 2:6]) and torch.equal(narrow[2], expected[2, :4])
+
+
+def test_experts_and_rows_that_do_not_exist_are_left_out() -> None:
+    x = torch.randn(2, 128).bfloat16()
+    given = moe_fp8.moe_permute(x, torch.tensor([[0, 7], [1, -1]], dtype=I32), num_experts=2)
+    assert given.offsets.tolist() == [0, 1, 2] and given[3].tolist() == [[0, -1], [1, -1]]
+    y = torch.ones(2, 8).bfloat16()
+    assert moe_fp8.moe_combine(y, torch.tensor([[0, 2], [1, -1]], dtype=I32)).tolist() == y.tolist()

@@ -363,4 +363,6 @@ def selection_out(op: str, rows: int, topk: int, like: Tensor, out: Tensor | Non
     if out.shape != (rows, topk) or out.dtype is not torch.int32 or not out.is_contiguous():
         got = f"{out.dtype} {list(out.shape)} of stride {out.stride()}"
         raise ArgumentError(op, "out", f"contiguous int32 [{rows}, {topk}]", got)
+    if out.device != like.device:
+        refuse_device(op, like, out=out)
     return out

@@ -55,11 +55,17 @@ def mqa_logits(
     fill: bool,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write out[i, j], or out[i, j - ks[i]], for ks[i] <= j < ke[i]; the rest becomes -inf if `fill`."""
+    """Write out[i, j], or out[i, j - ks[i]], for ks[i] <= j < ke[i]; the rest becomes -inf if `fill`.
+
+    As in the kernel, keys and columns that do not exist are left out.
+    """
     m, heads, _ = q.shape
     if fill:
         out.fill_(float("-inf"))
-    starts, ends = ks.tolist(), ke.tolist()
+    ends = ke.clamp(max=k.shape[0])
+    if compressed:
+        ends = torch.minimum(ends, ks.clamp(min=0) + out.shape[1])
+    starts, ends = ks.clamp(min=0).tolist(), ends.tolist()
     step = max(1, _SCORES_AT_ONCE // max(1, heads * k.shape[0]))
     for first in range(0, m, step):
         rows = range(first, min(first + step, m))

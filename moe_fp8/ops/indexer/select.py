@@ -126,7 +126,7 @@ def indexer_workspace_bytes(
 
     num_queries: rows, which are B * next_n in the paged selection. num_keys: N, or max_context_len.
     max_bytes: the budget, or None for a selection in one piece.
-    next_n, num_sms: arguments of the paged selection.
+    next_n, num_sms: those of the paged selection, whose schedule has a place for each SM; 0 SMs for prefill.
 
     A workspace of the returned size gives the same division as a workspace of `max_bytes`. Raises
     ArgumentError for a size below 0, for a topk that `indexer_topk` does not take, and if the budget is

@@ -88,6 +88,7 @@ def moe_permute(
         arguments.rank("moe_permute", "x", x, "[T, K]", 2)
         arguments.rank("moe_permute", "topk_ids", topk_ids, "[T, k]", 2)
     if out is None:
+        arguments.no_fractions("moe_permute", num_experts=num_experts)
         if not 1 <= num_experts <= MAX_EXPERTS:
             raise ArgumentError("moe_permute", "num_experts", f"1 to {MAX_EXPERTS}", num_experts)
         rows, k = topk_ids.numel(), x.shape[1]
@@ -196,6 +197,7 @@ def route_topk(
     """
     if out is None:
         arguments.rank("route_topk", "logits", logits, "[T, E]", 2)
+        arguments.no_fractions("route_topk", topk=topk)
         if not 1 <= topk <= MAX_ROUTED_EXPERTS:
             raise ArgumentError("route_topk", "topk", f"1 to {MAX_ROUTED_EXPERTS}", topk)
         if ids_dtype is not torch.int32 and ids_dtype is not torch.int64:
