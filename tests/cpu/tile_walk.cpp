@@ -87,7 +87,7 @@ bool holds(const Case& c) {
                     kBlockN, kPaired ? " in pairs" : "", c.n, c.ctas, what, row, column);
         return false;
     };
-    const int blocks_of_n = (c.n + 63) / 64;  // columns are counted in blocks of 64
+    const int blocks_of_n = (c.n + 31) / 32;  // columns are counted in blocks of 32
     std::vector<char> stored(c.owner.size() * blocks_of_n);
     for (const auto& walk : walks) {
         for (const Tile& tile : walk) {
@@ -119,15 +119,15 @@ bool holds(const Case& c) {
                     if (std::find(after, end, tile.expert) != end) continue;
                 }
                 if (c.owner[row] != tile.expert) return wrong("another expert", row, tile.n);
-                for (int column = tile.n; column < min(tile.n + tile.width, c.n); column += 64) {
-                    if (++stored[row * blocks_of_n + column / 64] > 1) return wrong("a second store", row, column);
+                for (int column = tile.n; column < min(tile.n + tile.width, c.n); column += 32) {
+                    if (++stored[row * blocks_of_n + column / 32] > 1) return wrong("a second store", row, column);
                 }
             }
         }
     }
     for (int row = 0; row < static_cast<int>(c.owner.size()); ++row) {
-        for (int column = 0; column < c.n && c.owner[row] >= 0 && c.sound; column += 64) {
-            if (!stored[row * blocks_of_n + column / 64]) return wrong("no store", row, column);
+        for (int column = 0; column < c.n && c.owner[row] >= 0 && c.sound; column += 32) {
+            if (!stored[row * blocks_of_n + column / 32]) return wrong("no store", row, column);
         }
     }
     int pairs = 0;
@@ -169,7 +169,10 @@ bool all_hold(const Case& c, bool only_divided) {
     if (only_divided) return true;
     if (!holds<kLayout, 192, 128, false>(c)) return false;
     if (!holds<kLayout, 64, 64, false, false, true>(c) || !holds<kLayout, 128, 192, false, false, true>(c)) return false;
-    if (!holds<kLayout, 192, 128, false, false, true>(c)) return false;
+    if (!holds<kLayout, 192, 128, false, false, true>(c) || !holds<kLayout, 192, 96, false, false, true>(c)) return false;
+    if (!holds<kLayout, 64, 96, false, false, true>(c) || !holds<kLayout, 128, 64, false, false, true>(c)) return false;
+    if (!holds<kLayout, 128, 96, false, false, true>(c) || !holds<kLayout, 128, 128, false, false, true>(c)) return false;
+    if (!holds<kLayout, 32, 128, false>(c)) return false;
     return holds<kLayout, 8, 128, false>(c) && holds<kLayout, 16, 128, false>(c) && holds<kLayout, 64, 64, false>(c) &&
            holds<kLayout, 128, 128, false>(c) && holds<kLayout, 128, 128, true>(c) && holds<kLayout, 128, 192, true>(c);
 }

@@ -270,7 +270,9 @@ def addend(op: str, c: Tensor, out: Tensor) -> None:
 
 def addend_memory(op: str, c: Tensor, out: Tensor) -> None:
     """`c` and `out`, which `addend` has checked, share all memory or none."""
-    same = (c.data_ptr(), c.stride()) == (out.data_ptr(), out.stride())
+    same = c.data_ptr() == out.data_ptr() and all(
+        size == 1 or one == other for size, one, other in zip(c.shape, c.stride(), out.stride(), strict=True)
+    )
     if not same and not out.is_meta and overlap(c, out):  # the meta device has no memory
         raise ArgumentError(op, "c", "out itself, or no memory of out", "memory that both share", "clone c")
 

@@ -62,10 +62,10 @@ def mqa_logits(
     m, heads, _ = q.shape
     if fill:
         out.fill_(float("-inf"))
-    ends = ke.clamp(max=k.shape[0])
+    begins, behind = ks.clamp(min=0), ke.clamp(max=k.shape[0])
     if compressed:
-        ends = torch.minimum(ends, ks.clamp(min=0) + out.shape[1])
-    starts, ends = ks.clamp(min=0).tolist(), ends.tolist()
+        behind = torch.minimum(behind, begins + out.shape[1])
+    starts, ends = begins.tolist(), behind.tolist()
     step = max(1, _SCORES_AT_ONCE // max(1, heads * k.shape[0]))
     for first in range(0, m, step):
         rows = range(first, min(first + step, m))
