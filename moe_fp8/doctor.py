@@ -73,11 +73,22 @@ def diagnose(
 
 
 def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
+    """The check's finding. Whatever stops the check is a finding, too."""
     try:
         return check()
     except (MoeFp8Error, OSError) as error:
         # The message of a MoeFp8Error already ends with a remedy.
         return Finding(name, "warn" if name == "GPU" else "fail", str(error).splitlines()[0])
+    except Exception as error:
+        return Finding(name, "fail", f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _installed(name: str) -> str:
+    """The version of an installed package. Raises PackageNotFoundError, ToolchainError."""
+    version: str | None = metadata.version(name)
+    if version is None:  # an installation that was interrupted has no metadata
+        raise ToolchainError(f"the installation of {name} has no version; install it again")
+    return version
 
 
 def _python() -> Finding:
@@ -150,7 +161,7 @@ def _nearest(folder: Path) -> Path:
 def _torch() -> Finding:
     wanted = _requirement("torch")
     try:
-        found = metadata.version("torch")
+        found = _installed("torch")
     except metadata.PackageNotFoundError:
         remedy = f"pip install '{wanted}'; planning and building do not need it"
         return Finding("torch", "warn", "not installed: the ops cannot be called", remedy)
@@ -211,7 +222,7 @@ def _engine_checks(engine: Engine) -> tuple[tuple[str, Callable[[], Finding]], .
 def _version(engine: Engine) -> Finding:
     name, known = engine.distribution, " or ".join(engine.versions)
     try:
-        found = metadata.version(name)
+        found = _installed(name)
     except metadata.PackageNotFoundError:
         remedy = f"run moe-fp8 in the environment of {engine.title} {known}"
         return Finding(name, "warn", f"{engine.title} is not installed in this environment", remedy)

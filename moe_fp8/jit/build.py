@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import queue
 import subprocess
 import sys
@@ -255,6 +257,7 @@ class _Compiler:
     def __init__(self, location: dict[str, str | None]) -> None:
         self._location = location
         self._process: subprocess.Popen[bytes] | None = None
+        self._replies: IO[bytes] | None = None
         self._stopped = False
         self._lock = threading.Lock()
 
@@ -273,7 +276,7 @@ class _Compiler:
             return
         process.kill()
         process.wait()
-        for stream in (process.stdin, process.stdout):
+        for stream in (process.stdin, self._replies):
             # Closing fails if unsent bytes remain for the ended process.
             with suppress(OSError):
                 _pipe(stream).close()
@@ -283,7 +286,7 @@ class _Compiler:
         reply = None
         try:
             worker.write_frame(_pipe(process.stdin), {"spec": worker.spec_to_json(spec)})
-            reply = worker.read_frame(_pipe(process.stdout))
+            reply = worker.read_frame(_pipe(self._replies))
         except (OSError, ValueError):
             # The pipe broke, or it holds something else than a reply. Both count as no reply.
             pass
@@ -304,18 +307,36 @@ class _Compiler:
                 # multiprocessing would import the caller's main module, and so torch, in every child.
                 # With -c, the working folder is searched first until the path is replaced. Ctrl-C reaches the
                 # workers, too, but this process tells of it and ends them.
+                # Replies have a pipe of their own, since the interpreter's start may print to stdout.
+                self._replies, writer = _reply_pipe()
                 code = (
                     "import sys; sys.path[:] = sys.argv[1:]; "
                     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-                    "from moe_fp8.jit.worker import main; main()"
+                    f"from moe_fp8.jit.worker import main; main({writer})"
                 )
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", code, *_import_path()],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                )
+                try:
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-c", code, *_import_path()],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.DEVNULL,
+                        pass_fds=(writer,),
+                    )
+                finally:
+                    os.close(writer)
                 worker.write_frame(_pipe(self._process.stdin), self._location)
             return self._process
+
+
+def _reply_pipe() -> tuple[IO[bytes], int]:
+    """A pipe: the end to read, and the descriptor to write to.
+
+    Where a standard stream is closed, its number is free, but a child has a stream of its own there.
+    """
+    reader, writer = os.pipe()
+    try:
+        return os.fdopen(reader, "rb"), fcntl.fcntl(writer, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(writer)
 
 
 def _import_path() -> list[str]:

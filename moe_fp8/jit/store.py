@@ -359,9 +359,7 @@ class KernelStore:
         # A process that is killed here leaves only its temporary file. The next process that takes the lock
         # of this key removes the file.
         self._persist(lambda: publish(path, data))
-        # Some file systems cannot sync a folder. A kernel that a crash loses is compiled again.
-        with suppress(OSError):
-            sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
 #: The stores of this process.

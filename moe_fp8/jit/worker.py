@@ -1,4 +1,4 @@
-"""A compiler process of a parallel build: it reads specs from stdin and writes artifacts to stdout.
+"""A compiler process of a parallel build: it reads specs from stdin and writes artifacts to a pipe.
 
 `moe_fp8.jit.build` starts the process, which ends when stdin ends. It uses neither torch nor a GPU.
 """
@@ -69,12 +69,12 @@ def serve(store: KernelStore, requests: IO[bytes], replies: IO[bytes]) -> None:
             write_frame(replies, {}, encode(artifact))
 
 
-def main() -> None:
-    """Entry point of the process: the first frame names the store; the following frames are requests."""
-    replies = os.fdopen(os.dup(1), "wb")
-    # Text that a library prints must not get between the frames.
-    os.dup2(2, 1)
+def main(replies: int) -> None:
+    """Entry point of the process: the first frame names the store; the following frames are requests.
+
+    `replies`: the descriptor of the pipe for the replies.
+    """
     first = read_frame(sys.stdin.buffer)
     if first is None:
         return
-    serve(KernelStore.at(**first[0]), sys.stdin.buffer, replies)
+    serve(KernelStore.at(**first[0]), sys.stdin.buffer, os.fdopen(replies, "wb"))

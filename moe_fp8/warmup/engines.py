@@ -84,6 +84,7 @@ _COMPRESSED = Logits(True, False, "float32")
 _ENGINES = (
     # vLLM serves with psum and compressed logits (0.24: with m_indices and full rows). Its indexer multiplies
     # wk and weights_proj together, in bf16. Our plug-in quantizes inputs of dense layers and has own experts.
+    # With low-latency dispatch, its masked layout serves prefill too.
     EngineCalls(
         "vllm",
         "0.33.0",
@@ -93,6 +94,7 @@ _ENGINES = (
         ("indexer.wk",),
         least_heads=32,
         pooled_pages=(32, 64),
+        masked_step=SEGMENT_ALIGNMENT,
     ),
     # SGLang's prefill takes full rows, compressed rows for DeepSeek-V4, and filled rows if keys are pooled.
     # Its masked layout serves prefill too.

@@ -40,13 +40,14 @@ def stored_plan(
     sources cannot be read, for example in an archive. Raises what `plan` raises.
     """
     sources = _sources()
-    name = f"{_key(sources, model, options, extra)}.plan"
+    key = _key(sources, model, options, extra)
+    name = f"{key}.plan"
     data = store.read_file(name) if sources else None
-    found = None if data is None else _decode(data, model, options)
+    found = None if data is None else _decode(key, data, model, options)
     if found is None:
         found = plan(model, options, extra=extra)
         if sources:
-            store.publish(name, _encode(found))
+            store.publish(name, _encode(key, found))
     if strict:
         demand_all(found)
     return found
@@ -75,10 +76,11 @@ def _sources() -> str:
     return hasher.hexdigest()
 
 
-def _encode(found: Plan) -> bytes:
-    """The file of a plan: a digest, and the kernels, rows and unplanned layers as JSON."""
+def _encode(key: str, found: Plan) -> bytes:
+    """The file of a plan: a digest, and the key, the kernels, rows and unplanned layers as JSON."""
     numbers = {spec: number for number, spec in enumerate(found.specs)}
     body = {
+        "key": key,
         "specs": [asdict(spec) for spec in found.specs],
         "rows": [{**vars(row), "spec": numbers[row.spec]} for row in found.rows],
         "unplanned": [asdict(layer) for layer in found.unplanned],
@@ -87,11 +89,14 @@ def _encode(found: Plan) -> bytes:
     return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
 
 
-def _decode(data: bytes, model: ModelDescription, options: PlanOptions) -> Plan | None:
+def _decode(key: str, data: bytes, model: ModelDescription, options: PlanOptions) -> Plan | None:
+    """The plan in a file; None if the file is damaged, or has another plan."""
     digest, _, text = data.partition(b"\n")
     if hashlib.sha256(text).hexdigest().encode() != digest:
         return None
     body: dict[str, Any] = json.loads(text)
+    if body.get("key") != key:
+        return None
     specs = [
         KernelSpec(**{**spec, "defines": tuple((name, value) for name, value in spec["defines"])})
         for spec in body["specs"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from importlib import metadata
 from types import ModuleType
 
 import pytest
@@ -48,3 +49,23 @@ def test_the_error_is_typed_and_has_its_cause(cause: Exception) -> None:
     assert caught.value.__cause__ is cause
     assert toolchain.installed_nvrtc() is None
     assert driver.device_count() == 0
+
+
+@pytest.mark.parametrize(("name", "engine"), [("torch", None), ("vllm", "vllm"), ("sglang", "sglang")])
+def test_an_installation_without_a_version_is_a_finding(
+    name: str, engine: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an interrupted installation leaves it."""
+    found = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda one: None if one == name else found(one))
+    told = {finding.name: finding for finding in doctor.diagnose(engine=engine)}
+    assert told[name].status == "fail" and f"the installation of {name} has no version" in told[name].detail
+
+
+def test_any_error_of_a_check_is_a_finding() -> None:
+    def check() -> doctor.Finding:
+        raise TypeError("of a broken package")
+
+    assert doctor._guarded("torch", check) == doctor.Finding(
+        "torch", "fail", "TypeError: of a broken package"
+    )

@@ -180,6 +180,16 @@ def test_a_worker_finds_a_package_that_an_interpreter_found_in_its_working_folde
     assert _import_path() == [str(tmp_path), str(_ROOT)]
 
 
+@pytest.mark.parametrize("text", ["x", "a line that is longer than the lengths in front of a reply"])
+def test_what_an_interpreter_prints_at_its_start_is_no_reply(
+    tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(f"print({text!r}, flush=True)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    assert build(_SPECS, KernelStore(tmp_path / "cache", sources), 2).compiled == len(_SPECS)
+
+
 def test_sources_that_change_while_a_process_runs_are_an_error(tmp_path: Path, sources: SourceTree) -> None:
     store = KernelStore(tmp_path / "cache", sources)
     keys = [store.key(each) for each in _SPECS]

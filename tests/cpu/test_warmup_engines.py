@@ -124,9 +124,15 @@ def test_sglang_prefills_in_the_masked_layout() -> None:
     for tokens in range(1, 16385, 97):
         buffer, expected = (tokens // 256 + 1) * 256, (tokens * 8 - 1) // 16 + 1
         assert kernel_spec(GemmProblem("masked", buffer, 1536, 2048, 16, expected)) in planned
-    for engine in (None, "vllm"):
-        others = plan(planned.model, PlanOptions(tp=8, ep=8, engine=engine, max_batch=60)).rows
-        assert max(last for row in others if row.layout == "masked" for _, last in row.rows) == 128
+    others = plan(planned.model, PlanOptions(tp=8, ep=8, max_batch=60)).rows
+    assert max(last for row in others if row.layout == "masked" for _, last in row.rows) == 128
+
+
+def test_vllm_prefills_in_the_masked_layout_of_low_latency_dispatch() -> None:
+    options = PlanOptions(tp=8, attention_tp=4, ep=8, engine="vllm", max_tokens=2048, max_batch=64)
+    planned = plan(describe(in_blocks("qwen3_30b")), options)
+    for expected in range(1, 4097, 31):
+        assert kernel_spec(GemmProblem("masked", 4096, 1536, 2048, 16, expected)) in planned
 
 
 @pytest.mark.parametrize(

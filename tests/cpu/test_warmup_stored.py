@@ -98,6 +98,18 @@ def test_a_damaged_file_counts_as_absent(store: KernelStore, made: list[Plan], d
     assert stored_plan(MODEL, OPTIONS, store) == whole and len(made) == 2
 
 
+def test_a_file_of_another_plan_counts_as_absent(store: KernelStore, made: list[Plan]) -> None:
+    whole = stored_plan(MODEL, OPTIONS, store)
+    (file,) = files(store)
+    kept = file.read_bytes()
+    file.unlink()
+    stored_plan(MODEL, replace(OPTIONS, max_batch=5), store)
+    (other,) = files(store)
+    other.write_bytes(kept)
+    assert stored_plan(MODEL, replace(OPTIONS, max_batch=5), store).options.max_batch == 5
+    assert len(made) == 3 and stored_plan(MODEL, OPTIONS, store) == whole
+
+
 def test_a_file_that_others_can_write_is_not_read(store: KernelStore, made: list[Plan]) -> None:
     stored_plan(MODEL, OPTIONS, store)
     (file,) = files(store)

@@ -30,9 +30,8 @@ def add_to(
             operands = check(*operands) or operands
             OPS[name].apart(operands)
         checks.addend(name, c, out)
-        if not traced:
-            checks.addend_memory(name, c, out)
-        if launches(out):
+        in_place = not traced and checks.addend_memory(name, c, out)
+        if launches(out) and not in_place:
             with torch.no_grad():
                 out.copy_(c)
     op(*operands)

@@ -268,13 +268,14 @@ def addend(op: str, c: Tensor, out: Tensor) -> None:
         refuse_device(op, out, c=c)
 
 
-def addend_memory(op: str, c: Tensor, out: Tensor) -> None:
-    """`c` and `out`, which `addend` has checked, share all memory or none."""
+def addend_memory(op: str, c: Tensor, out: Tensor) -> bool:
+    """`c` and `out`, which `addend` has checked, share all memory or none; returns whether they share it."""
     same = c.data_ptr() == out.data_ptr() and all(
         size == 1 or one == other for size, one, other in zip(c.shape, c.stride(), out.stride(), strict=True)
     )
     if not same and not out.is_meta and overlap(c, out):  # the meta device has no memory
         raise ArgumentError(op, "c", "out itself, or no memory of out", "memory that both share", "clone c")
+    return same
 
 
 def _config(layout: str, a: Tensor, b: Tensor, b_scale: Tensor, config: str) -> None:
