@@ -133,22 +133,25 @@ def plan(
             Unplanned("indexer's logits and top-k", None, None, None, model.num_layers, refusal, True)
         )
     bounds = Bounds.of(model, options)
+    # Engines compute in bf16 if a checkpoint is in fp32.
+    in_fp32 = options.engine is not None and model.dtype == "float32"
+    computed = replace(model, dtype="bfloat16") if in_fp32 else model
     rows = list(gemm_rows(shapes, bounds, options))
     serves = bool(rows)
     if "quantize_fp8" in options.calls.further:
-        rows += quantize_rows(model, shapes, indexer, bounds, options)
+        rows += quantize_rows(computed, shapes, indexer, bounds, options)
     if "silu_mul_quantize" in options.calls.further:
         rows += silu_mul_rows(shapes, bounds, options)
     if "grouped_gemm_silu_mul_fp8" in options.calls.further:
         rows += gemm_silu_mul_rows(shapes, bounds, options)
     if "moe_permute" in options.calls.further:
-        rows += moe_rows(model, shapes, bounds, options)
+        rows += moe_rows(computed, shapes, bounds, options)
     if "route_topk" in options.calls.further:
-        rows += route_rows(model, options)
+        rows += route_rows(computed, options)
     if options.weight_gradients:
         rows += weight_gradient_rows(shapes, bounds, options)
     if indexer is not None:
-        rows += indexer_rows(model, indexer, options)
+        rows += indexer_rows(computed, indexer, options)
     planned = Plan(model, options, tuple(rows), tuple(others))
     if strict:
         demand_all(planned)

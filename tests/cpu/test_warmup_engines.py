@@ -194,3 +194,12 @@ def test_engines_with_a_top_k_of_their_own_take_any_number_of_keys() -> None:
         assert "mqa_logits_fp8" in {spec.name for spec in planned.specs}
     others = plan(describe(config), PlanOptions(tp=8, ep=8, max_tokens=64, max_batch=4))
     assert "mqa_logits_fp8" not in {spec.name for spec in others.specs}
+
+
+def test_engines_compute_in_bf16_if_the_checkpoint_is_in_fp32() -> None:
+    config = in_blocks("qwen3_30b")
+    options = PlanOptions(engine="vllm", max_tokens=64, max_batch=4)
+    expected = plan(describe(config), options)
+    text_of(config)["torch_dtype"] = text_of(config)["dtype"] = "float32"
+    assert describe(config).dtype == "float32"
+    assert plan(describe(config), options).specs == expected.specs
