@@ -20,7 +20,7 @@ from server_example.answers import ChatForm, CompletionForm, Form, Piece
 from server_example.client import EngineClient
 from server_example.engine import EngineStoppedError
 from server_example.errors import DOCUMENTED, ApiError, add_error_handlers, unless
-from server_example.gate import Counted, Gate
+from server_example.gate import Awaited, Counted, Gate
 from server_example.generation import Deadline
 from server_example.intake import Intake, client_left
 from server_example.metrics import HttpMetrics
@@ -73,7 +73,7 @@ class Service:
 
     @property
     def busy(self) -> bool:
-        """Whether a request has not ended. It leaves the intake for the engine, so this is the order."""
+        """Whether a request has not ended, or its answer is not sent yet."""
         return self.intake.open > 0 or (self.engine is not None and self.engine.busy)
 
     @property
@@ -110,6 +110,8 @@ def create_app(service: Service) -> FastAPI:
     )
     add_error_handlers(app)
     key = settings.api_key
+    # A drain begins, and then it counts. So a request is counted, and then it looks for a drain.
+    app.add_middleware(Awaited, awaited=service.intake.one_more)
     app.add_middleware(
         Gate,
         api_key=key.get_secret_value() if key is not None else None,
@@ -139,11 +141,9 @@ def create_app(service: Service) -> FastAPI:
 
     async def generate(body: CompletionRequest | ChatRequest, http: Request) -> Response:
         deadline = Deadline.of(body, settings.request_seconds)
-        # A drain begins, and then it counts. So a request is counted, and then it looks for a drain.
-        with service.intake.one_more():
-            engine = service.ready_engine()
-            _check_model(engine, body.model)
-            generation = await service.intake.submit(engine, body, deadline, http)
+        engine = service.ready_engine()
+        _check_model(engine, body.model)
+        generation = await service.intake.submit(engine, body, deadline, http)
         name = engine.served.name
         form: Form = ChatForm(name) if isinstance(body, ChatRequest) else CompletionForm(name)
         if body.stream:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -87,9 +87,9 @@ def explained_memory() -> Iterator[None]:
         others = "give the server more memory" if on_cpu else "end the processes that nvidia-smi shows"
         raise ConfigError(
             "memory" if on_cpu else "GPU memory",
-            "room for the weights, the cache and the graphs",
+            "room for the weights, the cache, the graphs and the longest prompt",
             _first_line(error),
-            f"lower --cache-pages, --max-batch or --prefill-chunk, or {others}",
+            f"lower --cache-pages, --max-batch, --max-context or --prefill-chunk, or {others}",
         ) from error
 
 
@@ -106,7 +106,8 @@ def plan_options(max_tokens: int, max_batch: int, num_sms: int, block_size: int)
 
 def load_kernels(folder: Path, options: PlanOptions) -> int:
     """Builds the kernels that the disk store lacks (with progress) and loads all; returns their number."""
-    kernels = plan(load_model(folder), options)
+    # The model computes in bf16, whatever dtype its config names.
+    kernels = plan(replace(load_model(folder), dtype="bfloat16"), options)
     build_plan(kernels, progress=True)
     loaded = load_plan(kernels)
     logger.info("%d kernels loaded", loaded)

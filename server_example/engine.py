@@ -29,7 +29,7 @@ from server_example.model.batch import PrefillBatch, Run
 from server_example.model.config import ModelConfig
 from server_example.model.transformer import Transformer
 from server_example.model.weights import LoadFormat, load_weights
-from server_example.sampling import log_probabilities
+from server_example.sampling import likeliest, log_probabilities
 from server_example.scheduler import FinishReason, Request, Scheduler, TokenEvent, TokenLogprob
 from server_example.text import TextStream, TokenTexts
 
@@ -41,6 +41,8 @@ ENDINGS: dict[FinishReason, str] = {
     "timeout": "the request did not finish in its time",
     "shutdown": "the server is shutting down",
 }
+#: What is said of a request whose logits have no likeliest token.
+UNCHOSEN = "no token can be chosen: the largest logit is not finite"
 
 
 @dataclass(frozen=True)
@@ -155,9 +157,16 @@ class Engine:
     # The server's threads call the following methods.
 
     def warm_up(self) -> None:
-        """Runs a prefill and every decode bucket once; captures graphs on CUDA. Call it before `start`."""
-        page = [DUMMY_PAGE] * self.table_width
-        self.model.prefill(PrefillBatch.of([Run([0, 0], 0, page)], self.backend.device), self.caches)
+        """Runs a short and the largest prefill, and every decode bucket; captures graphs on CUDA.
+
+        A prefill needs most memory with a whole chunk at the end of the longest context: if the device has
+        too little, it shows here and not at a request. Call this before `start`.
+        """
+        longest = self.scheduler.max_context
+        pages = [DUMMY_PAGE] * self.table_width
+        for count in (2, min(self.options.prefill_chunk, longest)):
+            run = Run([0] * count, longest - count, pages)
+            self.model.prefill(PrefillBatch.of([run], self.backend.device), self.caches)
         if self.options.decode == "graph":
             self.runner.capture()
 
@@ -259,7 +268,7 @@ class Engine:
             self._land()
             return
         requests, logits = [chosen[row][0] for row in complete], logits[complete]
-        tokens = logits.argmax(-1)
+        tokens = likeliest(logits)
         self._last_tokens[[request.seat for request in requests]] = tokens
         self._fly(requests, {"logits": logits, "tokens": tokens})
 
@@ -330,14 +339,13 @@ class Engine:
             request.flying -= 1
             if request not in self._open:
                 continue  # Its end was read after this step had begun.
+            if token < 0:  # The other requests go on.
+                with self._wake:
+                    self._finish(request, "", "error", UNCHOSEN)
+                continue
             row = logits.get(at)
             if row is not None and request.params.temperature > 0:
-                try:
-                    token = request.sampler(row)
-                except RuntimeError as error:  # Such as NaN among the logits: the other requests go on.
-                    with self._wake:
-                        self._finish(request, "", "error", f"no token can be drawn: {error}")
-                    continue
+                token = request.sampler(row)
                 self._last_tokens[request.seat] = token
             request.generated.append(token)
             told.append(request)

@@ -10,15 +10,21 @@ import fcntl
 import hmac
 import termios
 from array import array
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
+import h11
 from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from server_example.errors import ApiError, unless
+
+#: The key in a scope's `state` of what is wrong with the bytes of the body.
+_MALFORMED = "malformed"
 
 
 class Gate:
@@ -39,11 +45,11 @@ class Gate:
         try:
             headers = dict(scope["headers"])
             self._check_key(scope["path"], headers)
-            body = await self._body(headers, receive)
+            body = await self._body(scope, headers, receive)
         except ApiError as error:
-            # The rest of a late body is not awaited; the rest of a large one is read, so that its sender sees
-            # the answer.
-            headers_sent = {"Connection": "close"} if error.status == 408 else None
+            # The rest of a late or malformed body is not awaited; the rest of a large one is read, so that
+            # its sender sees the answer.
+            headers_sent = {"Connection": "close"} if error.status in (400, 408) else None
             await error.response(headers_sent)(scope, receive, send)
             return
         whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -60,22 +66,24 @@ class Gate:
         if scheme.lower() != b"bearer" or not hmac.compare_digest(key, self._key):
             raise ApiError(401, "Authorization must be 'Bearer' and the server's key", code="invalid_api_key")
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+    async def _body(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         # The HTTP parser has refused lengths that are not numbers.
         if int(headers.get(b"content-length", b"0")) > self.max_body_bytes:
             raise self._too_large()
-        return await unless(self._read(receive), self._late())
+        return await unless(self._read(scope, receive), self._late())
 
     async def _late(self) -> ApiError:
         await asyncio.sleep(self.receive_seconds)
         return ApiError(408, f"the body did not come within {self.receive_seconds:g} s")
 
-    async def _read(self, receive: Receive) -> bytes:
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
         body = bytearray()
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise ApiError(400, "the connection closed before the body was complete")
+                raise ApiError(499, "the connection closed before the body was complete")
+            if (malformed := scope.get("state", {}).get(_MALFORMED)) is not None:
+                raise ApiError(400, malformed)
             body += message.get("body", b"")
             if len(body) > self.max_body_bytes:
                 raise self._too_large()
@@ -84,6 +92,24 @@ class Gate:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body has more than {self.max_body_bytes} bytes", code="body_too_large")
+
+
+class Awaited:
+    """ASGI middleware that is in `awaited()` until a POST request is answered and the answer is sent.
+
+    Other answers are sent at once, or have no end of their own, as that of /v1/stats.
+    """
+
+    def __init__(self, app: ASGIApp, *, awaited: Callable[[], AbstractContextManager[None]]) -> None:
+        self.app = app
+        self._awaited = awaited
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            with self._awaited():
+                await self.app(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
 
 
 class Counted:
@@ -132,6 +158,14 @@ class TimedProtocol(H11Protocol):
         super().data_received(data)
         self._watch()
 
+    def handle_events(self) -> None:
+        super().handle_events()
+        # uvicorn reads no more once a further request waits for its turn. Then it would not see that the
+        # client leaves, so go on reading until much waits.
+        if self._answering and not self.cycle.more_body:
+            much = len(self.conn.trailing_data[0]) > HIGH_WATER_LIMIT
+            (self.flow.pause_reading if much else self.flow.resume_reading)()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self.resume_writing()
@@ -167,9 +201,14 @@ class TimedProtocol(H11Protocol):
             self._writing.cancel()
             self._writing = None
 
+    @property
+    def _answering(self) -> bool:
+        """Whether a request runs whose answer is not complete."""
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _watch(self) -> None:
         """Times what arrives while no request runs: a head, or the rest of a body that was refused."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._answering:
             self._stop_timer()  # `Gate` times the body.
         elif self._timer is None:
             self._timer = self.loop.call_later(self._seconds, self.timeout_keep_alive_handler)
@@ -180,6 +219,19 @@ class TimedProtocol(H11Protocol):
             self._timer = None
 
     def send_400_response(self, msg: str) -> None:
+        """Answers bytes that are no HTTP, unless the request that they belong to has an answer.
+
+        `Gate` answers if they are in a body. Bytes behind the last request of a connection change nothing.
+        """
+        if self._answering and not self.cycle.more_body:
+            return
+        if self._answering and not self.cycle.response_started:
+            self.cycle.scope["state"][_MALFORMED] = msg
+            self.cycle.message_event.set()
+            return
+        if self.conn.our_state is not h11.IDLE:
+            self.transport.close()
+            return
         self._answers.labels(400).inc()
         body = ApiError(400, msg).body.model_dump_json().encode()
         head = (

@@ -29,14 +29,14 @@ async def client_left(http: HttpRequest) -> ApiError:
 
 
 class Intake:
-    """The requests that are accepted and not in the engine's queue yet.
+    """The requests that are accepted, until they are in the engine's queue.
 
     The texts of a request become tokens one after another, each on a worker thread. So a request of many
     texts hardly delays the others, and none of its texts is begun after it has ended.
     """
 
     def __init__(self) -> None:
-        #: The number of these requests, for which a drain waits.
+        #: The number of requests whose answers are not sent yet, for which a drain waits.
         self.open = 0
         self._tokenizing = 0
         self._over = asyncio.Event()
@@ -50,7 +50,7 @@ class Intake:
 
     @contextmanager
     def one_more(self) -> Iterator[None]:
-        """Within it, one more request is open."""
+        """Within it, the answer of one more request is open."""
         self._loop = asyncio.get_running_loop()
         self.open += 1
         try:

@@ -1,4 +1,4 @@
-"""The random choice of a token from logits, on the host; a seed makes it reproducible."""
+"""The choice of a token from logits: the likeliest, or on the host a random draw that a seed repeats."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Sampler:
             self.generator.manual_seed(params.seed)
 
     def __call__(self, logits: torch.Tensor) -> int:
-        """`logits` is fp32 [vocab] on the CPU; the temperature is above 0."""
+        """`logits` is fp32 [vocab] on the CPU, the largest is finite, and the temperature is above 0."""
         # Without the difference, a temperature near 0 makes infinities, which have no probabilities.
         below = logits.double() - logits.max()
         probabilities = (below / self.params.temperature).softmax(dim=0)
@@ -55,6 +55,16 @@ class Sampler:
             probabilities = torch.zeros_like(probabilities)
             probabilities[order] = ordered.masked_fill(before >= self.params.top_p, 0.0)
         return int(torch.multinomial(probabilities, 1, generator=self.generator))
+
+
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """The likeliest token of each row of `logits` [B, vocab], int64 [B]; -1 if its logit is not finite.
+
+    The logits of such a row (NaN, an infinity) have no probabilities. Nothing waits for the device.
+    """
+    tokens = logits.argmax(-1)  # NaN counts as the largest.
+    largest = logits.gather(-1, tokens[:, None])[:, 0]
+    return tokens.masked_fill(~largest.isfinite(), -1)
 
 
 def log_probabilities(logits: torch.Tensor, token: int, count: int) -> list[tuple[int, float]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
+import resource
 import signal
 import socket
 import sys
@@ -30,6 +31,9 @@ from server_example.settings import Settings
 
 logger = logging.getLogger("server_example")
 
+#: The most connections that wait to be accepted. asyncio tries to accept so many at once, and logs an error
+#: for each attempt while the process may open no more files.
+_BACKLOG = 256
 #: Time for the last bytes of answers, once the engine has stopped.
 _FLUSH_SECONDS = 5
 #: The signals that end the server.
@@ -39,7 +43,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises `OSError` if the port is in use or the address is not this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.create_server((host, port), family=family, backlog=2048)
+    sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     # asyncio sends small answers at once (TCP_NODELAY) only on sockets that name their protocol.
     return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=sock.detach())
 
@@ -63,6 +67,7 @@ class Process:
             ws="none",
             lifespan="off",
             log_level="warning",
+            backlog=_BACKLOG,
             timeout_graceful_shutdown=_FLUSH_SECONDS,
         )
         self._server = uvicorn.Server(config)
@@ -157,6 +162,9 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     # With the default, a body of very many small lists is searched for garbage ten times while it is parsed.
     gc.set_threshold(50_000)
+    # Each connection is an open file, and the usual soft limit is 1024.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         settings = read_settings()
     except ValidationError as error:

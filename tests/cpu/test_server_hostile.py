@@ -19,6 +19,8 @@ from tests.live_server import live_server
 __all__ = ["demo_folder"]
 
 RECEIVE_SECONDS = 1.0
+HEAD = "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+LONG = {"prompt": "The graph", "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
 PATHS = ("/v1/completions", "/v1/chat/completions")
 JSON = {"content-type": "application/json"}
 
@@ -173,3 +175,86 @@ def test_a_client_that_vanishes_midway_through_its_body_leaves_nothing(server: h
             sock.sendall(head + b'content-length: 90\r\n\r\n{"prompt": ')
     state = server.get("/health").json()
     assert (state["running"], state["waiting"], state["free_pages"]) == (0, 0, state["total_pages"])
+
+
+def completion(**body: object) -> bytes:
+    content = json.dumps(body).encode()
+    return f"{HEAD}content-length: {len(content)}\r\n\r\n".encode() + content
+
+
+def until_running(server: httpx.Client, number: int) -> float:
+    """The seconds until so many requests run."""
+    start = time.monotonic()
+    while server.get("/health").json()["running"] != number:
+        assert time.monotonic() - start < 30
+    return time.monotonic() - start
+
+
+def values(server: httpx.Client, metric: str) -> dict[str, float]:
+    """The values of a metric by its one label."""
+    lines = [line for line in server.get("/metrics").text.splitlines() if line.startswith(metric + "{")]
+    return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "further", [b"\r\n", b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"], ids=["line", "request"]
+)
+def test_a_client_that_leaves_after_further_bytes_is_noticed(
+    server: httpx.Client, further: bytes, stream: bool
+) -> None:
+    before = values(server, "server_requests_total").get("cancelled", 0)
+    with connect(server) as sock:
+        sock.sendall(completion(**LONG, stream=stream))
+        until_running(server, 1)
+        sock.sendall(further)
+        time.sleep(0.1)
+    until_running(server, 0)
+    assert values(server, "server_requests_total")["cancelled"] == before + 1
+
+
+def test_requests_that_wait_for_their_turn_are_answered(server: httpx.Client) -> None:
+    with connect(server) as sock:
+        sock.sendall(completion(**LONG | {"max_tokens": 40}))
+        until_running(server, 1)
+        sock.sendall(completion(prompt="a", max_tokens=2) + b"GET /ready HTTP/1.1\r\nhost: a\r\n")
+        time.sleep(0.1)
+        sock.sendall(b"connection: close\r\n\r\n")
+        answers = answer(sock).split(b"HTTP/1.1 200 ")
+    assert [b'"length"' in each for each in answers] == [False, True, True, False]
+    assert answers[0] == b"" and b'{"status":"ok"}' in answers[3]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bytes_behind_the_last_request_do_not_end_its_answer(server: httpx.Client, stream: bool) -> None:
+    request = completion(**LONG | {"max_tokens": 40}, stream=stream)
+    with connect(server) as sock:
+        sock.sendall(request.replace(b"\r\n", b"\r\nconnection: close\r\n", 1))
+        until_running(server, 1)
+        sock.sendall(b"\r\n")
+        got = answer(sock)
+    assert got.count(b"HTTP/1.1 ") == 1 and got.count(b'"length"') == 1
+
+
+def test_each_answer_is_counted_once(server: httpx.Client) -> None:
+    def counted(sent: bytes) -> tuple[dict[str, float], bytes]:
+        """The answers that are counted while `sent` is answered, but those of /metrics, and the answer."""
+        before = values(server, "server_http_answers_total")
+        with connect(server) as sock:
+            sock.sendall(sent)
+            got = b"" if sent.endswith(b"{") else answer(sock)
+        time.sleep(0.1)
+        after = values(server, "server_http_answers_total")
+        grown = {status: after[status] - before.get(status, 0) for status in after}
+        return {status: count for status, count in grown.items() if count and status != "200"}, got
+
+    chunked = f"{HEAD}transfer-encoding: chunked\r\n\r\n".encode()
+    for malformed in (b"what\r\n\r\n", chunked + b"zz\r\n", chunked + b"1\r\n{\r\nzz\r\n"):
+        grown, got = counted(malformed)
+        assert grown == {"400": 1} and got.count(b"HTTP/1.1 400 ") == got.count(b"HTTP/1.1 ") == 1
+        assert b"connection: close" in got.lower() and b'"error"' in got
+    ready = b"GET /ready HTTP/1.1\r\nhost: a\r\n\r\n"
+    grown, got = counted(ready + b"what\r\n\r\n")
+    assert grown == {"400": 1} and got.count(b"HTTP/1.1 ") == 2
+    grown, _ = counted(f"{HEAD}content-length: 90\r\n\r\n".encode() + b"{")
+    assert grown == {"499": 1}

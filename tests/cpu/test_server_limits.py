@@ -289,6 +289,20 @@ def test_a_half_sent_body_is_refused_and_its_connection_closed(server: httpx.Cli
     assert RECEIVE_SECONDS * 0.9 < seconds < 15
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_malformed_bytes_behind_a_refusal_get_no_answer(server: httpx.Client, late: bool) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    url = server.base_url
+    with socket.create_connection((url.host, url.port or 0), timeout=20) as sock:
+        sock.sendall(head + b"5\r\nhello\r\n" + (b"" if late else b"zz\r\n"))
+        got = sock.recv(65536)
+        if late:
+            sock.sendall(b"zz\r\n")
+        while piece := sock.recv(65536):
+            got += piece
+    assert got.startswith(b"HTTP/1.1 401 ") and got.count(b"HTTP/1.1 ") == 1
+
+
 def test_what_is_no_http_is_refused_in_the_same_form(server: httpx.Client) -> None:
     answer, _ = raw(server, b"what\r\n\r\n")
     head, _, body = answer.partition(b"\r\n\r\n")

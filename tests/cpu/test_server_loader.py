@@ -139,12 +139,50 @@ def test_a_broken_index_is_named(demo_folder: Path, tmp_path: Path) -> None:
     edit_json(index, weight_map={**good, norm: "../elsewhere.safetensors"})
     with pytest.raises(ModelError, match=r"index\.json"):
         load(folder)
-    index.write_text("[]")
-    with pytest.raises(ModelError, match=r"index\.json"):
-        load(folder)
+    for broken in (
+        "[]",
+        "[" * 100_000,
+        '{"weight_map": {}}',
+        json.dumps({"weight_map": {**good, norm: "\ud800"}}),
+        json.dumps({"weight_map": {**good, norm: "a\0b"}}),
+    ):
+        index.write_text(broken)
+        with pytest.raises(ModelError, match=r"index\.json"):
+            load(folder)
     index.write_text(json.dumps({"weight_map": good}))
     (folder / second).unlink()
     with pytest.raises(ModelError, match=second):
+        load(folder)
+
+
+def test_the_first_layers_of_a_checkpoint_run_alone(
+    demo_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its further layers, and those that predict further tokens, are left out."""
+    folder = shard(demo_folder, tmp_path / "model", 2, {"model.layers.4.eh_proj.weight": torch.ones(2)})
+    edit_json(folder / "config.json", num_nextn_predict_layers=1)
+    config = ModelConfig.load(folder, num_hidden_layers=2)
+    with caplog.at_level(logging.INFO, "server_example"):
+        weights = load_weights(folder, config, CPU)
+    assert "tensors are not used, such as model.layers." in caplog.text
+    expected = load(demo_folder).layers[:2]
+    for ours, theirs in zip(flat(weights.layers), flat(expected), strict=True):
+        assert ours.float().equal(theirs.float())
+
+
+def test_a_dtype_that_torch_lacks_is_named(demo_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(demo_folder, folder)
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    name = "model.layers.0.mlp.down_proj.weight"
+    rows, columns = header[name]["shape"]
+    header[name] |= {"dtype": "F6_E2M3", "shape": [rows * columns * 4 // 3]}
+    changed = json.dumps(header).encode()
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + size :])
+    with pytest.raises(ModelError, match=name):
         load(folder)
 
 

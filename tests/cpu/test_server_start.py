@@ -22,13 +22,16 @@ from tokenizers.decoders import Metaspace
 from moe_fp8.errors import ConfigError
 from moe_fp8.jit.build import BuildReport
 from server_example import demo
+from server_example.app import Service
 from server_example.backend import DeviceChoice, choose_backend, explained_memory
-from server_example.cache import LayerCache
+from server_example.cache import PAGE_TOKENS, LayerCache
 from server_example.engine import Engine, EngineOptions, EngineStoppedError, load_tokenizer
 from server_example.host import run_engine
+from server_example.model.batch import PrefillBatch
+from server_example.model.transformer import Transformer
 from server_example.sampling import SamplingParams
 from server_example.scheduler import Request, TokenEvent
-from server_example.serve import read_settings
+from server_example.serve import Process, listen, read_settings
 from server_example.settings import Settings
 from tests.demo_model import demo_folder
 from tests.live_server import children, environment
@@ -94,6 +97,27 @@ def test_a_port_in_use_ends_the_start_at_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert "Address already in use" in refused("--model", str(tmp_path), "--port", str(port))
+
+
+def test_connections_may_use_all_files_that_the_system_allows() -> None:
+    code = """
+import resource, sys
+from server_example.serve import main
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, most))
+sys.argv = ["serve", "--port", "99999"]
+assert main() == 2
+print(resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_few_connections_are_accepted_at_once(tmp_path: Path) -> None:
+    """asyncio logs an error for each attempt while the process may open no more files."""
+    with listen("127.0.0.1", 0) as sock:
+        process = Process(Service(Settings.model_validate({"model": tmp_path})), sock)
+        assert process._server.config.backlog <= 256
 
 
 def test_options_come_from_the_environment_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +242,29 @@ def test_a_lack_of_gpu_memory_ends_the_start_with_a_remedy(
         torch.empty(1 << 60, dtype=torch.int8)
     with pytest.raises(RuntimeError, match="another"), explained_memory():
         raise RuntimeError("another failure")
+
+
+def test_the_warm_up_needs_as_much_memory_as_any_prompt(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves nothing on the pages of requests."""
+    seen: list[tuple[int, int]] = []
+    prefill = Transformer.prefill
+
+    def watched(self: Transformer, batch: PrefillBatch, caches: list[LayerCache]) -> torch.Tensor:
+        seen.append((len(batch.tokens), len(batch.context_slots)))
+        return prefill(self, batch, caches)
+
+    monkeypatch.setattr(Transformer, "prefill", watched)
+    for pages, longest in ((129, 200), (3, 128)):
+        options = EngineOptions(max_context=200, prefill_chunk=96, cache_pages=pages)
+        engine = Engine(demo_folder, choose_backend("cpu"), options)
+        engine.warm_up()
+        assert seen.pop() == (96, longest)
+        assert engine.scheduler.pool.free == engine.scheduler.pool.capacity
+        for cache in engine.caches:
+            assert cache.latent[:PAGE_TOKENS].any() and cache.index[0].any()
+            assert not cache.latent[PAGE_TOKENS:].any() and not cache.index[1:].any()
 
 
 def test_the_demo_says_why_it_compiles_without_a_gpu(

@@ -165,6 +165,13 @@ def test_wrong_data_and_options_are_refused(tmp_path: Path) -> None:
     archive = write_archive(tmp_path / "data.tar.gz", hamlet_gut="To be.")
     with pytest.raises(ConfigError, match="macbeth"):
         read_works(archive)
+    works = {"hamlet_gut": TEXT, "macbeth_gut": TEXT}
+    whole = write_archive(archive, **works).read_bytes()
+    middle = len(whole) // 2
+    for broken in (whole[:middle], whole[:middle] + bytes(50) + whole[middle + 50 :], b""):
+        archive.write_bytes(broken)
+        with pytest.raises(ConfigError, match="data"):
+            read_works(archive)
     archive.write_bytes(b"no archive")
     with pytest.raises(ConfigError, match="data"):
         read_works(archive)
