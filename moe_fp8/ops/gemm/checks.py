@@ -269,13 +269,16 @@ def addend(op: str, c: Tensor, out: Tensor) -> None:
 
 
 def addend_memory(op: str, c: Tensor, out: Tensor) -> bool:
-    """`c` and `out`, which `addend` has checked, share all memory or none; returns whether they share it."""
+    """`c` and `out`, which `addend` has checked, share all memory or none.
+
+    Returns whether they are the same elements, so that `out` needs no copy of `c`.
+    """
     same = c.data_ptr() == out.data_ptr() and all(
         size == 1 or one == other for size, one, other in zip(c.shape, c.stride(), out.stride(), strict=True)
     )
     if not same and not out.is_meta and overlap(c, out):  # the meta device has no memory
         raise ArgumentError(op, "c", "out itself, or no memory of out", "memory that both share", "clone c")
-    return same
+    return same and c.is_neg() == out.is_neg()
 
 
 def _config(layout: str, a: Tensor, b: Tensor, b_scale: Tensor, config: str) -> None:
