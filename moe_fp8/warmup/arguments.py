@@ -88,7 +88,7 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--masked-rows", type=int, default=None,
         help="rows of an expert's buffer in the masked layout (default: enough for the decode batch; with "
-        "--engine sglang enough for a pass, as SGLang makes it)",
+        "--engine enough for a pass, since both engines prefill in this layout)",
     )  # fmt: skip
     parser.add_argument(
         "--num-sms", type=one_or_more, default=None, metavar="SMS[,SMS...]",
