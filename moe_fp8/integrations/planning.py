@@ -18,8 +18,8 @@ class LoadedEngine:
     """What an engine has loaded, and the limits of its calls.
 
     `engine` is "vllm" or "sglang". `dense` are (N, K) of linear layers, `experts` (local experts, N, K) of
-    grouped products. `data_parallel`: groups of ranks whose tokens a rank's experts get. `next_n`: the most
-    tokens of a request in a decode step. `num_sms`: SMs that the ops use, or all numbers that occur.
+    grouped products. `data_parallel`: groups of ranks whose tokens a rank's experts and MLPs get. `next_n`:
+    the most tokens of a request in a decode step. `num_sms`: SMs that the ops use, or all numbers that occur.
     `kv_lora_rank`: the K of MLA's `kv_b_proj`, whose rows may be all cached tokens of a context; None without
     MLA. `indexer`: as the config has it. Other limits are the engine's defaults of `PlanOptions`.
     """
@@ -58,6 +58,7 @@ def plan_loaded(loaded: LoadedEngine) -> Plan:
     options = PlanOptions(
         ep=loaded.data_parallel,
         attention_tp=1,
+        mlp_tp=loaded.data_parallel,
         max_tokens=loaded.max_tokens,
         max_batch=loaded.max_batch,
         # Longer drafts are no calls of the indexer's kernels.

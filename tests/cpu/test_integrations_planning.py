@@ -66,6 +66,15 @@ def test_the_tokens_of_other_ranks_and_the_indexer_are_planned() -> None:
         assert kernel_spec(PagedMqaLogitsProblem(64, next_n, 64, 128, 64)) in specs
 
 
+@pytest.mark.parametrize("device", gemm_table.devices())
+def test_linear_layers_get_the_tokens_of_other_ranks(device: str) -> None:
+    # SGLang gathers the tokens of all data-parallel groups in front of MLPs.
+    specs = set(plan_loaded(engine(max_tokens=256, data_parallel=8, experts=set())).specs)
+    for m, (n, k) in itertools.product(range(256, 2049, 64), QWEN["dense"]):
+        assert kernel_spec(GemmProblem("dense", m, n, k, device=device)) in specs
+        assert kernel_spec(QuantizeProblem(m, k)) in specs
+
+
 def test_every_number_of_sms_is_planned_and_no_other() -> None:
     several = set(plan_loaded(engine(num_sms=(132, 72))).specs)
     apart = [set(plan_loaded(engine(num_sms=sms)).specs) for sms in (132, 72)]
