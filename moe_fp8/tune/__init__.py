@@ -1,4 +1,4 @@
-"""Timings of GEMM configs on this GPU, and what `moe_fp8.heuristics` consults: the cost model and tables."""
+"""Times GEMM configs on this GPU, and makes the cost model and the tables of `moe_fp8.heuristics`."""
 
 from __future__ import annotations
 
