@@ -20,7 +20,7 @@ from .inputs import Quantized
 from .peer import DeepGemm
 from .results import BATCH_INVARIANT, Row
 from .shapes import CONTIGUOUS, DENSE, MASKED, DenseShape, GroupedShape, aligned_starts
-from .timing import Call, l2_bytes, plan_rotation
+from .timing import MOST_SETS, Call, l2_bytes, plan_rotation
 
 #: Rounding to a bf16 output makes a relative error of about 1.7e-3.
 TOLERANCE = 3e-3
@@ -99,7 +99,7 @@ def _rotation(weight_bytes: int, rows: int, n: int, k: int, contestants: int) ->
     Each contestant has as many rows of outputs.
     """
     row_bytes = max(1, rows) * (k + 2 * n * contestants)
-    most_sets = min(64, max(2, _MOST_ROW_BYTES // row_bytes))
+    most_sets = min(MOST_SETS, max(2, _MOST_ROW_BYTES // row_bytes))
     return plan_rotation(weight_bytes, l2_bytes(), most_sets)
 
 
@@ -177,7 +177,8 @@ def _contiguous(session: Session, peer: DeepGemm | None, shape: GroupedShape, ro
     starts = ragged if shape.layout == "offsets" else aligned
     psum = _int32([start + count for start, count in zip(aligned[:-1], counts, strict=True)])
     m_indices = _m_indices(aligned, counts) if shape.layout == "m_indices" else None
-    # Engines pass no hint with m_indices. With the other layouts they know how many rows they routed.
+    # An engine that knows how many rows it routed can pass the hint `expected_m`, to both contestants. It has
+    # no place in calls with m_indices.
     index: dict[str, Any] = {"psum": psum, "expected_m": shape.rows_per_expert}
     if shape.layout == "offsets":
         index = {"offsets": _int32(ragged), "expected_m": shape.rows_per_expert}
@@ -208,7 +209,16 @@ def _contiguous(session: Session, peer: DeepGemm | None, shape: GroupedShape, ro
             a = [inputs.activations(aligned[-1], k) for _ in range(num_sets)]
         outs = [_poisoned(aligned[-1], n) for _ in range(num_sets)]
         calls = [
-            partial(peer.grouped_contiguous, a[i][0], peer.aligned(a[i][1]), *b[i], outs[i], psum, m_indices)
+            partial(
+                peer.grouped_contiguous,
+                a[i][0],
+                peer.aligned(a[i][1]),
+                *b[i],
+                outs[i],
+                psum,
+                m_indices,
+                shape.rows_per_expert,
+            )
             for i in range(num_sets)
         ]
         contestants.append(contestant(peer.name, aligned, a, outs, calls))

@@ -132,8 +132,9 @@ def _layer(session: Session, shape: MoeLayerShape, weights: Weights, terms: dict
         shape.num_experts,
         weights.expert_map,
     )
+    # The first set with an expert here, and its first tokens with an expert here: all other sums are zero.
+    sets.sort(key=lambda one: not (one[2] < shape.local_experts).any())
     x, topk_weights, ids = sets[0]
-    # The first tokens with an expert here: the others' sums are zero.
     token = (ids < shape.local_experts).any(1).nonzero()[:_CHECKED, 0]
     expected = weights.expected(x[token], topk_weights[token], ids[token])
     contestants = []

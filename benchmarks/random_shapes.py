@@ -135,7 +135,7 @@ MODELS = {
     "Qwen3-30B": Model(2048, 768, 128, Gqa(32, 4)),
 }
 
-#: Models that nothing was ever fitted to or tuned on. Never fit or tune anything on them.
+#: Models that no table and no constant was ever fitted to. Never fit or tune anything on them.
 UNFITTED = {
     "MiniMax-M2": Model(3072, 1536, 256, Gqa(48, 8)),
     "DeepSeek-V4-Flash": Model(4096, 2048, 256, CompressedMla(64, 1024, 512, 1024, 8, 64), 2048),

@@ -65,14 +65,16 @@ def summary(results: Results) -> str:
     if not results:
         return "No device has been measured yet."
     parts = []
-    for device in filter(_judged, results):
+    for device in results:
+        if not (headlines := targets.headlines(device)):
+            continue
         parts.append(
             f"On one {_name(device)}. A figure is the time of DeepGEMM, or of the peer that the line names, "
             "over ours: above 1 we are faster. (For `gemm_fp8` it is the time of the faster of DeepGEMM and "
             "torch's `scaled_mm`, whose rows are padded to a multiple of 4.) A class has targets for its "
             "mean and for its worst shape, so that a mean above 1 may still miss a target."
         )
-        parts += [targets.headlines(device), _sets(device)]
+        parts += [headlines, _sets(device)]
         if others := targets.others(device):
             parts.append(f"{others} [docs/benchmarks.md](docs/benchmarks.md#targets) has all targets.")
     return "\n\n".join(parts)

@@ -10,10 +10,23 @@ import torch
 
 from moe_fp8.tune.replay import Call, Replay, alternate, l2_bytes
 
-__all__ = ["Call", "Replay", "alternate", "alternate_walls", "in_a_row", "l2_bytes", "plan_rotation"]
+__all__ = [
+    "MOST_SETS",
+    "Call",
+    "Replay",
+    "alternate",
+    "alternate_walls",
+    "in_a_row",
+    "l2_bytes",
+    "plan_rotation",
+]
 
 
-def plan_rotation(set_bytes: int, l2: int, max_sets: int = 64) -> tuple[int, int]:
+#: Sets take time to make. 512 sets of 0.5 MB exceed 4 x the L2 of an H200.
+MOST_SETS = 512
+
+
+def plan_rotation(set_bytes: int, l2: int, max_sets: int = MOST_SETS) -> tuple[int, int]:
     """(input sets, calls of a graph): together the sets exceed 4 x the L2, unless `max_sets` are too few.
 
     The calls use each set equally often. There are at least 2 sets, at most `max_sets`, and at least 8 calls.

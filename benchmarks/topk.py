@@ -39,6 +39,7 @@ def _logits(shape: TopkShape, ends: Tensor | None) -> Tensor:
 def _error(columns: Tensor, logits: Tensor, k: int) -> float:
     """0 if the chosen logits equal torch.topk's choice and no column is chosen twice, else infinity."""
     chosen = torch.where(columns < 0, float("-inf"), logits.gather(1, columns.long().clamp_min(0)))
+    columns = columns.sort(1).values
     repeated = (columns[:, 1:] == columns[:, :-1]) & (columns[:, 1:] >= 0)
     exact = torch.equal(chosen.sort(1, descending=True).values, logits.topk(k, 1).values)
     return 0.0 if exact and not repeated.any() else float("inf")
@@ -60,12 +61,15 @@ def _topk(session: Session, shape: TopkShape, terms: dict[str, Any]) -> None:
         ours(sets[0])
         return _error(out, sets[0], k)
 
-    def theirs(logits: Tensor) -> object:
+    def theirs(logits: Tensor) -> torch.return_types.topk:
         return torch.topk(logits, k, dim=1, sorted=False)
+
+    def check_theirs() -> float:
+        return _error(theirs(sets[0]).indices, sets[0], k)
 
     contestants = [
         Contestant("moe_fp8", [partial(ours, logits) for logits in sets], check_ours),
-        Contestant(_PEER, [partial(theirs, logits) for logits in sets], lambda: 0.0),
+        Contestant(_PEER, [partial(theirs, logits) for logits in sets], check_theirs),
     ]
     nbytes = 4.0 * sum(lengths) + 4.0 * shape.rows * k
     row = Row("topk", terms, 0.0, nbytes=nbytes)
