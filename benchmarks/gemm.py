@@ -177,8 +177,8 @@ def _contiguous(session: Session, peer: DeepGemm | None, shape: GroupedShape, ro
     starts = ragged if shape.layout == "offsets" else aligned
     psum = _int32([start + count for start, count in zip(aligned[:-1], counts, strict=True)])
     m_indices = _m_indices(aligned, counts) if shape.layout == "m_indices" else None
-    # An engine that knows how many rows it routed can pass the hint `expected_m`, to both contestants. It has
-    # no place in calls with m_indices.
+    # An engine that knows how many rows it routed passes our op the hint `expected_m`, except with m_indices.
+    # Engines pass DeepGEMM no hint here, and a hint makes it no faster on Hopper.
     index: dict[str, Any] = {"psum": psum, "expected_m": shape.rows_per_expert}
     if shape.layout == "offsets":
         index = {"offsets": _int32(ragged), "expected_m": shape.rows_per_expert}
@@ -209,16 +209,7 @@ def _contiguous(session: Session, peer: DeepGemm | None, shape: GroupedShape, ro
             a = [inputs.activations(aligned[-1], k) for _ in range(num_sets)]
         outs = [_poisoned(aligned[-1], n) for _ in range(num_sets)]
         calls = [
-            partial(
-                peer.grouped_contiguous,
-                a[i][0],
-                peer.aligned(a[i][1]),
-                *b[i],
-                outs[i],
-                psum,
-                m_indices,
-                shape.rows_per_expert,
-            )
+            partial(peer.grouped_contiguous, a[i][0], peer.aligned(a[i][1]), *b[i], outs[i], psum, m_indices)
             for i in range(num_sets)
         ]
         contestants.append(contestant(peer.name, aligned, a, outs, calls))

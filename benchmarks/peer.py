@@ -71,16 +71,14 @@ class DeepGemm:
         out: Tensor,
         psum: Tensor,
         m_indices: Tensor | None,
-        expected_m: int,
     ) -> None:
-        """Use `m_indices` [M] if it is given, else `psum` [E] and the hint `expected_m`."""
+        """Use `m_indices` [M] if it is given, else `psum` [E]."""
         self._module.m_grouped_fp8_gemm_nt_contiguous(
             (a, a_scale),
             (b, b_scale),
             out,
             psum if m_indices is None else m_indices,
             use_psum_layout=m_indices is None,
-            expected_m_for_psum_layout=expected_m if m_indices is None else None,
             disable_ue8m0_cast=True,
         )
 

@@ -34,11 +34,8 @@ class ReferencePeer:
         out: Tensor,
         psum: Tensor,
         m_indices: Tensor | None,
-        expected_m: int,
     ) -> None:
-        layout: dict[str, Any] = {"psum": psum, "expected_m": expected_m}
-        if m_indices is not None:
-            layout = {"m_indices": m_indices}
+        layout = {"psum": psum} if m_indices is None else {"m_indices": m_indices}
         moe_fp8.grouped_gemm_fp8_contiguous(a, a_scale, b, b_scale, **layout, out=out)
 
     def grouped_masked(
