@@ -28,10 +28,12 @@ def warm_up(call: Callable[[], object], runs: int) -> None:
     """Run `call` on a side stream, as torch asks before a capture; the current stream waits for it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(runs):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(runs):
+                call()
+    finally:
+        torch.cuda.current_stream().wait_stream(stream)
 
 
 def refuse_synchronization(name: str, call: Callable[[], object]) -> None:

@@ -89,8 +89,6 @@ class GraphRunner:
         self._graphs.clear()
         self._grown.clear()
         self._rows.clear()
-        # Otherwise the step would see the last run's rows again and write them into its state again.
-        self.buffers.clear()
         with self._on_device():
             if self.uses_graphs:
                 self._captured_pool = torch.cuda.graph_pool_handle() if self.pool is None else self.pool
@@ -98,16 +96,26 @@ class GraphRunner:
                 if self.uses_graphs:
                     self._capture(bucket)
                 else:
+                    self.buffers.clear()
                     self._call(bucket)
                 if progress is not None:
                     progress(bucket)
 
     @torch.no_grad()  # what autograd saved for an output would keep the scratch of its bucket
     def _capture(self, bucket: int) -> None:
-        inputs = self.buffers.view(bucket)
-        warm_up(lambda: self.step(inputs), self.warmup_runs)
+        # A step may write to its inputs, and bind other tensors to their names. So each call gets padding and
+        # a dict of its own. Padding also keeps the last run's rows from being written into its state again.
+        def call() -> Tensors:
+            return self.step(self.buffers.view(bucket))
+
+        def padded_call() -> Tensors:
+            self.buffers.clear()
+            return call()
+
+        warm_up(padded_call, self.warmup_runs)
         before = memory.pool_bytes(self._captured_pool)
-        graph, outputs = capture("GraphRunner.capture", lambda: self.step(inputs), self._captured_pool)
+        self.buffers.clear()
+        graph, outputs = capture("GraphRunner.capture", call, self._captured_pool)
         self._check_outputs(outputs, bucket)
         self._graphs[bucket] = graph, dict(outputs)  # the step may use its dict again for the next bucket
         self._grown[bucket] = memory.pool_bytes(self._captured_pool) - before
@@ -154,6 +162,7 @@ class GraphRunner:
             raise ArgumentError(
                 "GraphRunner.capture", "step", "a dict of tensors as its result", type(outputs).__name__
             )
+        found = dict(self._rows)
         for name, tensor in outputs.items():
             if not isinstance(tensor, torch.Tensor):
                 raise ArgumentError(
@@ -168,4 +177,5 @@ class GraphRunner:
                     f"{bucket * rows} rows: the bucket's {bucket} requests of {rows}",
                     f"shape {list(tensor.shape)}",
                 )
-            self._rows[name] = rows
+            found[name] = rows
+        self._rows = found

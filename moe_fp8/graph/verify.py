@@ -116,13 +116,13 @@ def _capture(
 ) -> _Captured:
     """Warm up and capture `fn` on the static tensors, in a pool of its own."""
     with torch.cuda.device(device):
-        warm_up(lambda: fn(static.tensors), warmup_runs - 1)
-        refuse_synchronization(name, lambda: fn(static.tensors))
+        warm_up(lambda: fn(static.given()), warmup_runs - 1)
+        refuse_synchronization(name, lambda: fn(static.given()))
         pool = torch.cuda.graph_pool_handle()
 
         def call() -> tuple[object, set[int]]:
             before = {block.address for block in memory.blocks(device) if block.used}
-            result = fn(static.tensors)
+            result = fn(static.given())
             return result, {block.address for block in memory.blocks(device) if block.used} - before
 
         graph, (result, outside) = capture(name, call, pool)
@@ -171,6 +171,10 @@ class _Static:
         for (_, mine), (_, theirs) in zip(_items(self.tensors), _items(given), strict=True):
             _memory_of(mine).copy_(_memory_of(theirs))
 
+    def given(self) -> Any:
+        """The tensors as an argument of a call, which may bind other tensors to their names."""
+        return self.tensors.copy()
+
     def named(self) -> dict[str, Tensor]:
         return {f"input {key}": tensor for key, tensor in _items(self.tensors)}
 
@@ -192,7 +196,7 @@ def _twin(tensor: Tensor) -> Tensor:
 
 def _eager(fn: Callable[[Any], object], given: Inputs) -> _Bits:
     static = _Static(given)
-    result = fn(static.tensors)
+    result = fn(static.given())
     storages = {tensor.untyped_storage().data_ptr() for tensor in static.named().values()}
     outputs = _named("output", result).items()
     own = {key: tensor for key, tensor in outputs if tensor.untyped_storage().data_ptr() not in storages}

@@ -23,7 +23,7 @@ def empty_mn_major(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 def _mn_major_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     m, groups = shape[-2:]
-    pitch = (m + 3) & -4
+    pitch = (m + 3) // 4 * 4  # an exporter cannot reason about `&`
     return (1, pitch) if len(shape) == 2 else (pitch * groups, 1, pitch)
 
 
@@ -34,7 +34,7 @@ def pitch(scale: Tensor) -> int:
     least M. The address is a multiple of 16 bytes. The stride of a dimension of size 1 does not matter.
     """
     *experts, m, groups = scale.shape
-    usual = (m + 3) & -4
+    usual = (m + 3) // 4 * 4
     if scale.stride() == (
         1,
         usual,

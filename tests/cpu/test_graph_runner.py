@@ -189,7 +189,10 @@ def test_runner_refuses_what_is_no_batch() -> None:
             runner.run(bad)
 
 
-def test_a_step_may_return_one_dict_for_all_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runners take their path for GPUs, with calls in the place of warm-ups and captures."""
+
     class Graph:
         def replay(self) -> None:
             pass
@@ -198,9 +201,33 @@ def test_a_step_may_return_one_dict_for_all_buckets(monkeypatch: pytest.MonkeyPa
         return Graph(), call()
 
     monkeypatch.setattr(runner_module, "capture", capture)
-    monkeypatch.setattr(runner_module, "warm_up", lambda call, runs: None)
+    monkeypatch.setattr(runner_module, "warm_up", lambda call, runs: [call() for _ in range(runs)])
     monkeypatch.setattr(runner_module.memory, "pool_bytes", lambda pool: 0)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(GraphRunner, "_on_device", lambda self: nullcontext())
+    # A runner on a CPU has no current GPU to ask for.
+    monkeypatch.setattr(GraphRunner, "uses_graphs", property(lambda self: hasattr(self, "_rows")))
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_step_may_write_to_its_inputs_and_to_their_names() -> None:
+    seen: list[tuple[list[int], bool]] = []
+
+    def step(tensors: Any) -> Mapping[str, torch.Tensor]:
+        tokens = tensors["tokens"]
+        static = tokens.untyped_storage().data_ptr() in runner.buffers._addresses
+        seen.append((tokens.tolist(), static))
+        tokens.add_(5)
+        tensors["tokens"] = tokens * 2
+        return {"tokens": tensors.pop("tokens")}
+
+    runner = GraphRunner(step, SPECS, BatchBuckets([1, 2]), "cpu", warmup_runs=2)
+    runner.capture(lambda bucket: runner.run(inputs(bucket)) and None)
+    assert seen == [([-1, -1], True)] * 3 + [([-1], True)] * 3
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_step_may_return_one_dict_for_all_buckets() -> None:
     kept: dict[str, torch.Tensor] = {}
 
     def step(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -208,8 +235,6 @@ def test_a_step_may_return_one_dict_for_all_buckets(monkeypatch: pytest.MonkeyPa
         return kept
 
     runner = GraphRunner(step, SPECS, BatchBuckets([1, 4]), "cpu")
-    monkeypatch.setattr(GraphRunner, "uses_graphs", True)
-    monkeypatch.setattr(runner, "_on_device", nullcontext)
     runner.capture()
     assert runner.run(inputs(3))["tokens"].shape == (3,)
 
@@ -252,6 +277,14 @@ def test_a_request_may_have_several_rows() -> None:
             runner.run({**given, **bad})
     with pytest.raises(ArgumentError, match="row of a request"):
         StaticBuffers({"tokens": BufferSpec((), torch.int64, rows=0)}, 4, "cpu")
+
+
+def test_a_refused_output_leaves_nothing_behind() -> None:
+    results = iter([{"a": torch.zeros(4), "b": None}, {"a": torch.zeros(2), "b": torch.zeros(2)}])
+    runner = GraphRunner(lambda tensors: next(results), SPECS, BatchBuckets([2]), "cpu")  # type: ignore[arg-type,return-value]
+    with pytest.raises(ArgumentError, match="output b"):
+        runner.run(inputs(2))
+    assert runner.run(inputs(2))["a"].shape == (2,)
 
 
 def test_an_output_has_the_same_rows_in_every_bucket() -> None:

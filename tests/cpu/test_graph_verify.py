@@ -53,7 +53,7 @@ def tape_for_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     def taped(name: str, fn: Any, static: Any, device: Any, runs: int) -> verify._Captured:
         tape = Tape()
         with tape:
-            result = fn(static.tensors)
+            result = fn(static.given())
         inputs = {tensor.untyped_storage().data_ptr() for tensor in static.named().values()}
         outputs = {
             key: tensor
@@ -141,6 +141,15 @@ def test_one_wrong_element_is_named() -> None:
     first, other = list(inputs().values()), list(inputs(1).values())
     with refused("output", r"2.0 instead of 3.0 at \[2, 1\]"):
         verify_capture_safe(step, first, other)
+
+
+def test_a_function_may_bind_other_tensors_to_the_names_of_its_inputs() -> None:
+    def rebinds(given: dict[str, Tensor]) -> Tensor:
+        given["x"] = given["x"] * 2 + given["n"]
+        return given.pop("x")
+
+    report = verify_capture_safe(rebinds, inputs(), inputs(1))
+    assert report.outputs == ("output",)
 
 
 def test_unwritten_elements_are_found() -> None:

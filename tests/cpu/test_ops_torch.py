@@ -254,6 +254,31 @@ def test_inductor_adds_no_kernel_to_a_block_of_experts(interleaved: bool, own_wo
     assert (memory[size:] == 7).all()
 
 
+def test_an_exported_layer_takes_any_number_of_tokens() -> None:
+    gen = cases.generator(0, "cpu")
+    weights = (*cases.weights(4, 256, 256, gen), *cases.weights(4, 256, 128, gen))
+    weight, weight_scale = cases.weights(1, 192, 256, gen)
+
+    class Block(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            ids = x[:, :2].long().abs() % 4
+            return moe_fp8.fused_moe(x, ids, None, *weights), moe_fp8.linear_fp8(
+                x, weight[0], weight_scale[0]
+            )
+
+    def tokens(count: int) -> torch.Tensor:
+        return torch.randn(count, 256, generator=gen).bfloat16()
+
+    count = torch.export.Dim("count", min=0, max=1000)
+    exported = torch.export.export(
+        Block(), (tokens(7),), dynamic_shapes={"x": {0: count}}, strict=False
+    ).module()
+    for some in (0, 1, 6, 33):
+        x = tokens(some)
+        for got, expected in zip(exported(x), Block()(x), strict=True):
+            assert torch.equal(got, expected)
+
+
 def test_a_compiler_may_copy_offsets_late() -> None:
     """So the second GEMM of a traced layer does not read them before the kernel before has ended."""
     gen = cases.generator(0, "cpu")
@@ -323,6 +348,50 @@ def _selections() -> dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Te
         return moe_fp8.paged_indexer_select(*tensors[:-1], **sizes, workspace=tensors[-1])
 
     return {"prefill": (prefill, (*mqa.arguments(), workspace)), "decode": (decode, (*cached, workspace))}
+
+
+@pytest.mark.parametrize("lengths", [[64, 128, 0], [[64, 63], [127, 128], [0, 0]]], ids=["request", "token"])
+def test_inductor_writes_only_to_the_workspace_of_a_selection(lengths: list[Any]) -> None:
+    case = cases.paged_case(lengths, 2, 8, 64)
+    tensors = case.q, case.kv_cache, case.weights, case.context_lens, case.block_table
+    selection = partial(moe_fp8.paged_indexer_select, topk=5, max_context_len=128, num_sms=4)
+    size = moe_fp8.indexer_workspace_bytes(num_queries=6, num_keys=128, topk=5, next_n=2, num_sms=4)
+    memory = torch.full((4096 + 3 * size,), 7, dtype=torch.uint8)
+    workspace = memory[4096 : 4096 + size]
+    with torch.no_grad():
+        compiled = torch.compile(selection, fullgraph=True)
+        assert torch.equal(compiled(*tensors, workspace=workspace), selection(*tensors))
+    assert (memory[:4096] == 7).all() and (memory[4096 + size :] == 7).all()
+
+
+@pytest.mark.parametrize("own_workspace", [False, True])
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_a_compiled_selection_takes_any_number_of_queries(name: str, own_workspace: bool) -> None:
+    torch._dynamo.reset()  # else what other tests have compiled counts
+    compiles = 0
+
+    def backend(module: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:
+        nonlocal compiles
+        compiles += 1
+        return module.forward
+
+    def prefill(count: int) -> tuple[torch.Tensor, ...]:
+        return cases.mqa_case(count, count + 7, 8).arguments()
+
+    def decode(count: int) -> tuple[torch.Tensor, ...]:
+        case = cases.paged_case([70] * count, 1, 8, 64)
+        return case.q, case.kv_cache, case.weights, case.context_lens, case.block_table
+
+    workspace = torch.empty(1 << 18, dtype=torch.uint8) if own_workspace else None
+    selection, make = {
+        "prefill": (partial(moe_fp8.indexer_select, topk=5), prefill),
+        "decode": (partial(moe_fp8.paged_indexer_select, topk=5, max_context_len=128, num_sms=4), decode),
+    }[name]
+    compiled = torch.compile(selection, backend=backend, fullgraph=True, dynamic=True)
+    for count in (6, 7, 12, 33, 2):
+        given = make(count)
+        assert torch.equal(compiled(*given, workspace=workspace), selection(*given))
+    assert compiles == 1
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])

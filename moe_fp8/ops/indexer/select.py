@@ -62,7 +62,13 @@ class SelectionPlan:
         return workspaces.total_bytes(self.sizes)
 
     def buffers(self, workspace: Tensor) -> Iterator[Tensor]:
-        """Flat int32 views of the workspace, a view of each size."""
+        """Flat int32 views of the workspace, a view of each size; tensors of their own in a traced call.
+
+        Inductor gets wrong addresses for parts of a workspace that ops write.
+        """
+        if arguments.traced():
+            device = workspace.device
+            return (torch.empty(size // 4, dtype=torch.int32, device=device) for size in self.sizes)
         return (buffer.view(torch.int32) for buffer in workspaces.buffers(workspace, self.sizes))
 
 
@@ -158,7 +164,8 @@ def _select(
     num_rows, topk = out.shape
     width = plan.columns + plan.carried
     logits, values, *positions, starts, chunk_ends, ends, _ = plan.buffers(workspace)
-    for first in range(0, num_rows, plan.rows):
+    # A compiler takes the length of a range for a constant, and the batch with it.
+    for first in range(0, num_rows, plan.rows) if plan.rows < num_rows else (0,):
         rows = slice(first, min(first + plan.rows, num_rows))
         count = rows.stop - first
         table = logits[: count * width].view(torch.float32).view(count, width)[:, : plan.columns + topk]
@@ -234,8 +241,9 @@ def indexer_select(
     out: int32 `[M, topk]`, contiguous, or None. It shares no memory with any other argument.
 
     Returns out: rows of k, then -1. Every workspace gives the same bits. Nothing is allocated but the
-    workspace and out. No host synchronization; safe to capture. Raises what both ops raise (ArgumentError,
-    UnsupportedError for another H or D), and ArgumentError for a workspace that is too small.
+    workspace and out. But a traced call (torch.compile) leaves its memory to the compiler, and uses of the
+    workspace only its size. No host synchronization; safe to capture. Raises what both ops raise
+    (ArgumentError, UnsupportedError for another H or D), and ArgumentError for a workspace that is too small.
 
     Large calls take the second kernel of `mqa_logits_fp8`, whose zeros are not exact. Keys whose logits tie
     at 0 are then chosen in any order, not the lower one first. A key is passed over only for a key whose
