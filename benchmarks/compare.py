@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,8 @@ from .results import (
 from .timing import Call, Replay, alternate, l2_bytes
 
 _Shape = TypeVar("_Shape")
+_Set = TypeVar("_Set")
+_Result = TypeVar("_Result")
 
 _SHOWN = ("us", "tflops", "gbs", "ceiling_share", "ratio", "rel_error")
 
@@ -51,6 +54,15 @@ class Contestant:
     check: Callable[[], float]
     aside: bool = False
     tolerance: float | None = None
+
+    @classmethod
+    def of(
+        cls, name: str, call: Callable[[_Set], _Result], sets: Sequence[_Set],
+        error: Callable[[_Result, _Set], float], tolerance: float | None = None,
+    ) -> Contestant:  # fmt: skip
+        """A contestant that calls `call` with each of `sets`; `error` is that of the first set's result."""
+        calls = [partial(call, given) for given in sets]
+        return cls(name, calls, lambda: error(call(sets[0]), sets[0]), tolerance=tolerance)
 
     @classmethod
     def unavailable(cls, name: str, error: Exception) -> Contestant:

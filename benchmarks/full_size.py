@@ -40,15 +40,15 @@ _PROFILED, _PAUSE = 5, 0.05
 def run_full_size(session: Session, peer: DeepGemm | None, step: int) -> None:
     """Wall time of a step with its synchronization, as in class serve; `peer` has no such step."""
     # The other classes run without the server's dependencies.
-    from server_example.backend import choose_backend, load_kernels, plan_options
-    from server_example.cache import DUMMY_PAGE, PAGE_TOKENS, LayerCache, pages_for
+    from server_example.backend import choose_backend, load_kernels, plan_kernels
+    from server_example.cache import DUMMY_PAGE, LayerCache, pages_for
     from server_example.model.config import ModelConfig
     from server_example.model.transformer import Transformer
     from server_example.model.weights import load_weights
 
     backend, batches, width = choose_backend("auto"), _BATCHES[::step], pages_for(_CONTEXT)
     if backend.name == "cuda":
-        load_kernels(_MODEL, plan_options(max(batches), max(batches), backend.num_sms, PAGE_TOKENS))
+        load_kernels(plan_kernels(_MODEL, max(batches), max(batches), backend.num_sms))
     config = ModelConfig.load(_MODEL, **_LAYERS)
     weights = load_weights(Path("unused"), config, backend.device, load_format="dummy")
     model = Transformer(config, weights, max_positions=_CONTEXT, num_workers=backend.num_sms)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,27 +52,17 @@ def _mqa(session: Session, peer: DeepGemm | None, shape: MqaShape, terms: dict[s
     # All sets share one output, because the peer's allocation inside a graph also gives one buffer.
     out = torch.full((m, n), float("nan"), device=inputs.DEVICE)
 
-    def ours(s: MqaInputs) -> object:
+    def ours(s: MqaInputs) -> Tensor:
         return moe_fp8.mqa_logits_fp8(s.q, s.k, s.k_scale, s.weights, s.ks, s.ke, out=out)
 
-    def check_ours() -> float:
-        ours(sets[0])
-        return inputs.mqa_error(out, sets[0])
-
-    contestants = [Contestant("moe_fp8", [partial(ours, s) for s in sets], check_ours)]
+    contestants = [Contestant.of("moe_fp8", ours, sets, inputs.mqa_error)]
     if peer is not None:
         theirs = peer
 
         def call(s: MqaInputs) -> Tensor:
             return theirs.mqa_logits(s.q, s.k, s.k_scale, s.weights, s.ks, s.ke, n)
 
-        contestants.append(
-            Contestant(
-                peer.name,
-                [partial(call, s) for s in sets],
-                lambda: inputs.mqa_error(call(sets[0]), sets[0]),
-            )
-        )
+        contestants.append(Contestant.of(peer.name, call, sets, inputs.mqa_error))
     pairs = sum(range(n - m + 1, n + 1))
     row = Row(
         "mqa_logits",
@@ -95,16 +84,12 @@ def _paged(session: Session, peer: DeepGemm | None, shape: PagedShape, terms: di
         sets[0].lengths, block_size=shape.block_size, num_sms=num_sms(), next_n=shape.next_n
     )
 
-    def ours(s: PagedInputs) -> object:
+    def ours(s: PagedInputs) -> Tensor:
         return moe_fp8.paged_mqa_logits_fp8(
             s.q, s.kv_cache, s.weights, s.lengths, s.block_table, schedule, max_context_len=width, out=out
         )
 
-    def check_ours() -> float:
-        ours(sets[0])
-        return inputs.paged_error(out, sets[0])
-
-    contestants = [Contestant("moe_fp8", [partial(ours, s) for s in sets], check_ours)]
+    contestants = [Contestant.of("moe_fp8", ours, sets, inputs.paged_error)]
     if peer is not None:
         theirs = peer
         their_schedule = theirs.paged_metadata(sets[0].lengths, shape.block_size, num_sms())
@@ -114,13 +99,7 @@ def _paged(session: Session, peer: DeepGemm | None, shape: PagedShape, terms: di
                 s.q, s.kv_cache, s.weights, s.lengths, s.block_table, their_schedule, width
             )
 
-        contestants.append(
-            Contestant(
-                peer.name,
-                [partial(call, s) for s in sets],
-                lambda: inputs.paged_error(call(sets[0]), sets[0]),
-            )
-        )
+        contestants.append(Contestant.of(peer.name, call, sets, inputs.paged_error))
     pairs = tokens * shape.next_n
     row = Row(
         "paged_mqa_logits",

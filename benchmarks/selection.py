@@ -151,8 +151,7 @@ def _decode(session: Session, peer: DeepGemm | None) -> None:
         logits = peer.paged_mqa_logits(q, s.kv_cache, weights, s.lengths, s.block_table, schedule, width)
         return hide(logits, s).topk(_TOPK, dim=1, sorted=False).indices
 
-    def check(chosen: Tensor) -> float:
-        s = sets[0]
+    def error(chosen: Tensor, s: PagedInputs) -> float:
         q, weights = _quantize(x, s.weights)
         schedule = moe_fp8.paged_mqa_logits_metadata(
             s.lengths, block_size=shape.block_size, num_sms=num_sms()
@@ -162,16 +161,9 @@ def _decode(session: Session, peer: DeepGemm | None) -> None:
         )
         return _difference(chosen, hide(logits, s))
 
-    contestants = [Contestant("moe_fp8", [partial(ours, s) for s in sets], lambda: check(ours(sets[0])))]
+    contestants = [Contestant.of("moe_fp8", ours, sets, error)]
     if peer is not None:
-        given = peer
-        contestants.append(
-            Contestant(
-                f"{peer.name} + torch.topk",
-                [partial(theirs, given, s) for s in sets],
-                lambda: check(theirs(given, sets[0])),
-                tolerance=1e-3,
-            )
-        )
+        name, call = f"{peer.name} + torch.topk", partial(theirs, peer)
+        contestants.append(Contestant.of(name, call, sets, error, tolerance=1e-3))
     row = Row("indexer_select", shape_dict(shape) | {"topk": _TOPK}, 0.0)
     session.compare(row, contestants, num_calls, 1e-6)

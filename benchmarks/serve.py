@@ -35,7 +35,7 @@ def run_serve(session: Session, peer: DeepGemm | None, step: int) -> None:
 def shakespeare_engine(max_batch: int, context: int) -> Engine:
     """The engine of the example model with its graphs. It has pages for one request of `context` tokens."""
     # The other classes run without the server's dependencies.
-    from server_example.backend import choose_backend, load_kernels, plan_options
+    from server_example.backend import choose_backend, load_kernels, plan_kernels
     from server_example.cache import PAGE_TOKENS
     from server_example.engine import Engine, EngineOptions
     from server_example.settings import SHAKESPEARE
@@ -43,10 +43,8 @@ def shakespeare_engine(max_batch: int, context: int) -> Engine:
     backend = choose_backend("auto")
     options = EngineOptions(max_batch=max_batch, cache_pages=2 + context // PAGE_TOKENS)
     if backend.name == "cuda":
-        load_kernels(
-            SHAKESPEARE,
-            plan_options(options.prefill_chunk, options.max_batch, backend.num_sms, PAGE_TOKENS),
-        )
+        kernels = plan_kernels(SHAKESPEARE, options.prefill_chunk, options.max_batch, backend.num_sms)
+        load_kernels(kernels)
     engine = Engine(SHAKESPEARE, backend, options)
     engine.warm_up()
     return engine

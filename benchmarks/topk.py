@@ -54,22 +54,15 @@ def _topk(session: Session, shape: TopkShape, terms: dict[str, Any]) -> None:
     sets = [_logits(shape, ends) for _ in range(num_sets)]
     out = torch.full((shape.rows, k), -2, device=inputs.DEVICE, dtype=torch.int32)
 
-    def ours(logits: Tensor) -> object:
+    def ours(logits: Tensor) -> Tensor:
         return moe_fp8.indexer_topk(logits, topk=k, ke=ends, out=out)
 
-    def check_ours() -> float:
-        ours(sets[0])
-        return _error(out, sets[0], k)
-
-    def theirs(logits: Tensor) -> torch.return_types.topk:
-        return torch.topk(logits, k, dim=1, sorted=False)
-
-    def check_theirs() -> float:
-        return _error(theirs(sets[0]).indices, sets[0], k)
+    def theirs(logits: Tensor) -> Tensor:
+        return torch.topk(logits, k, dim=1, sorted=False).indices
 
     contestants = [
-        Contestant("moe_fp8", [partial(ours, logits) for logits in sets], check_ours),
-        Contestant(_PEER, [partial(theirs, logits) for logits in sets], check_theirs),
+        Contestant.of("moe_fp8", ours, sets, partial(_error, k=k)),
+        Contestant.of(_PEER, theirs, sets, partial(_error, k=k)),
     ]
     nbytes = 4.0 * sum(lengths) + 4.0 * shape.rows * k
     row = Row("topk", terms, 0.0, nbytes=nbytes)

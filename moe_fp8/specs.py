@@ -7,7 +7,7 @@ tensor maps, which depend on run-time addresses and strides. The planner asks fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -47,6 +47,11 @@ class KernelSpec:
     num_threads: int
     smem_bytes: int
     cluster_size: int = 1
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> KernelSpec:
+        """The spec of these fields as JSON values; `defines` is an object or a list of pairs."""
+        return cls(**{**fields, "defines": tuple(dict(fields["defines"]).items())})
 
     def __str__(self) -> str:
         launched = {"num_threads": self.num_threads, "cluster_size": self.cluster_size}

@@ -12,9 +12,9 @@ from typing import Literal
 
 import torch
 
-import moe_fp8
 from moe_fp8.errors import ConfigError
-from moe_fp8.warmup import PlanOptions, build_plan, load_model, load_plan, plan
+from moe_fp8.warmup import Plan, PlanOptions, build_plan, load_model, load_plan, plan
+from server_example.cache import PAGE_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -97,23 +97,16 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def plan_options(max_tokens: int, max_batch: int, num_sms: int, block_size: int) -> PlanOptions:
+def plan_kernels(folder: Path, max_tokens: int, max_batch: int, num_sms: int) -> Plan:
     """The plan for the engine's calls: one rank, and one token for each request and step."""
-    return PlanOptions(
-        max_tokens=max_tokens, max_batch=max_batch, next_n=1, num_sms=num_sms, block_size=block_size
-    )
-
-
-def load_kernels(folder: Path, options: PlanOptions) -> int:
-    """Builds the kernels that the disk store lacks (with progress) and loads all; returns their number."""
+    options = PlanOptions(max_tokens=max_tokens, max_batch=max_batch, num_sms=num_sms, block_size=PAGE_TOKENS)
     # The model computes in bf16, whatever dtype its config names.
-    kernels = plan(replace(load_model(folder), dtype="bfloat16"), options)
+    return plan(replace(load_model(folder), dtype="bfloat16"), options)
+
+
+def load_kernels(kernels: Plan) -> int:
+    """Builds the kernels that the disk store lacks (with progress) and loads all; returns their number."""
     build_plan(kernels, progress=True)
     loaded = load_plan(kernels)
     logger.info("%d kernels loaded", loaded)
     return loaded
-
-
-def freeze_kernels() -> None:
-    """From here on, a kernel that warmup did not load is an error, not a stall."""
-    moe_fp8.jit.freeze("strict")

@@ -17,9 +17,8 @@ with server_extra():
     import httpx
 
     from moe_fp8.errors import MoeFp8Error
-    from moe_fp8.warmup import PlanOptions, build_plan, load_model, plan
-    from server_example.backend import Backend, choose_backend
-    from server_example.cache import PAGE_TOKENS
+    from moe_fp8.warmup import build_plan
+    from server_example.backend import Backend, choose_backend, plan_kernels
     from server_example.engine import EngineOptions
     from server_example.settings import SHAKESPEARE
 
@@ -80,10 +79,8 @@ def build_kernels(model: Path, backend: Backend) -> None:
             flush=True,
         )
     defaults = EngineOptions()
-    options = PlanOptions(
-        max_tokens=defaults.prefill_chunk, max_batch=defaults.max_batch, block_size=PAGE_TOKENS
-    )
-    report = build_plan(plan(load_model(model), options))
+    num_sms = 132 if backend.name == "reference" else backend.num_sms  # of an H100 or H200
+    report = build_plan(plan_kernels(model, defaults.prefill_chunk, defaults.max_batch, num_sms))
     print(
         f"{len(report.rows)} Hopper kernels in the cache: {report.compiled} compiled now, "
         f"{report.cached} found there, {report.seconds:.1f} s",

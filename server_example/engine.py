@@ -20,10 +20,11 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
+from moe_fp8 import jit
 from moe_fp8.errors import ConfigError
 from moe_fp8.graph import BatchBuckets, BufferSpec, GraphRunner
-from server_example.backend import Backend, freeze_kernels, load_kernels, plan_options
-from server_example.cache import DUMMY_PAGE, PAGE_TOKENS, BlockTable, LayerCache, PagePool, pages_for
+from server_example.backend import Backend, load_kernels, plan_kernels
+from server_example.cache import DUMMY_PAGE, BlockTable, LayerCache, PagePool, pages_for
 from server_example.metrics import Metrics
 from server_example.model.batch import PrefillBatch, Run
 from server_example.model.config import ModelConfig
@@ -422,10 +423,9 @@ def prepare_engine(folder: Path, backend: Backend, options: EngineOptions) -> En
     """An engine that is ready to start; on CUDA kernels are loaded and frozen, and graphs are captured."""
     start = time.perf_counter()
     if backend.name == "cuda":
-        kernels = plan_options(options.prefill_chunk, options.max_batch, backend.num_sms, PAGE_TOKENS)
-        load_kernels(folder, kernels)
-        # Freeze before the capture: a kernel that the plan lacks should end the start, not a request.
-        freeze_kernels()
+        load_kernels(plan_kernels(folder, options.prefill_chunk, options.max_batch, backend.num_sms))
+        # Freeze before the capture: a kernel that the plan lacks should end the start, not stall a request.
+        jit.freeze("strict")
     engine = Engine(folder, backend, options)
     engine.warm_up()
     captured = f", graphs for batches of {list(engine.runner.captured)}" if engine.runner.captured else ""

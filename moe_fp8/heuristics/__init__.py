@@ -6,23 +6,23 @@ fields of the problem.
 
 from __future__ import annotations
 
-from moe_fp8.heuristics.gemm import (
+from moe_fp8.heuristics.gemm import gemm_config
+from moe_fp8.heuristics.gemm.k_grouped import (
     K_GROUPED_SUM_BOX,
-    TOKEN_TILES,
-    GemmConfig,
-    every_gemm_config,
-    gemm_config,
-    gemm_configs,
-    gemm_grid,
-    gemm_smem_bytes,
     k_grouped_config,
     k_grouped_grid,
     k_grouped_smem_bytes,
     k_grouped_sums_staged,
+)
+from moe_fp8.heuristics.gemm.silu_mul import silu_mul_config, silu_mul_configs, silu_mul_smem_bytes
+from moe_fp8.heuristics.gemm.tiles import (
+    TOKEN_TILES,
+    GemmConfig,
+    every_gemm_config,
+    gemm_configs,
+    gemm_grid,
+    gemm_smem_bytes,
     parse_gemm_config,
-    silu_mul_config,
-    silu_mul_configs,
-    silu_mul_smem_bytes,
 )
 from moe_fp8.heuristics.mqa import (
     MQA_BLOCK_KV,

@@ -13,9 +13,9 @@ from typing import Any
 from moe_fp8.integrations import kinds, vendored
 from moe_fp8.integrations.kinds import KINDS
 
-_NAME = "deep_gemm"
-_HOME = "moe_fp8.integrations.deep_gemm"
-_MODULES = ("", ".utils", ".utils.layout", ".utils.math")
+NAME = "deep_gemm"
+HOME = "moe_fp8.integrations.deep_gemm"
+MODULES = ("", ".utils", ".utils.layout", ".utils.math")
 
 #: What `sys.modules` had under each name that `install` has taken; None if it had nothing.
 _before: dict[str, ModuleType | None] = {}
@@ -39,7 +39,7 @@ class _Submodules(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         package, _, name = fullname.partition(".")
-        module = vendored.submodule(name) if package == _NAME and name else None
+        module = vendored.submodule(name) if package == NAME and name else None
         if module is None:
             return None
         self.given.append(fullname)
@@ -72,12 +72,12 @@ def install(serve: Iterable[str] = KINDS) -> ModuleType:
     kinds.serve(serve)
     if not _before:
         vendored.remember()
-        for part in _MODULES:
-            module = importlib.import_module(_HOME + part)
-            _before[_NAME + part] = sys.modules.get(_NAME + part)
-            sys.modules[_NAME + part] = module
+        for part in MODULES:
+            module = importlib.import_module(HOME + part)
+            _before[NAME + part] = sys.modules.get(NAME + part)
+            sys.modules[NAME + part] = module
         sys.meta_path.insert(0, _submodules)
-    return sys.modules[_NAME]
+    return sys.modules[NAME]
 
 
 def uninstall() -> None:
@@ -89,7 +89,7 @@ def uninstall() -> None:
         sys.meta_path.remove(_submodules)
         _submodules.forget()
         for part in (".modes", ".layout"):
-            importlib.import_module(_HOME + part).reset()
+            importlib.import_module(HOME + part).reset()
     for name, module in _before.items():
         if module is None:
             sys.modules.pop(name, None)

@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -44,7 +44,7 @@ class _Copy:
 def remember() -> None:
     """Keep the modules of an imported `deep_gemm`, and look for a copy anew at the next call."""
     _Copy.looked, _Copy.module = False, None
-    _Copy.modules = {name: module for name, module in list(sys.modules.items()) if _is_ours_to_hide(name)}
+    _Copy.modules = in_force()
 
 
 def forget() -> None:
@@ -62,6 +62,18 @@ def lookup(name: str, submodule: str = "") -> Any:
         if module is None:
             return None
     return getattr(module, name, None)
+
+
+def getter(module: str, submodule: str = "") -> Callable[[str], Any]:
+    """A `__getattr__` for our module `module`: it gives the names of the copy's `submodule`."""
+
+    def get(name: str) -> Any:
+        found = None if name.startswith("__") else lookup(name, submodule)
+        if found is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return found
+
+    return get
 
 
 def submodule(name: str) -> ModuleType | None:
@@ -112,21 +124,30 @@ def _nothing(value: Any) -> None:
     pass
 
 
-def _is_ours_to_hide(name: str) -> bool:
-    return name == _NAME or name.startswith(f"{_NAME}.")
+def in_force() -> dict[str, ModuleType]:
+    """The modules that have the place of `deep_gemm` and of its submodules now."""
+    return {
+        name: module
+        for name, module in list(sys.modules.items())
+        if module is not None and (name == _NAME or name.startswith(f"{_NAME}."))
+    }
+
+
+def _take_away() -> dict[str, ModuleType]:
+    """Take these modules out of `sys.modules`."""
+    return {name: sys.modules.pop(name) for name in in_force()}
 
 
 @contextmanager
 def _in_its_place() -> Iterator[None]:
     """Inside, `deep_gemm` and its submodules are the installed package's own."""
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_ours_to_hide(name)}
+    hidden = _take_away()
     sys.modules.update(_Copy.modules)
     _Copy.in_place = True
     try:
         yield
     finally:
-        theirs = [name for name in list(sys.modules) if _is_ours_to_hide(name)]
-        _Copy.modules = {name: sys.modules.pop(name) for name in theirs}
+        _Copy.modules = _take_away()
         sys.modules.update(hidden)
         _Copy.in_place = False
 

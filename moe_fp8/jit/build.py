@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TypeAlias
 
@@ -285,7 +285,7 @@ class _Compiler:
         process = self._running()
         reply = None
         try:
-            worker.write_frame(_pipe(process.stdin), {"spec": worker.spec_to_json(spec)})
+            worker.write_frame(_pipe(process.stdin), {"spec": asdict(spec)})
             reply = worker.read_frame(_pipe(self._replies))
         except (OSError, ValueError):
             # The pipe broke, or it holds something else than a reply. Both count as no reply.

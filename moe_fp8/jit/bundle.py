@@ -47,10 +47,10 @@ class Toolchain:
     sources: str
 
     @classmethod
-    def here(cls, sources: SourceTree | None = None, arch: str = ARCH) -> Toolchain:
+    def here(cls, sources: SourceTree | None = None) -> Toolchain:
         """The toolchain of this process; raises ToolchainError if there is no NVRTC."""
         major, minor = nvrtc_version()
-        return cls(arch, f"{major}.{minor}", (sources or package_sources()).digest())
+        return cls(ARCH, f"{major}.{minor}", (sources or package_sources()).digest())
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class Bundle:
         self._kernels = {kernel.key: kernel for kernel in manifest.kernels}
 
     @classmethod
-    def open(cls, path: Path, sources: SourceTree | None = None, arch: str = ARCH) -> Bundle:
-        """The bundle in the folder `path`; this process would compile `sources` for `arch`.
+    def open(cls, path: Path, sources: SourceTree | None = None) -> Bundle:
+        """The bundle in the folder `path`; this process would compile `sources`.
 
         Raises BundleError if the folder is no bundle, if another user may write it, if the manifest is
         damaged, and if the kernels were compiled from other sources, for another architecture or by NVRTC of
@@ -141,7 +141,7 @@ class Bundle:
             ) from error
         check_trust(path, MANIFEST, status)
         manifest = _parse(path, data)
-        _check_toolchain(path, manifest.toolchain, (sources or package_sources()).digest(), arch)
+        _check_toolchain(path, manifest.toolchain, (sources or package_sources()).digest())
         return cls(path, manifest)
 
     @property
@@ -216,12 +216,12 @@ def check_trust(path: Path, what: str, status: Any) -> None:
         _refuse(path, what, "a path that only this user or root can write", f"a path that {problem}", remedy)
 
 
-def _check_toolchain(path: Path, built: Toolchain, sources: str, arch: str) -> None:
+def _check_toolchain(path: Path, built: Toolchain, sources: str) -> None:
     installed = installed_nvrtc()
     # Without NVRTC this process compiles nothing, so the keys use the bundle's version.
     nvrtc = built.nvrtc if installed is None else f"{installed[0]}.{installed[1]}"
     for what, ours, theirs in (
-        ("architecture", arch, built.arch),
+        ("architecture", ARCH, built.arch),
         ("NVRTC", nvrtc, built.nvrtc),
         ("digest of the kernel sources", sources, built.sources),
     ):

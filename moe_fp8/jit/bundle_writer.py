@@ -27,7 +27,6 @@ from moe_fp8.errors import BundleError
 from moe_fp8.jit.artifact import Artifact
 from moe_fp8.jit.bundle import MANIFEST, Bundle, BundledKernel, Manifest, Toolchain, check_trust
 from moe_fp8.jit.files import SUFFIX, encode, locked, publish, sync_folder
-from moe_fp8.jit.key import ARCH
 from moe_fp8.jit.sources import SourceTree
 from moe_fp8.specs import KernelSpec
 
@@ -38,9 +37,7 @@ _OWN = re.compile(rf"([0-9a-f]{{32}}{re.escape(SUFFIX)}|{re.escape(MANIFEST)})(\
 _LOST_AND_FOUND = "lost+found"
 
 
-def existing_bundle(
-    path: Path, *, force: bool = False, sources: SourceTree | None = None, arch: str = ARCH
-) -> Bundle | None:
+def existing_bundle(path: Path, *, force: bool = False, sources: SourceTree | None = None) -> Bundle | None:
     """The bundle in `path`, to which kernels can be added; None if there is no bundle or `force` is set.
 
     What an interrupted build has left in a folder is no bundle, and counts as nothing. Raises BundleError if
@@ -63,7 +60,7 @@ def existing_bundle(
     if MANIFEST not in names or force:
         return None
     try:
-        bundle = Bundle.open(path, sources, arch)
+        bundle = Bundle.open(path, sources)
         bundle.verify()
     except BundleError as error:
         remedy = "build into another folder, or pass --force to replace the bundle"
@@ -78,7 +75,6 @@ def write_bundle(
     *,
     force: bool = False,
     sources: SourceTree | None = None,
-    arch: str = ARCH,
 ) -> Bundle:
     """Make the bundle `path` of `kernels`, or add them to an existing bundle; returns the bundle.
 
@@ -87,7 +83,7 @@ def write_bundle(
     Raises BundleError as `existing_bundle` does and if the folder cannot be written; ToolchainError. If
     `path` is a link, the bundle is what it leads to.
     """
-    toolchain = Toolchain.here(sources, arch)
+    toolchain = Toolchain.here(sources)
     entries: dict[BundledKernel, bytes] = {}
     for spec, artifact in kernels.items():
         # The content hash must not depend on fields that differ from build to build.
@@ -100,15 +96,15 @@ def write_bundle(
         made = Manifest.merged(toolchain, [coverage], entries)
         if folder.exists() or not _make(folder, made, entries):
             with locked(folder):
-                old = existing_bundle(path, force=force, sources=sources, arch=arch)
+                old = existing_bundle(path, force=force, sources=sources)
                 plans = [coverage] if old is None else [*old.manifest.coverage, coverage]
                 keys = {kernel.key for kernel in entries}
-                kept = set(_whole(folder, keys, sources, arch) if old is None else old.manifest.kernels)
+                kept = set(_whole(folder, keys, sources) if old is None else old.manifest.kernels)
                 # For equal keys the later entry wins: the kernel that the bundle already has.
                 _update(folder, Manifest.merged(toolchain, plans, (*entries, *kept)), entries, kept)
     except OSError as error:
         raise _unwritable(path, error) from error
-    return Bundle.open(path, sources, arch)
+    return Bundle.open(path, sources)
 
 
 def _make(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes]) -> bool:
@@ -132,15 +128,13 @@ def _make(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes]
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _whole(
-    path: Path, keys: Collection[str], sources: SourceTree | None, arch: str
-) -> Iterator[BundledKernel]:
+def _whole(path: Path, keys: Collection[str], sources: SourceTree | None) -> Iterator[BundledKernel]:
     """The kernels of these keys that the bundle in `path` holds whole; none if it is refused.
 
     Until its manifest is replaced, their files must stay as they are.
     """
     with suppress(BundleError):
-        bundle = Bundle.open(path, sources, arch)
+        bundle = Bundle.open(path, sources)
         for kernel in bundle.manifest.kernels:
             with suppress(BundleError):
                 if kernel.key in keys and bundle.get(kernel.key) is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_fp8.errors import CompileError
 from moe_fp8.jit.artifact import Artifact
-from moe_fp8.jit.key import ARCH, compile_options, digest
+from moe_fp8.jit.key import compile_options, digest
 from moe_fp8.jit.sources import SourceTree, package_sources
 from moe_fp8.jit.toolchain import nvrtc, nvrtc_version
 from moe_fp8.specs import KernelSpec
@@ -32,15 +32,15 @@ _REPORT_LINE = re.compile(
 )
 
 
-def compile_kernel(spec: KernelSpec, arch: str = ARCH, sources: SourceTree | None = None) -> Artifact:
-    """Compile `spec` for `arch`; `sources` defaults to the kernels of this package.
+def compile_kernel(spec: KernelSpec, sources: SourceTree | None = None) -> Artifact:
+    """Compile `spec`; `sources` defaults to the kernels of this package.
 
     Raises CompileError with NVRTC's log, also if the result is not exactly one kernel named
     `spec.name`; ToolchainError if there is no usable NVRTC. Compiler warnings are logged at
     WARNING and kept in `Artifact.warnings`. Thread-safe; blocks without holding the GIL.
     """
     closure = (sources or package_sources()).closure(spec.name)
-    options = compile_options(spec, arch)
+    options = compile_options(spec)
     version = nvrtc_version()
     started = time.perf_counter()
     cubin, log = _run(spec.name, closure.entry, closure.text, closure.headers, options)
@@ -58,7 +58,7 @@ def compile_kernel(spec: KernelSpec, arch: str = ARCH, sources: SourceTree | Non
         _logger.warning("%s: %s", spec, warning)
     local, spill_stores, spill_loads = _largest(_STACK, log)
     return Artifact(
-        key=digest(closure, options, arch, version),
+        key=digest(closure, options, version),
         name=spec.name,
         cubin=cubin,
         registers=_largest(_REGISTERS, log)[0],

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from moe_fp8.errors import DriverError, ToolchainError
 from moe_fp8.jit.artifact import Artifact
@@ -78,10 +78,6 @@ def _chars(size: int) -> type[ctypes.Array[ctypes.c_char]]:
     return ctypes.c_char * size
 
 
-#: Parameters of `LoadedKernel.launch`: a block, or any writable buffer of the struct's size.
-Params: TypeAlias = ParamBlock | bytearray | memoryview | ctypes.Array[Any] | ctypes.Structure
-
-
 class LoadedKernel:
     """A kernel ready to launch in every context of the process; it stays loaded until exit.
 
@@ -118,17 +114,13 @@ class LoadedKernel:
         self._ready: set[int] = set()
         self._lock = threading.RLock()
 
-    def launch(self, grid: int, stream: int, params: Params, device: int = 0) -> None:
+    def launch(self, grid: int, stream: int, params: ParamBlock, device: int = 0) -> None:
         """Launch `grid` (> 0) blocks on `stream`, a raw CUstream of the current context.
 
         If the thread has no context, the primary context of `device` is made current. `params` is copied
         before the call returns. Asynchronous, thread-safe and capture-safe; raises DriverError.
         """
-        if type(params) is ParamBlock:
-            kernel_params = params.kernel_params
-        else:
-            pointer = _Pointer(params)
-            kernel_params = pointer.address
+        kernel_params = params.kernel_params
         config = self._configs.get((grid, stream))
         if config is None:
             config = self._configure(grid, stream)
@@ -326,16 +318,3 @@ def _relaxed_capture(api: Any) -> Iterator[None]:
         yield
     finally:
         _check("cuThreadExchangeStreamCaptureMode", exchange(before))
-
-
-class _Pointer:
-    """A `void*[1]` to a caller's buffer; it keeps the array and the buffer alive during a launch."""
-
-    __slots__ = ("_keep", "_slot", "address")
-
-    def __init__(self, params: Any) -> None:
-        if not isinstance(params, (ctypes.Array, ctypes.Structure)):
-            params = (ctypes.c_char * memoryview(params).nbytes).from_buffer(params)
-        self._keep = params
-        self._slot = ctypes.c_void_p(ctypes.addressof(params))
-        self.address = ctypes.addressof(self._slot)

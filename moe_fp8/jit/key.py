@@ -20,14 +20,14 @@ ARCH = "sm_90a"
 _FORMAT = b"moe_fp8 kernel 1"
 
 
-def compile_options(spec: KernelSpec, arch: str = ARCH) -> tuple[str, ...]:
+def compile_options(spec: KernelSpec) -> tuple[str, ...]:
     """NVRTC's options for `spec`; kernels of the same entry file differ only in these options."""
     defines = dict(spec.defines)
     defines["NUM_THREADS"] = spec.num_threads
     defines["SMEM_BYTES"] = spec.smem_bytes
     defines["CLUSTER_SIZE"] = spec.cluster_size
     return (
-        f"--gpu-architecture={arch}",
+        f"--gpu-architecture={ARCH}",
         "--std=c++17",
         # Otherwise NVRTC looks in the working directory for a header that it was not given.
         "--no-source-include",
@@ -38,10 +38,10 @@ def compile_options(spec: KernelSpec, arch: str = ARCH) -> tuple[str, ...]:
     )
 
 
-def digest(closure: SourceClosure, options: tuple[str, ...], arch: str, nvrtc: tuple[int, int]) -> str:
+def digest(closure: SourceClosure, options: tuple[str, ...], nvrtc: tuple[int, int]) -> str:
     """The key of the artifact with these inputs: 32 hex digits. `nvrtc`: (major, minor)."""
     hasher = hashlib.sha256(_FORMAT)
-    for part in (closure.entry, closure.digest, arch, f"{nvrtc[0]}.{nvrtc[1]}", *options):
+    for part in (closure.entry, closure.digest, ARCH, f"{nvrtc[0]}.{nvrtc[1]}", *options):
         data = part.encode()
         hasher.update(b"\n%d:" % len(data))
         hasher.update(data)
@@ -49,10 +49,7 @@ def digest(closure: SourceClosure, options: tuple[str, ...], arch: str, nvrtc: t
 
 
 def kernel_key(
-    spec: KernelSpec,
-    arch: str = ARCH,
-    sources: SourceTree | None = None,
-    nvrtc: tuple[int, int] | None = None,
+    spec: KernelSpec, sources: SourceTree | None = None, nvrtc: tuple[int, int] | None = None
 ) -> str:
     """The key of the kernel that NVRTC of the version `nvrtc` compiles from `spec`: 32 hex digits.
 
@@ -60,4 +57,4 @@ def kernel_key(
     Raises ToolchainError, or CompileError for a missing source.
     """
     closure = (sources or package_sources()).closure(spec.name)
-    return digest(closure, compile_options(spec, arch), arch, nvrtc or nvrtc_version())
+    return digest(closure, compile_options(spec), nvrtc or nvrtc_version())

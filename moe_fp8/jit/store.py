@@ -26,7 +26,7 @@ from moe_fp8.jit.artifact import Artifact
 from moe_fp8.jit.bundle import Bundle, bundle_in_use
 from moe_fp8.jit.compiler import compile_kernel
 from moe_fp8.jit.files import SUFFIX, decode, distrust, encode, publish, read_file, sync_folder
-from moe_fp8.jit.key import ARCH, kernel_key
+from moe_fp8.jit.key import kernel_key
 from moe_fp8.jit.sources import SourceTree
 from moe_fp8.jit.toolchain import nvrtc
 from moe_fp8.settings import settings
@@ -59,13 +59,11 @@ class KernelStore:
         self,
         root: Path | str | None,
         sources: SourceTree | None = None,
-        arch: str = ARCH,
         bundle: Bundle | None = None,
     ) -> None:
         self.root = None if root is None else Path(root)
         self.bundle = bundle
         self._sources = sources
-        self._arch = arch
         self._memory: dict[str, Artifact] = {}
         self._keys: dict[KernelSpec, str] = {}
         self._mutex = threading.Lock()
@@ -84,7 +82,7 @@ class KernelStore:
         key = self._keys.get(spec)
         if key is None:
             version = None if self.bundle is None else self.bundle.nvrtc
-            key = self._keys[spec] = kernel_key(spec, self._arch, self._sources, version)
+            key = self._keys[spec] = kernel_key(spec, self._sources, version)
         return key
 
     def get(self, key: str) -> Artifact | None:
@@ -134,7 +132,7 @@ class KernelStore:
     def compile(self, spec: KernelSpec) -> Artifact:
         """Compile and publish `spec`, whose lock the caller holds. Raises CompileError, ToolchainError."""
         self.check_compiler(spec)
-        artifact = compile_kernel(spec, self._arch, self._sources)
+        artifact = compile_kernel(spec, self._sources)
         self.put(artifact)
         return artifact
 
@@ -287,13 +285,12 @@ class KernelStore:
         return {
             "root": str(self.root) if self._writable else None,
             "kernels": None if folder is None else str(folder),
-            "arch": self._arch,
         }
 
     @staticmethod
-    def at(root: str | None, kernels: str | None, arch: str) -> KernelStore:
+    def at(root: str | None, kernels: str | None) -> KernelStore:
         """The store that `location` describes."""
-        return KernelStore(root, None if kernels is None else SourceTree(Path(kernels)), arch)
+        return KernelStore(root, None if kernels is None else SourceTree(Path(kernels)))
 
     def path(self, key: str) -> Path | None:
         """The path of the artifact of `key` on disk, whether it exists or not; None without `root`."""

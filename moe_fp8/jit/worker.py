@@ -17,23 +17,6 @@ from moe_fp8.jit.store import KernelStore
 from moe_fp8.specs import KernelSpec
 
 
-def spec_to_json(spec: KernelSpec) -> dict[str, Any]:
-    """A spec as JSON values; `spec_from_json` is the inverse."""
-    return {
-        "name": spec.name,
-        "defines": [list(item) for item in spec.defines],
-        "num_threads": spec.num_threads,
-        "smem_bytes": spec.smem_bytes,
-        "cluster_size": spec.cluster_size,
-    }
-
-
-def spec_from_json(values: dict[str, Any]) -> KernelSpec:
-    """The spec from the JSON values of `spec_to_json`."""
-    defines = tuple((str(name), int(value)) for name, value in values["defines"])
-    return KernelSpec(**{**values, "defines": defines})
-
-
 def write_frame(stream: IO[bytes], header: Mapping[str, Any], payload: bytes = b"") -> None:
     """Write one message: lengths, JSON header, payload."""
     text = json.dumps(header).encode()
@@ -60,7 +43,7 @@ def serve(store: KernelStore, requests: IO[bytes], replies: IO[bytes]) -> None:
     The process that asks holds the kernel's lock.
     """
     while (message := read_frame(requests)) is not None:
-        spec = spec_from_json(message[0]["spec"])
+        spec = KernelSpec.from_json(message[0]["spec"])
         try:
             artifact = store.compile(spec)
         except JitError as error:

@@ -201,9 +201,10 @@ def swiglu_limit(op: str, limit: float | None) -> None:
         raise ArgumentError(op, "limit", "a positive number within float32's range, or None", limit)
 
 
-def refuse_device(op: str, first: Tensor, **others: Tensor) -> None:
+def same_device(op: str, first: Tensor, **others: Tensor | None) -> None:
+    """Check that the other tensors that are given are on the device of the first."""
     for name, tensor in others.items():
-        if tensor.device != first.device:
+        if tensor is not None and tensor.device != first.device:
             raise ArgumentError(op, name, f"device {first.device}", tensor.device, "move it there")
 
 

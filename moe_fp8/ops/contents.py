@@ -17,11 +17,8 @@ def first(wrong: Tensor) -> tuple[int, ...] | None:
     flat = wrong.reshape(-1)
     if flat.numel() == 0 or not bool(flat.any()):
         return None
-    at, index = int(flat.to(torch.uint8).argmax()), []
-    for size in reversed(wrong.shape):
-        at, part = divmod(at, size)
-        index.append(part)
-    return tuple(reversed(index))
+    at = torch.unravel_index(flat.to(torch.uint8).argmax(), wrong.shape)
+    return tuple(int(part) for part in at)
 
 
 def counts(op: str, name: str, given: Tensor, most: int, of: str) -> None:

@@ -99,7 +99,7 @@ def _count_conversion() -> Callable[[str], None]:
     return count
 
 
-def converted(op: str, scale: Tensor, name: str = "a_scale", kernel: str = "gemm_fp8") -> Tensor:
+def converted(op: str, scale: Tensor, kernel: str, name: str = "a_scale") -> Tensor:
     """Convert `scale`, which `op` got in another layout, by `to_mn_major`; count and log the conversion.
 
     `name`: the argument. `kernel`: the kernel that reads the scales, for the count.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.ops.arguments import end_of, overlap, refuse_device, same_storage, traced
+from moe_fp8.ops.arguments import end_of, overlap, same_device, same_storage, traced
 
 #: Every buffer in a workspace begins at a multiple of this.
 _ALIGNMENT = 256
@@ -37,8 +37,7 @@ def check(
     if workspace.dim() != 1 or workspace.dtype is not torch.uint8 or not workspace.is_contiguous():
         got = f"{workspace.dtype} {list(workspace.shape)} of stride {workspace.stride()}"
         raise ArgumentError(op, "workspace", "contiguous uint8 [bytes]", got)
-    if workspace.device != like.device:
-        refuse_device(op, like, workspace=workspace)
+    same_device(op, like, workspace=workspace)
     if traced():
         return
     begin = workspace.data_ptr()

@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_fp8.errors import ConfigError
 from moe_fp8.problems import DEFAULT_NUM_SMS
+from moe_fp8.specs import KernelSpec
 from moe_fp8.warmup.models import ModelDescription
 from moe_fp8.warmup.options import PlanOptions, every
 from moe_fp8.warmup.planner import Plan, plan
@@ -201,12 +202,10 @@ def _described(told: dict[str, Any]) -> dict[str, str]:
         found: dict[str, str] = {}
         for row in told["rows"]:
             kernel = told["kernels"][row["kernel"]]
-            macros = {**kernel["defines"], "num_threads": kernel["num_threads"]}
-            macros["cluster_size"] = kernel["cluster_size"]
-            text = ",".join(f"{name.lower()}={value}" for name, value in macros.items())
+            spec = str(KernelSpec.from_json({field.name: kernel[field.name] for field in fields(KernelSpec)}))
             sizes = " x ".join(str(row[name]) for name in ("num_experts", "n", "k") if row[name] is not None)
             use = " ".join(part for part in (row["op"], row["layout"], sizes) if part)
-            found.setdefault(f"{kernel['name']}[{text}]", f"{kernel['name']}[{text}] for {use}")
+            found.setdefault(spec, f"{spec} for {use}")
         if not isinstance(told["options"], dict):
             raise TypeError("its options are no object")
     except (KeyError, IndexError, TypeError, AttributeError) as error:

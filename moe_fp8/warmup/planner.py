@@ -73,11 +73,8 @@ class Plan:
             "options": asdict(self.options),
             "kernels": [
                 {
-                    "name": spec.name,
+                    **asdict(spec),
                     "defines": dict(spec.defines),
-                    "num_threads": spec.num_threads,
-                    "smem_bytes": spec.smem_bytes,
-                    "cluster_size": spec.cluster_size,
                     "key": None if keys is None else keys[spec],
                     "cached": None if cached is None else spec in cached,
                 }
@@ -147,7 +144,7 @@ def plan(
     if "moe_permute" in options.calls.further:
         rows += moe_rows(computed, shapes, bounds, options)
     if "route_topk" in options.calls.further:
-        rows += route_rows(computed, options)
+        rows += route_rows(computed, bounds, options)
     if options.weight_gradients:
         rows += weight_gradient_rows(shapes, bounds, options)
     if indexer is not None:

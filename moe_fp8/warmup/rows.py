@@ -142,10 +142,13 @@ def _runs(limit: int, reduced: Callable[[int], int]) -> Iterator[tuple[int, int]
         first = last + 1
 
 
-def _sweep(
-    runs: Iterable[tuple[int, int]], problems_at: Callable[[int], Iterable[Problem]]
-) -> Iterator[tuple[KernelSpec, Ranges, tuple[str, ...]]]:
-    """The kernels of all `runs` of rows, each with its ranges of rows and devices."""
+def _rows(
+    op: str, what: Iterable[str], runs: Iterable[tuple[int, int]],
+    problems_at: Callable[[int], Iterable[Problem]], *,
+    layout: str | None = None, n: int | None = None, k: int | None = None, num_experts: int | None = None,
+) -> Iterator[PlanRow]:  # fmt: skip
+    """The rows of one use: the kernels of all `runs` of rows, each with its ranges of rows and devices."""
+    names = tuple(dict.fromkeys(what))
     found: dict[KernelSpec, list[tuple[int, int]]] = {}
     devices: dict[KernelSpec, dict[str, None]] = {}
     for first, last in runs:
@@ -159,7 +162,8 @@ def _sweep(
             if isinstance(problem, GemmProblem):
                 devices.setdefault(spec, {})[problem.device] = None
     for spec, ranges in found.items():
-        yield spec, tuple(ranges), tuple(devices.get(spec, ()))
+        found_on = tuple(devices.get(spec, ()))
+        yield PlanRow(op, names, layout, n, k, num_experts, tuple(ranges), spec, found_on)
 
 
 def gemm_rows(shapes: Iterable[GemmShape], bounds: Bounds, options: PlanOptions) -> Iterator[PlanRow]:
@@ -168,7 +172,7 @@ def gemm_rows(shapes: Iterable[GemmShape], bounds: Bounds, options: PlanOptions)
     for shape in shapes:
         merged.setdefault((shape.n, shape.k, shape.num_experts), []).append(shape)
     for (n, k, experts), same in merged.items():
-        what = tuple(dict.fromkeys(shape.what for shape in same))
+        what = [shape.what for shape in same]
         if experts is None:
             most = bounds.context if any(shape.whole_context for shape in same) else bounds.dense
             uses: list[tuple[str, GemmLayout, int]] = [("gemm_fp8", "dense", most)]
@@ -178,8 +182,8 @@ def gemm_rows(shapes: Iterable[GemmShape], bounds: Bounds, options: PlanOptions)
             uses.append(("grouped_gemm_fp8_masked", "masked", bounds.masked))
         for op, layout, limit in uses:
             problems_at = _gemm_problems(layout, limit, n, k, experts, options)
-            for spec, ranges, devices in _sweep(_runs(limit, selection_rows), problems_at):
-                yield PlanRow(op, what, layout, n, k, experts, ranges, spec, devices)
+            runs = _runs(limit, selection_rows)
+            yield from _rows(op, what, runs, problems_at, layout=layout, n=n, k=k, num_experts=experts)
 
 
 def _gemm_problems(
@@ -230,8 +234,7 @@ def quantize_rows(
             for sms in options.sm_budgets:
                 yield QuantizeProblem(rows, k, model.dtype, power_of_two, sms)
 
-        for spec, ranges, _ in _sweep(_runs(most, selection_extent), quantize):
-            yield PlanRow("quantize_fp8", tuple(dict.fromkeys(what)), None, None, k, None, ranges, spec)
+        yield from _rows("quantize_fp8", what, _runs(most, selection_extent), quantize, k=k)
 
 
 def silu_mul_rows(shapes: Iterable[GemmShape], bounds: Bounds, options: PlanOptions) -> Iterator[PlanRow]:
@@ -249,9 +252,8 @@ def silu_mul_rows(shapes: Iterable[GemmShape], bounds: Bounds, options: PlanOpti
                 yield SiluMulQuantizeProblem(rows, k, num_experts, power_of_two, rounded, sms)
 
         most = max(bounds.contiguous, bounds.dense) if num_experts is None else bounds.masked
-        names = tuple(dict.fromkeys(what))
-        for spec, ranges, _ in _sweep(_runs(most, selection_extent), silu_mul):
-            yield PlanRow("silu_mul_quantize", names, None, None, k, num_experts, ranges, spec)
+        runs = _runs(most, selection_extent)
+        yield from _rows("silu_mul_quantize", what, runs, silu_mul, k=k, num_experts=num_experts)
 
 
 def gemm_silu_mul_rows(
@@ -269,10 +271,8 @@ def gemm_silu_mul_rows(
                     bounds.contiguous, n, k, experts, rows, power_of_two, rounded, sms
                 )  # fmt: skip
 
-        for spec, ranges, _ in _sweep(_runs(bounds.contiguous, selection_rows), problems_at):
-            yield PlanRow(
-                "grouped_gemm_silu_mul_fp8", (shape.what,), None, n, k, experts, ranges, spec
-            )  # fmt: skip
+        op, runs = "grouped_gemm_silu_mul_fp8", _runs(bounds.contiguous, selection_rows)
+        yield from _rows(op, [shape.what], runs, problems_at, n=n, k=k, num_experts=experts)
 
 
 def weight_gradient_rows(
@@ -303,8 +303,7 @@ def weight_gradient_rows(
             uses.append(("gemm_fp8", bf16))
         for op, problems_at in uses:
             runs = _runs(_round_up(most, SCALE_BLOCK), selection_extent)  # whole scale blocks of tokens
-            for spec, ranges, _ in _sweep(runs, problems_at):
-                yield PlanRow(op, tuple(dict.fromkeys(what)), None, n, k, experts, ranges, spec)
+            yield from _rows(op, what, runs, problems_at, n=n, k=k, num_experts=experts)
 
 
 def moe_rows(
@@ -313,7 +312,6 @@ def moe_rows(
     """The rows of `moe_permute` and `moe_combine`, around the routed experts of each hidden size."""
     topk = experts_per_token(model, options)
     down = [shape for shape in shapes if shape.num_experts is not None and shape.what.endswith(".down")]
-    most = max(options.max_tokens, options.most_decoded) * options.dp
     for hidden in dict.fromkeys(shape.n for shape in down):
 
         def permute(tokens: int, hidden: int = hidden) -> Iterable[Problem]:
@@ -326,17 +324,14 @@ def moe_rows(
             for sms in options.sm_budgets:
                 yield MoeCombineProblem(tokens, topk, hidden, sms)
 
-        uses: tuple[tuple[str, str, Callable[[int], Iterable[Problem]]], ...]
-        uses = (("moe_permute", "experts.gate_up", permute), ("moe_combine", "experts.down", combine))
-        for op, what, problems_at in uses:
-            for spec, ranges, _ in _sweep(_runs(most, selection_extent), problems_at):
-                yield PlanRow(op, (what,), None, None, hidden, None, ranges, spec)
+        runs = tuple(_runs(bounds.expert, selection_extent))
+        yield from _rows("moe_permute", ["experts.gate_up"], runs, permute, k=hidden)
+        yield from _rows("moe_combine", ["experts.down"], runs, combine, k=hidden)
 
 
-def route_rows(model: ModelDescription, options: PlanOptions) -> Iterator[PlanRow]:
+def route_rows(model: ModelDescription, bounds: Bounds, options: PlanOptions) -> Iterator[PlanRow]:
     """The rows of `route_topk`, for logits of the model's dtype and in fp32."""
     routers = (linear for linear in model.linears if linear.what == "router")
-    most = max(options.max_tokens, options.most_decoded) * options.dp
     for num_experts in dict.fromkeys(router.n[0].units for router in routers):
         if num_experts > MAX_EXPERTS or model.experts_per_token > MAX_ROUTED_EXPERTS:
             continue
@@ -345,8 +340,8 @@ def route_rows(model: ModelDescription, options: PlanOptions) -> Iterator[PlanRo
             for dtype, sms in product(dict.fromkeys((model.dtype, "float32")), options.sm_budgets):
                 yield RouteTopkProblem(tokens, num_experts, model.experts_per_token, dtype, sms)
 
-        for spec, ranges, _ in _sweep(_runs(most, selection_extent), route):
-            yield PlanRow("route_topk", ("router",), None, None, None, num_experts, ranges, spec)
+        runs = _runs(bounds.expert, selection_extent)
+        yield from _rows("route_topk", ["router"], runs, route, num_experts=num_experts)
 
 
 def indexer_rows(model: ModelDescription, indexer: Indexer, options: PlanOptions) -> Iterator[PlanRow]:
@@ -354,13 +349,8 @@ def indexer_rows(model: ModelDescription, indexer: Indexer, options: PlanOptions
     heads, dim, budgets = indexer.num_heads, indexer.head_dim, options.sm_budgets
     padded = max(heads, options.calls.least_prefill_heads)
     positions = -(-model.max_positions // indexer.compression)
-    most_queries = max(options.max_tokens, options.most_decoded)
-
-    def uses(
-        op: str, most: int, what: tuple[str, ...], problems_at: Callable[[int], Iterable[Problem]]
-    ) -> Iterator[PlanRow]:
-        for spec, ranges, _ in _sweep(_runs(most, selection_extent), problems_at):
-            yield PlanRow(op, what, None, None, None, None, ranges, spec)
+    batches = tuple(_runs(options.max_batch, selection_extent))
+    tokens = tuple(_runs(max(options.max_tokens, options.most_decoded), selection_extent))
 
     if "indexer_quantize_and_cache" in options.calls.further:
         for power_of_two in (False, True):
@@ -369,7 +359,7 @@ def indexer_rows(model: ModelDescription, indexer: Indexer, options: PlanOptions
                 for sms in budgets:
                     yield IndexerCacheProblem(rows, dim, model.dtype, power_of_two, sms)
 
-            yield from uses("indexer_quantize_and_cache", most_queries, ("indexer.k",), cached)
+            yield from _rows("indexer_quantize_and_cache", ["indexer.k"], tokens, cached)
     for form in options.calls.logits:
         fill = ("fill",) if form.fill else ()
 
@@ -382,7 +372,7 @@ def indexer_rows(model: ModelDescription, indexer: Indexer, options: PlanOptions
                     )
 
         what = ("indexer", "compressed" if form.compressed else "full", *fill, form.dtype)
-        yield from uses("mqa_logits_fp8", most_queries, what, prefill)
+        yield from _rows("mqa_logits_fp8", what, tokens, prefill)
     dtypes = tuple(dict.fromkeys(form.dtype for form in options.calls.logits))
     for dtype in dtypes if "indexer_topk" in options.calls.further else ():
 
@@ -393,7 +383,7 @@ def indexer_rows(model: ModelDescription, indexer: Indexer, options: PlanOptions
                 for sms in budgets:
                     yield IndexerTopkProblem(rows, columns, dtype, sms)
 
-        yield from uses("indexer_topk", most_queries, ("indexer", dtype), chosen)
+        yield from _rows("indexer_topk", ["indexer", dtype], tokens, chosen)
     for next_n, page in product(options.tokens_of_requests, options.pages(indexer)):
 
         def logits(batch: int, next_n: int = next_n, page: int = page) -> Iterable[Problem]:
@@ -405,5 +395,5 @@ def indexer_rows(model: ModelDescription, indexer: Indexer, options: PlanOptions
                 yield PagedMqaMetadataProblem(batch, next_n, sms)
 
         what = ("indexer", f"next_n={next_n}", f"page={page}")
-        yield from uses("paged_mqa_logits_fp8", options.max_batch, what, logits)
-        yield from uses("paged_mqa_logits_metadata", options.max_batch, what, metadata)
+        yield from _rows("paged_mqa_logits_fp8", what, batches, logits)
+        yield from _rows("paged_mqa_logits_metadata", what, batches, metadata)

@@ -97,10 +97,7 @@ def _decode(key: str, data: bytes, model: ModelDescription, options: PlanOptions
     body: dict[str, Any] = json.loads(text)
     if body.get("key") != key:
         return None
-    specs = [
-        KernelSpec(**{**spec, "defines": tuple((name, value) for name, value in spec["defines"])})
-        for spec in body["specs"]
-    ]
+    specs = [KernelSpec.from_json(spec) for spec in body["specs"]]
     rows = tuple(
         PlanRow(
             **{

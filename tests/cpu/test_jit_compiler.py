@@ -130,15 +130,14 @@ def test_key_is_content(kernels: Path, tmp_path: Path) -> None:
         kernel_key(spec(num_threads=256), sources=SourceTree(kernels)),
         kernel_key(spec(smem_bytes=16), sources=SourceTree(kernels)),
         kernel_key(replace(spec(), cluster_size=2), sources=SourceTree(kernels)),
-        kernel_key(spec(), "sm_90", SourceTree(kernels)),
     }
     closure = SourceTree(kernels).closure("tiny")
-    others.add(digest(closure, (), "sm_90a", (13, 0)))
-    others.add(digest(closure, (), "sm_90a", (13, 1)))
-    others.add(digest(closure, ("-DA=1", "-DB=1"), "sm_90a", (13, 0)))
-    others.add(digest(closure, ("-DA=1-DB=1",), "sm_90a", (13, 0)))
+    others.add(digest(closure, (), (13, 0)))
+    others.add(digest(closure, (), (13, 1)))
+    others.add(digest(closure, ("-DA=1", "-DB=1"), (13, 0)))
+    others.add(digest(closure, ("-DA=1-DB=1",), (13, 0)))
     assert key not in others
-    assert len(others) == 10
+    assert len(others) == 9
 
 
 def test_a_process_keeps_the_text_it_read_first(kernels: Path) -> None:

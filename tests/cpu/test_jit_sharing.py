@@ -37,13 +37,13 @@ from moe_fp8.jit.key import kernel_key
 from moe_fp8.jit.sources import SourceTree
 from tests.cpu.jit_kernels import spec
 cache, kernels, count, jobs, seconds, broken, stuck = json.loads(sys.argv[1])
-def sleepy(one, arch, sources):
+def sleepy(one, sources):
     factor = dict(one.defines)["FACTOR"]
     print(f"compiles {factor}", flush=True)
     time.sleep(600 if factor == stuck else seconds)
     if factor == broken:
         raise CompileError(one.name, f"kernel {factor} is broken")
-    return Artifact(kernel_key(one, arch, sources), one.name, b"code", 1, 0, 0, 0, "13.0", seconds, "", ())
+    return Artifact(kernel_key(one, sources), one.name, b"code", 1, 0, 0, 0, "13.0", seconds, "", ())
 if seconds:
     module.compile_kernel = sleepy
 store = module.KernelStore(cache, SourceTree(Path(kernels)))

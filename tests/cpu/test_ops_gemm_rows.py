@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_fp8 import ArgumentError, ContractError, gemm_fp8, jit, k_grouped_gemm_fp8
+from moe_fp8.jit import JitCounters
 from moe_fp8.ops.gemm import checks
 from tests import cases
 from tests.gemm_addend_cases import addend, call, check_sum, named_case
@@ -49,10 +50,17 @@ def test_the_product_is_added() -> None:
 @pytest.mark.parametrize("argument", ["a_scale", "b_scale"])
 def test_scales_of_another_layout_are_converted_and_counted(argument: str) -> None:
     case = named_case(NAME, (6,), 64, 256)
-    expected, before = call(case), jit.counters().scale_conversions
+    expected, before = call(case), jit.counters()
     changed = replace(case, **{argument: getattr(case, argument).contiguous()})
     assert torch.equal(call(changed), expected)
-    assert jit.counters().scale_conversions == before + 1
+    found = jit.counters()
+    assert found.scale_conversions == before.scale_conversions + 1
+    # They count for the kernel that runs, which is not the kernel of other dense GEMMs.
+    other, own = (
+        [counts.by_op.get(kernel, JitCounters()).scale_conversions for counts in (before, found)]
+        for kernel in ("gemm_fp8", "k_grouped_gemm_fp8")
+    )
+    assert other[0] == other[1] and own[1] == own[0] + 1
 
 
 def test_scales_that_the_call_converts_are_not_read_early() -> None:

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_fp8 import mqa_logits_fp8, paged_mqa_logits_fp8, paged_mqa_logits_metadata
-from moe_fp8.heuristics import PAGED_CHUNK
 from moe_fp8.ops.indexer import reference
 from tests import cases
 
@@ -162,7 +161,3 @@ def test_metadata_counts_the_longest_token() -> None:
     per_token = torch.tensor([[1, 257], [0, 0], [600, 3]], dtype=torch.int32)
     metadata = paged_mqa_logits_metadata(per_token, block_size=64, num_sms=5)
     assert metadata.tolist() == [[0, 0], [0, 3], [2, 1], [2, 4], [2, 7], [3, 0]]
-
-
-def test_the_reference_and_the_kernels_count_the_same_chunks() -> None:
-    assert reference.SCHEDULE_CHUNK == PAGED_CHUNK

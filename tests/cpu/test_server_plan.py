@@ -28,10 +28,8 @@ from moe_fp8.problems import (
     SiluMulQuantizeProblem,
 )
 from moe_fp8.specs import kernel_spec
-from moe_fp8.warmup import load_model, plan
-from server_example import backend
-from server_example.backend import plan_options
-from server_example.cache import PAGE_TOKENS
+from moe_fp8.warmup import load_model
+from server_example.backend import plan_kernels
 from server_example.model.transformer import Transformer
 from tests.demo_model import demo_folder, demo_model, model_run, new_caches
 
@@ -151,21 +149,18 @@ def test_plan_covers_prefill_and_decode(
     layouts = {problem.layout for problem in problems if isinstance(problem, GemmProblem)}
     assert len(kinds) == 11
     assert layouts == {"dense", "offsets"}
-    planned = plan(load_model(demo_folder), plan_options(PREFILL_CHUNK, MAX_BATCH, SMS, PAGE_TOKENS))
+    planned = plan_kernels(demo_folder, PREFILL_CHUNK, MAX_BATCH, SMS)
     missing = {problem: kernel_spec(problem) for problem in problems if kernel_spec(problem) not in planned}
     assert not missing
 
 
-def test_kernels_are_those_of_bf16_whatever_the_config_names(
-    demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_those_of_bf16_whatever_the_config_names(demo_folder: Path, tmp_path: Path) -> None:
     config = json.loads((demo_folder / "config.json").read_text())
     names = [name for name in ("dtype", "torch_dtype") if name in config]
     assert names
     (tmp_path / "config.json").write_text(json.dumps({**config, **dict.fromkeys(names, "float32")}))
-    made = []
-    monkeypatch.setattr(backend, "build_plan", lambda kernels, progress: made.append(kernels))
-    monkeypatch.setattr(backend, "load_plan", lambda kernels: len(kernels.specs))
-    options = plan_options(PREFILL_CHUNK, MAX_BATCH, SMS, PAGE_TOKENS)
-    assert load_model(tmp_path).dtype == "float32" and backend.load_kernels(tmp_path, options) > 0
-    assert made[0].specs == plan(load_model(demo_folder), options).specs
+    assert load_model(tmp_path).dtype == "float32"
+    planned, usual = (
+        plan_kernels(folder, PREFILL_CHUNK, MAX_BATCH, SMS) for folder in (tmp_path, demo_folder)
+    )
+    assert planned.specs == usual.specs

@@ -14,9 +14,7 @@ import pytest
 import torch
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.warmup import load_model, plan
-from server_example.backend import choose_backend, plan_options
-from server_example.cache import PAGE_TOKENS
+from server_example.backend import choose_backend, plan_kernels
 from server_example.model.config import ModelConfig
 from server_example.perplexity import compare
 from server_example.settings import SHAKESPEARE
@@ -157,7 +155,7 @@ def test_the_model_has_the_size_that_it_names_and_kernels_for_all_products(tmp_p
     matrices = [value for name, value in model.named_parameters() if "layers" in name and value.dim() == 2]
     assert 9e6 < sum(matrix.numel() for matrix in matrices) < 12e6
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    planned = plan(load_model(tmp_path), plan_options(256, 8, 132, PAGE_TOKENS))
+    planned = plan_kernels(tmp_path, 256, 8, 132)
     assert not [each for each in planned.unplanned if each.lacking]
 
 

@@ -55,6 +55,8 @@ _SHARED: dict[str, Any] = {
     if hasattr(module, name)
 }
 
+_other = vendored.getter(__name__)
+
 __all__ = ["__version__", "utils"]
 
 
@@ -64,10 +66,7 @@ def __getattr__(name: str) -> Any:
         return found[1]
     if name in _SHARED:
         return _SHARED[name]
-    other = None if name.startswith("__") else vendored.lookup(name)
-    if other is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return other
+    return _other(name)
 
 
 def __dir__() -> list[str]:

@@ -12,10 +12,9 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
+from moe_fp8.integrations import alias, vendored
+
 _SGLANG = "sglang."
-_DEEP_GEMM = "deep_gemm"
-_HOME = "moe_fp8.integrations.deep_gemm"
-_PARTS = ("", ".utils", ".utils.layout", ".utils.math")
 
 #: Modules with functions that look a name of `deep_gemm` up once and keep it.
 _KEEPERS = ("sglang.srt.layers.attention.dsa.utils", "sglang.srt.layers.attention.dsv4.v41_indexer")
@@ -25,31 +24,22 @@ class Names:
     """The modules of `deep_gemm` before another module takes their place, and the change of all names."""
 
     def __init__(self) -> None:
-        self._before = _deep_gemm()
+        self._before = vendored.in_force()
 
     def replace(self) -> None:
         """Make each module of SGLang hold the objects of the modules that have the place of `deep_gemm`."""
-        _exchange(self._before, _deep_gemm())
+        _exchange(self._before, vendored.in_force())
 
     def restore(self) -> None:
         """Give each module of SGLang the objects of SGLang's own `deep_gemm` again, if it can be imported.
 
         Call it after the modules of `deep_gemm` have their place again.
         """
-        ours = {_DEEP_GEMM + part: importlib.import_module(_HOME + part) for part in _PARTS}
+        ours = {alias.NAME + part: importlib.import_module(alias.HOME + part) for part in alias.MODULES}
         for name in ours:
             with suppress(Exception):  # its import compiles and asks the GPU
                 importlib.import_module(name)
-        _exchange(ours, _deep_gemm())
-
-
-def _deep_gemm() -> dict[str, ModuleType]:
-    """The modules that have the place of `deep_gemm` now."""
-    return {
-        name: module
-        for name, module in list(sys.modules.items())
-        if module is not None and (name == _DEEP_GEMM or name.startswith(f"{_DEEP_GEMM}."))
-    }
+        _exchange(ours, vendored.in_force())
 
 
 def _exchange(old: dict[str, ModuleType], new: dict[str, ModuleType]) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from moe_fp8 import __version__
 from moe_fp8.errors import SettingError, UnsupportedError
 from moe_fp8.integrations import alias
-from moe_fp8.integrations.kinds import checked
+from moe_fp8.integrations.kinds import KINDS, checked
 from moe_fp8.settings import settings
 
 _logger = logging.getLogger("vllm.moe_fp8")
@@ -58,7 +57,7 @@ def activate(kinds: Iterable[str]) -> None:
     except BaseException:
         deactivate()  # half of the changes would be worse than none
         raise
-    others = [kind for kind in ("dense", "experts", "indexer") if kind not in kinds]
+    others = [kind for kind in KINDS if kind not in kinds]
     _logger.info(
         "moe_fp8 serves %s in the place of deep_gemm; vLLM's own kernels serve %s",
         ", ".join(kinds),
@@ -216,9 +215,3 @@ def _plan_after(loader: Any) -> None:
 def active() -> bool:
     """Whether `activate` is in force in this process."""
     return bool(_undo)
-
-
-def version() -> str | None:
-    """vLLM's version if vLLM is imported in this process."""
-    module = sys.modules.get("vllm")
-    return None if module is None else getattr(module, "__version__", None)

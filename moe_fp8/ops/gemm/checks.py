@@ -19,11 +19,11 @@ from moe_fp8.ops.arguments import (
     extent,
     int32_vector,
     overlap,
-    refuse_device,
     refuse_dtype,
     refuse_layout,
     refuse_shape,
     rows,
+    same_device,
     unaligned,
 )
 from moe_fp8.problems import GemmLayout, GemmProblem
@@ -32,6 +32,9 @@ from moe_fp8.settings import settings
 LAYOUTS = ("m_indices", "psum", "offsets")
 
 _FP32_OUT = "pass out_dtype=torch.float32, or an fp32 out"
+
+#: The kernel that reads 1 x 128 scales of both operands.
+_ROWS_KERNEL = "k_grouped_gemm_fp8"
 
 
 def _gemm_operands(
@@ -86,7 +89,7 @@ def _gemm_operands(
         refuse_dtype(op, "out", out, "float32, since c is added", _FP32_OUT)
     device = a.get_device()
     if not (device == b.get_device() == a_scale.get_device() == b_scale.get_device() == out.get_device()):
-        refuse_device(op, a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
+        same_device(op, a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
     if block > 1 and not b_scale.is_contiguous():
         refuse_layout(op, "b_scale", b_scale)
     if (
@@ -97,7 +100,9 @@ def _gemm_operands(
     # Test the usual layout of the dense and contiguous ops without a function call, which saves time.
     if a_scale.stride() == (1, (leading[-1] + 3) & -4) and not unaligned(a_scale):
         return a_scale
-    return a_scale if scales.is_mn_major(a_scale) else scales.converted(op, a_scale)
+    if scales.is_mn_major(a_scale):
+        return a_scale
+    return scales.converted(op, a_scale, _ROWS_KERNEL if block == 1 else "gemm_fp8")
 
 
 #: Result of a check: other arguments to run with, or None to run with the given arguments.
@@ -127,7 +132,7 @@ def gemm(
         _config("dense", a, b, b_scale, config)
     found_b = b_scale
     if of_rows and not scales.is_mn_major(b_scale):
-        found_b = scales.converted("gemm_fp8", b_scale, "b_scale")
+        found_b = scales.converted("gemm_fp8", b_scale, _ROWS_KERNEL, "b_scale")
     if found is a_scale and found_b is b_scale:
         return None
     # The kernel that converts scales may still run.
@@ -164,8 +169,7 @@ def gemm_contiguous(
         int32_vector(op, "m_indices", index, m, "the expert of each row, -1 for padding")
     else:
         raise ArgumentError(op, "layout", f"one of {LAYOUTS}", layout)
-    if index.get_device() != a.get_device():
-        refuse_device(op, a, **{layout: index})
+    same_device(op, a, **{layout: index})
     mn_major = _gemm_operands(op, a, a_scale, b, b_scale, out, (m,), (num_experts,), n, k, accumulate)
     if config is not None:
         _config(layout, a, b, b_scale, config)
@@ -195,8 +199,7 @@ def gemm_masked(
     if b.shape[0] != num_experts:
         refuse_shape(op, "b", b, f"[{num_experts}, N, K], with the E of a")
     int32_vector(op, "masked_m", masked_m, num_experts, "the valid rows of each expert")
-    if masked_m.get_device() != a.get_device():
-        refuse_device(op, a, masked_m=masked_m)
+    same_device(op, a, masked_m=masked_m)
     n = b.shape[1]
     leading, experts = (num_experts, m), (num_experts,)
     mn_major = _gemm_operands(op, a, a_scale, b, b_scale, out, leading, experts, n, k, accumulate)
@@ -240,15 +243,15 @@ def k_grouped_gemm(
     int32_vector(op, "offsets", offsets, out.shape[0] + 1, "the start of each expert's columns, then the end")
     if out.dtype is not F32:
         refuse_dtype(op, "out", out, "float32")
-    devices = {x.get_device() for x in (a, a_scale, b, b_scale, offsets, out)}
-    if len(devices) > 1:
-        refuse_device(op, a, a_scale=a_scale, b=b, b_scale=b_scale, offsets=offsets, out=out)
+    same_device(op, a, a_scale=a_scale, b=b, b_scale=b_scale, offsets=offsets, out=out)
     extent(op, "a", k, "elements along K")
     extent(op, "b", n, "rows")
     extent(op, "out", out.shape[0] * m, "rows, those of all experts together")
     rows(op, a=a, b=b, out=out)
     found = {
-        name: scale if k == 0 or scales.is_mn_major(scale) else scales.converted(op, scale, name, op)
+        name: scale
+        if k == 0 or scales.is_mn_major(scale)
+        else scales.converted(op, scale, _ROWS_KERNEL, name)
         for name, scale in (("a_scale", a_scale), ("b_scale", b_scale))
     }
     if found["a_scale"] is a_scale and found["b_scale"] is b_scale:
@@ -264,8 +267,7 @@ def addend(op: str, c: Tensor, out: Tensor) -> None:
         refuse_dtype(op, "c", c, "float32")
     if c.shape != out.shape:
         refuse_shape(op, "c", c, f"{list(out.shape)}, as out")
-    if c.get_device() != out.get_device():
-        refuse_device(op, out, c=c)
+    same_device(op, out, c=c)
 
 
 def addend_memory(op: str, c: Tensor, out: Tensor) -> bool:

@@ -79,12 +79,11 @@ def gemm_contiguous(
     index: Tensor,
     out: Tensor,
     accumulate: bool = False,
-    compute_dtype: torch.dtype = torch.float32,
 ) -> None:
     """out[rows of e] (+)= a[rows of e] @ b[e]^T; rows of no expert do not change."""
     for e, start, end in segments(layout, index):
         rows = slice(start, end)
-        gemm(a[rows], a_scale[rows], b[e], b_scale[e], out[rows], accumulate, compute_dtype)
+        gemm(a[rows], a_scale[rows], b[e], b_scale[e], out[rows], accumulate)
 
 
 def gemm_masked(
@@ -95,13 +94,12 @@ def gemm_masked(
     masked_m: Tensor,
     out: Tensor,
     accumulate: bool = False,
-    compute_dtype: torch.dtype = torch.float32,
 ) -> None:
     """out[e,:masked_m[e]] (+)= a[e,:masked_m[e]] @ b[e]^T; other rows do not change."""
     for e, count in enumerate(masked_m.tolist()):
         if count > 0:
             rows = slice(count)
-            gemm(a[e, rows], a_scale[e, rows], b[e], b_scale[e], out[e, rows], accumulate, compute_dtype)
+            gemm(a[e, rows], a_scale[e, rows], b[e], b_scale[e], out[e, rows], accumulate)
 
 
 def k_grouped_gemm(
@@ -112,7 +110,6 @@ def k_grouped_gemm(
     offsets: Tensor,
     out: Tensor,
     accumulate: bool,
-    compute_dtype: torch.dtype = torch.float32,
 ) -> None:
     """out[e] (+)= a[:, ke] @ b[:, ke]^T; a [M,K] and b [N,K] with 1 x 128 scales, offsets [E+1]."""
     ends = offsets.tolist()
@@ -120,4 +117,4 @@ def k_grouped_gemm(
         columns = slice(ends[e], ends[e + 1])
         groups = slice(ends[e] // SCALE_BLOCK, ends[e + 1] // SCALE_BLOCK)
         left, right = (a[:, columns], a_scale[:, groups]), (b[:, columns], b_scale[:, groups])
-        gemm(*left, *right, out[e], accumulate, compute_dtype)
+        gemm(*left, *right, out[e], accumulate)

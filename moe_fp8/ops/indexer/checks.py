@@ -19,10 +19,10 @@ from moe_fp8.ops.arguments import (
     no_fractions,
     out_dtype,
     refuse_address,
-    refuse_device,
     refuse_dtype,
     refuse_layout,
     refuse_shape,
+    same_device,
     unaligned,
 )
 from moe_fp8.ops.arguments import rows as rows_of
@@ -99,9 +99,7 @@ def indexer_quantize_and_cache(
         refuse_dtype(op, "slot_mapping", slot_mapping, "int64 or int32")
     if not slot_mapping.is_contiguous():
         refuse_layout(op, "slot_mapping", slot_mapping)
-    for name, tensor in (("kv_cache", kv_cache), ("slot_mapping", slot_mapping)):
-        if tensor.get_device() != k.get_device():
-            refuse_device(op, k, **{name: tensor})
+    same_device(op, k, kv_cache=kv_cache, slot_mapping=slot_mapping)
     if unaligned(k):
         refuse_address(op, "k", k)
     cache_address(op, kv_cache)
@@ -147,8 +145,7 @@ def mqa_logits(
     _logits_out(op, out, q.shape[0], None if compressed else k.shape[0])
     if compressed:
         _compressed_sizes(op, q.shape[0], q.shape[1], k.shape[0], out.shape[1])
-    if q.get_device() != out.get_device():
-        refuse_device(op, q, out=out)
+    same_device(op, q, out=out)
 
 
 def _compressed_sizes(op: str, queries: int, heads: int, keys: int, columns: int) -> None:
@@ -193,7 +190,7 @@ def mqa_inputs(
         not device == k.get_device() == k_scale.get_device() == weights.get_device()
         or not device == ks.get_device() == ke.get_device()
     ):
-        refuse_device(op, q, k=k, k_scale=k_scale, weights=weights, ks=ks, ke=ke)
+        same_device(op, q, k=k, k_scale=k_scale, weights=weights, ks=ks, ke=ke)
     contiguous(op, k_scale=k_scale)
     rows_of(op, q=q, k=k, weights=weights)
 
@@ -229,8 +226,7 @@ def paged_mqa_logits_metadata(context_lens: Tensor, block_size: int, next_n: int
         refuse_dtype(op, "out", out, "int32")
     if not out.is_contiguous():
         refuse_layout(op, "out", out)
-    if context_lens.get_device() != out.get_device():
-        refuse_device(op, context_lens, out=out)
+    same_device(op, context_lens, out=out)
     _pair_aligned(op, "out", out)
 
 
@@ -254,8 +250,7 @@ def paged_mqa_logits(
         refuse_layout(op, "metadata", metadata)
     extent(op, "metadata", metadata.shape[0], "workers")
     _logits_out(op, out, q.shape[0] * q.shape[1], None)
-    if not q.get_device() == metadata.get_device() == out.get_device():
-        refuse_device(op, q, metadata=metadata, out=out)
+    same_device(op, q, metadata=metadata, out=out)
     _pair_aligned(op, "metadata", metadata)
 
 
@@ -289,7 +284,7 @@ def paged_inputs(
         or not device == context_lens.get_device() == block_table.get_device()
     ):
         others = {"kv_cache": kv_cache, "weights": weights, "context_lens": context_lens}
-        refuse_device(op, q, **others, block_table=block_table)
+        same_device(op, q, **others, block_table=block_table)
     rows_of(op, q=q, weights=weights)
     cache_address(op, kv_cache)
 
@@ -349,10 +344,7 @@ def indexer_topk(
         _topk_operand("carried", carried, (rows, carried.shape[1]), torch.int32, ints)
     if not 0 <= first_column <= _INT32_MAX:
         raise ArgumentError(TOPK, "first_column", f"0 to {_INT32_MAX}", first_column)
-    others = {"ks": ks, "ke": ke, "out": out, "values": values, "carried": carried}
-    for name, tensor in others.items():
-        if tensor is not None and tensor.get_device() != logits.get_device():
-            refuse_device(TOPK, logits, **{name: tensor})
+    same_device(TOPK, logits, ks=ks, ke=ke, out=out, values=values, carried=carried)
 
 
 def selection_out(op: str, rows: int, topk: int, like: Tensor, out: Tensor | None) -> Tensor:
@@ -363,6 +355,5 @@ def selection_out(op: str, rows: int, topk: int, like: Tensor, out: Tensor | Non
     if out.shape != (rows, topk) or out.dtype is not torch.int32 or not out.is_contiguous():
         got = f"{out.dtype} {list(out.shape)} of stride {out.stride()}"
         raise ArgumentError(op, "out", f"contiguous int32 [{rows}, {topk}]", got)
-    if out.device != like.device:
-        refuse_device(op, like, out=out)
+    same_device(op, like, out=out)
     return out

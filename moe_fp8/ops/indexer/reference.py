@@ -12,9 +12,6 @@ from torch import Tensor
 from moe_fp8.heuristics import PAGED_CHUNK
 from moe_fp8.ops.quantize.reference import fp8_values, scale_from_amax, to_fp8
 
-#: The paged schedule divides KV into chunks of this many tokens.
-SCHEDULE_CHUNK = PAGED_CHUNK
-
 #: The prefill reference holds the scores of at most this many (query, head, key) triples at once.
 _SCORES_AT_ONCE = 1 << 24
 
@@ -98,7 +95,7 @@ def paged_mqa_logits_metadata(context_lens: Tensor, num_sms: int, next_n: int, o
     A request has ceil(longest token length / 64) chunks; worker s starts at flattened chunk
     floor(s * total / num_sms).
     """
-    chunks = (token_lengths(context_lens, next_n).amax(1) + SCHEDULE_CHUNK - 1) // SCHEDULE_CHUNK
+    chunks = (token_lengths(context_lens, next_n).amax(1) + PAGED_CHUNK - 1) // PAGED_CHUNK
     ends = chunks.cumsum(0)
     workers = torch.arange(num_sms + 1, device=ends.device)
     starts = workers * ends[-1] // num_sms

@@ -25,10 +25,10 @@ from moe_fp8.ops.arguments import (
     extent,
     int32_vector,
     refuse_address,
-    refuse_device,
     refuse_dtype,
     refuse_layout,
     refuse_shape,
+    same_device,
     swiglu_limit,
     unaligned,
 )
@@ -93,11 +93,8 @@ def permute(
             _int32(op, name, index)
     if expert_map is not None and expert_map.dim() != 1:
         refuse_shape(op, "expert_map", expert_map, "[experts of all ranks]")
-    given = {"topk_ids": topk_ids, "a": a, "a_scale": a_scale, "offsets": offsets, "rows": rows}
-    optional = {"x_scale": x_scale, "expert_map": expert_map}
-    given |= {name: tensor for name, tensor in optional.items() if tensor is not None}
-    if any(tensor.get_device() != x.get_device() for tensor in given.values()):
-        refuse_device(op, x, **given)
+    same_device(op, x, topk_ids=topk_ids, a=a, a_scale=a_scale, offsets=offsets, rows=rows)
+    same_device(op, x, x_scale=x_scale, expert_map=expert_map)
 
 
 def gemm_silu_mul(
@@ -145,13 +142,10 @@ def gemm_silu_mul(
         refuse_layout(op, "w13_scale", w13_scale)
     swiglu_limit(op, limit)
     int32_vector(op, "offsets", offsets, num_experts + 1, "the start of each expert's rows, then the end")
-    given = {"a_scale": a_scale, "w13": w13, "w13_scale": w13_scale}
-    given |= {"offsets": offsets, "q": q, "scale": scale}
-    if any(tensor.get_device() != a.get_device() for tensor in given.values()):
-        refuse_device(op, a, **given)
+    same_device(op, a, a_scale=a_scale, w13=w13, w13_scale=w13_scale, offsets=offsets, q=q, scale=scale)
     if scales.is_mn_major(a_scale):
         return None
-    mn_major = scales.converted(op, a_scale)
+    mn_major = scales.converted(op, a_scale, "gemm_silu_mul_fp8")
     return a, mn_major, w13, w13_scale, offsets, expected_m, limit, power_of_two, rounded, q, scale
 
 
@@ -180,9 +174,7 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> Non
             refuse_dtype(op, "weights", weights, "float32")
         if weights.stride(1) != 1 and weights.shape[1] > 1 and weights.shape[0]:
             refuse_layout(op, "weights", weights)
-    devices = {"rows": rows, "out": out} | ({} if weights is None else {"weights": weights})
-    if any(tensor.get_device() != y.get_device() for tensor in devices.values()):
-        refuse_device(op, y, **devices)
+    same_device(op, y, rows=rows, out=out, weights=weights)
 
 
 def layer_weights(x: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> None:
@@ -249,11 +241,7 @@ def route(
             got = f"stride {tensor.stride()}"
             raise ArgumentError(op, name, f"contiguous rows{overlap}", got, "call .contiguous() on it")
     _groups(op, num_experts, ids.shape[1], num_expert_group, topk_group)
-    devices = {"weights": weights, "ids": ids}
-    if correction_bias is not None:
-        devices["correction_bias"] = correction_bias
-    if any(tensor.get_device() != logits.get_device() for tensor in devices.values()):
-        refuse_device(op, logits, **devices)
+    same_device(op, logits, weights=weights, ids=ids, correction_bias=correction_bias)
 
 
 _LOGITS = (BF16, torch.float16, F32)

@@ -15,10 +15,10 @@ from moe_fp8.ops.arguments import (
     extent,
     int32_vector,
     refuse_address,
-    refuse_device,
     refuse_dtype,
     refuse_layout,
     refuse_shape,
+    same_device,
     swiglu_limit,
     unaligned,
 )
@@ -42,7 +42,7 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
         _readable_rows(op, x)
     _outputs(op, q, scale, (m, k))
     if not x.get_device() == q.get_device() == scale.get_device():
-        refuse_device(op, x, q=q, scale=scale)
+        same_device(op, x, q=q, scale=scale)
     if unaligned(x):
         refuse_address(op, "x", x)
 
@@ -110,9 +110,9 @@ def silu_mul_quantize(
         _readable_rows(op, x)
     swiglu_limit(op, limit)
     if not x.get_device() == q.get_device() == scale.get_device():
-        refuse_device(op, x, q=q, scale=scale)
+        same_device(op, x, q=q, scale=scale)
     if masked_m is not None and masked_m.get_device() != x.get_device():
-        refuse_device(op, x, masked_m=masked_m)
+        same_device(op, x, masked_m=masked_m)
     if unaligned(x):
         refuse_address(op, "x", x)
     _outputs(op, q, scale, (*leading, width // 2))

@@ -45,14 +45,14 @@ class MlaSizes(NamedTuple):
         )
 
 
-def mla(fields: Fields, layers: Numbers, sizes: MlaSizes, module: str = "self_attn") -> list[Linear]:
+def mla(fields: Fields, layers: Numbers, sizes: MlaSizes) -> list[Linear]:
     """Latent attention: down projections, which every rank has whole, up projections by heads, and output."""
     hidden = fields.number("hidden_size")
     heads, q_lora, kv_lora, nope, rope, v = sizes
     kv_a = Part(kv_lora + rope)
 
     def linear(what: str, n: tuple[Part, ...], k: Part, *names: str, whole_context: bool = False) -> Linear:
-        modules = tuple(f"{module}.{name}" for name in names)
+        modules = tuple(f"self_attn.{name}" for name in names)
         return Linear(what, n, k, "attention", modules, layers, whole_context=whole_context)
 
     queries = Part(heads, nope + rope, "heads")
@@ -96,9 +96,7 @@ def indexer(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | No
     return found, Indexer(heads, dim, topk, pooled=pooled)
 
 
-def gqa(
-    fields: Fields, layers: Numbers, *, prefix: str = "", module: str = "self_attn", gated: bool = False
-) -> list[Linear]:
+def gqa(fields: Fields, layers: Numbers, *, prefix: str = "", gated: bool = False) -> list[Linear]:
     """Grouped-query attention: queries, keys and values in one projection, and the output.
 
     Without `head_dim` the heads share the hidden size. `gated`: each query head has as many columns for a
@@ -119,10 +117,10 @@ def gqa(
     v_dim = size("v_head_dim", dim)
     queries = Part(heads, 2 * dim if gated else dim, "heads")
     keys, values = (Part(kv_heads, size, "kv_heads") for size in (dim, v_dim))
-    names = tuple(f"{module}.{name}_proj" for name in "qkv")
+    names = tuple(f"self_attn.{name}_proj" for name in "qkv")
     return [
         Linear("qkv", (queries, keys, values), Part(hidden), "attention", names, layers),
-        Linear("o", (Part(hidden),), Part(heads, v_dim, "heads"), "attention", (f"{module}.o_proj",), layers),
+        Linear("o", (Part(hidden),), Part(heads, v_dim, "heads"), "attention", ("self_attn.o_proj",), layers),
     ]
 
 
@@ -146,7 +144,7 @@ def gated_delta_net(fields: Fields, layers: Numbers) -> list[Linear]:
     ]
 
 
-def delta_attention(fields: Fields, layers: Numbers, module: str = "self_attn") -> list[Linear]:
+def delta_attention(fields: Fields, layers: Numbers) -> list[Linear]:
     """Kimi's delta attention, as in GLM-5.3: one input projection of six, two up projections, output."""
     hidden, own = fields.number("hidden_size"), fields.within("linear_attn_config")
     if own is not None:
@@ -156,7 +154,7 @@ def delta_attention(fields: Fields, layers: Numbers, module: str = "self_attn") 
     all_heads = Part(heads, dim, "heads")
 
     def linear(name: str, n: tuple[Part, ...], k: Part, *names: str) -> Linear:
-        modules = tuple(f"{module}.{each}_proj" for each in names)
+        modules = tuple(f"self_attn.{each}_proj" for each in names)
         return Linear(f"linear_attn.{name}", n, k, "attention", modules, layers)
 
     inputs = (all_heads, all_heads, all_heads, Part(heads, 1, "heads"), Part(dim), Part(dim))

@@ -158,10 +158,10 @@ class Fields:
             raise ModelError(name, "a list of integers", value)
         return [self._integer(name, each, 0) for each in value]
 
-    def demand(self, holds: bool, field: str, expected: str, got: Any, remedy: str = "") -> None:
+    def demand(self, holds: bool, field: str, expected: str, got: Any) -> None:
         """Note a contradiction, unless the condition holds."""
         if not holds:
-            self._contradictions.append(ModelError(field, expected, got, remedy))
+            self._contradictions.append(ModelError(field, expected, got))
 
     def complete(self) -> None:
         """Raise ModelError for all missing fields, else for the first contradiction."""

@@ -205,8 +205,9 @@ def test_another_toolchain_is_refused(
     make: Make, sources: SourceTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make(2).path
-    with pytest.raises(BundleError, match="architecture: expected sm_100a"):
-        Bundle.open(folder, sources, "sm_100a")
+    with monkeypatch.context() as other, pytest.raises(BundleError, match="architecture: expected sm_100a"):
+        other.setattr(bundle_module, "ARCH", "sm_100a")
+        Bundle.open(folder, sources)
     for other in ((13, 99), (12, 4)):
         monkeypatch.setattr(bundle_module, "installed_nvrtc", lambda other=other: other)
         with pytest.raises(BundleError, match=rf"NVRTC: expected {other[0]}\.{other[1]}") as caught:

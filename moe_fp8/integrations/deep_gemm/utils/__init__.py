@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from moe_fp8.integrations import vendored
 from moe_fp8.integrations.deep_gemm.utils import layout, math
 from moe_fp8.integrations.deep_gemm.utils.layout import *  # noqa: F403
@@ -12,8 +10,4 @@ from moe_fp8.integrations.deep_gemm.utils.math import align, ceil_div
 __all__ = ["align", "ceil_div", "layout", "math", *layout.__all__]
 
 
-def __getattr__(name: str) -> Any:
-    found = None if name.startswith("__") else vendored.lookup(name, "utils")
-    if found is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return found
+__getattr__ = vendored.getter(__name__, "utils")

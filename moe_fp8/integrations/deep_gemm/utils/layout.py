@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from moe_fp8.integrations import vendored
 from moe_fp8.integrations.deep_gemm.layout import (
     get_m_alignment_for_contiguous_layout,
@@ -29,8 +27,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    found = None if name.startswith("__") else vendored.lookup(name, "utils.layout")
-    if found is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return found
+__getattr__ = vendored.getter(__name__, "utils.layout")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from moe_fp8.integrations import vendored
 
 
@@ -17,8 +15,4 @@ def align(x: int, y: int) -> int:
     return ceil_div(x, y) * y
 
 
-def __getattr__(name: str) -> Any:
-    found = None if name.startswith("__") else vendored.lookup(name, "utils.math")
-    if found is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return found
+__getattr__ = vendored.getter(__name__, "utils.math")
