@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import results
 from benchmarks.results import CLASSES, Ceiling, ResultsFile, Row, device_slug, full_commit, measured
 from benchmarks.shapes import CONTIGUOUS, MASKED, PAGED_MQA_LOGITS, aligned_starts, expert_counts
 from benchmarks.timing import MOST_SETS, in_a_row, plan_rotation
@@ -128,3 +129,15 @@ def test_steps_in_a_row_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     assert in_a_row(lambda: done.append("step"), 2) == 250.0
     assert done == ["step", "record", "step", "step", "record", "wait"]
+
+
+def test_no_unseen_set_is_drawn_for_files_that_differ_from_their_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = {"status": " M moe_fp8/specs.py", "rev-parse": "0123456789" * 4}
+    monkeypatch.setattr(results, "_git", lambda command, *_: said[command])
+    with pytest.raises(ValueError, match="commit the changes"):
+        full_commit(None)
+    assert full_commit("HEAD") == said["rev-parse"]
+    said["status"] = ""
+    assert full_commit(None) == said["rev-parse"]

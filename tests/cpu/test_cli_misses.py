@@ -93,6 +93,16 @@ def test_a_kernel_that_no_call_takes(
     assert "name[macro=value,...]" in capsys.readouterr().err
 
 
+def test_the_nearest_kernel_has_the_layout_that_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(misses, "_limits", lambda options: ())
+    monkeypatch.setattr(misses, "_parallelisms", lambda options: ())
+    options = PlanOptions(max_tokens=8, max_batch=2, masked_rows=8)
+    model = load_model(CONFIGS / "qwen3_30b.json")
+    grouped = next(row.spec for row in plan(model, options).rows if row.config.startswith("64x96"))
+    told = explain_miss(re.sub("layout=[1-4]", "layout=0", str(grouped)), model, options)
+    assert not told.uses and "layout=" not in told.nearest and "for gemm_fp8 dense" in told.nearest
+
+
 def test_two_plans_are_compared(tmp_path: Path, run_json: Json, capsys: pytest.CaptureFixture[str]) -> None:
     files = []
     for options in ([], ["--next-n", "3"]):

@@ -64,7 +64,9 @@ def test_every_setting_is_documented() -> None:
 
 def test_the_dockerfile_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "examples" / "Dockerfile").read_text()
-    for sources in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M):
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M)
+    assert copied
+    for sources in copied:
         for source in sources.split():
             assert (ROOT / source).exists(), source
     commands = re.findall(r"^(?:RUN| &&) moe-fp8 (\w+) (.*)$", text, re.M)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -361,3 +362,41 @@ def test_each_device_captures_on_itself(monkeypatch: pytest.MonkeyPatch) -> None
             _, current = capture_module.capture("capture", lambda: device.current, (0, number))
         assert device.began == current == number
     capture_module._stream.cache_clear()
+
+
+def test_a_step_with_other_rows_can_be_captured_again() -> None:
+    runner = GraphRunner(
+        lambda given: {"y": given["tokens"].repeat(rows)}, SPECS, BatchBuckets([1, 4]), "cpu"
+    )
+    for rows in (1, 2):
+        runner.capture()
+        assert runner.run(inputs(3))["y"].shape == (3 * rows,)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_as_it_was_behind_a_capture(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+    device = _Device(monkeypatch)
+    capture_module._stream.cache_clear()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with device.on(0):
+            _, during = capture_module.capture("capture", gc.isenabled, (0, 0))
+        assert (during, gc.isenabled()) == (False, enabled)
+    finally:
+        gc.enable()
+        capture_module._stream.cache_clear()
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_the_mode_of_synchronizations_is_as_it_was(monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
+    modes: list[Any] = [mode]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def fail() -> None:
+        assert modes[-1] == "error"
+        raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        capture_module.refuse_synchronization("step", fail)
+    assert modes[-1] == mode

@@ -8,6 +8,7 @@ import pytest
 
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.integrations.planning import LoadedEngine, plan_loaded
+from moe_fp8.limits import MAX_NEXT_N
 from moe_fp8.problems import (
     GemmProblem,
     MoeCombineProblem,
@@ -100,3 +101,10 @@ def test_cached_latents_are_planned(device: str) -> None:
         assert kernel_spec(GemmProblem("dense", m, 2048, 512, device=device)) in specs
     without = set(plan_loaded(engine(max_tokens=512, dense=dense, experts=set())).specs)
     assert without < specs
+
+
+def test_drafts_longer_than_the_kernels_take_are_no_error() -> None:
+    loaded = engine(next_n=MAX_NEXT_N + 3, max_tokens=64, max_batch=4, indexer=Indexer(64, 128, 2048))
+    specs = set(plan_loaded(loaded).specs)
+    for next_n in range(1, MAX_NEXT_N + 1):
+        assert kernel_spec(PagedMqaLogitsProblem(4, next_n, 64, 128, 64)) in specs

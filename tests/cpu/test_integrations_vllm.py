@@ -271,17 +271,21 @@ def test_the_linear_kernel_says_what_it_serves(vllm: Fake) -> None:
     kernel = vllm.kernels[0]
     assert kernel.is_supported(90) == (True, None) and not kernel.is_supported(100)[0]
 
-    def config(n: int = 4096, k: int = 7168, out: torch.dtype = torch.bfloat16, group: int = 128) -> Any:
+    def config(
+        n: int = 4096, k: int = 7168, out: torch.dtype = torch.bfloat16, group: int = 128,
+        given: torch.dtype = torch.bfloat16, block: int = 128,
+    ) -> Any:  # fmt: skip
         def scales(*shape: int) -> Any:
             return SimpleNamespace(scale=SimpleNamespace(group_shape=shape))
 
         return SimpleNamespace(
-            out_dtype=out, input_dtype=torch.bfloat16, weight_shape=(n, k),
-            activation_quant_key=scales(1, group), weight_quant_key=scales(128, 128),
+            out_dtype=out, input_dtype=given, weight_shape=(n, k),
+            activation_quant_key=scales(1, group), weight_quant_key=scales(block, 128),
         )  # fmt: skip
 
     assert kernel.can_implement(config()) == (True, None)
-    for wrong in (config(n=100), config(k=200), config(out=torch.float16), config(group=64)):
+    for wrong in (config(n=100), config(k=200), config(out=torch.float16), config(group=64),
+                  config(given=torch.float16), config(block=64)):  # fmt: skip
         possible, reason = kernel.can_implement(wrong)
         assert not possible and reason
 

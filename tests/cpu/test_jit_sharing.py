@@ -378,3 +378,19 @@ def test_a_damaged_file_is_told_once_by_a_rank_that_waits(
     assert [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()] == [
         f"kernel file {path} is damaged and will be rebuilt"
     ]
+
+
+def test_a_lock_that_was_taken_meanwhile_is_waited_for_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_fp8.jit.store._LOCK_SECONDS", 0.2)
+    store, other = (KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels")) for _ in range(2))
+    key = store.key(spec())
+    for _ in range(2):
+        lock = other.try_lock(key)
+        assert lock is not None and store.try_lock(key) is None, "a holder that has just come is not stuck"
+        lock.close()
+        own = store.try_lock(key)
+        assert own is not None
+        own.close()
+        time.sleep(0.3)

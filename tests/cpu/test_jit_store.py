@@ -438,3 +438,13 @@ def test_put_then_get(tmp_path: Path) -> None:
     assert KernelStore(tmp_path / "cache").get("1" * 32) is None
     KernelStore(tmp_path / "cache").put(replace(_ARTIFACT, registers=11))
     assert KernelStore(tmp_path / "cache").get(_ARTIFACT.key) == replace(_ARTIFACT, registers=11)
+
+
+def test_a_folder_that_is_only_read_is_no_place_for_workers(
+    tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writable = KernelStore(tmp_path / "cache", sources)
+    assert writable.location()["root"] == str(tmp_path / "cache")
+    # chmod alone does not stop root, and tests may run as root.
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    assert KernelStore(tmp_path / "cache", sources).location()["root"] is None

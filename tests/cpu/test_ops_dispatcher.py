@@ -126,3 +126,12 @@ def test_the_dispatcher_passes_on_usual_arguments() -> None:
     for name, arguments in OPS.items():
         given = arguments()
         assert not registry.OPS[name].converts(tuple(given[one] for one in registry.OPS[name].arguments))
+
+
+def test_a_negative_bit_is_not_lost_in_a_layer(launches: _Launches) -> None:
+    given = _layer()
+    moe_fp8.fused_moe(**{**given, "x": torch._neg_view(given["x"])})  # nothing is remembered before
+    moe_fp8.fused_moe(**given)
+    assert len(launches.made) == 10
+    read = [given["x"].data_ptr() in struct.unpack_from("<3q", block) for _, _, block in launches.made]
+    assert read == [False] * 5 + [True] + [False] * 4

@@ -135,3 +135,11 @@ def test_meta_tensors_give_shapes() -> None:
     on_meta: list[Any] = [x.to("meta") for x in (case.a, case.a_scale, case.b, case.b_scale)]
     out = gemm_fp8(*on_meta, c=torch.empty(5, 64, device="meta"))
     assert (out.shape, out.dtype, out.device.type) == ((5, 64), torch.float32, "meta")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_negative_view_of_the_output_is_an_addend_of_its_own(name: str) -> None:
+    case = named_case(name, (3, 2), 64, 128)
+    out = addend(case)
+    expected = call(case, c=-out, out=case.poisoned(torch.float32))
+    assert torch.equal(call(case, c=torch._neg_view(out), out=out), expected)

@@ -161,3 +161,16 @@ def test_metadata_counts_the_longest_token() -> None:
     per_token = torch.tensor([[1, 257], [0, 0], [600, 3]], dtype=torch.int32)
     metadata = paged_mqa_logits_metadata(per_token, block_size=64, num_sms=5)
     assert metadata.tolist() == [[0, 0], [0, 3], [2, 1], [2, 4], [2, 7], [3, 0]]
+
+
+def test_no_length_goes_beyond_the_table() -> None:
+    case = cases.paged_case([300, 5, 129], 1, 8, 64)
+    table = case.block_table[:, :2].contiguous()  # 128 keys of each request
+    metadata = paged_mqa_logits_metadata(case.context_lens, block_size=64, num_sms=3)
+    out = torch.full((3, 301), cases.SENTINEL)
+    operands = case.q, case.kv_cache, case.weights, case.context_lens
+    paged_mqa_logits_fp8(*operands, table, metadata, max_context_len=301, out=out)
+    whole = torch.full_like(out, cases.SENTINEL)
+    paged_mqa_logits_fp8(*operands, case.block_table, metadata, max_context_len=301, out=whole)
+    assert torch.allclose(out[:, :128], whole[:, :128], rtol=1e-5, atol=1e-4)
+    assert (out[:, 128:] == cases.SENTINEL).all()

@@ -313,7 +313,7 @@ def test_calls_that_were_moved_are_known_in_bounds(launches: _Launches) -> None:
     launches.patch.setattr(launches.launch, "_MAX_KERNELS", 50)
     given = OPS["quantize_fp8"]()
     _call("quantize_fp8", given)
-    many = [{name: _elsewhere(value) for name, value in given.items()} for _ in range(200)]
+    many = [{name: _elsewhere(value) for name, value in given.items()} for _ in range(225)]
     for each in many:
         _call("quantize_fp8", each)
     seen = launches.launch._seen
@@ -370,3 +370,12 @@ def test_a_call_within_a_moved_call_writes_another_block(launches: _Launches) ->
     made = [{word for (word,) in struct.iter_unpack("<q", params)} for *_, params in launches.made[1:]]
     for call, words in zip((inner, outer, later), made, strict=True):
         assert call["out"].data_ptr() in words
+
+
+def test_a_form_that_was_moved_is_not_given_up(launches: _Launches) -> None:
+    given = OPS["quantize_fp8"]()
+    _call("quantize_fp8", given)
+    (form,) = launches.launch._templates
+    launches.launch.give_up(form)
+    launches.prepares_nothing()
+    _call("quantize_fp8", {name: _elsewhere(value) for name, value in given.items()})

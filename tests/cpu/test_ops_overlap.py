@@ -223,3 +223,11 @@ def test_a_tensor_without_dimensions_shares_memory_like_any_other() -> None:
         moe_fp8.fused_moe(x, ids, room[:, :2], *layer, out=room[0, 1])
     with pytest.raises(ArgumentError, match="out"):
         moe_fp8.linear_fp8(x, weights, scale, out=weights.view(torch.uint8)[3, 3])
+
+
+def test_the_last_element_of_spaced_rows_is_theirs() -> None:
+    memory = torch.zeros(32)
+    spaced = memory.view(4, 8)[:3, :4]  # its last element is the 20th
+    for first, shared in ((18, True), (19, True), (20, False)):
+        assert overlap(spaced, memory[first : first + 8]) == shared
+        assert overlap(memory[first : first + 8], spaced) == shared

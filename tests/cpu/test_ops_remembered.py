@@ -203,6 +203,14 @@ def test_remembered_launches_are_bounded(cuda: _Cuda, monkeypatch: pytest.Monkey
     assert known == [False, False, True, True, True], "the oldest went"
 
 
+def test_what_is_remembered_anew_takes_no_more_room(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda.launch, "_MAX_KERNELS", 3)
+    kept = [OPS["quantize_fp8"]() for _ in range(3)]
+    for arguments in [*kept, kept[0], kept[0], kept[0]]:
+        cuda.quantize(**arguments, call=_call(arguments))
+    assert [cuda.repeat(_call(arguments)) for arguments in kept] == [True, True, True]
+
+
 def _plan(cuda: _Cuda, config: str | None = None) -> dict[str, int]:
     """The macros of the kernel for 8 rows, a problem for which a config may divide K."""
     cuda.gemm._gemm_plan.cache_clear()

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import gemm, random_shapes, report, shapes, unseen_shapes
 from benchmarks.results import FEW_ROUNDS, OF_A_COMMIT, ROOT, UNSEEN, set_of, shape_dict
 from benchmarks.shapes import GroupedShape, aligned_starts
-from benchmarks.timing import plan_rotation
+from benchmarks.timing import MOST_SETS, plan_rotation
 
 L2 = 60 << 20
 
@@ -155,6 +155,7 @@ def test_the_widths_of_unfitted_models(width: tuple[int, int], model: str) -> No
 
 
 def test_published_sets_are_whole_draws_of_one_commit() -> None:
+    found = 0
     for device in report.load_results():
         published = defaultdict(list)
         for row in device["rows"]:
@@ -164,6 +165,8 @@ def test_published_sets_are_whole_draws_of_one_commit() -> None:
             (commit,) = {row["commit"] for row in rows}
             drawn = [shape_dict(shape) | {"set": name} for shape in unseen_shapes.DRAWS[name][cls](commit)]
             assert sorted(map(str, drawn)) == sorted(str(row["shape"]) for row in rows), (name, cls)
+            found += 1
+    assert found
 
 
 @pytest.mark.parametrize(
@@ -181,7 +184,7 @@ def test_published_sets_are_whole_draws_of_one_commit() -> None:
 def test_a_grouped_shape_fits_in_30_gb(shape: GroupedShape) -> None:
     e, n, k, counts = shape.num_experts, shape.n, shape.k, shape.counts()
     rows = e * max(gemm._MASKED_ROWS, *counts) if shape.layout == "masked" else aligned_starts(counts)[-1]
-    most_sets = min(64, max(2, gemm._MOST_ROW_BYTES // (rows * (k + 4 * n))))
+    most_sets = min(MOST_SETS, max(2, gemm._MOST_ROW_BYTES // (rows * (k + 4 * n))))
     sets, _ = plan_rotation(e * n * k, L2, most_sets)
     # Each set has weights, two activations (for `offsets` one belongs to the peer) and two outputs.
     held = sets * (e * n * k + rows * (2 * k + 4 * n))

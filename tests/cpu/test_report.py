@@ -293,6 +293,17 @@ def test_a_changed_result_makes_a_file_stale(tmp_path: Path) -> None:
         report.rewritten("no markers", "t", "body")
 
 
+def test_both_sections_of_a_page_are_renewed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    old = [f"{report.BEGIN.format(name=name)}\nold {name}\n{report.END.format(name=name)}\n" for name in "ab"]
+    page.write_text("between\n".join(old))
+    pages = [(page, name, lambda results, name=name: f"new {name}") for name in "ab"]
+    fresh = report.stale(pages, [])[page]
+    assert "new a" in fresh and "new b" in fresh and "old" not in fresh
+    page.write_text(fresh.replace("new a", "changed by hand"))
+    assert report.stale(pages, []) == {page: fresh}
+
+
 def test_an_engines_steps_become_a_line_for_each_model_and_kind_of_experts() -> None:
     def step(batch: int, time: str, peer: float) -> Row:
         shape = {"model": "a", "experts": "triton", "batch": batch, "time": time}

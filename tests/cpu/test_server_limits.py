@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import prometheus_client
 import pytest
 from fastapi import FastAPI
 
 from server_example.app import Service, create_app
 from server_example.client import Emit
 from server_example.engine import EngineStoppedError
+from server_example.gate import Counted
 from server_example.host import Host, Job
 from server_example.protocol import ChatResponse
 from server_example.scheduler import TokenEvent, TokenLogprob
@@ -324,3 +326,22 @@ def test_a_request_ends_at_its_time(server: httpx.Client) -> None:
     assert json.loads(lines[-2].removeprefix("data: "))["error"]["type"] == "timeout_error"
     assert lines[-1] == "data: [DONE]"
     assert server.get("/health").json()["running"] == 0
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_answer_to_a_fault_of_the_server_is_counted(begun: bool) -> None:
+    counter = prometheus_client.Counter("answers", "Answers", ["status"], registry=None)
+
+    async def faulty(scope: Any, receive: Any, send: Any) -> None:
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise KeyError("on purpose")
+
+    async def send(message: Any) -> None: ...
+
+    with pytest.raises(KeyError):
+        asyncio.run(Counted(faulty, answers=counter)({"type": "http"}, None, send))  # type: ignore[arg-type]
+    counted = {
+        one.labels["status"]: one.value for one in counter.collect()[0].samples if one.name == "answers_total"
+    }
+    assert counted == {"200" if begun else "500": 1}

@@ -428,3 +428,35 @@ def test_a_prompt_longer_than_the_context_does_not_travel_to_the_engine() -> Non
     generation = Generation(cast(EngineClient, engine), body, [[1] * 99], Deadline(None, 504))
     with pytest.raises(RequestTooLongError, match="the prompt has 99 tokens"):
         asyncio.run(generation.submit())
+
+
+def test_a_prompt_that_fills_the_context_is_prefilled_alone() -> None:
+    scheduler = Scheduler(PagePool(12), max_batch=2, max_waiting=2, max_context=400)
+    long, short = request(380, 1), request(90, 1)
+    scheduler.submit(long, short)
+    scheduler.admit()
+    long.context = 320
+    assert scheduler.next_prefill(CHUNK) == [(long, 60)], "380 tokens and 40 more are too many"
+    long.context = 380
+    assert scheduler.next_prefill(CHUNK) == [(short, 90)]
+
+
+def test_no_token_is_asked_for_beyond_the_last() -> None:
+    scheduler = Scheduler(PagePool(5), max_batch=3, max_waiting=3, max_context=4 * PAGE_TOKENS)
+    scheduler.submit(ending := request(1, 2))
+    scheduler.admit()
+    ending.context, ending.generated = 1, [0]
+    assert scheduler.decoding() == [ending]
+    ending.flying = 1  # the second token, which the host has not read
+    assert scheduler.decoding() == []
+
+
+def test_without_a_seed_each_request_draws_on_its_own() -> None:
+    first, second = (Sampler(SamplingParams(temperature=1.0)) for _ in range(2))
+    logits = torch.zeros(64)
+    assert [first(logits) for _ in range(20)] != [second(logits) for _ in range(20)]
+
+
+def test_a_set_that_reaches_top_p_gets_no_further_token() -> None:
+    sampler = Sampler(SamplingParams(temperature=1.0, top_p=0.5, seed=1))
+    assert {sampler(torch.zeros(4)) for _ in range(100)} == {0, 1}

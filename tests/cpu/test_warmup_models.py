@@ -307,3 +307,26 @@ def test_routers_are_planned_for_all_that_they_choose_from(name: str, choices: i
     assert {kernel_spec(RouteTopkProblem(1, choices, 8, dtype)) for dtype in ("bfloat16", "float32")} == {
         row.spec for row in routers
     }
+
+
+def test_sliding_layers_may_name_only_what_differs() -> None:
+    usual = config("dots3_note")
+    differing = {name[4:]: value for name, value in usual.items() if name.startswith("swa_")}
+    differing = {name: value for name, value in differing.items() if usual.get(name) != value}
+    assert 0 < len(differing) < 6
+    first = usual["layer_types"].index("sliding_attention")
+    changes = {name: ... for name in usual if name.startswith("swa_")}
+    found = model("dots3_note", **changes, per_layer_config={f"{first:02d}": differing})
+    assert found.linears == model("dots3_note").linears
+
+
+def test_a_null_of_the_language_model_hides_no_outer_field() -> None:
+    usual = config("qwen3_30b")
+    nested = {**usual, "text_config": dict.fromkeys(usual)}
+    assert describe(nested, name="qwen3_30b") == model("qwen3_30b")
+
+
+def test_further_words_for_layers_are_left_out() -> None:
+    words = config("dots3_note")["layer_types"]
+    more = [*words, "sliding_attention", "sliding_attention"]
+    assert model("dots3_note", layer_types=more) == model("dots3_note")

@@ -336,3 +336,7 @@ def test_any_number_of_requests_costs_no_more() -> None:
     planned = plan(MODELS["deepseek_v32"], PlanOptions(tp=8, ep=8, max_batch=2_000_000))
     schedules = [row for row in planned.rows if row.op == "paged_mqa_logits_metadata"]
     assert max(last for row in schedules for _, last in row.rows) == 2_000_000
+
+
+def test_the_tokens_of_a_request_come_in_any_order() -> None:
+    assert PlanOptions(max_batch=10, next_n=(1, 4, 2)).most_decoded == 40

@@ -70,6 +70,7 @@ def test_blocks_of_three_forms_are_one_plan(quantization: dict[str, Any]) -> Non
         ("int", tensors(weights_type="int")),
         ("input_activations.dynamic", tensors(inputs_dynamic=False)),
         ("token", tensors(inputs_strategy="token")),
+        ("input_activations.group_size", tensors(inputs_group_size=64)),
         ("weights.block_structure", tensors(weights_block_structure="128x²")),
         ("weights.block_structure", tensors(weights_block_structure=f"128x{'1' * 5000}")),
         ("weights.block_structure", tensors(weights_block_structure="128x64")),
