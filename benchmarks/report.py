@@ -148,14 +148,23 @@ def engine(results: Results) -> str:
     return "\n\n".join(parts) or "No device has been measured yet."
 
 
+#: Columns of the table of decode steps, and the notes that they are means of.
+_TOKENS = {
+    "tokens equal to vLLM's": "equal tokens",
+    "of two runs of vLLM": "theirs again: equal tokens",
+    "difference of log p": "mean |d log p|",
+}
+
+
 def _steps(rows: Results, kind: str, title: str) -> str:
     """A line for each model and kind of experts, over the rows whose shape has `kind`; "" without any.
 
-    The table of decode steps has the starts, too.
+    The table of decode steps has the starts and the tokens, too.
     """
     times = ["GPU time: geometric mean", "least", "wall time: geometric mean", "least"]
     starts = ["cold", "warm"] if kind == "batch" else []
-    header = ["model", "vLLM's experts", title, *times, *(f"{start} start" for start in starts)]
+    tokens = _TOKENS if kind == "batch" else {}
+    header = ["model", "vLLM's experts", title, *times, *(f"{start} start" for start in starts), *tokens]
     lines = [_line(header), _line(["---"] * len(header))]
     for model, experts in dict.fromkeys((row["shape"]["model"], row["shape"]["experts"]) for row in rows):
         own = [row for row in rows if (row["shape"]["model"], row["shape"]["experts"]) == (model, experts)]
@@ -167,7 +176,12 @@ def _steps(rows: Results, kind: str, title: str) -> str:
         for time in ("gpu", "wall"):
             ratios = [row["ratio"] for row in steps if row["shape"]["time"] == time]
             cells += [_number(statistics.geometric_mean(ratios), 2), _number(min(ratios), 2)]
-        lines.append(_line([*cells, *(_number(ratios_of_starts.get(start), 2) for start in starts)]))
+        cells += [_number(ratios_of_starts.get(start), 2) for start in starts]
+        noted = [row.get("notes", {}) for row in steps]
+        for name in tokens.values():
+            figures = [notes[name] for notes in noted if name in notes]
+            cells.append(_number(statistics.fmean(figures), 2) if figures else "")
+        lines.append(_line(cells))
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
