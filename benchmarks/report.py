@@ -356,7 +356,11 @@ def main() -> int:
     )
     options = parser.parse_args()
     if options.show is not None:
-        print(targets.table(json.loads(options.show.read_text())))
+        try:
+            shown = targets.table(json.loads(options.show.read_text()))
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(f"{options.show} is no results file: {type(error).__name__}: {error}")
+        print(shown)
         return 0
     results = load_results()
     texts = stale(TARGETS, results)

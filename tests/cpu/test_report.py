@@ -321,3 +321,16 @@ def test_an_engines_steps_become_a_line_for_each_model_and_kind_of_experts() -> 
     assert "| a | triton | 1, 8 | 4.00 | 2.00 | 1.10 | 1.10 | 2.50 |  |" in text
     assert "only starts" not in text
     assert report.engine([]) == "No device has been measured yet."
+
+
+@pytest.mark.parametrize("text", [None, "no JSON", '{"rows": [{}]}'])
+def test_a_file_without_results_is_an_error(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.json"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setattr("sys.argv", ["report", "--show", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        report.main()
+    assert ended.value.code == 2 and "rows.json is no results file" in capsys.readouterr().err
