@@ -15,10 +15,8 @@ from moe_fp8.jit.artifact import Artifact
 from moe_fp8.jit.build import Progress, build
 from moe_fp8.jit.driver import LoadedKernel
 from moe_fp8.jit.store import KernelStore, default_store
-from moe_fp8.settings import settings
+from moe_fp8.settings import MissPolicy, settings
 from moe_fp8.specs import KernelSpec
-
-FreezeMode = Literal["compile", "warn", "strict"]
 
 #: The fields of `JitCounters` that count something.
 Event: TypeAlias = Literal["compiles", "store_hits", "loads", "misses", "scale_conversions"]
@@ -70,7 +68,7 @@ class KernelRuntime:
         self._by_spec: dict[KernelSpec, LoadedKernel] = {}
         self._loading: dict[KernelSpec, threading.RLock] = {}
         self._lock = threading.RLock()
-        self._mode: FreezeMode | None = None
+        self._mode: MissPolicy | None = None
         self._counts: dict[str, Counter[Event]] = {}
 
     def get_kernel(self, spec: KernelSpec) -> LoadedKernel:
@@ -106,7 +104,7 @@ class KernelRuntime:
         """The caller holds the lock."""
         self._counts.setdefault(op, Counter()).update(events)
 
-    def _miss(self, spec: KernelSpec, mode: FreezeMode) -> None:
+    def _miss(self, spec: KernelSpec, mode: MissPolicy) -> None:
         with self._lock:
             self._count(spec.name, "misses")
         if mode == "strict":
@@ -144,7 +142,7 @@ class KernelRuntime:
             self._load(row.spec, just_built=not row.cached)
         return len(wanted)
 
-    def freeze(self, mode: FreezeMode | None = None) -> None:
+    def freeze(self, mode: MissPolicy | None = None) -> None:
         """From now on, a request for a kernel that is not loaded counts as a miss.
 
         `mode` says what else a miss does: "strict" raises JitMissError, "warn" logs a warning and loads the
