@@ -76,7 +76,7 @@ def verify_capture_safe(
         raise ArgumentError("verify_capture_safe", "warmup_runs", "at least 1", warmup_runs)
     first, other, again = (_eager(fn, given) for given in (inputs, other_inputs, inputs))
     static = _Static(inputs)
-    captured = _capture(name, fn, static, device, warmup_runs)
+    captured = _capture(name, fn, static, inputs, device, warmup_runs)
     replays = []
     for given, byte in ((other_inputs, 0), (other_inputs, 1), (inputs, 0)):
         static.load(given)
@@ -112,12 +112,24 @@ def verify_capture_safe(
 
 
 def _capture(
-    name: str, fn: Callable[[Any], object], static: _Static, device: torch.device, warmup_runs: int
+    name: str,
+    fn: Callable[[Any], object],
+    static: _Static,
+    inputs: Inputs,
+    device: torch.device,
+    warmup_runs: int,
 ) -> _Captured:
-    """Warm up and capture `fn` on the static tensors, in a pool of its own."""
+    """Warm up and capture `fn` on the static tensors, which hold `inputs`, in a pool of its own."""
     with torch.cuda.device(device):
-        warm_up(lambda: fn(static.given()), warmup_runs - 1)
+
+        def loaded_call() -> object:
+            static.load(inputs)  # a call may have written to them
+            return fn(static.given())
+
+        warm_up(loaded_call, warmup_runs - 1)
+        static.load(inputs)
         refuse_synchronization(name, lambda: fn(static.given()))
+        static.load(inputs)
         pool = torch.cuda.graph_pool_handle()
 
         def call() -> tuple[object, set[int]]:

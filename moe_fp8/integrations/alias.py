@@ -17,8 +17,9 @@ NAME = "deep_gemm"
 HOME = "moe_fp8.integrations.deep_gemm"
 MODULES = ("", ".utils", ".utils.layout", ".utils.math")
 
-#: What `sys.modules` had under each name that `install` has taken; None if it had nothing.
-_before: dict[str, ModuleType | None] = {}
+#: What `sys.modules` had under each name that `install` has taken; None blocks an import.
+_before: dict[str, Any] = {}
+_NOTHING = object()
 
 
 class _Given(Loader):
@@ -74,7 +75,7 @@ def install(serve: Iterable[str] = KINDS) -> ModuleType:
         vendored.remember()
         for part in MODULES:
             module = importlib.import_module(HOME + part)
-            _before[NAME + part] = sys.modules.get(NAME + part)
+            _before[NAME + part] = sys.modules.get(NAME + part, _NOTHING)
             sys.modules[NAME + part] = module
         sys.meta_path.insert(0, _submodules)
     return sys.modules[NAME]
@@ -91,7 +92,7 @@ def uninstall() -> None:
         for part in (".modes", ".layout"):
             importlib.import_module(HOME + part).reset()
     for name, module in _before.items():
-        if module is None:
+        if module is _NOTHING:
             sys.modules.pop(name, None)
         else:
             sys.modules[name] = module

@@ -125,12 +125,12 @@ def _nothing(value: Any) -> None:
 
 
 def in_force() -> dict[str, ModuleType]:
-    """The modules that have the place of `deep_gemm` and of its submodules now."""
-    return {
-        name: module
-        for name, module in list(sys.modules.items())
-        if module is not None and (name == _NAME or name.startswith(f"{_NAME}."))
-    }
+    """The modules that have the place of `deep_gemm` and of its submodules now.
+
+    A name whose import the user has blocked has None, as in `sys.modules`.
+    """
+    modules = list(sys.modules.items())
+    return {name: module for name, module in modules if f"{name}.".startswith(f"{_NAME}.")}
 
 
 def _take_away() -> dict[str, ModuleType]:

@@ -50,7 +50,7 @@ class Tape(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def tape_for_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    def taped(name: str, fn: Any, static: Any, device: Any, runs: int) -> verify._Captured:
+    def taped(name: str, fn: Any, static: Any, given: Any, device: Any, runs: int) -> verify._Captured:
         tape = Tape()
         with tape:
             result = fn(static.given())

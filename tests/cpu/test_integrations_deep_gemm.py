@@ -75,6 +75,16 @@ def test_an_installed_package_comes_back(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sys.modules["deep_gemm"] is theirs
 
 
+def test_a_package_that_is_blocked_stays_blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep_gemm.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    integrations.install()
+    assert vendored.find() is None
+    integrations.uninstall()
+    assert sys.modules["deep_gemm"] is None
+
+
 @pytest.fixture
 def installed_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A package `deep_gemm` on the path, behind our module; its `late` imports itself by its own name."""

@@ -145,6 +145,19 @@ def test_garbage_does_not_end_a_capture() -> None:
     assert not kept and gc.isenabled()
 
 
+def test_a_step_may_write_to_its_inputs_and_to_their_names() -> None:
+    def step(given: Any) -> dict[str, Tensor]:
+        given["x"].add_(1)
+        given["x"] = given["x"].float() * 2
+        return {"out": given["x"]}
+
+    runner = GraphRunner(step, {"x": BufferSpec((3,), torch.int32)}, BatchBuckets([2]), "cuda")
+    runner.capture()
+    for value in (3, 5):
+        x = torch.full((2, 3), value, dtype=torch.int32, device="cuda")
+        assert (runner.run({"x": x})["out"] == 2 * (value + 1)).all()
+
+
 def test_a_runner_names_the_line_that_cannot_be_captured() -> None:
     runner = GraphRunner(
         lambda given: {"out": given["x"] * float(given["x"].sum())},

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from moe_fp8 import (
+    get_num_sms,
     indexer_select,
     indexer_topk,
     indexer_workspace_bytes,
@@ -48,6 +51,21 @@ def test_prefill_equals_the_reference() -> None:
         assert torch.equal(
             indexer_select(*on_gpu.arguments(), topk=TOPK, workspace=workspace).cpu(), expected
         )
+
+
+@pytest.mark.parametrize("lengths", [[1001, 3], [[1000, 1001], [2, 3]]], ids=["request", "token"])
+def test_a_compiled_selection_writes_only_to_its_workspace(lengths: list[Any]) -> None:
+    case = cases.paged_case(lengths, 2, 64, 64, "cuda")
+    tensors = case.q, case.kv_cache, case.weights, case.context_lens, case.block_table
+    sms = get_num_sms()
+    selection = partial(paged_indexer_select, topk=TOPK, max_context_len=1024, num_sms=sms)
+    expected = selection(*tensors)
+    size = indexer_workspace_bytes(num_queries=4, num_keys=1024, topk=TOPK, next_n=2, num_sms=sms)
+    memory = torch.full((4096 + 2 * size,), 7, dtype=torch.uint8, device="cuda")
+    with torch.no_grad():
+        compiled = torch.compile(selection, fullgraph=True)
+        assert torch.equal(compiled(*tensors, workspace=memory[4096 : 4096 + size]), expected)
+    assert (memory[:4096] == 7).all() and (memory[4096 + size :] == 7).all()
 
 
 def test_ties_at_zero_do_not_displace_a_key() -> None:

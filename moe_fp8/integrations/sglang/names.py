@@ -47,7 +47,7 @@ def _exchange(old: dict[str, ModuleType], new: dict[str, ModuleType]) -> None:
     # The id of an object -> the object, which must live as long as its id counts, and what replaces it.
     wanted: dict[int, tuple[Any, Any]] = {}
     for name, module in old.items():
-        if name not in new or new[name] is module:
+        if name not in new or new[name] is module or None in (module, new[name]):
             continue
         wanted[id(module)] = module, new[name]
         for attribute in dir(module):

@@ -242,8 +242,9 @@ def indexer_select(
 
     Returns out: rows of k, then -1. Every workspace gives the same bits. Nothing is allocated but the
     workspace and out. But a traced call (torch.compile) leaves its memory to the compiler, and uses of the
-    workspace only its size. No host synchronization; safe to capture. Raises what both ops raise
-    (ArgumentError, UnsupportedError for another H or D), and ArgumentError for a workspace that is too small.
+    workspace only its size; each number of queries that is divided is compiled anew. No host synchronization;
+    safe to capture. Raises what both ops raise (ArgumentError, UnsupportedError for another H or D), and
+    ArgumentError for a workspace that is too small.
 
     Large calls take the second kernel of `mqa_logits_fp8`, whose zeros are not exact. Keys whose logits tie
     at 0 are then chosen in any order, not the lower one first. A key is passed over only for a key whose
