@@ -203,9 +203,8 @@ def swiglu_limit(op: str, limit: float | None) -> None:
 
 def same_device(op: str, first: Tensor, **others: Tensor | None) -> None:
     """Check that the other tensors that are given are on the device of the first."""
-    device = first.get_device()
     for name, tensor in others.items():
-        if tensor is not None and tensor.get_device() != device:
+        if tensor is not None and tensor.device != first.device:
             raise ArgumentError(op, name, f"device {first.device}", tensor.device, "move it there")
 
 
