@@ -96,33 +96,31 @@ class GraphRunner:
                 if self.uses_graphs:
                     self._capture(bucket)
                 else:
-                    self.buffers.clear()
-                    self._call(bucket)
+                    self._call(self._padding(bucket), bucket)
                 if progress is not None:
                     progress(bucket)
 
     @torch.no_grad()  # what autograd saved for an output would keep the scratch of its bucket
     def _capture(self, bucket: int) -> None:
-        # A step may write to its inputs, and bind other tensors to their names. So each call gets padding and
-        # a dict of its own. Padding also keeps the last run's rows from being written into its state again.
-        def call() -> Tensors:
-            return self.step(self.buffers.view(bucket))
-
-        def padded_call() -> Tensors:
-            self.buffers.clear()
-            return call()
-
-        warm_up(padded_call, self.warmup_runs)
+        warm_up(lambda: self.step(self._padding(bucket)), self.warmup_runs)
         before = memory.pool_bytes(self._captured_pool)
-        self.buffers.clear()
-        graph, outputs = capture("GraphRunner.capture", call, self._captured_pool)
+        inputs = self._padding(bucket)
+        graph, outputs = capture("GraphRunner.capture", lambda: self.step(inputs), self._captured_pool)
         self._check_outputs(outputs, bucket)
         self._graphs[bucket] = graph, dict(outputs)  # the step may use its dict again for the next bucket
         self._grown[bucket] = memory.pool_bytes(self._captured_pool) - before
 
+    def _padding(self, bucket: int) -> Tensors:
+        """Padded inputs for one call: a step may write to them, and bind other tensors to their names.
+
+        Padding also keeps a step from writing the last run's rows into its state again.
+        """
+        self.buffers.clear()
+        return self.buffers.view(bucket)
+
     @torch.no_grad()
-    def _call(self, bucket: int) -> Tensors:
-        outputs = self.step(self.buffers.view(bucket))
+    def _call(self, inputs: Tensors, bucket: int) -> Tensors:
+        outputs = self.step(inputs)
         self._check_outputs(outputs, bucket)
         return outputs
 
@@ -144,7 +142,7 @@ class GraphRunner:
                 graph.replay()
                 self.replays += 1
             else:
-                outputs = self._call(bucket)
+                outputs = self._call(self.buffers.view(bucket), bucket)
         return {name: tensor[: requests * self._rows[name]] for name, tensor in outputs.items()}
 
     @contextmanager

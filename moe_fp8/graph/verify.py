@@ -119,22 +119,17 @@ def _capture(
     device: torch.device,
     warmup_runs: int,
 ) -> _Captured:
-    """Warm up and capture `fn` on the static tensors, which hold `inputs`, in a pool of its own."""
+    """Warm up and capture `fn` on the static tensors with the contents of `inputs`, in a pool of its own."""
     with torch.cuda.device(device):
-
-        def loaded_call() -> object:
-            static.load(inputs)  # a call may have written to them
-            return fn(static.given())
-
-        warm_up(loaded_call, warmup_runs - 1)
-        static.load(inputs)
-        refuse_synchronization(name, lambda: fn(static.given()))
-        static.load(inputs)
+        warm_up(lambda: fn(static.load(inputs)), warmup_runs - 1)
+        arguments = static.load(inputs)
+        refuse_synchronization(name, lambda: fn(arguments))
+        arguments = static.load(inputs)
         pool = torch.cuda.graph_pool_handle()
 
         def call() -> tuple[object, set[int]]:
             before = {block.address for block in memory.blocks(device) if block.used}
-            result = fn(static.given())
+            result = fn(arguments)
             return result, {block.address for block in memory.blocks(device) if block.used} - before
 
         graph, (result, outside) = capture(name, call, pool)
@@ -177,14 +172,14 @@ class _Static:
     def __init__(self, given: Inputs) -> None:
         twins = [_twin(tensor) for _, tensor in _items(given)]
         self.tensors: Any = dict(zip(given, twins, strict=True)) if isinstance(given, Mapping) else twins
-        self.load(given)
 
-    def load(self, given: Inputs) -> None:
+    def load(self, given: Inputs) -> Any:
+        """Copy the contents of `given`, and return the tensors as an argument for one call.
+
+        The call may write to the tensors, and bind other tensors to their names.
+        """
         for (_, mine), (_, theirs) in zip(_items(self.tensors), _items(given), strict=True):
             _memory_of(mine).copy_(_memory_of(theirs))
-
-    def given(self) -> Any:
-        """The tensors as an argument of a call, which may bind other tensors to their names."""
         return self.tensors.copy()
 
     def named(self) -> dict[str, Tensor]:
@@ -208,7 +203,7 @@ def _twin(tensor: Tensor) -> Tensor:
 
 def _eager(fn: Callable[[Any], object], given: Inputs) -> _Bits:
     static = _Static(given)
-    result = fn(static.given())
+    result = fn(static.load(given))
     storages = {tensor.untyped_storage().data_ptr() for tensor in static.named().values()}
     outputs = _named("output", result).items()
     own = {key: tensor for key, tensor in outputs if tensor.untyped_storage().data_ptr() not in storages}

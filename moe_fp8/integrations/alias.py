@@ -12,8 +12,8 @@ from typing import Any
 
 from moe_fp8.integrations import kinds, vendored
 from moe_fp8.integrations.kinds import KINDS
+from moe_fp8.integrations.vendored import NAME
 
-NAME = "deep_gemm"
 HOME = "moe_fp8.integrations.deep_gemm"
 MODULES = ("", ".utils", ".utils.layout", ".utils.math")
 

@@ -19,7 +19,7 @@ _logger = logging.getLogger(__name__)
 
 #: A package that vLLM ships.
 _VLLM = "vllm.third_party.deep_gemm"
-_NAME = "deep_gemm"
+NAME = "deep_gemm"
 
 
 #: Held while the copy is imported, so that no other thread takes a name for absent meanwhile. The import may
@@ -82,13 +82,13 @@ def submodule(name: str) -> ModuleType | None:
         copy = None if _Copy.in_place else find()
         if copy is None:
             return None
-        if copy.__name__ != _NAME:
+        if copy.__name__ != NAME:
             return _import(f"{copy.__name__}.{name}")
-        known = _Copy.modules.get(f"{_NAME}.{name}")
+        known = _Copy.modules.get(f"{NAME}.{name}")
         if known is not None:
             return known
         with _in_its_place():
-            return _import(f"{_NAME}.{name}")
+            return _import(f"{NAME}.{name}")
 
 
 def _import(name: str) -> ModuleType | None:
@@ -130,7 +130,7 @@ def in_force() -> dict[str, ModuleType]:
     A name whose import the user has blocked has None, as in `sys.modules`.
     """
     modules = list(sys.modules.items())
-    return {name: module for name, module in modules if f"{name}.".startswith(f"{_NAME}.")}
+    return {name: module for name, module in modules if f"{name}.".startswith(f"{NAME}.")}
 
 
 def _take_away() -> dict[str, ModuleType]:
@@ -154,13 +154,13 @@ def _in_its_place() -> Iterator[None]:
 
 def _installed() -> ModuleType | None:
     """A package `deep_gemm` on the path, behind the module that has its place in `sys.modules`."""
-    if _NAME in _Copy.modules:
-        return _Copy.modules[_NAME]
+    if NAME in _Copy.modules:
+        return _Copy.modules[NAME]
     with _in_its_place():
         try:
-            if importlib.util.find_spec(_NAME) is None:
+            if importlib.util.find_spec(NAME) is None:
                 return None
-            return importlib.import_module(_NAME)
+            return importlib.import_module(NAME)
         except Exception as error:  # its import compiles and asks the GPU
             _logger.info("the installed deep_gemm cannot be imported: %s", error)
             return None

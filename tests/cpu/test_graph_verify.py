@@ -51,9 +51,9 @@ class Tape(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def tape_for_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     def taped(name: str, fn: Any, static: Any, given: Any, device: Any, runs: int) -> verify._Captured:
-        tape = Tape()
+        tape, arguments = Tape(), static.load(given)
         with tape:
-            result = fn(static.given())
+            result = fn(arguments)
         inputs = {tensor.untyped_storage().data_ptr() for tensor in static.named().values()}
         outputs = {
             key: tensor

@@ -35,7 +35,7 @@ class Names:
 
         Call it after the modules of `deep_gemm` have their place again.
         """
-        ours = {alias.NAME + part: importlib.import_module(alias.HOME + part) for part in alias.MODULES}
+        ours = {vendored.NAME + part: importlib.import_module(alias.HOME + part) for part in alias.MODULES}
         for name in ours:
             with suppress(Exception):  # its import compiles and asks the GPU
                 importlib.import_module(name)
