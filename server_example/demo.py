@@ -17,7 +17,7 @@ with server_extra():
     import httpx
 
     from moe_fp8.errors import MoeFp8Error
-    from moe_fp8.warmup import build_plan
+    from moe_fp8.warmup import build_plan, default_num_sms
     from server_example.backend import Backend, choose_backend, plan_kernels
     from server_example.engine import EngineOptions
     from server_example.settings import SHAKESPEARE
@@ -79,8 +79,8 @@ def build_kernels(model: Path, backend: Backend) -> None:
             flush=True,
         )
     defaults = EngineOptions()
-    num_sms = 132 if backend.name == "reference" else backend.num_sms  # of an H100 or H200
-    report = build_plan(plan_kernels(model, defaults.prefill_chunk, defaults.max_batch, num_sms))
+    kernels = plan_kernels(model, defaults.prefill_chunk, defaults.max_batch, default_num_sms())
+    report = build_plan(kernels)
     print(
         f"{len(report.rows)} Hopper kernels in the cache: {report.compiled} compiled now, "
         f"{report.cached} found there, {report.seconds:.1f} s",

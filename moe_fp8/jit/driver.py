@@ -120,13 +120,12 @@ class LoadedKernel:
         If the thread has no context, the primary context of `device` is made current. `params` is copied
         before the call returns. Asynchronous, thread-safe and capture-safe; raises DriverError.
         """
-        kernel_params = params.kernel_params
         config = self._configs.get((grid, stream))
         if config is None:
             config = self._configure(grid, stream)
-        status = self._launch(config, self._function, kernel_params, 0)[0]
+        status = self._launch(config, self._function, params.kernel_params, 0)[0]
         if status:
-            self._retry(status, config, grid, kernel_params, device)
+            self._retry(status, config, grid, params.kernel_params, device)
 
     def _configure(self, grid: int, stream: int) -> Any:
         """Make and keep the launch configuration for this grid and stream; making it takes microseconds."""

@@ -10,7 +10,7 @@ from moe_fp8.warmup.models import ModelDescription, describe, load_model, read_c
 from moe_fp8.warmup.options import PlanOptions
 from moe_fp8.warmup.planner import Plan, plan
 from moe_fp8.warmup.rows import PlanRow
-from moe_fp8.warmup.run import build_plan, load_plan, missing_kernels
+from moe_fp8.warmup.run import build_plan, default_num_sms, load_plan, missing_kernels
 from moe_fp8.warmup.shapes import GemmShape, Parallelism, Unplanned, gemm_shapes, parse_shape, unplanned
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Unplanned",
     "build_bundle",
     "build_plan",
+    "default_num_sms",
     "describe",
     "gemm_shapes",
     "load_model",
