@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -32,15 +31,6 @@ _MOST_VALUES = 1 << 16
 _numbers = itertools.count()
 
 
-class _Recording(threading.local):
-    """Whether this thread writes a file; looking for a kernel may call the op again."""
-
-    on = False
-
-
-_recording = _Recording()
-
-
 def examine(
     op: str,
     arguments: Mapping[str, Any],
@@ -54,12 +44,7 @@ def examine(
     try:
         contract()
     except ContractError as error:
-        if not _recording.on:
-            _recording.on = True
-            try:
-                error.add_replay_file(_write(op, _content(op, arguments, error, kernel)))
-            finally:
-                _recording.on = False
+        error.add_replay_file(_write(op, _content(op, arguments, error, kernel)))
         raise
 
 

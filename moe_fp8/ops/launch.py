@@ -339,7 +339,7 @@ def _key_of_launch(key: Key, num_sms: object) -> Key:
 
 
 def first(
-    prepare: Callable[..., Prepared | None],
+    prepare: Callable[..., Prepared],
     arguments: tuple[Any, ...],
     device: int,
     call: Call | None,
@@ -347,8 +347,7 @@ def first(
 ) -> Launched | None:
     """Prepare a launch from an op's arguments, whose tensors are on `device`, and make it.
 
-    It is remembered for `call` and its `form`, if they are given. Returns None if nothing was launched, or if
-    `prepare` has launched everything itself.
+    It is remembered for `call` and its `form`, if they are given. Returns None if nothing was launched.
     """
     if device != _current_device():
         with torch.cuda.device(device):
@@ -356,8 +355,7 @@ def first(
     changes = Modes.changes
     # A thread that has not called the CUDA runtime yet has no context, and tensor maps need one.
     ensure_context(device)
-    prepared = prepare(*arguments)
-    return None if prepared is None else launch(prepared, device, call, form, changes)
+    return launch(prepare(*arguments), device, call, form, changes)
 
 
 def launch(
@@ -396,14 +394,10 @@ def remember(call: Call, form: Key, device: int, launched: Sequence[Launched], c
     _templates.put(form, (template, *_templates.get(form, ())[: _MAX_TEMPLATES - 1]))
 
 
-def describe(
-    prepare: Callable[..., Prepared | None], arguments: tuple[Any, ...], device: int
-) -> dict[str, Any]:
+def describe(prepare: Callable[..., Prepared], arguments: tuple[Any, ...], device: int) -> dict[str, Any]:
     """The kernel that `first` would launch: its spec, its grid and its key in the store."""
     with torch.cuda.device(device):
         ensure_context(device)
         prepared = prepare(*arguments)
-    if prepared is None:
-        return {}
     key = default_store().key(prepared.spec)
     return {"spec": str(prepared.spec), "grid": prepared.grid, "key": key}

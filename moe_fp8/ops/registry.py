@@ -26,6 +26,7 @@ from moe_fp8.errors import ArgumentError
 from moe_fp8.ops.arguments import apart
 from moe_fp8.ops.examine import examine
 from moe_fp8.ops.keys import Call, Key
+from moe_fp8.ops.scales import is_mn_major, to_mn_major
 from moe_fp8.settings import settings
 
 if TYPE_CHECKING:
@@ -193,6 +194,7 @@ def register(
     contract: Callable[..., None] | None = None,
     fake: Callable[..., None] = _nothing,
     varying: tuple[str, ...] = (),
+    mn_major: str | None = None,
 ) -> Callable[..., None]:
     """Register one op with torch; returns a function that takes every argument of the schema, in order.
 
@@ -205,13 +207,15 @@ def register(
     tensors. It is plain torch, on either device. A failed one leaves a replay file (`examine`).
     `empty` returns whether there is nothing for a kernel to compute; it has then done any remaining work.
     `reference` is the CPU implementation.
-    `cuda`, "module:function", prepares the launch: it returns `Prepared` (`parameters`), or None if it has
-    launched everything itself. Apart from the addresses, which it gives as the op's own tensors, the result
-    depends only on the tensors' attributes, on the alignment of their addresses to 16 bytes, on the other
-    arguments and on the modes. It is imported at the first CUDA call.
+    `cuda`, "module:function", prepares the launch: it returns `Prepared` (`parameters`). Apart from the
+    addresses, which it gives as the op's own tensors, the result depends only on the tensors' attributes, on
+    the alignment of their addresses to 16 bytes, on the other arguments and on the modes. It is imported at
+    the first CUDA call.
     `fake` is the meta implementation; the caller gives the outputs, so for most ops it does nothing.
     `varying` names tensors, in addition to the first, whose shapes change from call to call while their
     addresses do not, such as a cache that grows.
+    `mn_major` names an output of scales that the kernel writes only if they are MN-major. Others are written
+    through an MN-major copy: torch's functionalisation may replace an output by a clone without padding.
 
     All ops share the other steps. A call is checked, prepared and launched, and its launch is remembered
     (`launch`). Calls that differ from it only in addresses make it again, with their own addresses, and an
@@ -229,6 +233,7 @@ def register(
     written = tuple(at for at in tensors if (alias := parameters[at].alias_info) and alias.is_write)
     check_apart = partial(apart, name, names, tensors, written)
     tensors_of = _getter(tensors)
+    scales_at = None if mn_major is None else names.index(mn_major)
     integers = tuple(at for at, kind in enumerate(kinds) if "int" in kind)
     call_of, converts = _call_of(name, names, kinds, varying), _converts(kinds)
 
@@ -260,6 +265,12 @@ def register(
             return None
         if first.is_cuda:
             device = first.get_device()
+            if scales_at is not None and not is_mn_major(scales := arguments[scales_at]):
+                padded = to_mn_major(scales)  # rows that the kernel does not write keep their values
+                arguments = (*arguments[:scales_at], padded, *arguments[scales_at + 1 :])
+                launcher().first(resolve(cuda), arguments, device, None, None)
+                scales.copy_(padded)  # `compile_only` leaves this copy
+                return None
             launched: Launched | None = launcher().first(resolve(cuda), arguments, device, call, form)
             return launched if others is None else None
         # As on a GPU, where nothing is recorded and no operand is rounded.

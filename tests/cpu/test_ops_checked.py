@@ -64,14 +64,12 @@ def test_a_kernel_that_cannot_be_told_hides_nothing(checked_mode: Path) -> None:
         raise ContractError("op", "x", "this", "that")
 
     def kernel() -> dict[str, str]:
-        # What prepares a launch may call the op again; this does not leave a second file.
-        examine.examine("op", {}, broken)
-        return {}
+        raise OSError("no compiler")
 
     with pytest.raises(ContractError, match="replay file"):
         examine.examine("op", {"x": None}, broken, kernel)
     (file,) = checked_mode.iterdir()
-    assert json.loads(file.read_text())["kernel"] == {"unknown": "op: x: expected this, got that"}
+    assert json.loads(file.read_text())["kernel"] == {"unknown": "no compiler"}
 
 
 def test_the_folder_of_replay_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

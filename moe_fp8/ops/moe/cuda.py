@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_fp8.ops import launch, registry, scales
+from moe_fp8.ops import launch, scales
 from moe_fp8.ops.parameters import Prepared, Tiled, prepared
 from moe_fp8.params import GEMM_SILU_MUL, MOE_COMBINE, MOE_PERMUTE, ROUTE_TOPK
 from moe_fp8.problems import GemmSiluMulProblem, MoeCombineProblem, MoePermuteProblem, RouteTopkProblem
@@ -22,19 +22,8 @@ def permute(
     offsets: Tensor,
     rows: Tensor,
     power_of_two: bool,
-) -> Prepared | None:
-    """x [T,K] -> a [R,K], a_scale [R,K/128], offsets [E+1], rows [T,k].
-
-    If `a_scale` is not MN-major, MN-major scales are made and copied to it; then the result is None.
-    """
-    pitch = scales.pitch(a_scale)
-    if pitch == 0:
-        # to_mn_major copies the scales, so that rows that are not written keep their values.
-        padded = scales.to_mn_major(a_scale)
-        run = registry.OPS["moe_permute"].run
-        run(x, x_scale, topk_ids, expert_map, a, padded, offsets, rows, power_of_two)
-        a_scale.copy_(padded)
-        return None
+) -> Prepared:
+    """x [T,K] -> a [R,K], a_scale [R,K/128], offsets [E+1], rows [T,k]."""
     (tokens, topk), k, num_experts = topk_ids.shape, x.shape[1], offsets.shape[0] - 1
     in_dtype = launch.IN_DTYPES.get(x.dtype)
     wide = topk_ids.dtype is torch.int64
@@ -57,7 +46,7 @@ def permute(
         0 if x_scale is None else x_scale.stride(0),
         0 if x_scale is None else x_scale.stride(1),
         topk_ids.stride(0),
-        pitch,
+        scales.pitch(a_scale),
         tokens,
         topk,
         k,
@@ -79,14 +68,8 @@ def gemm_silu_mul(
     rounded: bool,
     q: Tensor,
     scale: Tensor,
-) -> Prepared | None:
-    """a [M,K], interleaved b [E,2I,K] -> q [M,I], scale [M,I/128]; other strides of scale as in `permute`."""
-    if not scales.is_mn_major(scale):
-        padded = scales.to_mn_major(scale)
-        run = registry.OPS["grouped_gemm_silu_mul_fp8"].run
-        run(a, a_scale, b, b_scale, offsets, expected_m, limit, power_of_two, rounded, q, padded)
-        scale.copy_(padded)
-        return None
+) -> Prepared:
+    """a [M,K], interleaved b [E,2I,K] -> q [M,I], scale [M,I/128]."""
     (m, k), (num_experts, n, _) = a.shape, b.shape
     num_sms = launch.num_sms(a.get_device())
     problem = GemmSiluMulProblem(m, n, k, num_experts, expected_m, power_of_two, rounded, num_sms)

@@ -41,6 +41,7 @@ gemm_silu_mul_op = register(
     empty=lambda a, *_: a.numel() == 0,
     reference=reference.gemm_silu_mul,
     cuda="moe_fp8.ops.moe.cuda:gemm_silu_mul",
+    mn_major="scale",
 )
 
 

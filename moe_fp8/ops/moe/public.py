@@ -48,6 +48,7 @@ permute_op = register(
     empty=_no_tokens,
     reference=reference.permute,
     cuda="moe_fp8.ops.moe.cuda:permute",
+    mn_major="a_scale",
 )
 
 

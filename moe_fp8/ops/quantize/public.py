@@ -20,6 +20,7 @@ quantize_op = register(
     empty=lambda x, q, scale, power_of_two: x.shape[0] == 0,
     reference=reference.quantize,
     cuda="moe_fp8.ops.quantize.cuda:quantize",
+    mn_major="scale",
 )
 
 
@@ -65,6 +66,7 @@ silu_mul_quantize_op = register(
     empty=lambda x, masked_m, q, *_: q.numel() == 0,
     reference=reference.silu_mul_quantize,
     cuda="moe_fp8.ops.quantize.cuda:silu_mul_quantize",
+    mn_major="scale",
 )
 
 
