@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterable
 from importlib.abc import Loader, MetaPathFinder
@@ -73,12 +74,34 @@ def install(serve: Iterable[str] = KINDS) -> ModuleType:
     kinds.serve(serve)
     if not _before:
         vendored.remember()
+        origin = _origin()
         for part in MODULES:
             module = importlib.import_module(HOME + part)
             _before[NAME + part] = sys.modules.get(NAME + part, _NOTHING)
             sys.modules[NAME + part] = module
         sys.meta_path.insert(0, _submodules)
+        if origin is not None:
+            _tell(origin)
     return sys.modules[NAME]
+
+
+def _origin() -> str | None:
+    """The file of the installed package `deep_gemm`; None if there is none."""
+    try:
+        spec = importlib.util.find_spec(NAME)
+    except ValueError:  # a module of this name was made by hand
+        return None
+    return None if spec is None else spec.origin
+
+
+def _tell(origin: str | None) -> None:
+    """What `importlib.util.find_spec` tells as our module's file.
+
+    SGLang looks for DeepGEMM's C++ headers beside it.
+    """
+    spec = importlib.import_module(HOME).__spec__
+    assert spec is not None
+    spec.origin = origin
 
 
 def uninstall() -> None:
@@ -87,6 +110,7 @@ def uninstall() -> None:
     The modes and the alignment that the engine has set are as at first again.
     """
     if _before:
+        _tell(importlib.import_module(HOME).__file__)
         sys.meta_path.remove(_submodules)
         _submodules.forget()
         for part in (".modes", ".layout"):

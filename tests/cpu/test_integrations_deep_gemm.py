@@ -109,6 +109,19 @@ def installed_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
     return integrations.install()
 
 
+def test_headers_are_found_beside_the_installed_package(installed_copy: ModuleType, tmp_path: Path) -> None:
+    """SGLang takes them from the folder of the file that `find_spec` tells."""
+
+    def origin(name: str) -> Path:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.origin is not None
+        return Path(spec.origin)
+
+    assert origin("deep_gemm") == tmp_path / "deep_gemm/__init__.py"
+    integrations.uninstall()
+    assert origin("moe_fp8.integrations.deep_gemm") == Path(str(installed_copy.__file__))
+
+
 def test_modules_that_are_not_ours_come_from_the_copy(installed_copy: ModuleType) -> None:
     before = set(sys.modules)
     testing = importlib.import_module("deep_gemm.testing")
@@ -254,6 +267,17 @@ def test_rows_of_different_requests_reach_the_copy(copy: ModuleType, deep_gemm: 
     indices = torch.tensor([0, 1, 1], dtype=torch.int32)
     assert deep_gemm.fp8_fp4_paged_mqa_logits(*given, indices) is indices
     assert deep_gemm.fp8_fp4_paged_mqa_logits(*given, None).shape == (3, 192)
+
+
+def test_schedules_of_more_than_eight_tokens_come_from_the_copy(
+    copy: ModuleType, deep_gemm: ModuleType
+) -> None:
+    lens = torch.full((3, 9), 70, dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="more than 8 tokens"):
+        deep_gemm.get_paged_mqa_logits_metadata(lens, 64, 132)
+    copy.get_paged_mqa_logits_metadata = lambda *given: given  # type: ignore[attr-defined]
+    assert deep_gemm.get_paged_mqa_logits_metadata(lens, 64, 132) == (lens, 64, 132)
+    assert deep_gemm.get_paged_mqa_logits_metadata(lens[:, :8], 64, 132).shape == (133, 2)
 
 
 def test_the_copy_may_have_the_newer_spelling_alone(copy: ModuleType, deep_gemm: ModuleType) -> None:

@@ -74,8 +74,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     module(monkeypatch, "vllm.platforms", current_platform=platform, PlatformEnum=SimpleNamespace(CUDA=cuda))
     formats = SimpleNamespace(FLOAT32_CEIL_UE8M0=1, from_oracle=lambda: 1, _oracle_cache=3)
     wrapper = module(
-        monkeypatch, "vllm.utils.deep_gemm", _fp8_gemm_nt_impl=print, DeepGemmQuantScaleFMT=formats
-    )
+        monkeypatch, "vllm.utils.deep_gemm", _fp8_gemm_nt_impl=print, DeepGemmQuantScaleFMT=formats,
+        _paged_mqa_logits_schedule_slots=lambda num_sms, next_n: num_sms // 2,
+    )  # fmt: skip
     module(monkeypatch, "vllm.utils.import_utils")
     envs = module(monkeypatch, "vllm.envs", VLLM_BATCH_INVARIANT=False, environment_variables={})
     kernels: list[Any] = [_DeepGemm]
@@ -180,6 +181,9 @@ def test_some_kinds_leave_the_others_alone(vllm: Fake) -> None:
         "deepgemm experts"
     ]
     assert os.environ["VLLM_DEEP_GEMM_WARMUP"] == "relax"
+    assert vllm.wrapper._paged_mqa_logits_schedule_slots(132, 4) == 132
+    plug_in.activate(["dense", "experts"])
+    assert vllm.wrapper._paged_mqa_logits_schedule_slots(132, 4) == 66
 
 
 def test_a_second_activation_replaces_the_first(vllm: Fake) -> None:

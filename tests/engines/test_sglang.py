@@ -45,7 +45,7 @@ USED = {
     ),
     "sglang.srt.layers.moe.utils": ("_MoeRunnerBackendPredicates.is_deep_gemm",),
     "sglang.srt.layers.attention.dsa.utils": ("resolve_fp8_mqa_logits_fn",),
-    "sglang.srt.layers.attention.dsv4.v41_indexer": (),
+    "sglang.srt.layers.attention.dsv4.v41_indexer": ("has_dense_fp4_indexer",),
 }
 
 

@@ -106,6 +106,19 @@ def test_vllms_indexer(vllm: Any) -> None:
     torch.testing.assert_close(logits[written].double(), expected[written], rtol=1e-4, atol=1e-4)
 
 
+def test_vllms_schedules_have_a_task_for_each_sm(vllm: Any) -> None:
+    def tasks(next_n: int) -> int:
+        lens = torch.full((64, next_n), 4096, dtype=torch.int32)
+        return len(vllm.get_paged_mqa_logits_metadata(lens, 64, 132)) - 1
+
+    before = [tasks(next_n) for next_n in (1, 2, 4)]
+    assert before == ([132, 132, 66] if "0.33" in str(vllm.__file__) else [132] * 3)
+    plug_in._schedule_for_all_sms()
+    assert [tasks(next_n) for next_n in (1, 2, 4)] == [132] * 3
+    plug_in.deactivate()
+    assert [tasks(next_n) for next_n in (1, 2, 4)] == before
+
+
 @pytest.mark.parametrize("engine", VLLM, ids=lambda engine: engine.name)
 def test_vllm_compiles_a_model_for_each_choice_of_kinds(engine: Engine) -> None:
     """What names a compiled model changes with the kinds and with our version, and comes back."""

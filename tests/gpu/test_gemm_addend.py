@@ -100,6 +100,26 @@ def test_replays_add_once_more(name: str) -> None:
     assert torch.equal(_valid(case, c), _valid(case, expected))
 
 
+@pytest.mark.parametrize("layout", ["dense", *LAYOUTS])
+def test_kernels_of_all_configs_in_a_row_add_to_one_output(layout: str) -> None:
+    """Each kernel starts while the kernel before it still writes the sums that it reads."""
+    case = named_case(layout, ROWS, 576, 1024, "cuda")
+    configs = [str(config) for config in gemm_configs(layout, 1024)]  # type: ignore[arg-type]
+    c = addend(case)
+    expected = c
+    for config in configs:
+        expected = call(case, c=expected, config=config)
+    sums = c.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for config in configs:
+            call(case, c=sums, out=sums, config=config)
+    for _ in range(20):
+        sums.copy_(c)
+        graph.replay()
+        assert torch.equal(_valid(case, sums), _valid(case, expected))
+
+
 @pytest.mark.parametrize("name", ["dense", "dense of rows", "offsets"])
 @pytest.mark.parametrize("m", [7, 200])
 def test_rows_of_the_output_apart_keep_what_lies_between(name: str, m: int) -> None:

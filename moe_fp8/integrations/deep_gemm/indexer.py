@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_fp8.integrations.deep_gemm.utils.math import align
 from moe_fp8.integrations.forwarding import NotServed
+from moe_fp8.limits import MAX_NEXT_N
 from moe_fp8.ops import mqa_logits_fp8, paged_mqa_logits_fp8
 from moe_fp8.ops import paged_mqa_logits_metadata as make_metadata
 
@@ -59,10 +60,12 @@ def get_paged_mqa_logits_metadata(
 ) -> Tensor:
     """The schedule of a batch for `num_sms` tasks, int32 `[num_sms + 1, 2]`.
 
-    context_lens: int32 `[B]` or `[B, next_n]`. `indices` (rows of different requests in one batch) are served
-    by no kernel of ours on Hopper. Safe to capture.
+    context_lens: int32 `[B]` or `[B, next_n]`. More than 8 tokens for each request and `indices` (rows of
+    different requests in one batch) are served by no kernel of ours on Hopper. Safe to capture.
     """
     _no_indices(indices)
+    if context_lens.dim() == 2 and context_lens.shape[1] > MAX_NEXT_N:
+        raise NotServed(f"more than {MAX_NEXT_N} tokens for each request are not served")
     return make_metadata(context_lens.contiguous(), block_size=block_kv, num_sms=num_sms)
 
 

@@ -76,6 +76,8 @@ def _change(kinds: tuple[str, ...]) -> None:
         _register_linear_kernel()
     if "experts" in kinds:
         _register_experts()
+    if "indexer" in kinds:
+        _schedule_for_all_sms()
     if set(kinds) >= {"dense", "experts"}:
         _set_environment(_WARMUP, "skip")
     _plan_after_loading()
@@ -160,6 +162,19 @@ def _register_experts() -> None:
         return [MoeFp8Experts, *classes] if backend in replaced else classes
 
     _replace(oracle, "backend_to_kernel_cls", backend_to_kernel_cls)
+
+
+def _schedule_for_all_sms() -> None:
+    """Make vLLM 0.33 ask for schedules with a task for each SM.
+
+    With four tokens for each request it asks for half as many, because DeepGEMM's kernel uses two SMs for
+    each task. Ours uses one SM for each task.
+    """
+    import vllm.utils.deep_gemm as wrapper
+
+    name = "_paged_mqa_logits_schedule_slots"
+    if hasattr(wrapper, name):
+        _replace(wrapper, name, lambda num_sms, next_n: num_sms)
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
