@@ -122,8 +122,9 @@ class DeepGemm:
         return result
 
     def paged_metadata(self, context_lens: Tensor, block_size: int, num_sms: int) -> Tensor:
-        """`context_lens` is int32 [B, next_n]."""
-        result: Tensor = self._module.get_paged_mqa_logits_metadata(context_lens, block_size, num_sms)
+        """`context_lens` is int32 [B, next_n]. With four tokens for each request, a task takes two SMs."""
+        tasks = num_sms // 2 if context_lens.shape[1] == 4 else num_sms
+        result: Tensor = self._module.get_paged_mqa_logits_metadata(context_lens, block_size, tasks)
         return result
 
     def paged_mqa_logits(

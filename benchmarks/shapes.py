@@ -299,6 +299,8 @@ PAGED_MQA_LOGITS = [
     PagedShape(64, 4096),
     PagedShape(64, 32768),
     PagedShape(64, 8192, next_n=2),
+    PagedShape(8, 32768, next_n=4),
+    PagedShape(64, 8192, next_n=4),
     PagedShape(256, 4096),
 ]
 
