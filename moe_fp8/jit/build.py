@@ -205,9 +205,14 @@ def _look(store: KernelStore, waiting: deque[KernelSpec]) -> _Task | None:
     if not waiting:
         return None
     spec = waiting.popleft()
-    artifact = store.get(store.key(spec))
+    key = store.key(spec)
+    artifact = store.get(key)
     if artifact is None:
         waiting.append(spec)
+        # From now on the holder of the kernel has `_LOCK_SECONDS`, while this rank waits for a slot too.
+        lock = store.try_lock(key)
+        if lock is not None:
+            lock.close()
         return None
     return _Task(spec, ExitStack(), artifact)
 

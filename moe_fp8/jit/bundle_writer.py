@@ -11,12 +11,14 @@ every machine that compiles them with the same patch release of NVRTC.
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -35,6 +37,9 @@ _OWN = re.compile(rf"([0-9a-f]{{32}}{re.escape(SUFFIX)}|{re.escape(MANIFEST)})(\
 
 #: A folder that every new ext4 volume has.
 _LOST_AND_FOUND = "lost+found"
+
+#: Writing a bundle takes seconds. A temporary folder of this age is nobody's.
+_STALE_SECONDS = 3600.0
 
 
 def existing_bundle(path: Path, *, force: bool = False, sources: SourceTree | None = None) -> Bundle | None:
@@ -109,6 +114,7 @@ def write_bundle(
 
 def _make(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes]) -> bool:
     """Make a new bundle; False if another process has made a bundle there in the meantime."""
+    _remove_stale(path)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     try:
         for kernel, data in entries.items():
@@ -126,6 +132,14 @@ def _make(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes]
         return True
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the temporary folders beside `path` that killed builds have left."""
+    for folder in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _whole(path: Path, keys: Collection[str], sources: SourceTree | None) -> Iterator[BundledKernel]:

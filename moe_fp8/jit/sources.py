@@ -83,7 +83,10 @@ class SourceTree:
         """A SHA-256 over all device code in the folder; raises CompileError if a file cannot be read."""
         with self._lock:
             if self._whole is None:
-                names = sorted(_device_code(self._root))
+                try:
+                    names = sorted(_device_code(self._root))
+                except OSError as error:
+                    raise CompileError("all kernels", f"the folder cannot be read ({error})") from error
                 read = [(name, self._read(name, name, "the folder")) for name in names]
                 asserted = [(name, assertions(name.removesuffix(".cuh")).encode()) for name in names]
                 self._whole = _digest([*read, *asserted])

@@ -191,8 +191,10 @@ class KernelStore:
         try:
             file = FileIO(self._persist(lambda: os.open(path, flags, 0o600)))
         except OSError as error:
-            self._writable = False
-            self._warn(f"cannot be written ({error})")
+            # A link or a folder in place of one lock hinders no other file.
+            if error.errno not in (errno.ELOOP, errno.EISDIR):
+                self._writable = False
+                self._warn(f"cannot be written ({error})")
             return lock
         # A forked process closes the files in this set, and a file is closed once at most.
         self._lock_files.add(file)
@@ -206,9 +208,9 @@ class KernelStore:
         # A process that is just being forked may still have the file open, which would keep the lock.
         lock.callback(_unlock, file)
         # Whoever held this lock before has finished its temporary files, or has left them when it died.
-        for stale in self.root.glob(f"{path.stem}.*.tmp"):
-            with suppress(OSError):
-                stale.unlink()
+        with suppress(OSError):  # a folder that cannot be listed now may be listed the next time
+            for stale in self.root.glob(f"{path.stem}.*.tmp"):
+                stale.unlink(missing_ok=True)
         return lock
 
     def _persist(self, write: Callable[[], _Result]) -> _Result:

@@ -116,6 +116,6 @@ def engine_calls(name: str | None) -> EngineCalls:
     """The calls of the engine `name`, or for None every call that the ops serve. Raises ConfigError."""
     if name is None:
         return ANY
-    if name not in ENGINES:
+    if not isinstance(name, str) or name not in ENGINES:
         raise ConfigError("engine", f"one of {', '.join(ENGINES)}", name)
     return ENGINES[name]

@@ -15,7 +15,7 @@ from moe_fp8.heuristics import GemmConfig, gemm_config, gemm_grid
 from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.problems import GemmLayout, GemmProblem
-from moe_fp8.specs import KernelSpec, kernel_spec
+from moe_fp8.specs import GEMM_LAYOUTS, KernelSpec, kernel_spec
 from moe_fp8.warmup.options import MOST_ROWS, MOST_SMS
 from moe_fp8.warmup.shapes import demand_integer
 from moe_fp8.warmup.tables import state, table_of
@@ -102,6 +102,8 @@ def explain(
     The function makes the problem and chooses the config as an op does. Raises ConfigError for arguments
     that no op accepts, for more experts than a rank has, and for sizes and SMs that no plan has.
     """
+    if layout not in GEMM_LAYOUTS:
+        raise ConfigError("layout", f"one of {', '.join(GEMM_LAYOUTS)}", layout)
     demand_integer("experts", num_experts, 1, limits.MAX_EXPERTS)
     for name, value in (("M", m), ("N", n), ("K", k), ("expected_m", expected_m)):
         if value is not None:

@@ -208,7 +208,7 @@ def _described(told: dict[str, Any]) -> dict[str, str]:
             found.setdefault(spec, f"{spec} for {use}")
         if not isinstance(told["options"], dict):
             raise TypeError("its options are no object")
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             "--diff", "two files that `moe-fp8 plan --json` wrote", f"{type(error).__name__}: {error}"
         ) from error

@@ -79,6 +79,9 @@ class PlanOptions(Parallelism):
         for value in every(self.batch_invariant, "batch_invariant"):
             if not isinstance(value, bool):
                 raise ConfigError("batch_invariant", "True, False or a tuple of them", value)
+        for name in ("fuse_shared", "pad_intermediate", "weight_gradients"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, "True or False", getattr(self, name))
         listed = isinstance(self.out_dtypes, (tuple, list)) and self.out_dtypes
         if not listed or any(dtype not in _OUT_DTYPES for dtype in self.out_dtypes):
             raise ConfigError("out_dtypes", f"some of {', '.join(_OUT_DTYPES)}", self.out_dtypes)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from moe_fp8.errors import ModelError
+from moe_fp8.errors import ConfigError, ModelError
 from moe_fp8.jit.key import kernel_key
 from moe_fp8.limits import refuse_head_dim, refuse_heads, refuse_topk
 from moe_fp8.specs import KernelSpec
@@ -123,6 +123,9 @@ def plan(
         for shape in shapes
         if shape in in_bf16
     ]
+    for shape in extra:
+        if reason := shape.refusal():
+            raise ConfigError("extra", "GEMMs that a kernel serves", shape, reason)
     shapes = (*(shape for shape in shapes if shape not in in_bf16), *extra)
     indexer, refusal = _served(model.indexer, options.calls)
     if refusal:

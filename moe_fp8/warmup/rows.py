@@ -299,7 +299,7 @@ def weight_gradient_rows(
                 yield KGroupedGemmProblem(n, k, mean, 1, False, sms, "bfloat16")
 
         uses: list[tuple[str, Callable[[int], Iterable[Problem]]]] = [("k_grouped_gemm_fp8", fp32)]
-        if experts is None and "bfloat16" in options.out_dtypes:
+        if "bfloat16" in options.out_dtypes:
             uses.append(("gemm_fp8", bf16))
         for op, problems_at in uses:
             runs = _runs(_round_up(most, SCALE_BLOCK), selection_extent)  # whole scale blocks of tokens

@@ -31,6 +31,12 @@ class GemmShape:
     num_experts: int | None = None
     whole_context: bool = False
 
+    def refusal(self) -> str:
+        """Why no kernel serves this GEMM; "" if kernels do."""
+        if self.num_experts is not None and not 1 <= self.num_experts <= MAX_EXPERTS:
+            return f"a rank has 1 to {MAX_EXPERTS} experts, got {self.num_experts}"
+        return refuse_n(self.n) or refuse_k(self.k)
+
 
 def parse_shape(text: str, option: str = "shape") -> GemmShape:
     """The GEMM that `layout:n:k:experts` names, without experts for "dense". Raises ConfigError.
@@ -51,13 +57,14 @@ def parse_shape(text: str, option: str = "shape") -> GemmShape:
     experts: int | None = None
     if layout == "dense" and len(sizes) >= 2 and sizes[2:] in ([], [1]):
         n, k = sizes[:2]
-    elif layout != "dense" and len(sizes) == 3 and 1 <= sizes[2] <= MAX_EXPERTS:
+    elif layout != "dense" and len(sizes) == 3:
         n, k, experts = sizes
     else:
         raise wrong
-    if refuse_n(n) or refuse_k(k):
+    shape = GemmShape("extra", n, k, experts)
+    if shape.refusal():
         raise wrong
-    return GemmShape("extra", n, k, experts)
+    return shape
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,11 @@ def stored_plan(
     found = None if data is None else _decode(key, data, model, options)
     if found is None:
         found = plan(model, options, extra=extra)
-        if sources:
-            store.publish(name, _encode(key, found))
+        lock = store.try_lock(key) if sources else None
+        if lock is not None:
+            # Whoever takes the lock removes the temporary files that killed processes have left.
+            with lock:
+                store.publish(name, _encode(key, found))
     if strict:
         demand_all(found)
     return found

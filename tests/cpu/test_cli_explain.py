@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from moe_fp8 import cli
+from moe_fp8.errors import ConfigError
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit.key import kernel_key
 from moe_fp8.problems import GemmLayout, GemmProblem
@@ -98,6 +99,11 @@ def test_explain_names_the_row_of_a_table(
 def test_explain_refuses_what_no_op_takes(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--explain", *argv]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_explain_refuses_an_unknown_layout() -> None:
+    with pytest.raises(ConfigError, match="layout"):
+        explain("rows", 64, 128, 128, num_sms=132)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", GEMM_LAYOUTS)

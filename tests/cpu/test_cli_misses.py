@@ -116,7 +116,9 @@ def test_two_plans_are_compared(tmp_path: Path, run_json: Json, capsys: pytest.C
     assert cli.main(["plan", "--diff", *map(str, files)]) == 0
     assert "+ paged_mqa_logits_fp8[" in capsys.readouterr().out
     planned = json.loads(files[0].read_text())
-    for damaged in ({"options": {}}, {**planned, "options": [["tp", 1]]}):
+    kernels = [{**kernel, "defines": "BLOCK_M=64"} for kernel in planned["kernels"]]
+    damages = ({"options": {}}, {**planned, "options": [["tp", 1]]}, {**planned, "kernels": kernels})
+    for damaged in damages:
         files[0].write_text(json.dumps(damaged))
         assert cli.main(["plan", "--diff", *map(str, files)]) == 2
         assert capsys.readouterr().err.startswith("error: --diff: expected two files that")

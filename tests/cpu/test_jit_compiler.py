@@ -32,6 +32,11 @@ def test_compile_reports_resources(kernels: Path) -> None:
     assert artifact.key == kernel_key(spec(), sources=SourceTree(kernels))
 
 
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match="folder"):
+        SourceTree(tmp_path / "nowhere").digest()
+
+
 def test_spills_and_local_memory_are_seen(tmp_path: Path) -> None:
     folder = tmp_path / "kernels"
     folder.mkdir()

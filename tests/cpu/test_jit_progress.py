@@ -27,7 +27,13 @@ class _FullTerminal(_Full):
     terminal = True
 
 
-@pytest.mark.parametrize("stream", [_Full(), _FullTerminal(), None])
+def _closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stream", [_Full(), _FullTerminal(), None, _closed()])
 def test_a_lost_log_does_not_end_the_work(
     monkeypatch: pytest.MonkeyPatch, stream: io.StringIO | None
 ) -> None:

@@ -310,38 +310,6 @@ def test_a_rank_that_waits_for_a_lock_takes_what_is_published(tmp_path: Path) ->
     lock.close()
 
 
-def test_slots_are_as_many_as_cores_or_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    first, second = (KernelStore(tmp_path / "cache") for _ in range(2))
-    slots = [first.try_slot(1), second.try_slot(1)]
-    assert None not in slots and first.try_slot(1) is None
-    # A rank that was told to use more compilers may use them.
-    assert first.try_slot(3) is not None
-    assert slots[0] is not None
-    slots[0].close()
-    assert second.try_slot(1) is not None
-    # A store that no other process sees needs no slots.
-    memory = KernelStore(None)
-    assert None not in [memory.try_slot(1) for _ in range(3)]
-
-
-@pytest.mark.parametrize("jobs", [1, 2])
-@pytest.mark.parametrize("held", ["kernel", "slots"])
-def test_a_stuck_rank_only_costs_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, held: str
-) -> None:
-    """A rank that is stopped, for example by a debugger, holds its locks for ever."""
-    monkeypatch.setattr("moe_fp8.jit.store._LOCK_SECONDS", 0.3)
-    store, stuck = (KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels")) for _ in range(2))
-    specs = [spec(factor=factor) for factor in range(2, 5)]
-    locks = [stuck.try_lock(stuck.key(specs[0])) if held == "kernel" else stuck.try_slot(2) for _ in range(1)]
-    if held == "slots":
-        while (lock := stuck.try_slot(2)) is not None:
-            locks.append(lock)
-    assert None not in locks
-    assert build(specs, store, jobs, False).compiled == 3
-
-
 def cpu_seconds(process: subprocess.Popen[str]) -> float:
     """The time that the cores have spent on a process."""
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -378,19 +346,3 @@ def test_a_damaged_file_is_told_once_by_a_rank_that_waits(
     assert [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()] == [
         f"kernel file {path} is damaged and will be rebuilt"
     ]
-
-
-def test_a_lock_that_was_taken_meanwhile_is_waited_for_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("moe_fp8.jit.store._LOCK_SECONDS", 0.2)
-    store, other = (KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels")) for _ in range(2))
-    key = store.key(spec())
-    for _ in range(2):
-        lock = other.try_lock(key)
-        assert lock is not None and store.try_lock(key) is None, "a holder that has just come is not stuck"
-        lock.close()
-        own = store.try_lock(key)
-        assert own is not None
-        own.close()
-        time.sleep(0.3)

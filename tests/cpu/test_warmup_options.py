@@ -27,6 +27,7 @@ from moe_fp8.problems import (
 )
 from moe_fp8.specs import kernel_spec
 from moe_fp8.warmup import (
+    GemmShape,
     Parallelism,
     PlanOptions,
     describe,
@@ -223,6 +224,7 @@ def test_shared_experts_that_cannot_be_fused_are_refused(
         ("out_dtypes", {"out_dtypes": ("int8",)}),
         ("max_tokens", {"max_tokens": 2**31}),
         ("engine", {"engine": "tgi"}),
+        ("engine", {"engine": ["vllm"]}),
         ("tp", {"tp": True}),
         ("num_sms", {"num_sms": [132, 112]}),
         ("num_sms", {"num_sms": ([132, 112],)}),
@@ -241,6 +243,9 @@ def test_shared_experts_that_cannot_be_fused_are_refused(
         ("out_dtypes", {"out_dtypes": 16}),
         ("batch_invariant", {"batch_invariant": "off"}),
         ("batch_invariant", {"batch_invariant": [True]}),
+        ("fuse_shared", {"fuse_shared": "no"}),
+        ("pad_intermediate", {"pad_intermediate": 1}),
+        ("weight_gradients", {"weight_gradients": None}),
     ],
 )
 def test_bad_options_name_the_field(field: str, given: dict[str, Any]) -> None:
@@ -278,7 +283,6 @@ def test_weight_gradients_are_planned_where_they_are_asked_for() -> None:
         rows = [row for row in trained.rows if row not in usual.rows]
         assert set(usual.rows) == set(trained.rows) - set(rows)
         assert {row.op for row in rows} == {"k_grouped_gemm_fp8", "gemm_fp8"}
-        assert all(row.num_experts is None for row in rows if row.op == "gemm_fp8")
         assert not any(row.op == "k_grouped_gemm_fp8" for row in usual.rows)
         shapes = {(row.n, row.k, row.num_experts) for row in rows}
         assert shapes == {
@@ -297,7 +301,7 @@ def test_weight_gradients_are_planned_where_they_are_asked_for() -> None:
             assert row.spec in map(kernel_spec, problems) and "block_m=128" in row.config
 
 
-@pytest.mark.parametrize(("ranks", "most"), [({"ep": 8, "max_tokens": 256}, 2048), ({"max_tokens": 3}, 128)])
+@pytest.mark.parametrize(("ranks", "most"), [({"ep": 8, "max_tokens": 1024}, 8192), ({"max_tokens": 3}, 128)])
 def test_the_weight_gradient_of_each_expert_alone_is_planned(ranks: dict[str, Any], most: int) -> None:
     """An expert may get every token of all ranks, and its columns are whole scale blocks."""
     model = load_model(CONFIGS / "deepseek_v3.json")
@@ -306,8 +310,8 @@ def test_the_weight_gradient_of_each_expert_alone_is_planned(ranks: dict[str, An
     shapes = [shape for shape in gemm_shapes(model, options) if shape.num_experts]
     for shape in shapes:
         for columns in range(128, most + 1, 128):
-            for accumulate in (False, True):
-                problem = KGroupedGemmProblem(shape.n, shape.k, columns, 1, accumulate)
+            for accumulate, dtype in ((False, "float32"), (True, "float32"), (False, "bfloat16")):
+                problem = KGroupedGemmProblem(shape.n, shape.k, columns, 1, accumulate, out_dtype=dtype)
                 assert kernel_spec(problem) in planned, problem
 
 
@@ -320,6 +324,14 @@ def test_extra_gemms_are_in_the_plan() -> None:
         (None, 2048, None),
         (None, 1024, None),
     }
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "experts"), [(100, 128, None), (128, 0, 4), (128, 128, 0), (128, 128, 1025)]
+)
+def test_extra_gemms_that_no_kernel_serves_are_refused(n: int, k: int, experts: int | None) -> None:
+    with pytest.raises(ConfigError, match="extra"):
+        plan(MODELS["qwen3_30b"], PlanOptions(), extra=[GemmShape("mine", n, k, experts)])
 
 
 def test_an_indexer_that_no_kernel_serves_is_listed() -> None:

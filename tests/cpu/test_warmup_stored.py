@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import time
@@ -108,6 +109,24 @@ def test_a_file_of_another_plan_counts_as_absent(store: KernelStore, made: list[
     other.write_bytes(kept)
     assert stored_plan(MODEL, replace(OPTIONS, max_batch=5), store).options.max_batch == 5
     assert len(made) == 3 and stored_plan(MODEL, OPTIONS, store) == whole
+
+
+def test_what_a_killed_process_left_of_a_plan_is_removed(
+    store: KernelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert store.root is not None
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        patch.setattr(os, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            stored_plan(MODEL, OPTIONS, store)
+    assert list(store.root.glob("*.tmp")) and not files(store)
+    stored_plan(MODEL, OPTIONS, store)
+    assert files(store) and not list(store.root.glob("*.tmp"))
 
 
 def test_a_file_that_others_can_write_is_not_read(store: KernelStore, made: list[Plan]) -> None:

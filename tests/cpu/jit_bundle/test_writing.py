@@ -123,6 +123,18 @@ def test_a_folder_that_exists_is_filled_where_it_is(
     assert list(folder.parent.iterdir()) == [folder]
 
 
+def test_what_a_killed_build_left_beside_the_bundle_is_removed(make: Make, tmp_path: Path) -> None:
+    """Only if it is old, since another build may be at work."""
+    names = [".bundle.old.tmp", ".bundle.young.tmp", ".bundle2.old.tmp", ".bundle.old"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.kernel").touch()
+        if "old" in name:
+            os.utime(tmp_path / name, (0, 0))
+    make(2)
+    assert {path.name for path in tmp_path.iterdir()} & {*names} == {*names[1:]}
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_an_interrupted_build_into_a_volume_is_begun_again(
     make: Make, tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch, force: bool

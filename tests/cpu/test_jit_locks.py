@@ -1,0 +1,115 @@
+"""Locks of kernels and slots for compilers: what holds them, for how long, and what may be in their place."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from moe_fp8.jit.build import _look, build
+from moe_fp8.jit.sources import SourceTree
+from moe_fp8.jit.store import KernelStore
+from tests.cpu.jit_kernels import spec, write_kernels
+
+
+@pytest.fixture(autouse=True)
+def kernels(tmp_path: Path) -> Path:
+    return write_kernels(tmp_path / "kernels", "tiny")
+
+
+def test_slots_are_as_many_as_cores_or_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    first, second = (KernelStore(tmp_path / "cache") for _ in range(2))
+    slots = [first.try_slot(1), second.try_slot(1)]
+    assert None not in slots and first.try_slot(1) is None
+    # A rank that was told to use more compilers may use them.
+    assert first.try_slot(3) is not None
+    assert slots[0] is not None
+    slots[0].close()
+    assert second.try_slot(1) is not None
+    # A store that no other process sees needs no slots.
+    memory = KernelStore(None)
+    assert None not in [memory.try_slot(1) for _ in range(3)]
+
+
+# With one job a rank needs no slot.
+@pytest.mark.parametrize(("held", "jobs"), [("kernel", 1), ("kernel", 2), ("slots", 2)])
+def test_a_stuck_rank_only_costs_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, held: str
+) -> None:
+    """A rank that is stopped, for example by a debugger, holds its locks for ever."""
+    monkeypatch.setattr("moe_fp8.jit.store._LOCK_SECONDS", 0.3)
+    store, stuck = (KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels")) for _ in range(2))
+    specs = [spec(factor=factor) for factor in range(2, 5)]
+    locks = [stuck.try_lock(stuck.key(specs[0])) if held == "kernel" else stuck.try_slot(2) for _ in range(1)]
+    if held == "slots":
+        while (lock := stuck.try_slot(2)) is not None:
+            locks.append(lock)
+    assert None not in locks
+    assert build(specs, store, jobs, False).compiled == 3
+
+
+def test_a_lock_that_was_taken_meanwhile_is_waited_for_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_fp8.jit.store._LOCK_SECONDS", 0.2)
+    store, other = (KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels")) for _ in range(2))
+    key = store.key(spec())
+    for _ in range(2):
+        lock = other.try_lock(key)
+        assert lock is not None and store.try_lock(key) is None, "a holder that has just come is not stuck"
+        lock.close()
+        own = store.try_lock(key)
+        assert own is not None
+        own.close()
+        time.sleep(0.3)
+
+
+def test_the_time_of_a_held_kernel_runs_while_a_rank_waits_for_a_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is stopped at work holds slots and kernels. The others wait once, not for each of them."""
+    monkeypatch.setattr("moe_fp8.jit.store._LOCK_SECONDS", 0.2)
+    store, stuck = (KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels")) for _ in range(2))
+    key = store.key(spec())
+    assert stuck.try_lock(key) is not None
+    assert _look(store, deque([spec()])) is None
+    time.sleep(0.3)
+    assert store.try_lock(key) is not None
+
+
+@pytest.mark.parametrize("obstacle", ["link", "folder"])
+def test_what_stands_in_the_place_of_a_lock_costs_this_lock(tmp_path: Path, obstacle: str) -> None:
+    """Two ranks may then compile this kernel. All kernels are kept."""
+    store = KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels"))
+    specs = [spec(factor=factor) for factor in range(2, 5)]
+    place = tmp_path / "cache" / f"{store.key(specs[1])}.lock"
+    store.get_or_compile(specs[0])
+    if obstacle == "link":
+        place.symlink_to(tmp_path / "elsewhere")
+    else:
+        place.mkdir()
+    assert build(specs, store, 1, False).compiled == 2
+    assert len(list((tmp_path / "cache").glob("*.kernel"))) == 3
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_folder_that_cannot_be_listed_leaves_no_lock_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = (KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels")) for _ in range(2))
+    key = store.key(spec())
+
+    def refuse(path: Path, pattern: str) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "glob", refuse)
+        lock = store.try_lock(key)
+    assert lock is not None and other.try_lock(key) is None
+    lock.close()
+    assert other.try_lock(key) is not None
