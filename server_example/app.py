@@ -124,7 +124,7 @@ def create_app(service: Service) -> FastAPI:
             allow_origins=settings.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["Retry-After"],
+            expose_headers=["Retry-After", "x-should-retry"],
         )
     app.add_middleware(Counted, answers=service.metrics.answers)
     # `Gate` checks the key; the dependency only documents it.

@@ -258,12 +258,12 @@ class Engine:
         complete = []
         for row, (request, count) in enumerate(chosen):
             request.context += count
-            self.metrics.prompt_tokens.inc(count)
             if request.prefilling:
                 continue
             if request.generated:  # It was preempted.
                 self._last_tokens[request.seat] = request.generated[-1]
             else:
+                self.metrics.prompt_tokens.inc(len(request.prompt))
                 complete.append(row)
         if not complete:
             self._land()

@@ -22,6 +22,9 @@ from server_example.sampling import SEEDS, SamplingParams
 #: Events of one request that become JSON before other tasks get their turn.
 _AT_ONCE = 64
 
+#: These end no line in a stream of events, but some clients split it there (`str.splitlines`, httpx).
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+
 _STATUS = {"error": 500, "cancelled": 499, "shutdown": 503}
 
 
@@ -171,4 +174,4 @@ def _reason(event: scheduler.TokenEvent) -> FinishReason:
 
 
 def _data(chunk: BaseModel) -> dict[str, str]:
-    return {"data": chunk.model_dump_json()}
+    return {"data": chunk.model_dump_json().translate(_LINE_ENDS)}

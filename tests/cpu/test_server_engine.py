@@ -66,7 +66,7 @@ def shown(events: Sequence[TokenEvent]) -> list[tuple[object, ...]]:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_preempted_request_goes_on_where_it_was(demo_folder: Path, late: bool) -> None:
-    found, few = [], 5
+    found, counted, few = [], set(), 5
     for cache_pages in (64, few):
         engine = Engine(
             demo_folder, choose_backend("cpu"), EngineOptions(cache_pages=cache_pages, max_context=256)
@@ -74,9 +74,11 @@ def test_a_preempted_request_goes_on_where_it_was(demo_folder: Path, late: bool)
         engine._ahead = int(late)
         prompts = [prompt + FILLER for prompt in PROMPTS]
         found.append([shown(events) for events in answers(engine, prompts, LONG)])
-        preempted = engine.metrics.registry.get_sample_value("server_preemptions_total")
+        sample = engine.metrics.registry.get_sample_value
+        counted.add(sample("server_prompt_tokens_total"))
+        preempted = sample("server_preemptions_total")
         assert (preempted or 0) > 0 if cache_pages == few else preempted == 0
-    assert found[0] == found[1]
+    assert found[0] == found[1] and len(counted) == 1
 
 
 @pytest.mark.parametrize(("temperature", "logprobs"), [(0.0, None), (0.0, 1), (1.0, None)])

@@ -170,9 +170,14 @@ def test_a_client_that_reads_slowly_gets_everything(server: httpx.Client) -> Non
 
 def test_a_client_that_vanishes_midway_through_its_body_leaves_nothing(server: httpx.Client) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    before = values(server, "server_http_answers_total").get("499", 0)
     for _ in range(20):
         with connect(server) as sock:
-            sock.sendall(head + b'content-length: 90\r\n\r\n{"prompt": ')
+            # The JSON is whole, and the body is not.
+            sock.sendall(head + b'content-length: 90\r\n\r\n{"prompt": "The graph"}')
+    end = time.monotonic() + 20
+    while values(server, "server_http_answers_total").get("499", 0) < before + 20:
+        assert time.monotonic() < end
     state = server.get("/health").json()
     assert (state["running"], state["waiting"], state["free_pages"]) == (0, 0, state["total_pages"])
 

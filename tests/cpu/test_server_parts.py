@@ -162,6 +162,13 @@ def test_text_ends_before_the_first_stop_string(tokenizer: Tokenizer, text: str,
     assert len(joined) >= min(found) - max(map(len, stops))
 
 
+def test_of_two_stop_strings_in_a_token_the_first_in_the_text_counts(tokenizer: Tokenizer) -> None:
+    assert len(tokenizer.encode(" the").ids) == 1
+    for stops in (("e", "h"), ("h", "e")):
+        pieces, stopped = streamed(tokenizer, tokenizer.encode(" the").ids, *stops)
+        assert stopped and "".join(pieces) == " t"
+
+
 def test_stop_string_across_tokens_is_never_sent(tokenizer: Tokenizer) -> None:
     pieces, stopped = streamed(tokenizer, tokenizer.encode("The server reads a page.").ids, "er rea")
     assert stopped
@@ -188,7 +195,7 @@ def test_events_that_wait_for_a_slow_client_become_one_chunk() -> None:
         generation = Generation(cast(EngineClient, engine), body, [[1]], Deadline(None, 504))
         await generation.submit()
         first, second = emits
-        for emit, text in ((first, "a"), (second, "x"), (first, "b"), (first, "c")):
+        for emit, text in ((first, "a\u2028"), (second, "x"), (first, "b\x85"), (first, "c")):
             emit(TokenEvent(text, 1))
         first(TokenEvent("d", 4, "stop"))
         second(TokenEvent("y", 2, "length"))
@@ -197,9 +204,10 @@ def test_events_that_wait_for_a_slow_client_become_one_chunk() -> None:
 
     *parts, done = asyncio.run(chunks())
     assert done == "[DONE]"
+    assert all(len(part.splitlines()) == 1 for part in parts), "clients split an event there"
     told = [json.loads(part)["choices"][0] for part in parts]
     assert [(c["index"], c["text"], c["finish_reason"]) for c in told] == [
-        (0, "abcd", "stop"),
+        (0, "a\u2028b\x85cd", "stop"),
         (1, "xy", "length"),
     ]
 
