@@ -295,9 +295,7 @@ def _gemm_boxes() -> dict[str, int]:
 def _query_boxes() -> dict[str, int]:
     """The boxes of queries for every tile that there is."""
     return {
-        f"moe_fp8::kHeadColumnsOf<{block_q}, {heads}>": heuristics.query_box_rows(
-            heuristics.MqaConfig(block_q, 3), heads
-        )
+        f"moe_fp8::kHeadColumnsOf<{block_q}, {heads}>": heuristics.query_box_rows(block_q, heads)
         for heads in INDEXER_HEADS
         for block_q in (1, 2, 4, 8)
         if block_q * heads <= heuristics.MQA_COLUMNS

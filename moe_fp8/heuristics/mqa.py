@@ -44,9 +44,9 @@ class MqaConfig:
     terms: bool = False
 
 
-def query_box_rows(config: MqaConfig, num_heads: int) -> int:
+def query_box_rows(block_q: int, num_heads: int) -> int:
     """Rows, each of a token and a head, in one copy of queries."""
-    return min(config.block_q * num_heads, MQA_PART_COLUMNS)
+    return min(block_q * num_heads, MQA_PART_COLUMNS)
 
 
 def key_box_rows(page_size: int) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_fp8.errors import ConfigError, SettingError, ToolchainError
-from moe_fp8.heuristics import GemmConfig, gemm_configs
+from moe_fp8.heuristics import gemm_configs
 from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit.driver import DeviceInfo
@@ -219,12 +219,8 @@ def _choice(fitted: gemm_costs.Constants, timing: Timing) -> str:
     """The config that the cost model takes to be the fastest."""
     target = timing.target
     problem = target.problem(timing.rows, timing.num_sms)
-
-    def cost(config: GemmConfig) -> float:
-        return gemm_costs.cost(config, problem, fitted)
-
-    configs = gemm_configs(target.layout, target.k)
-    return str(min((one for one in configs if one.launch_cluster <= timing.num_sms), key=cost))
+    configs = gemm_configs(target.layout, target.k, num_sms=timing.num_sms)
+    return str(min(configs, key=lambda config: gemm_costs.cost(config, problem, fitted)))
 
 
 def _timings(

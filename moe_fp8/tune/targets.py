@@ -48,11 +48,8 @@ def model_targets(
 
 def candidates(problem: GemmProblem, factor: float) -> list[GemmConfig]:
     """The cost model's choice, then the configs that it takes to cost at most `factor` times as much."""
-    costs = {
-        config: gemm_costs.cost(config, problem)
-        for config in gemm_configs(problem.layout, problem.k)
-        if config.launch_cluster <= problem.num_sms
-    }
+    configs = gemm_configs(problem.layout, problem.k, num_sms=problem.num_sms)
+    costs = {config: gemm_costs.cost(config, problem) for config in configs}
     chosen = gemm_costs.cheapest(problem)
     limit = factor * min(costs.values())
     return [chosen, *(config for config in costs if config != chosen and costs[config] <= limit)]

@@ -314,11 +314,7 @@ def _coarse(size: int) -> int:
 @cache
 def _ranked(problem: GemmProblem) -> tuple[tuple[GemmConfig, float], ...]:
     smallest, fitted = _smallest_tile(problem.rows), constants()
-    legal = [
-        config
-        for config in gemm_configs(problem.layout, problem.k, problem.batch_invariant)
-        if config.launch_cluster <= problem.num_sms
-    ]
+    legal = gemm_configs(problem.layout, problem.k, problem.batch_invariant, problem.num_sms)
     # (One SM has no room for two CTAs, so only tiles of few tokens are left there.)
     considered = [config for config in legal if config.block_m >= smallest] or legal
     found = [(config, _cost(config, problem, fitted)) for config in considered]

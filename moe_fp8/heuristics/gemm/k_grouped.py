@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
-from moe_fp8.heuristics.gemm.tiles import GemmConfig, gemm_stage_bytes
-from moe_fp8.heuristics.sm90 import BARRIER_BYTES, SMEM_CAPACITY
+from moe_fp8.heuristics.gemm.tiles import GemmConfig, fit_stages, gemm_stage_bytes
+from moe_fp8.heuristics.sm90 import BARRIER_BYTES
 from moe_fp8.problems import KGroupedGemmProblem, OutDtype
 
 #: Columns and rows of fp32 sums that TMA stores at once (kSumColumns, kSumRows).
@@ -34,10 +33,8 @@ _WIDE_COLUMNS, _WIDE_COLUMNS_ADDED = 4096, 2048
 @cache
 def _deepest(block_n: int, cluster: int, out_dtype: OutDtype) -> GemmConfig:
     """Tiles of 128 x `block_n` in such clusters, with as many stages as fit, at most six."""
-    config = GemmConfig(128, block_n, 6, cluster)
-    while k_grouped_smem_bytes(config, out_dtype) > SMEM_CAPACITY:
-        config = replace(config, num_stages=config.num_stages - 1)
-    return config
+    tile = GemmConfig(128, block_n, 6, cluster)
+    return fit_stages(tile, lambda config: k_grouped_smem_bytes(config, out_dtype))
 
 
 def k_grouped_config(problem: KGroupedGemmProblem) -> GemmConfig:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import cache
 
-from moe_fp8.heuristics.gemm.tiles import GemmConfig, gemm_stage_bytes
-from moe_fp8.heuristics.sm90 import BARRIER_BYTES, SMEM_CAPACITY
+from moe_fp8.heuristics.gemm.tiles import GemmConfig, fit_stages, gemm_stage_bytes
+from moe_fp8.heuristics.sm90 import BARRIER_BYTES
 
 #: Weight rows of a tile: the gates and ups of 128 outputs, which share a scale.
 _BLOCK_N = 256
@@ -25,14 +24,9 @@ def silu_mul_smem_bytes(config: GemmConfig) -> int:
 
 @cache
 def silu_mul_configs() -> tuple[GemmConfig, ...]:
-    """Every tile, with as many stages as fit."""
-    configs = []
-    for block_m in SILU_MUL_TOKENS:
-        config = GemmConfig(block_m, _BLOCK_N, 6)
-        while silu_mul_smem_bytes(config) > SMEM_CAPACITY:
-            config = replace(config, num_stages=config.num_stages - 1)
-        configs.append(config)
-    return tuple(configs)
+    """Every tile, with as many stages as fit, at most six."""
+    tiles = (GemmConfig(block_m, _BLOCK_N, 6) for block_m in SILU_MUL_TOKENS)
+    return tuple(fit_stages(tile, silu_mul_smem_bytes) for tile in tiles)
 
 
 def silu_mul_config(rows: int) -> GemmConfig:

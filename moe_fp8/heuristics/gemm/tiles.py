@@ -6,15 +6,15 @@ tensor maps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal, get_args
 
 from moe_fp8.errors import TileError
 from moe_fp8.heuristics.sm90 import BARRIER_BYTES, SMEM_CAPACITY, WARPGROUP
-from moe_fp8.problems import GemmLayout, GemmProblem
-
-_BLOCK_K = 128
+from moe_fp8.limits import SCALE_BLOCK
+from moe_fp8.problems import DEFAULT_NUM_SMS, GemmLayout, GemmProblem
 
 #: The way in which the CTAs of a cluster cooperate: two tiles with a common operand, or one tile divided
 #: along K.
@@ -124,7 +124,7 @@ class GemmConfig:
 def gemm_stage_bytes(block_m: int, block_n: int) -> int:
     """Bytes of one stage: weights, tokens, and token scales padded to TMA's 128-byte alignment."""
     scale_bytes = -(-block_m * 4 // 128) * 128
-    return (block_n + block_m) * _BLOCK_K + scale_bytes
+    return (block_n + block_m) * SCALE_BLOCK + scale_bytes
 
 
 def gemm_staging_bytes(config: GemmConfig) -> int:
@@ -161,22 +161,27 @@ def gemm_grid(config: GemmConfig, layout: GemmLayout, m: int, n: int, num_sms: i
     return clusters * config.launch_cluster
 
 
-@cache
-def _deepest(block_m: int, block_n: int, cluster: int = 1, shares: Shares = "operands") -> GemmConfig:
-    """The config with the most stages that fit in shared memory, at most 24 * 64 / block_n.
+def fit_stages(config: GemmConfig, smem_bytes: Callable[[GemmConfig], int]) -> GemmConfig:
+    """`config` with as many of its stages as fit in shared memory; `smem_bytes` gives the bytes of a config.
 
-    More stages would not hide more latency. If warpgroups alternate, the number of stages is even, so that
-    each warpgroup always uses the same stages.
+    If warpgroups alternate, the number is even, so that each warpgroup always uses the same stages.
     """
-    config = GemmConfig(block_m, block_n, 24 * 64 // block_n, cluster, shares)
-    while gemm_smem_bytes(config) > SMEM_CAPACITY or (config.alternate and config.num_stages % 2):
+    while smem_bytes(config) > SMEM_CAPACITY or (config.alternate and config.num_stages % 2):
         config = replace(config, num_stages=config.num_stages - 1)
     return config
 
 
 @cache
-def gemm_configs(layout: GemmLayout, k: int, batch_invariant: bool = False) -> tuple[GemmConfig, ...]:
-    """Every config that a GEMM of this layout may use.
+def _deepest(block_m: int, block_n: int, cluster: int = 1, shares: Shares = "operands") -> GemmConfig:
+    """The tile with at most 24 * 64 / block_n stages; more stages would not hide more latency."""
+    return fit_stages(GemmConfig(block_m, block_n, 24 * 64 // block_n, cluster, shares), gemm_smem_bytes)
+
+
+@cache
+def gemm_configs(
+    layout: GemmLayout, k: int, batch_invariant: bool = False, num_sms: int = DEFAULT_NUM_SMS
+) -> tuple[GemmConfig, ...]:
+    """Every config that a GEMM of this layout may use on `num_sms` SMs.
 
     A config that divides K changes the order of a sum, and so its last bits. Grouped GEMMs may not use it,
     because their results must not depend on `expected_m`. Batch-invariant GEMMs may not use it, because their
@@ -193,7 +198,7 @@ def gemm_configs(layout: GemmLayout, k: int, batch_invariant: bool = False) -> t
             for block_n in (64, 128):
                 divided += [_deepest(block_m, block_n, split, "k") for block_m in TOKEN_TILES[:-1]]
         configs += [config for config in divided if k >= 512 * config.parts]
-    return tuple(configs)
+    return tuple(config for config in configs if config.launch_cluster <= num_sms)
 
 
 @cache
@@ -204,17 +209,15 @@ def every_gemm_config() -> tuple[GemmConfig, ...]:
 
 
 @cache
-def _by_text(layout: GemmLayout, k: int, batch_invariant: bool) -> dict[str, GemmConfig]:
-    return {str(config): config for config in gemm_configs(layout, k, batch_invariant)}
+def _by_text(layout: GemmLayout, k: int, batch_invariant: bool, num_sms: int) -> dict[str, GemmConfig]:
+    return {str(config): config for config in gemm_configs(layout, k, batch_invariant, num_sms)}
 
 
 def parse_gemm_config(text: str, problem: GemmProblem) -> GemmConfig:
     """The config that `text` names (see GemmConfig); raises TileError if `problem` may not use it."""
-    every = _by_text(problem.layout, problem.k, problem.batch_invariant)
-    config = every.get(text)
-    if config is not None and config.launch_cluster <= problem.num_sms:
-        return config
-    legal = [one for one, config in every.items() if config.launch_cluster <= problem.num_sms]
+    legal = _by_text(problem.layout, problem.k, problem.batch_invariant, problem.num_sms)
+    if text in legal:
+        return legal[text]
     sms = "1 SM" if problem.num_sms == 1 else f"{problem.num_sms} SMs"
     raise TileError(
         "config",

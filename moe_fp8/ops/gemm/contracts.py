@@ -11,17 +11,15 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ContractError
+from moe_fp8.limits import SCALE_BLOCK
 from moe_fp8.ops import contents, scales
 from moe_fp8.problems import SEGMENT_ALIGNMENT
-
-#: Rows of weights that have one scale.
-_BLOCK = 128
 
 
 def dense(b: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
     """All scales are finite; a_scale [M,G], b_scale [N/128,G] or [N,G] for b [N,K]."""
     contents.finite("gemm_fp8", "a_scale", a_scale)
-    contents.finite("gemm_fp8", "b_scale", b_scale, block=1 if scales.of_rows(b, b_scale) else _BLOCK)
+    contents.finite("gemm_fp8", "b_scale", b_scale, block=1 if scales.of_rows(b, b_scale) else SCALE_BLOCK)
 
 
 def contiguous(
@@ -36,7 +34,7 @@ def contiguous(
     check = {"m_indices": _m_indices, "psum": _psum, "offsets": _offsets}[layout]
     owner = check(op, index.long(), m, num_experts)
     contents.finite_rows(op, "a_scale", a_scale, owner)
-    contents.finite_of_experts(op, b_name, b_scale, block=_BLOCK)
+    contents.finite_of_experts(op, b_name, b_scale, block=SCALE_BLOCK)
 
 
 def masked(masked_m: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
@@ -45,20 +43,20 @@ def masked(masked_m: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
     contents.counts(op, "masked_m", masked_m, m_max, "a")
     valid = torch.arange(m_max, device=masked_m.device) < masked_m[:, None]
     contents.finite_of_experts(op, "a_scale", a_scale, valid)
-    contents.finite_of_experts(op, "b_scale", b_scale, block=_BLOCK)
+    contents.finite_of_experts(op, "b_scale", b_scale, block=SCALE_BLOCK)
 
 
 def k_grouped(offsets: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
     """The offsets of K lie in order within the columns, in multiples of 128; scales that count are finite."""
-    op, k = "k_grouped_gemm_fp8", a_scale.shape[1] * _BLOCK
+    op, k = "k_grouped_gemm_fp8", a_scale.shape[1] * SCALE_BLOCK
     starts, ends = offsets[:-1], offsets[1:]
-    unaligned = (starts % _BLOCK != 0) | (ends % _BLOCK != 0)
+    unaligned = (starts % SCALE_BLOCK != 0) | (ends % SCALE_BLOCK != 0)
     at = contents.first((ends < starts) | (starts < 0) | (ends > k) | unaligned)
     if at is not None:
-        expected = f"multiples of {_BLOCK} that do not fall, from 0 to {k} (columns of a)"
+        expected = f"multiples of {SCALE_BLOCK} that do not fall, from 0 to {k} (columns of a)"
         got = f"{int(starts[at])} to {int(ends[at])} for expert {at[0]}"
         raise ContractError(op, "offsets", expected, got, "pad each expert with zeros", expert=at[0])
-    blocks = torch.arange(0, k, _BLOCK, device=offsets.device)
+    blocks = torch.arange(0, k, SCALE_BLOCK, device=offsets.device)
     unused = (blocks < offsets[0]) | (blocks >= offsets[-1])
     contents.finite(op, "a_scale", a_scale.masked_fill(unused, 0))
     contents.finite(op, "b_scale", b_scale.masked_fill(unused, 0))

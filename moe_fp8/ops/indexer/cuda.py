@@ -67,7 +67,7 @@ def mqa_logits(
         )
     )
     config, division, query_blocks, items = chosen.config
-    block_q, box_q = config.block_q, heuristics.query_box_rows(config, heads)
+    block_q, box_q = config.block_q, heuristics.query_box_rows(config.block_q, heads)
     return prepared(
         MQA_LOGITS,
         chosen.spec,
@@ -139,7 +139,8 @@ def paged_mqa_logits(
             metadata.shape[0] - 1,
         )
     )
-    block_q, box_q = chosen.config.block_q, heuristics.query_box_rows(chosen.config, heads)
+    block_q = chosen.config.block_q
+    box_q = heuristics.query_box_rows(block_q, heads)
     rows = batch * next_n
     box = heuristics.key_box_rows(page_size)
     return prepared(
