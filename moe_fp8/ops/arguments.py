@@ -15,12 +15,16 @@ from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
 from moe_fp8.ops.modes import get_num_sms
+from moe_fp8.problems import InDtype
 
 FP8 = torch.float8_e4m3fn
 F32 = torch.float32
 BF16 = torch.bfloat16
 I32 = torch.int32
 F32_MAX = torch.finfo(F32).max
+
+#: The dtypes of values to quantize and of a router's logits, with the names that problems have for them.
+IN_DTYPES: dict[torch.dtype, InDtype] = {BF16: "bfloat16", torch.float16: "float16", F32: "float32"}
 
 same_storage = torch._C._is_alias_of  # type: ignore[attr-defined]
 _tracing, _dispatch_modes = torch.compiler.is_dynamo_compiling, torch._C._len_torch_dispatch_stack
@@ -214,8 +218,10 @@ def rank(op: str, name: str, tensor: Tensor, expected: str, dims: int) -> None:
         refuse_shape(op, name, tensor, expected)
 
 
-def out_dtype(op: str, dtype: torch.dtype) -> torch.dtype:
-    """Check that an op can allocate its output with `dtype`, and return `dtype`."""
+def out_dtype(op: str, dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
+    """Check that an op can allocate its output with `dtype`, and return `dtype`, or `default` for None."""
+    if dtype is None:
+        return default
     if dtype is not BF16 and dtype is not F32:
         raise ArgumentError(op, "out_dtype", "torch.bfloat16 or torch.float32", dtype)
     return dtype

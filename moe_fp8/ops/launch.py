@@ -28,14 +28,6 @@ from moe_fp8.ops.arguments import end_of
 from moe_fp8.ops.keys import Call, Key, attributes_like
 from moe_fp8.ops.modes import Modes
 from moe_fp8.ops.parameters import Prepared
-from moe_fp8.problems import InDtype
-
-#: The names that problems have for the dtypes a kernel may read.
-IN_DTYPES: dict[torch.dtype, InDtype] = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-}
 
 _shape, _low_bits = attrgetter("shape"), (15).__and__
 

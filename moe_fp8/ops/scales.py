@@ -35,16 +35,14 @@ def pitch(scale: Tensor) -> int:
     """
     *experts, m, groups = scale.shape
     usual = (m + 3) // 4 * 4
-    if scale.stride() == (
-        1,
-        usual,
-    ):  # the usual case comes first, because every GEMM call that is prepared runs this check
+    # The usual case comes first, because every GEMM call that is prepared runs this check.
+    if scale.stride() == (1, usual):
         return 0 if scale.data_ptr() & 15 else max(usual, 4)
     *expert_strides, row_stride, stride = scale.stride()
     if m == 0 or 0 in experts:
         return 4
     if groups == 1:
-        # From expert to expert, or nowhere.
+        # The only group has no next group. If there are several experts, their distance is P.
         stride = expert_strides[0] if experts and experts[0] > 1 else usual
     fits = (
         (row_stride == 1 or m == 1)
@@ -84,7 +82,7 @@ def to_mn_major(scale: Tensor) -> Tensor:
     return torch.empty_strided(scale.shape, stride, dtype=scale.dtype, device=scale.device).copy_(scale)
 
 
-def of_rows(b: Tensor, b_scale: Tensor) -> bool:
+def row_scaled(b: Tensor, b_scale: Tensor) -> bool:
     """Whether weights [N,K] have a scale for each 1 x 128, as activations have, and not for each 128 x 128.
 
     N is a multiple of 64, so that scales of blocks are always fewer than rows.

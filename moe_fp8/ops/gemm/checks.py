@@ -125,13 +125,13 @@ def gemm(
     if b.dim() != 2:
         refuse_shape("gemm_fp8", "b", b, "[N, K]")
     m, k = a.shape
-    n, of_rows = b.shape[0], scales.of_rows(b, b_scale)
-    block = 1 if of_rows else 128
+    n, row_scaled = b.shape[0], scales.row_scaled(b, b_scale)
+    block = 1 if row_scaled else 128
     found = _gemm_operands("gemm_fp8", a, a_scale, b, b_scale, out, (m,), (), n, k, accumulate, block)
     if config is not None:
         _config("dense", a, b, b_scale, config)
     found_b = b_scale
-    if of_rows and not scales.is_mn_major(b_scale):
+    if row_scaled and not scales.is_mn_major(b_scale):
         found_b = scales.converted("gemm_fp8", b_scale, _ROWS_KERNEL, "b_scale")
     if found is a_scale and found_b is b_scale:
         return None
@@ -287,7 +287,7 @@ def addend_memory(op: str, c: Tensor, out: Tensor) -> bool:
 
 def _config(layout: str, a: Tensor, b: Tensor, b_scale: Tensor, config: str) -> None:
     """Raise TileError unless `config` names a tile that this GEMM may use. The operands are valid already."""
-    if layout == "dense" and scales.of_rows(b, b_scale):
+    if layout == "dense" and scales.row_scaled(b, b_scale):
         raise ArgumentError(
             "gemm_fp8",
             "config",

@@ -19,7 +19,7 @@ from moe_fp8.problems import SEGMENT_ALIGNMENT
 def dense(b: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
     """All scales are finite; a_scale [M,G], b_scale [N/128,G] or [N,G] for b [N,K]."""
     contents.finite("gemm_fp8", "a_scale", a_scale)
-    contents.finite("gemm_fp8", "b_scale", b_scale, block=1 if scales.of_rows(b, b_scale) else SCALE_BLOCK)
+    contents.finite("gemm_fp8", "b_scale", b_scale, block=1 if scales.row_scaled(b, b_scale) else SCALE_BLOCK)
 
 
 def contiguous(

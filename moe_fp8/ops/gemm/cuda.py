@@ -82,8 +82,8 @@ def dense(
     accumulate: bool,
 ) -> Prepared:
     """Prepare a dense GEMM: a [M,K], b [N,K], out [M,N]."""
-    if scales.of_rows(b, b_scale):
-        return _of_rows(a, a_scale, b, b_scale, None, out, constant_weights, accumulate)
+    if scales.row_scaled(b, b_scale):
+        return _row_scaled(a, a_scale, b, b_scale, None, out, constant_weights, accumulate)
     return _gemm("dense", a, a_scale, b, b_scale, out, None, None, config, constant_weights, accumulate)
 
 
@@ -180,10 +180,10 @@ def k_grouped(
     accumulate: bool,
 ) -> Prepared:
     """Prepare a GEMM of ragged K: a [M,K], b [N,K], offsets [E+1], out fp32 [E,M,N]."""
-    return _of_rows(a, a_scale, b, b_scale, offsets, out, False, accumulate)
+    return _row_scaled(a, a_scale, b, b_scale, offsets, out, False, accumulate)
 
 
-def _of_rows(
+def _row_scaled(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,

@@ -85,9 +85,7 @@ def gemm_fp8(
 
 def _dtype(op: str, given: torch.dtype | None, c: Tensor | None) -> torch.dtype:
     """The dtype of an output that the op allocates."""
-    if given is None:
-        return torch.bfloat16 if c is None else torch.float32
-    return arguments.out_dtype(op, given)
+    return arguments.out_dtype(op, given, torch.bfloat16 if c is None else torch.float32)
 
 
 contiguous_op = register(

@@ -39,7 +39,7 @@ def gemm(
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
     """out [M,N] (+)= a [M,K] @ b [N,K]^T, rounded to out's dtype; b has scales of 128 x 128 or 1 x 128."""
-    dequantize_b = dequantize_rows if scales.of_rows(b, b_scale) else dequantize_blocks
+    dequantize_b = dequantize_rows if scales.row_scaled(b, b_scale) else dequantize_blocks
     product = dequantize_rows(a, a_scale, compute_dtype) @ dequantize_b(b, b_scale, compute_dtype).T
     out.copy_(out.to(compute_dtype) + product if accumulate else product)
 

@@ -12,12 +12,12 @@ from moe_fp8.ops.arguments import (
     F32,
     FP8,
     I32,
+    IN_DTYPES,
     MAX_EXTENT,
     contiguous,
     extent,
     int32_vector,
     no_fractions,
-    out_dtype,
     refuse_address,
     refuse_dtype,
     refuse_layout,
@@ -29,7 +29,6 @@ from moe_fp8.ops.arguments import rows as rows_of
 
 TOPK = "indexer_topk"
 
-_IN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SLOT_DTYPES = (torch.int64, torch.int32)
 _LOGITS_DTYPES = (torch.float32, torch.bfloat16)
 _INT32_MAX = 2**31 - 1
@@ -83,7 +82,7 @@ def indexer_quantize_and_cache(
         refuse_shape(op, "k", k, "[T, D]", "flatten the leading dimensions")
     rows, dim = k.shape
     extent(op, "k", rows, "rows")
-    if k.dtype not in _IN_DTYPES:
+    if k.dtype not in IN_DTYPES:
         refuse_dtype(op, "k", k, "bfloat16, float16 or float32")
     refuse_size(op, "k", limits.refuse_head_dim(dim))
     row_stride, column_stride = k.stride()
@@ -103,11 +102,6 @@ def indexer_quantize_and_cache(
     if unaligned(k):
         refuse_address(op, "k", k)
     cache_address(op, kv_cache)
-
-
-def logits_dtype(op: str, dtype: torch.dtype | None) -> torch.dtype:
-    """Return `dtype`, or fp32 for None; refuse a dtype that logits cannot be stored as."""
-    return F32 if dtype is None else out_dtype(op, dtype)
 
 
 def _heads(op: str, q: Tensor) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_fp8 import heuristics
 from moe_fp8.ops import launch
-from moe_fp8.ops.arguments import row_stride
+from moe_fp8.ops.arguments import IN_DTYPES, row_stride
 from moe_fp8.ops.parameters import Prepared, Tiled, prepared
 from moe_fp8.params import INDEXER_CACHE, INDEXER_TOPK, MQA_LOGITS, PAGED_MQA_LOGITS, PAGED_MQA_METADATA
 from moe_fp8.problems import (
@@ -173,9 +173,7 @@ def indexer_quantize_and_cache(
     rows, dim = k.shape
     pages, page_size = kv_cache.shape[0], kv_cache.shape[1]
     num_sms = launch.num_sms(k.get_device())
-    chosen = select_indexer_cache(
-        IndexerCacheProblem(rows, dim, launch.IN_DTYPES[k.dtype], power_of_two, num_sms)
-    )
+    chosen = select_indexer_cache(IndexerCacheProblem(rows, dim, IN_DTYPES[k.dtype], power_of_two, num_sms))
     return prepared(
         INDEXER_CACHE,
         chosen.spec,

@@ -18,23 +18,11 @@ from moe_fp8.ops.modes import launches
 from moe_fp8.ops.registry import register
 
 
-def _no_scores(
-    q: Tensor,
-    k: Tensor,
-    k_scale: Tensor,
-    weights: Tensor,
-    ks: Tensor,
-    ke: Tensor,
-    compressed: bool,
-    fill: bool,
-    out: Tensor,
-    *_: int,
-) -> bool:
-    if out.numel() == 0:
-        return True
+def _no_scores(k: Tensor, fill: bool, out: Tensor) -> bool:
+    """Without keys, no kernel runs, and `fill` fills all of out."""
     if k.shape[0] == 0 and fill and launches(out):
         out.fill_(float("-inf"))
-    return k.shape[0] == 0
+    return k.shape[0] == 0 or out.numel() == 0
 
 
 _MQA_LOGITS = (
@@ -46,7 +34,7 @@ _mqa_logits_parts: dict[str, Any] = {
     "contract": lambda q, k, k_scale, weights, ks, ke, compressed, fill, out, *_: contracts.queries(
         "mqa_logits_fp8", k_scale, weights, ks, ke, out.shape[1]
     ),
-    "empty": _no_scores,
+    "empty": lambda q, k, k_scale, weights, ks, ke, compressed, fill, out, *_: _no_scores(k, fill, out),
     "reference": lambda q, k, k_scale, weights, ks, ke, compressed, fill, out, *_: reference.mqa_logits(
         q, k, k_scale, weights, ks, ke, out, compressed, fill
     ),
@@ -117,7 +105,7 @@ def mqa_logits_fp8(
             columns = arguments.columns("mqa_logits_fp8", "max_seqlen_k", max_seqlen_k)
         out = torch.empty(
             (q.shape[0], columns),
-            dtype=checks.logits_dtype("mqa_logits_fp8", out_dtype),
+            dtype=arguments.out_dtype("mqa_logits_fp8", out_dtype, torch.float32),
             device=q.device,
         )
     elif max_seqlen_k is not None and (out.dim() == 0 or out.shape[-1] != max_seqlen_k):
@@ -130,7 +118,8 @@ def mqa_logits_fp8(
     return out
 
 
-def _no_requests(context_lens: Tensor, block_size: int, next_n: int, out: Tensor) -> bool:
+def _no_requests(context_lens: Tensor, out: Tensor) -> bool:
+    """Without requests, no kernel runs, and every row of the schedule is (0, 0)."""
     if context_lens.shape[0] == 0 and launches(out):
         out.zero_()
     return context_lens.shape[0] == 0
@@ -140,7 +129,7 @@ metadata_op = register(
     "paged_mqa_logits_metadata(Tensor context_lens, SymInt block_size, SymInt next_n, Tensor(a!) out) -> ()",
     check=checks.paged_mqa_logits_metadata,
     contract=lambda context_lens, block_size, next_n, out: contracts.schedule(context_lens, next_n),
-    empty=_no_requests,
+    empty=lambda context_lens, block_size, next_n, out: _no_requests(context_lens, out),
     reference=lambda context_lens, block_size, next_n, out: reference.paged_mqa_logits_metadata(
         context_lens, out.shape[0] - 1, next_n, out
     ),
@@ -238,7 +227,7 @@ def paged_mqa_logits_fp8(
         if q.dim() != 4:
             arguments.rank("paged_mqa_logits_fp8", "q", q, "[B, next_n, H, D]", 4)
         arguments.columns("paged_mqa_logits_fp8", "max_context_len", max_context_len)
-        dtype = checks.logits_dtype("paged_mqa_logits_fp8", out_dtype)
+        dtype = arguments.out_dtype("paged_mqa_logits_fp8", out_dtype, torch.float32)
         out = torch.empty((q.shape[0] * q.shape[1], max_context_len), dtype=dtype, device=q.device)
     elif out.dim() == 0 or out.size(-1) != max_context_len:
         raise ArgumentError(

@@ -21,6 +21,7 @@ from moe_fp8.ops.arguments import (
     F32_MAX,
     FP8,
     I32,
+    IN_DTYPES,
     contiguous,
     extent,
     int32_vector,
@@ -211,7 +212,7 @@ def route(
     op = "route_topk"
     if logits.dim() != 2 or not 1 <= logits.shape[1] <= MAX_EXPERTS:
         refuse_shape(op, "logits", logits, f"[T, E] with E from 1 to {MAX_EXPERTS}")
-    if logits.dtype not in _LOGITS:
+    if logits.dtype not in IN_DTYPES:
         refuse_dtype(op, "logits", logits, "bfloat16, float16 or float32")
     tokens, num_experts = logits.shape
     extent(op, "logits", tokens, "rows")
@@ -242,9 +243,6 @@ def route(
             raise ArgumentError(op, name, f"contiguous rows{overlap}", got, "call .contiguous() on it")
     _groups(op, num_experts, ids.shape[1], num_expert_group, topk_group)
     same_device(op, logits, weights=weights, ids=ids, correction_bias=correction_bias)
-
-
-_LOGITS = (BF16, torch.float16, F32)
 
 
 def _groups(op: str, num_experts: int, topk: int, groups: int, kept: int) -> None:

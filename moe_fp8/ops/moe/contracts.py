@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from moe_fp8.errors import ContractError
 from moe_fp8.ops import contents
+from moe_fp8.ops.moe import reference
 
 
 def permute(x_scale: Tensor | None, topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> None:
     """Scales of tokens that have an expert here are finite. (Any id is valid: it may be no expert here.)"""
     if x_scale is None:
         return
-    experts = topk_ids.long()
-    if expert_map is not None:
-        # An entry behind the map stands for ids that are not in it.
-        numbers = torch.nn.functional.pad(expert_map.long(), (0, 1), value=-1)
-        last = expert_map.shape[0]
-        experts = numbers[torch.where((experts >= 0) & (experts < last), experts, last)]
-    local = ((experts >= 0) & (experts < num_experts)).any(1)
+    local = (reference.experts_of(topk_ids, expert_map, num_experts) >= 0).any(1)
     contents.finite("moe_permute", "x_scale", x_scale, local, unit="token")
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8.ops import launch, scales
+from moe_fp8.ops.arguments import IN_DTYPES
 from moe_fp8.ops.parameters import Prepared, Tiled, prepared
 from moe_fp8.params import GEMM_SILU_MUL, MOE_COMBINE, MOE_PERMUTE, ROUTE_TOPK
 from moe_fp8.problems import GemmSiluMulProblem, MoeCombineProblem, MoePermuteProblem, RouteTopkProblem
@@ -25,7 +26,7 @@ def permute(
 ) -> Prepared:
     """x [T,K] -> a [R,K], a_scale [R,K/128], offsets [E+1], rows [T,k]."""
     (tokens, topk), k, num_experts = topk_ids.shape, x.shape[1], offsets.shape[0] - 1
-    in_dtype = launch.IN_DTYPES.get(x.dtype)
+    in_dtype = IN_DTYPES.get(x.dtype)
     wide = topk_ids.dtype is torch.int64
     chosen = select_moe_permute(
         MoePermuteProblem(tokens, topk, k, in_dtype, power_of_two, wide, launch.num_sms(x.get_device()))
@@ -134,9 +135,7 @@ def route(
     """logits [T,E], correction_bias [E] or None -> weights [T,k], ids [T,k]."""
     (tokens, num_experts), topk = logits.shape, ids.shape[1]
     sms = launch.num_sms(logits.get_device())
-    chosen = select_route_topk(
-        RouteTopkProblem(tokens, num_experts, topk, launch.IN_DTYPES[logits.dtype], sms)
-    )
+    chosen = select_route_topk(RouteTopkProblem(tokens, num_experts, topk, IN_DTYPES[logits.dtype], sms))
     return prepared(
         ROUTE_TOPK,
         chosen.spec,

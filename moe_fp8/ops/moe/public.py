@@ -29,13 +29,11 @@ class Permuted(NamedTuple):
     rows: Tensor
 
 
-def _no_tokens(x: Tensor, x_scale: Tensor | None, ids: Tensor, *others: object) -> bool:
-    if ids.numel() == 0:
-        offsets = others[3]
-        assert isinstance(offsets, Tensor)
-        if launches(offsets):
-            offsets.zero_()
-    return ids.numel() == 0
+def _no_tokens(topk_ids: Tensor, offsets: Tensor) -> bool:
+    """Without tokens, no kernel runs, and no expert has rows."""
+    if topk_ids.numel() == 0 and launches(offsets):
+        offsets.zero_()
+    return topk_ids.numel() == 0
 
 
 permute_op = register(
@@ -45,7 +43,7 @@ permute_op = register(
     contract=lambda x, x_scale, topk_ids, expert_map, a, a_scale, offsets, *_: contracts.permute(
         x_scale, topk_ids, expert_map, offsets.shape[0] - 1
     ),
-    empty=_no_tokens,
+    empty=lambda x, x_scale, topk_ids, expert_map, a, a_scale, offsets, *_: _no_tokens(topk_ids, offsets),
     reference=reference.permute,
     cuda="moe_fp8.ops.moe.cuda:permute",
     mn_major="a_scale",

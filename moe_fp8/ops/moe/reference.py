@@ -9,6 +9,16 @@ from moe_fp8.ops.gemm import reference as gemms
 from moe_fp8.ops.quantize import reference as quantizing
 
 
+def experts_of(ids: Tensor, expert_map: Tensor | None, num_experts: int) -> Tensor:
+    """The number on this rank of each id's expert, int64 of the shape of `ids`; -1 for no expert here."""
+    experts = ids.long()
+    if expert_map is not None:
+        numbers = torch.nn.functional.pad(expert_map.long(), (0, 1), value=-1)  # the last: ids not in the map
+        known = (experts >= 0) & (experts < expert_map.shape[0])
+        experts = numbers[torch.where(known, experts, -1)]
+    return torch.where((experts >= 0) & (experts < num_experts), experts, -1)
+
+
 def permute(
     x: Tensor,
     x_scale: Tensor | None,
@@ -22,12 +32,8 @@ def permute(
 ) -> None:
     """x [T,K] -> a fp8 [R,K] and a_scale [R,K/128], sorted by expert; offsets [E+1]; rows [T,k]."""
     num_experts = offsets.shape[0] - 1
-    experts = topk_ids.reshape(-1).long()
-    if expert_map is not None:
-        known = (experts >= 0) & (experts < expert_map.shape[0])
-        padded = torch.nn.functional.pad(expert_map.long(), (0, 1), value=-1)  # the map may be empty
-        experts = torch.where(known, padded[torch.where(known, experts, 0)], -1)
-    local = (experts >= 0) & (experts < num_experts)
+    experts = experts_of(topk_ids.reshape(-1), expert_map, num_experts)
+    local = experts >= 0
     counts = torch.bincount(experts[local], minlength=num_experts)
     offsets.copy_(torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
     places = torch.nonzero(local).reshape(-1)

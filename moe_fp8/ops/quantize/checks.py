@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
@@ -11,6 +10,7 @@ from moe_fp8.ops.arguments import (
     BF16,
     F32,
     FP8,
+    IN_DTYPES,
     MAX_EXTENT,
     extent,
     int32_vector,
@@ -31,8 +31,7 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
     if x.dim() != 2:
         refuse_shape(op, "x", x, "[M, K]", "flatten the leading dimensions")
     m, k = x.shape
-    dtype = x.dtype
-    if dtype is not BF16 and dtype is not torch.float16 and dtype is not F32:
+    if x.dtype not in IN_DTYPES:
         refuse_dtype(op, "x", x, "bfloat16, float16 or float32")
     if k % 128 or k == 0:
         refuse_shape(op, "x", x, "[M, K] with K a positive multiple of 128", "pad K with zeros")

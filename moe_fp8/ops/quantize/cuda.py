@@ -7,6 +7,7 @@ import math
 from torch import Tensor
 
 from moe_fp8.ops import launch, scales
+from moe_fp8.ops.arguments import IN_DTYPES
 from moe_fp8.ops.parameters import Prepared, prepared
 from moe_fp8.params import QUANTIZE, SILU_MUL_QUANTIZE
 from moe_fp8.problems import QuantizeProblem, SiluMulQuantizeProblem
@@ -17,7 +18,7 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> Prepare
     """x [M,K] -> q [M,K] fp8 and scale [M,K/128]."""
     num_sms = launch.num_sms(x.get_device())
     m, k = x.shape
-    chosen = select_quantize(QuantizeProblem(m, k, launch.IN_DTYPES[x.dtype], power_of_two, num_sms))
+    chosen = select_quantize(QuantizeProblem(m, k, IN_DTYPES[x.dtype], power_of_two, num_sms))
     return prepared(QUANTIZE, chosen.spec, chosen.grid, x, q, scale, x.stride(0), scales.pitch(scale), m, k)
 
 

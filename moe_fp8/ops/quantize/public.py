@@ -137,7 +137,7 @@ def quantize_fp8_blocks(w: Tensor, *, power_of_two: bool = False) -> tuple[Tenso
     """
     if w.dim() not in (2, 3):
         raise ArgumentError("quantize_fp8_blocks", "w", "shape [N, K] or [E, N, K]", list(w.shape))
-    if w.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if w.dtype not in arguments.IN_DTYPES:
         raise ArgumentError("quantize_fp8_blocks", "w", "dtype bfloat16, float16 or float32", w.dtype)
     if w.shape[-2] == 0 or w.shape[-1] == 0:
         raise ArgumentError("quantize_fp8_blocks", "w", "N and K of at least 1", list(w.shape))
