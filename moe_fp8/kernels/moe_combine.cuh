@@ -61,12 +61,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) moe_combine(const __gr
             }
 #pragma unroll
             for (int i = 0; i < kPlacesAtOnce; ++i) {
-                const uint32_t pairs[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
+                float v[kQuantizeValues];
+                unpack_bf16(v, words[i]);
 #pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    sum[2 * c] = fmaf(weight[i], __uint_as_float(pairs[c] << 16), sum[2 * c]);
-                    sum[2 * c + 1] = fmaf(weight[i], __uint_as_float(pairs[c] & 0xffff0000u), sum[2 * c + 1]);
-                }
+                for (int c = 0; c < kQuantizeValues; ++c) sum[c] = fmaf(weight[i], v[c], sum[c]);
             }
         }
         *reinterpret_cast<uint4*>(p.out + token * p.out_stride + column) =

@@ -183,13 +183,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) moe_permute(const __gr
         if constexpr (IN_FP8 != 0) {
             if (inside && leads) scale = p.x_scale[token * p.x_scale_stride + group * p.x_group_stride];
         } else {
-            const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
             float v[kQuantizeValues];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                v[2 * i] = __uint_as_float(pairs[i] << 16);
-                v[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
-            }
+            unpack_bf16(v, words);
             uint32_t packed[kQuantizeValues / 4];
             scale = quantize_group<kBlockK / kQuantizeValues, POWER_OF_TWO != 0>(v, packed);
             words.x = packed[0], words.y = packed[1];

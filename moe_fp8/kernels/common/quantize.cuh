@@ -15,6 +15,16 @@ constexpr int kQuantizeValues = 8;
 constexpr float kFp8Max = 448.0f;
 constexpr float kLeastMaximum = 1e-10f;
 
+// Gives the eight bf16 values of a load as fp32.
+DEVICE void unpack_bf16(float (&v)[kQuantizeValues], const uint4& packed) {
+    const uint32_t pairs[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        v[2 * i] = __uint_as_float(pairs[i] << 16);
+        v[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+    }
+}
+
 // Loads the values from element `offset` of x on. Their address is a multiple of 16 bytes.
 template <InDtype kInDtype>
 DEVICE void load_values(const void* x, int64_t offset, float (&v)[kQuantizeValues]) {
@@ -23,19 +33,16 @@ DEVICE void load_values(const void* x, int64_t offset, float (&v)[kQuantizeValue
         const float4* source = reinterpret_cast<const float4*>(static_cast<const float*>(x) + offset);
         const float4 a = source[0], b = source[1];
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+    } else if constexpr (kInDtype == InDtype::kBf16) {
+        unpack_bf16(v, *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(x) + offset));
     } else {
         const uint4 packed = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(x) + offset);
-        const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+        const uint32_t pairs[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if constexpr (kInDtype == InDtype::kBf16) {
-                v[2 * i] = __uint_as_float(words[i] << 16);
-                v[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-            } else {
-                asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
-                    : "=f"(v[2 * i]), "=f"(v[2 * i + 1])
-                    : "r"(words[i]));
-            }
+            asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+                : "=f"(v[2 * i]), "=f"(v[2 * i + 1])
+                : "r"(pairs[i]));
         }
     }
 }

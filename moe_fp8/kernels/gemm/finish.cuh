@@ -126,11 +126,7 @@ DEVICE void store_fragment(const GemmParams& p, Shared& shared, const sched::Til
         store_staged<Fragments>(p, sum, shared.staging[warpgroup], row, column, region);
     } else {
         Out* out = static_cast<Out*>(p.out) + row * p.out_stride + column;
-#if OUT_FP32
         Fragments::store(sum, out, p.out_stride, region, p.n - column, p.accumulate);
-#else
-        Fragments::store(sum, out, p.out_stride, region, p.n - column, 0);
-#endif
     }
 }
 #endif
