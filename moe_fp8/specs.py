@@ -38,7 +38,7 @@ class KernelSpec:
     """One kernel to compile.
 
     `name` is the entry file `kernels/<name>.cuh` and the `extern "C"` symbol in it. `defines` are
-    the integer macros it is specialised with, sorted by name. `num_threads`, `smem_bytes` (dynamic)
+    the integer macros it is specialized with, sorted by name. `num_threads`, `smem_bytes` (dynamic)
     and `cluster_size` configure the launch; the kernel checks them in a static_assert.
     """
 
@@ -135,7 +135,7 @@ def _paged_mqa_spec(
 
 _METADATA = _spec("paged_mqa_logits_metadata", 256, 0, CHUNK_KV=heuristics.PAGED_CHUNK)
 
-#: IN_DTYPE of a kernel by what it reads.
+#: Dtype that a kernel reads -> its IN_DTYPE macro.
 IN_DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 
 
@@ -308,12 +308,12 @@ def select_indexer_topk(problem: IndexerTopkProblem) -> Selection[heuristics.Top
     return Selection(_indexer_topk_spec(problem.in_dtype, config), problem.num_rows * config.cluster, config)
 
 
-#: Places for rows of a block's tokens in `moe_permute`, and how many tokens a block takes at the most. Each
-#: block counts all ids, so that large calls have fewer blocks.
+#: The most places that a block of `moe_permute` has for rows of its tokens.
 MOE_PLACES = MAX_EXPERTS_PER_TOKEN
+#: The number of blocks from which on a block takes more tokens, since each counts all ids; its most tokens.
 _MOE_BLOCKS, _MOE_TOKENS = 256, 32
 
-#: Blocks divide columns as long as each has so many groups, which its threads load at once.
+#: Blocks divide columns as long as each block has this many groups. Its threads load them at once.
 _MOE_GROUPS = 16
 
 
@@ -343,8 +343,8 @@ def select_moe_combine(problem: MoeCombineProblem) -> Selection[None]:
     return Selection(_MOE_COMBINE, min(blocks, problem.num_sms * 16), None)
 
 
-#: Lanes of the warp that chooses a token's experts; each of them has a multiple of so many experts, so that
-#: there are few kernels. Blocks of `route_topk` that share an SM.
+#: Lanes of the warp that chooses a token's experts; the number of which a lane's experts are a multiple, so
+#: that there are few kernels; blocks of `route_topk` that share an SM.
 _ROUTE_LANES, _ROUTE_STEP, _ROUTE_BLOCKS_PER_SM = 32, 4, 8
 
 

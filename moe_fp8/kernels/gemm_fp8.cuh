@@ -1,8 +1,20 @@
 // Block-scaled FP8 GEMM, dense and grouped: D[m,n] (+)= sum_k A[m,k] * B[n,k], with a scale for each 1 x 128 of A and
 // each 128 x 128 of B. Only fp32 is added to.
 //
+// The terms of the files in gemm/, mma/ and sched/:
+//
+//   tile      BLOCK_M tokens by BLOCK_N weight rows of D
+//   unit      the work that a CTA, or a cluster, takes at once: a tile, a pair of tiles, or a piece (half or quarter) of one of these
+//   block     128 of K
+//   stage     a slot of the ring in shared memory; it holds one block of a tile's tokens and weights, with their scales
+//   lap       one turn through all stages of the ring
+//   fragment  the 64 x kColumns of a tile that one wgmma of a warpgroup computes
+//   partial   the tensor core's sum of a fragment over one block
+//   promote   to add a partial sum, times the scales, to the fp32 sum
+//   parts     the sums of a tile whose K several CTAs or warpgroups divide; the parts are added at the end
+//
 // The grid is persistent. In each CTA one warp walks the CTA's tiles, a second warp feeds a ring of stages by TMA, and a third warp
-// adds the weights' scales. (The walking warp copies the weights of the first stages.) One to three math warpgroups share every
+// copies the weights' scales to the stages. (The walking warp copies the weights of the first stages.) One to three math warpgroups share every
 // tile; mma/fragments.cuh says how.
 //
 // A cluster that works together is of one of two kinds. It may take a pair of tiles with weights or tokens in common, and its CTAs take
@@ -47,7 +59,7 @@
 //   staging                  A warp overwrites its own part with its next tile, after `bulk_wait_read`, when TMA has read it. If the
 //                            warp itself reads there, it stores the values to memory before it goes on, and the stores need them.
 //
-// The kernel is specialised by LAYOUT, BLOCK_M (tokens), BLOCK_N (weight rows), NUM_STAGES, CLUSTER_SIZE, SPLIT_K (the kind of
+// The kernel is specialized by LAYOUT, BLOCK_M (tokens), BLOCK_N (weight rows), NUM_STAGES, CLUSTER_SIZE, SPLIT_K (the kind of
 // cluster) and OUT_FP32. M, N, K and the number of experts are run-time values.
 #pragma once
 

@@ -12,7 +12,7 @@
 //   staging    A warp overwrites its outputs with the next tile's. If tokens are few, the next tile's first barrier is behind all
 //              reads. If tokens are many, the warp alone reads them, and `__syncwarp` comes between.
 //
-// The kernel is specialised by LAYOUT, BLOCK_M, BLOCK_N, NUM_STAGES, POWER_OF_TWO and ROUNDED (silu_mul_quantize.cuh).
+// The kernel is specialized by LAYOUT, BLOCK_M, BLOCK_N, NUM_STAGES, POWER_OF_TWO and ROUNDED (silu_mul_quantize.cuh).
 #pragma once
 
 #define SILU_MUL 1

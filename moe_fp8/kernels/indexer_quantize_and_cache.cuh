@@ -5,7 +5,7 @@
 //
 // The page size is no macro: its logarithm is a run-time shift, and costs nothing.
 //
-// The kernel is specialised by HEAD_DIM, IN_DTYPE and POWER_OF_TWO.
+// The kernel is specialized by HEAD_DIM, IN_DTYPE and POWER_OF_TWO.
 #pragma once
 
 #include "common/quantize.cuh"

@@ -13,7 +13,7 @@
 //
 // Loops whose time matters little say `unroll 1`: when the compiler unrolled them by four, they took a fifth of the compile time.
 //
-// The kernel is specialised by IN_DTYPE (bf16 or fp32), CAPACITY (candidates of one CTA), MAX_K, CLUSTER_SIZE and NUM_THREADS.
+// The kernel is specialized by IN_DTYPE (bf16 or fp32), CAPACITY (candidates of one CTA), MAX_K, CLUSTER_SIZE and NUM_THREADS.
 #pragma once
 
 #include "ptx/sync.cuh"

@@ -17,7 +17,7 @@
 // An expert without tokens has tiles without blocks: zeros are stored, or nothing is added. Without an index there is one expert,
 // which has all of K: this is the dense GEMM of operands that both have scales of single rows.
 //
-// The kernel is specialised by LAYOUT, BLOCK_M, BLOCK_N, NUM_STAGES, CLUSTER_SIZE and OUT_FP32.
+// The kernel is specialized by LAYOUT, BLOCK_M, BLOCK_N, NUM_STAGES, CLUSTER_SIZE and OUT_FP32.
 #pragma once
 
 #define ROW_SCALES 1

@@ -13,7 +13,7 @@
 // Shared memory: every thread adds to `counts` and `earlier`, then the CTA waits, and `counts` is overwritten by its prefix sums
 // where each thread has read only its own elements. `places` is written by the thread of each (t, j) and read after a wait.
 //
-// The kernel is specialised by IN_FP8, POWER_OF_TWO (of bf16 input) and WIDE_IDS (int64).
+// The kernel is specialized by IN_FP8, POWER_OF_TWO (of bf16 input) and WIDE_IDS (int64).
 #pragma once
 
 #include "common/quantize.cuh"

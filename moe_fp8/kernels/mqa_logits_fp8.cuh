@@ -5,7 +5,7 @@
 // run ends. Some warps of the first warpgroup stream the keys, and some prepare the next query tile. The math warpgroups take turns
 // with the stages, so that some multiply while others reduce.
 //
-// The kernel is specialised by NUM_HEADS, HEAD_DIM, BLOCK_Q, NUM_STAGES, TERMS (the linear part of ReLU is multiplied, see
+// The kernel is specialized by NUM_HEADS, HEAD_DIM, BLOCK_Q, NUM_STAGES, TERMS (the linear part of ReLU is multiplied, see
 // `mma/score.cuh`), COMPRESSED (row i of the output starts at ks[i]), FILL (it writes -inf outside a row's range) and OUT_BF16.
 #pragma once
 
@@ -84,7 +84,7 @@ struct TileKeys {
     DEVICE int count() const { return max(end - begin, 0); }
 };
 
-// An item costs so many stages beside its own stages. (On an H200 the step to the next item takes 2,600 cycles with terms and 1,300
+// The step to an item takes as long as this number of stages. (On an H200 the step to the next item takes 2,600 cycles with terms and 1,300
 // without; a stage takes 670 cycles with terms and 770 without.)
 constexpr int kItemCost = TERMS ? 4 : 1;
 

@@ -4,7 +4,7 @@
 // CTA s works through the (request, chunk of keys) pairs from metadata[s] to metadata[s+1]. The schedule divides keys evenly, so
 // that one long request spreads over all SMs. Requests of more than BLOCK_Q tokens take several passes.
 //
-// The kernel is specialised by NUM_HEADS, HEAD_DIM, PAGE_SIZE (tokens of a cache page), BLOCK_Q, NUM_STAGES, CHUNK_KV and OUT_BF16.
+// The kernel is specialized by NUM_HEADS, HEAD_DIM, PAGE_SIZE (tokens of a cache page), BLOCK_Q, NUM_STAGES, CHUNK_KV and OUT_BF16.
 #pragma once
 
 #include "common/logit.cuh"

@@ -2,7 +2,7 @@
 // m), so that a GEMM's TMA reads them as they are. common/quantize.cuh has the formula. Sixteen threads share a group, and a CTA
 // takes 16 rows of one group.
 //
-// The kernel is specialised by IN_DTYPE and POWER_OF_TWO.
+// The kernel is specialized by IN_DTYPE and POWER_OF_TWO.
 #pragma once
 
 #include "common/quantize.cuh"

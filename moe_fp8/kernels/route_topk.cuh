@@ -17,7 +17,7 @@
 // and between these reads and the next writes. The row first holds the choices, from which lanes take the two greatest of a group,
 // and then the scores, which lanes read by id.
 //
-// The kernel is specialised by VALUES, the experts of a lane, and IN_DTYPE. The other options are the same for all tokens, so that
+// The kernel is specialized by VALUES, the experts of a lane, and IN_DTYPE. The other options are the same for all tokens, so that
 // their branches cost little.
 #pragma once
 

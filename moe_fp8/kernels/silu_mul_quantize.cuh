@@ -17,7 +17,7 @@
 //
 // The clamp is no macro: without it `limit` is infinite.
 //
-// The kernel is specialised by MASKED, POWER_OF_TWO and ROUNDED.
+// The kernel is specialized by MASKED, POWER_OF_TWO and ROUNDED.
 #pragma once
 
 #include "common/quantize.cuh"

@@ -24,8 +24,8 @@ except ImportError:  # it is internal to torch.compile, and torch may remove it
 _dispatch_keys = torch._C._dispatch_keys
 
 #: The key of a remembered launch: the op, some shapes, a flag for each optional tensor, the scalars, and at
-#: the end every tensor's address. After the look-up, `attributes_like` compares the other attributes. (What
-#: serves other addresses is remembered under a key without addresses, `launch.form_of`.)
+#: the end every tensor's address. After the look-up, `attributes_like` compares the other attributes. (A
+#: launch that serves other addresses is remembered under a key without addresses, `launch.form_of`.)
 Key: TypeAlias = tuple[object, ...]
 
 #: One call of an op: its key, and every tensor that is given. (A named tuple would take 0.2 us.)

@@ -33,7 +33,7 @@ class Tiled(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a family's CUDA side prepares: the kernel, its grid, its parameters, and what struct they are.
+    """The result of a family's CUDA side: the kernel, its grid, its parameters, and their struct.
 
     `offsets`: for each word of the block (8 bytes) whose address lies behind its tensor's, the word and the
     bytes between.

@@ -215,7 +215,7 @@ def register(
     `varying` names tensors, in addition to the first, whose shapes change from call to call while their
     addresses do not, such as a cache that grows.
     `mn_major` names an output of scales that the kernel writes only if they are MN-major. Others are written
-    through an MN-major copy: torch's functionalisation may replace an output by a clone without padding.
+    through an MN-major copy: torch's functionalization may replace an output by a clone without padding.
 
     All ops share the other steps. A call is checked, prepared and launched, and its launch is remembered
     (`launch`). Calls that differ from it only in addresses make it again, with their own addresses, and an

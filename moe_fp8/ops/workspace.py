@@ -1,4 +1,4 @@
-"""Workspaces: memory that a caller gives to an op for what the op computes on its way."""
+"""Workspaces: memory that a caller gives to an op for the op's intermediate results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check(
     begin = workspace.data_ptr()
     if begin & 15:
         raise ArgumentError(op, "workspace", "a 16-byte aligned address", hex(begin), "clone it")
-    # Every call comes here. What shares memory begins in the same storage, before the workspace ends.
+    # Every call comes here. A tensor that shares memory begins in this storage, before the workspace ends.
     storage, end = begin - workspace.storage_offset(), begin + workspace.numel()
     for tensor in others:
         if (

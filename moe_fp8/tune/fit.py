@@ -24,7 +24,7 @@ from moe_fp8.heuristics.gemm.costs import Constants, Work
 from moe_fp8.jit.files import publish
 from moe_fp8.tune.timings import Timing, class_of
 
-#: Every so-manieth target is left out of the fit, to test it.
+#: One of this many targets is left out of the fit, to test it.
 _HELD_OUT = 4
 
 _STEPS, _LEARNING_RATE = 700, 0.02
@@ -126,7 +126,7 @@ def fit(timings: Sequence[Timing]) -> Constants:
         raise ConfigError("--timings", "timings of every tile", f"none of {', '.join(sorted(untimed))}")
     cases = _Cases.of(timings, tiles)
     logs = {name: _tensor(values).log() for name, values in _start(tiles).items()}
-    logs["overlap"] = _tensor([1.0]).log()  # what exceeds 1
+    logs["overlap"] = _tensor([1.0]).log()  # the part above 1
     for value in logs.values():
         value.requires_grad_()
     optimizer = torch.optim.Adam(logs.values(), lr=_LEARNING_RATE)

@@ -1,4 +1,4 @@
-"""Signals that end the work early without ending the writing of what the work has brought."""
+"""Signals that end the work early. The results up to then are still written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device's table: its rows from timings, its file, and what new timings change in it."""
+"""A device's table: its rows from timings, its file, and the changes that new timings make in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to tune: GEMMs of models or given ones, and the configs worth a try."""
+"""The GEMMs to tune, from models or given by the user, and the configs that are worth a try."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_fp8.warmup import GemmShape, ModelDescription, Parallelism, gemm_shapes
 
 
 class Target(NamedTuple):
-    """A GEMM to tune but for its rows; a grouped one in the layout "psum", whose times are those of all."""
+    """A GEMM to tune, without its rows; a grouped GEMM in the layout "psum", whose times are those of all."""
 
     layout: GemmLayout
     n: int

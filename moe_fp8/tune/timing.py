@@ -43,7 +43,7 @@ def time_configs(
 ) -> dict[str, float]:
     """Microseconds a call of each of `configs`, as medians of `replays` replays that take turns.
 
-    `rows`: what the call expects of an expert; `counts`: the rows that each expert has. Raises MoeFp8Error if
+    `rows`: the expected rows of an expert; `counts`: the rows that each expert has. Raises MoeFp8Error if
     an output is not finite or differs from the output of `configs[0]`.
     """
     sets = _weights(target.n, target.k, target.num_experts)

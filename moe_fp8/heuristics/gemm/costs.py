@@ -39,7 +39,7 @@ class Constants(NamedTuple):
     kernel: Any
     #: The main loop of a tile for each 128 of K.
     block: Any
-    #: What a grouped kernel takes more, to read its index.
+    #: The additional time of a grouped kernel, which reads its index.
     grouped: Any
     #: A tile without its main loop, and each of its elements.
     tile: Any
@@ -54,8 +54,8 @@ class Constants(NamedTuple):
     sm_rate: Any
     #: The share of a first read's time that it takes to read weights again for another token tile.
     reread: Any
-    #: The exponent of the norm that joins computing and reading: 1 is one after the other, a large one is the
-    #: longer of the two.
+    #: The exponent of the norm that joins the times of computing and reading: 1 adds them, and a large number
+    #: gives the longer of the two.
     overlap: Any
 
 
@@ -112,7 +112,7 @@ def constants() -> Constants:
 
 
 def tile_name(config: GemmConfig) -> str:
-    """The config's key in `Constants`: its text without what divides K."""
+    """The config's key in `Constants`: its text, without a cluster that divides K."""
     return str(config) if config.pair > 1 else f"{config.block_m}x{config.block_n}"
 
 
@@ -195,7 +195,7 @@ def _draws(experts: int, rows: int) -> Iterator[list[float]]:
     for spread in _SPREADS:
         deviation = math.sqrt(math.log(math.exp(spread**2) + 1 / rows))
         draws = -(-_DRAWN_EXPERTS // experts)
-        # Each part of the distribution comes once: what is random is which experts share a draw.
+        # Each part of the distribution comes once. Only the draw in which it comes is random.
         points = [(at + 0.5) / (draws * experts) for at in range(draws * experts)]
         random.Random(experts).shuffle(points)
         weights = [math.exp(deviation * NormalDist().inv_cdf(point)) for point in points]
@@ -211,13 +211,13 @@ def _of_mean(weights: Iterable[float], mean: int) -> Counts:
 
 @cache
 def _of_rows(experts: int, rows: int) -> tuple[Counts, ...]:
-    """What experts' rows may be if only their mean is known."""
+    """Possible rows of the experts if only their mean is known."""
     return tuple(_of_mean(weights, rows) for weights in _draws(experts, rows))
 
 
 @cache
 def _of_blocks(experts: int, blocks: int) -> tuple[Counts, ...]:
-    """What experts' rows may be if only the number of blocks of 128 rows that they fill is known.
+    """Possible rows of the experts if only the number of blocks of 128 rows that they fill is known.
 
     Each draw has the most rows that fit. If there are fewer blocks than experts, some experts have no rows.
     """
@@ -268,7 +268,7 @@ def _work(config: GemmConfig, counts: Counts, problem: GemmProblem) -> Work:
 
 
 def _hypotheses(problem: GemmProblem) -> tuple[Counts, ...]:
-    """What the rows of the experts of a `modelled` problem may be."""
+    """Possible rows of the experts of a `modelled` problem."""
     if problem.blocks is None:
         return _of_rows(problem.num_experts, problem.m)
     return _of_blocks(problem.num_experts, problem.blocks)

@@ -3,8 +3,8 @@
 A row is one problem for which a config was faster than the cost model's choice. It serves every number of
 rows from its own down to the next that was measured or needs a smaller tile or fewer ("above"), and of a
 grouped problem every layout, since they all cost the same. But it serves no problem whose number of blocks
-decides, and it holds for the number of SMs that it was measured on. Everything else is left to the model:
-what has no row was not measured, or the model chose well.
+decides, and it holds for the number of SMs that it was measured on. The model chooses for all other problems.
+A problem without a row was not measured, or the model chose well for it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def table_file(device: str) -> Path:
 
 @cache
 def devices() -> tuple[str, ...]:
-    """What `device` of a problem may be for the choice to depend on it: "" and each that has a table."""
+    """The values of a problem's `device` on which the choice depends: "" and each device with a table."""
     return ("", *(device for device in DEVICES if table_file(device).is_file()))
 
 

@@ -1,4 +1,4 @@
-// What each warp of a GEMM does; gemm_fp8.cuh has the map of warps, barriers and shared memory.
+// This file says what work each warp of a GEMM does; gemm_fp8.cuh has the terms and the map of warps, barriers and shared memory.
 #pragma once
 
 #include "gemm/accumulate.cuh"
@@ -10,7 +10,7 @@
 
 namespace moe_fp8 {
 
-// A thread of the copying warpgroup and a thread of the math warpgroups have so many registers.
+// These are the registers of a thread of the copying warpgroup, and of a thread of the math warpgroups.
 constexpr int kCopyRegisters = kMathWarpgroups <= 2 ? 40 : 32, kMathRegisters = kMathWarpgroups <= 2 ? 232 : 160;
 static_assert(kWarpgroup * (kCopyRegisters + kMathWarpgroups * kMathRegisters) <= 65536, "the registers of an SM");
 

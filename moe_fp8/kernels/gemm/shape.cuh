@@ -1,4 +1,4 @@
-// This file has the constants for which one GEMM kernel is specialised, the shared memory that follows from them, and the kernel's
+// This file has the constants for which one GEMM kernel is specialized, the shared memory that follows from them, and the kernel's
 // parameters.
 #pragma once
 

@@ -11,7 +11,7 @@ namespace moe_fp8 {
 static_assert(kBlockN == 2 * kBlockK && kWaves == 2 && kParts == 1 && !kPaired, "a tile has the outputs that share a scale");
 static_assert(kLayout == sched::Layout::kOffsets, "rows of experts follow one another");
 
-constexpr int kChunk = 16, kChunks = kBlockK / kChunk;  // bytes that a thread stores, and so many for a token
+constexpr int kChunk = 16, kChunks = kBlockK / kChunk;  // the bytes of one store, and the stores of a token
 
 // Returns where an output of a token lies in staging.
 DEVICE int staged_output(int token, int output) {

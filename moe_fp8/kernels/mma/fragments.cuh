@@ -19,7 +19,7 @@
 
 namespace moe_fp8::mma {
 
-// So many weight rows surely lie within one scale block, since tiles begin at multiples of their own size.
+// The weight rows, counted from a tile's first, that have one scale. (A tile begins at a multiple of its own size.)
 template <int kBlockN>
 constexpr int kScaleRows = kBlockN % 128 == 0 ? 128 : kBlockN % 64 == 0 ? 64 : 32;
 
@@ -35,7 +35,7 @@ constexpr bool kAddable = sizeof(Out) == sizeof(float);
 
 DEVICE int warpgroup_thread() { return static_cast<int>(threadIdx.x) % kWarpgroup; }
 
-// A warpgroup owns so many fragments of a tile, from this token and this weight row on.
+// A warpgroup owns `fragments` fragments of a tile, from this token and this weight row on.
 struct Owned {
     int token, weight, fragments;
 };
@@ -140,7 +140,7 @@ struct WeightsOnM {
     }
 };
 
-// Weight rows of a box of a staged output, for tiles of so many weight rows.
+// The weight rows of a box of a staged output, for tiles of kBlockN weight rows.
 template <int kBlockN>
 constexpr int kBoxRowsOf = kBlockN % 64 == 0 ? 64 : 32;
 

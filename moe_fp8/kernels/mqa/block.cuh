@@ -8,7 +8,7 @@
 
 namespace moe_fp8 {
 
-// A thread of the first warpgroup and a thread of the math warpgroups have so many registers.
+// These are the registers of a thread of the first warpgroup, and of a thread of the math warpgroups.
 constexpr int kCopyRegisters = 56, kMathRegisters = 152;
 static_assert(kWarpgroup * (kCopyRegisters + kMathWarpgroups * kMathRegisters) <= 65536, "the registers of an SM");
 

@@ -6,8 +6,8 @@
 
 namespace moe_fp8::sched {
 
-// So many of a tile's tokens TMA copies at once. Only those boxes are copied that hold tokens of the tile, since experts' last tiles
-// have few.
+// The tokens of a box, which TMA copies at once. TMA copies only the boxes that hold tokens of the tile, since the last tile of an expert
+// often has few tokens.
 template <int kTokens>
 constexpr int kTokenBoxOf = kTokens < 64 ? kTokens : 64;
 
@@ -48,7 +48,7 @@ struct Tile : TileRecord {
     }
 };
 
-// What the tile ring holds of a tile. It holds the range of K where the range differs from tile to tile.
+// The type of a record in the tile ring. The record holds the range of K if the range differs from tile to tile.
 template <bool kRanged>
 struct RecordOf {
     using Type = TileRecord;

@@ -11,7 +11,7 @@ constexpr int kWords = kBins;  // words of a bitmap, which lies where a histogra
 constexpr int kWindowBits = 16;
 static_assert(kWords * 32 == 1 << kWindowBits);
 
-// Both bitmaps are counted at once: equal logits in so many low bits, and at most k greater logits above these bits.
+// Both bitmaps are counted at once: equal logits in the kEqualBits low bits, and at most k greater logits above these bits.
 constexpr int kEqualBits = kWindowBits + 1;
 static_assert(MAX_K < 1 << (32 - kEqualBits));
 

@@ -144,7 +144,7 @@ def paged_logits(
     schedule: Tensor,
     out: Tensor,
 ) -> None:
-    """What `paged_contexts` demands, and `schedule` takes all chunks of these lengths."""
+    """The rules of `paged_contexts` hold, and `schedule` takes all chunks of these lengths."""
     op, next_n = "paged_mqa_logits_fp8", q.shape[1]
     paged_contexts(op, context_lens, next_n, block_table, kv_cache, weights, out.shape[1])
     metadata(context_lens, next_n, schedule)

@@ -149,7 +149,7 @@ def _check_memory(workspace: Tensor | None, others: tuple[Tensor | None, ...]) -
 
 
 class _Buffers(NamedTuple):
-    """What the steps write, but for `out`: both GEMMs' inputs, their outputs, offsets and places of rows.
+    """Tensors that the steps write, without `out`: both GEMMs' inputs and outputs, offsets, places of rows.
 
     `y` and `values` may lie where `wide` and `a` do. There is no `wide` if the first GEMM ends in SiLU.
     """
