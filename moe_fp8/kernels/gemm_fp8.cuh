@@ -4,7 +4,7 @@
 // The terms of the files in gemm/, mma/ and sched/:
 //
 //   tile      BLOCK_M tokens by BLOCK_N weight rows of D
-//   unit      the work that a CTA, or a cluster, takes at once: a tile, a pair of tiles, or a piece (half or quarter) of one of these
+//   unit      the work that a CTA or a cluster takes at once: a tile, a pair of tiles, or a half or a quarter of these
 //   block     128 of K
 //   stage     a slot of the ring in shared memory; it holds one block of a tile's tokens and weights, with their scales
 //   lap       one turn through all stages of the ring
@@ -14,8 +14,8 @@
 //   parts     the sums of a tile whose K several CTAs or warpgroups divide; the parts are added at the end
 //
 // The grid is persistent. In each CTA one warp walks the CTA's tiles, a second warp feeds a ring of stages by TMA, and a third warp
-// copies the weights' scales to the stages. (The walking warp copies the weights of the first stages.) One to three math warpgroups share every
-// tile; mma/fragments.cuh says how.
+// copies the weights' scales to the stages. (The walking warp copies the weights of the first stages.) One to three math warpgroups
+// share every tile; mma/fragments.cuh says how.
 //
 // A cluster that works together is of one of two kinds. It may take a pair of tiles with weights or tokens in common, and its CTAs take
 // turns to load these for both. Or it shares one tile along K: each CTA sums a part of K, and the parts are added in the order of rank,

@@ -84,8 +84,8 @@ struct TileKeys {
     DEVICE int count() const { return max(end - begin, 0); }
 };
 
-// The step to an item takes as long as this number of stages. (On an H200 the step to the next item takes 2,600 cycles with terms and 1,300
-// without; a stage takes 670 cycles with terms and 770 without.)
+// The step to an item takes as long as this number of stages. (On an H200 the step to the next item takes 2,600 cycles with terms
+// and 1,300 without; a stage takes 670 cycles with terms and 770 without.)
 constexpr int kItemCost = TERMS ? 4 : 1;
 
 DEVICE int item_units(const MqaLogitsParams& p, int index) {

@@ -22,9 +22,9 @@ DEVICE uint32_t stage_bytes(const Tile& tile) {
 // The CTAs of a pair take turns to copy the operand that they have in common. Each copies it for both.
 DEVICE bool others_turn(uint32_t rank, int block) { return (block & 1) != static_cast<int>(rank); }
 
-// Returns the number of stages whose weights the walking warp copies. If it does not wait for the kernel before, it copies them while that
-// kernel ends. If it waits, or if tokens are many, more stages would only compete with the first tokens. (A dense kernel seldom
-// waits, so it always takes the larger number.)
+// Returns the number of stages whose weights the walking warp copies. If it does not wait for the kernel before, it copies them
+// while that kernel ends. If it waits, or if tokens are many, more stages would only compete with the first tokens. (A dense kernel
+// seldom waits, so it always takes the larger number.)
 DEVICE int stages_ahead(const GemmParams& p, const Tile& tile) {
     const bool all = kBlockM < 128 && (kLayout == sched::Layout::kDense || p.constant_weights);
     return min(all ? kStages : 2, tile.k_range.count());

@@ -5,7 +5,8 @@
 
 namespace moe_fp8::mma {
 
-// An fp32 sum lies in shared memory in boxes of kSumRows rows (those of a warpgroup) by kSumColumns columns, 128 bytes a row, swizzled as TMA expects it.
+// An fp32 sum lies in shared memory in boxes of kSumRows rows (those of a warpgroup) by kSumColumns columns, 128 bytes a row,
+// swizzled as TMA expects it.
 constexpr int kSumRows = 64, kSumColumns = 32, kSumBoxBytes = kSumRows * kSumColumns * sizeof(float);
 
 // Weights with a scale for each row lie in a stage in another order, so that a thread has four consecutive weight rows and not twice

@@ -6,8 +6,8 @@
 
 namespace moe_fp8::sched {
 
-// The tokens of a box, which TMA copies at once. TMA copies only the boxes that hold tokens of the tile, since the last tile of an expert
-// often has few tokens.
+// The tokens of a box, which TMA copies at once. TMA copies only the boxes that hold tokens of the tile, since the last tile of an
+// expert often has few tokens.
 template <int kTokens>
 constexpr int kTokenBoxOf = kTokens < 64 ? kTokens : 64;
 
