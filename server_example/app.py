@@ -191,6 +191,7 @@ def create_app(service: Service) -> FastAPI:
         wrong = status in ("failed", "silent")
         return JSONResponse({"status": status, **details}, status_code=503 if wrong else 200)
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses={503: {"description": "The server takes no requests; `status` says why"}})
     async def ready() -> JSONResponse:
         """Readiness: 200 once the model is warm, while the server takes requests and its engine answers."""

@@ -56,7 +56,7 @@ def test_a_key_is_needed_under_v1_only(server: httpx.Client) -> None:
     assert lower.status_code == 200, "the scheme has no case"
     for open_path in ("/health", "/ready", "/metrics", "/openapi.json"):
         assert httpx.get(f"{server.base_url}{open_path}").status_code == 200
-    for path in ("/", "/health"):
+    for path in ("/", "/health", "/ready"):
         assert httpx.head(f"{server.base_url}{path}").status_code == 200
     for path in ("/docs", "/redoc"):
         assert httpx.get(f"{server.base_url}{path}").status_code == 404, "it loads scripts from elsewhere"
