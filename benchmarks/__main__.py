@@ -127,6 +127,8 @@ def main() -> int:
     unknown = [name for name in classes if name not in RUNNERS]
     if unknown:
         parser.error(f"unknown class {', '.join(unknown)}: choose from {', '.join(RUNNERS)}")
+    if options.quick and options.out is None:
+        parser.error("--quick: give --out, since these rows would replace those of whole runs")
     sets = SETS if options.sets == "all" else (options.sets,)
     try:
         commit = full_commit(options.commit) if {*OF_A_COMMIT} & {*sets} else options.commit or git_commit()

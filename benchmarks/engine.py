@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -107,8 +107,9 @@ class Engine:
     def ask(self, request: str, **options: Any) -> Any:
         """The answer to a request of `benchmarks.vllm_server.Server`."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"request": request, **options}) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # of a process that has ended, `_answer` tells more
+            self._process.stdin.write(json.dumps({"request": request, **options}) + "\n")
+            self._process.stdin.flush()
         return self._answer()
 
     def run_on(self, core: int) -> None:
@@ -126,7 +127,8 @@ class Engine:
     def close(self) -> None:
         """End the process."""
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
         self._process.kill()
         self._process.wait()
         self._answers.close()

@@ -89,8 +89,8 @@ def repetition(results: Results) -> str:
         sum(row[name] for row in rows) for name in ("calls", "compared", "differing")
     )
     return (
-        f"Since {min(row['date'] for row in rows)} the ops have been called {calls:,} times during other "
-        f"memory traffic. {compared:,} outputs were compared bit for bit, and "
+        f"Since {min(row['date'] for row in rows)} the ops have been called {calls:,} times, mostly "
+        f"during other memory traffic. {compared:,} outputs were compared bit for bit, and "
         f"{f'{differing:,}' if differing else 'none'} "
         'differed ([docs/benchmarks.md](docs/benchmarks.md), "repetition").'
     )

@@ -167,6 +167,9 @@ class ResultsFile:
             data = json.loads(path.read_text())
             if data["device"] != environment["device"]:
                 raise ValueError(f"{path} holds results of {data['device']}, this is {environment['device']}")
+            names = [facts.get("device_name") for facts in (data, environment)]
+            if None not in names and names[0] != names[1]:  # such as an H100 PCIe beside an H100 SXM
+                raise ValueError(f"{path} holds results of {names[0]}, this is {names[1]}: give --out")
             self._rows = data["rows"]
 
     def add(self, row: Row | RepetitionRow) -> dict[str, Any]:

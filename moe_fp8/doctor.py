@@ -26,6 +26,9 @@ Status = Literal["ok", "warn", "fail"]
 
 _INVARIANT = "MOE_FP8_BATCH_INVARIANT"
 
+#: What the local versions of torch builds without CUDA begin with.
+_OTHER_BUILDS = ("cpu", "rocm", "xpu")
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -94,7 +97,7 @@ def _installed(name: str) -> str:
 def _python() -> Finding:
     version = platform.python_version()
     detail = f"{version} on {platform.system()} {platform.machine()}"
-    if sys.version_info < (3, 10) or platform.system() != "Linux":
+    if not (3, 10) <= sys.version_info[:2] <= (3, 13) or platform.system() != "Linux":
         return Finding("python", "fail", detail, "use Python 3.10 to 3.13 on Linux")
     return Finding("python", "ok", detail)
 
@@ -170,6 +173,11 @@ def _torch() -> Finding:
             f"pip install '{wanted}'; if an engine requires {found}, compare outputs with and without moe_fp8"
         )
         return Finding("torch", "warn", f"{found}, but moe_fp8 is tested with {wanted}", remedy)
+    # Without a Hopper GPU, a build for CPUs is as good as another.
+    if found.partition("+")[2].startswith(_OTHER_BUILDS) and not _no_hopper():
+        detail = f"{found} is built without CUDA: the ops cannot be called on this GPU"
+        remedy = f"pip install --force-reinstall '{wanted}', from an index whose builds have CUDA"
+        return Finding("torch", "warn", detail, remedy)
     return Finding("torch", "ok", found)
 
 

@@ -288,6 +288,13 @@ def _difference(got: Tensor, expected: Tensor) -> tuple[int, ...] | None:
 def _device(name: str, inputs: Inputs, others: Inputs) -> torch.device:
     """The device of all CUDA tensors; raises for inputs that do not match."""
     op = "verify_capture_safe"
+    for argument, given in (("inputs", inputs), ("other_inputs", others)):
+        kind = type(given).__name__
+        if not isinstance(given, (Mapping, Sequence)):  # a tensor would count as the sequence of its rows
+            raise ArgumentError(op, argument, "a dict or a list of tensors", kind)
+        for key, value in _items(given):
+            if not isinstance(value, Tensor):
+                raise ArgumentError(op, f"{argument}: {key}", "a tensor", type(value).__name__)
     if [key for key, _ in _items(inputs)] != [key for key, _ in _items(others)]:
         raise ArgumentError(
             op,

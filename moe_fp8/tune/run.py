@@ -16,7 +16,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moe_fp8.errors import ConfigError, SettingError, ToolchainError
+import torch
+
+from moe_fp8.errors import ConfigError, MoeFp8Error, SettingError, ToolchainError
 from moe_fp8.heuristics import gemm_configs
 from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
@@ -83,7 +85,7 @@ def tune(
         check_writable(file)
     # The package's own table serves every device of a name, such as "H100".
     old_rows = partial(read_rows, device=device.name if out is not None else None)
-    old_timings = partial(_old_timings, device=device.name)
+    old_timings = partial(_old_timings, device=device)
     if path is not None:
         old_rows(path)  # raises now, and not after hours, if they cannot be read
     if timings_file is not None:
@@ -92,6 +94,9 @@ def tune(
     log = None if quiet or sys.stderr is None else Lossy(sys.stderr)
     stop = time.monotonic() + max_seconds
     timings: list[Timing] = []
+
+    def spent() -> bool:
+        return bool(timings) and time.monotonic() > stop
 
     def put_timings(file: Path, old: list[Timing]) -> None:
         write_timings(file, machine, merge_timings(old, timings))
@@ -103,12 +108,10 @@ def tune(
     with interrupts.handled():
         try:
             with interrupts.raised():
-                for timing in _timings(problems, device.num_sms, factor, replays, jobs, quiet):
+                for timing in _timings(problems, device.num_sms, factor, replays, jobs, quiet, spent):
                     timings.append(timing)
                     if log is not None:
                         print(_line(timing), file=log, flush=True)
-                    if time.monotonic() > stop:
-                        break
         finally:
             additions = []
             if timings and timings_file is not None:
@@ -159,11 +162,17 @@ def _alone(file: Path) -> Iterator[None]:
         yield
 
 
-def _old_timings(timings_file: Path, device: str) -> list[Timing]:
+def _old_timings(timings_file: Path, device: DeviceInfo) -> list[Timing]:
     if not timings_file.exists():
         return []
     machine, timings = read_timings(timings_file)
-    check_device("--timings", timings_file, machine["device"], device)
+    check_device("--timings", timings_file, machine["device"], device.name)
+    # The head of the file names one number of SMs for all its timings.
+    if any(timing.num_sms != device.num_sms for timing in timings):
+        raise ConfigError(
+            "--timings", f"no file, or timings on {device.num_sms} SMs alone",
+            f"{timings_file}, on {timings[0].num_sms}", "give another file",
+        )  # fmt: skip
     return timings
 
 
@@ -230,8 +239,11 @@ def _timings(
     replays: int,
     jobs: int | None,
     quiet: bool,
+    spent: Callable[[], bool],
 ) -> Iterator[Timing]:
     for target, group in groupby(problems, key=lambda problem: problem[0]):
+        if spent():
+            return
         configs = {
             rows: candidates(target.problem(rows, num_sms), factor)
             for rows in sorted({selection_rows(rows) for _, rows in group})
@@ -247,16 +259,27 @@ def _timings(
         )
         for rows, tried in configs.items():
             for counts in expert_counts(target, rows):
-                us = time_configs(target, rows, counts, [str(config) for config in tried], replays)
+                if spent():
+                    return
+                try:
+                    us = time_configs(target, rows, counts, [str(config) for config in tried], replays)
+                except torch.OutOfMemoryError as error:
+                    raise MoeFp8Error(
+                        f"{_named(target, rows)}: expected tensors that fit into the memory of the GPU, got "
+                        f"{str(error).splitlines()[0]}; leave this GEMM out, or give fewer rows"
+                    ) from error
                 yield Timing(target, rows, counts, us, num_sms)
 
 
-def _line(timing: Timing) -> str:
-    target = timing.target
+def _named(target: Target, rows: int) -> str:
     experts = f" of {target.num_experts} experts" if target.layout != "dense" else ""
+    return f"{target.layout} {target.n}x{target.k}{experts}, {rows} rows"
+
+
+def _line(timing: Timing) -> str:
     model, best = next(iter(timing.us)), min(timing.us, key=timing.us.__getitem__)
     return (
-        f"{target.layout} {target.n}x{target.k}{experts}, {timing.rows} rows: "
+        f"{_named(timing.target, timing.rows)}: "
         f"{best} {timing.us[best]:.2f} us, model's {model} {timing.us[model]:.2f} us"
     )
 

@@ -107,7 +107,10 @@ def _joined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def merge(
     old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], timings: Iterable[Timing]
 ) -> list[dict[str, Any]]:
-    """A table's rows: `new`, and the rows of `old` whose config was not timed now for their rows."""
+    """A table's rows: `new`, and the rows of `old` whose config was not timed now for their rows.
+
+    Of an old row that joined neighbours, those below the number of rows that was timed now stay.
+    """
     timed: dict[gemm_table.Key, dict[int, set[str]]] = {}
     for timing in timings:
         timed.setdefault(_key(timing), {}).setdefault(timing.rows, set()).update(timing.us)
@@ -116,10 +119,13 @@ def merge(
     for row in old:
         key = gemm_table.row_key(row)
         counts = timed.get(key, {})
-        if (key, row["rows"]) not in replaced and row["config"] not in counts.get(row["rows"], ()):
+        rest = row["rows"]
+        while (key, rest) in replaced or row["config"] in counts.get(rest, ()):
+            rest = rows_below(rest)
+        if rest > row.get("above", 0):
             # An old row ends at the number of rows that was timed now.
-            above = max([row.get("above", 0), *(count for count in counts if count < row["rows"])])
-            rows.append({**row, "above": above})
+            above = max([row.get("above", 0), *(count for count in counts if count < rest)])
+            rows.append({**row, "rows": rest, "above": above})
     rows.sort(key=lambda row: (*gemm_table.row_key(row), row["rows"]))
     return _joined(rows)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import results
+from benchmarks.__main__ import main as benchmarks_main
 from benchmarks.results import CLASSES, Ceiling, ResultsFile, Row, device_slug, full_commit, measured
 from benchmarks.shapes import CONTIGUOUS, MASKED, PAGED_MQA_LOGITS, aligned_starts, expert_counts
 from benchmarks.timing import MOST_SETS, in_a_row, plan_rotation
@@ -58,6 +59,8 @@ def test_a_row_has_the_facts_of_its_run(tmp_path: Path) -> None:
     assert [dense.get(name) for name in facts] == ["2", "13.0", "2", "def", "2026-01-01", True]
     assert [masked.get(name) for name in facts] == ["1", "13.0", "2", "abc", "2026-01-01", None]
     assert not {"device", "device_name"} & (dense.keys() | masked.keys())
+    with pytest.raises(ValueError, match="NVIDIA H200, this is NVIDIA H200 NVL"):
+        ResultsFile(path, {**newer, "device_name": "NVIDIA H200 NVL"})
 
 
 def test_runs_are_named_by_dates_and_short_hashes() -> None:
@@ -141,3 +144,12 @@ def test_no_unseen_set_is_drawn_for_files_that_differ_from_their_commit(
     assert full_commit("HEAD") == said["rev-parse"]
     said["status"] = ""
     assert full_commit(None) == said["rev-parse"]
+
+
+def test_quick_rows_do_not_replace_those_of_whole_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmarks", "--class", "plan", "--quick"])
+    with pytest.raises(SystemExit):
+        benchmarks_main()
+    assert "--quick: give --out" in capsys.readouterr().err

@@ -116,6 +116,21 @@ def test_a_torch_that_is_not_tested(machine: Machine) -> None:
         assert tested or (f"tested with {wanted}" in found.detail and f"'{wanted}'" in found.remedy)
 
 
+def test_a_torch_without_cuda_beside_a_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.versions["torch"] = "2.13.0+cpu"
+    found = machine.findings("vllm")["torch"]
+    assert found.status == "warn" and "without CUDA" in found.detail
+    machine.versions["torch"] = "2.13.0+cu130"
+    assert machine.findings("vllm")["torch"].status == "ok"
+
+    def no_driver() -> DeviceInfo:
+        raise ToolchainError("no driver")
+
+    monkeypatch.setattr(driver, "device_info", no_driver)
+    machine.versions["torch"] = "2.13.0+cpu"
+    assert machine.findings("vllm")["torch"].status == "ok"
+
+
 def test_a_torch_beside_a_source_tree_is_not_judged(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

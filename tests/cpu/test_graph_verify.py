@@ -48,6 +48,9 @@ class Tape(TorchDispatchMode):
         return result
 
 
+_device = verify._device
+
+
 @pytest.fixture(autouse=True)
 def tape_for_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     def taped(name: str, fn: Any, static: Any, given: Any, device: Any, runs: int) -> verify._Captured:
@@ -141,6 +144,12 @@ def test_one_wrong_element_is_named() -> None:
     first, other = list(inputs().values()), list(inputs(1).values())
     with refused("output", r"2.0 instead of 3.0 at \[2, 1\]"):
         verify_capture_safe(step, first, other)
+
+
+@pytest.mark.parametrize("wrong", [{"x": 1}, [None], torch.ones(2, 3)], ids=["number", "none", "tensor"])
+def test_inputs_are_tensors_in_a_dict_or_a_list(wrong: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"inputs.*tensor"):
+        _device("fn", wrong, wrong)
 
 
 def test_a_function_may_bind_other_tensors_to_the_names_of_its_inputs() -> None:

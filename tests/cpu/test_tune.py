@@ -124,11 +124,22 @@ def test_merging_keeps_other_problems_and_replaces_what_was_timed_again() -> Non
 
 
 def test_merging_keeps_a_row_whose_config_was_not_timed_again() -> None:
-    old, others = [row(DENSE, 32, config="192x96")], [timing(DENSE, 32, 9.0, "128x96")]
+    old, others = [row(DENSE, 32, 16, "192x96")], [timing(DENSE, 32, 9.0, "128x96")]
     assert table.merge(old, [], others) == old
     assert table.merge(old, [], [timing(DENSE, 32, 9.0, "192x96")]) == []
     new = [row(DENSE, 32, config="128x96")]
     assert table.merge(old, new, others) == new
+
+
+def test_merging_keeps_the_lower_neighbours_of_a_row_that_is_timed_again() -> None:
+    old = table.table_rows([timing(DENSE, rows, 5.0) for rows in (32, 64, 128)])
+    assert spans(old) == [("dense", 16, 128)]
+    lost = [timing(DENSE, 128, 10.0)]
+    assert spans(table.merge(old, table.table_rows(lost), lost)) == [("dense", 16, 64)]
+    same = [timing(DENSE, 128, 5.0)]
+    assert spans(table.merge(old, table.table_rows(same), same)) == [("dense", 16, 128)]
+    other = [timing(DENSE, 128, 5.0, "64x64")]
+    assert spans(table.merge(old, table.table_rows(other), other)) == [("dense", 16, 64), ("dense", 64, 128)]
 
 
 def test_a_problem_without_a_config_in_all_spreads_has_no_row() -> None:

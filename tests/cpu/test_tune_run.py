@@ -14,6 +14,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+import torch
 
 from moe_fp8 import cli, tune
 from moe_fp8.errors import ConfigError, MoeFp8Error, ToolchainError
@@ -88,6 +89,21 @@ def test_a_spent_budget_writes_what_was_timed(gpu: list[tuple[Target, int]], tmp
     assert len(gpu) == len(timings) == len(table.read_rows(path)) == 1
 
 
+def test_no_timing_begins_after_a_build_that_spent_the_budget(
+    gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
+
+    def preload(specs: object, jobs: object, progress: object) -> None:
+        now[0] += 40
+
+    monkeypatch.setattr(run, "preload", preload)
+    problems = [(DENSE, 1), (GROUPED, 1)]
+    _, timings = tune.tune(problems, tmp_path / "t.json", max_seconds=60, quiet=True)
+    assert [timing.target for timing in timings] == [DENSE]
+
+
 def test_an_error_writes_what_was_timed(
     gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +118,27 @@ def test_an_error_writes_what_was_timed(
     with pytest.raises(MoeFp8Error, match="wrong"):
         tune.tune([(DENSE, 1), (DENSE, 8)], tmp_path / "t.json", quiet=True)
     assert [found["rows"] for found in table.read_rows(tmp_path / "t.json")] == [1]
+
+
+def test_a_gemm_that_does_not_fit_into_the_gpu_is_named(
+    gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> dict[str, float]:
+        raise torch.OutOfMemoryError("tried to allocate 384 GiB\nmore about it")
+
+    monkeypatch.setattr(run, "time_configs", full)
+    with pytest.raises(MoeFp8Error, match=r"dense 4096x7168, 8 rows: .*384 GiB; leave this GEMM out"):
+        tune.tune([(DENSE, 8)], tmp_path / "t.json", quiet=True)
+
+
+@pytest.mark.parametrize("kind", ["--fit", "--table"])
+def test_the_timings_that_are_read_are_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    file = tmp_path / "timings.gz"
+    file.write_bytes(b"timings")
+    assert cli.main(["tune", kind, "--timings", str(file), "--out", str(file)]) == 2
+    assert capsys.readouterr().err.startswith("error: --out: ") and file.read_bytes() == b"timings"
 
 
 def test_the_models_choice_is_that_of_the_devices_sms(
@@ -225,6 +262,19 @@ def test_files_of_another_device_are_refused_before_timing(
     with pytest.raises(ConfigError, match=r"--out.*NVIDIA H200.*table.json, of NVIDIA H100"):
         tune.tune([(DENSE, 1)], out, quiet=True)
     assert not gpu and (file.read_bytes(), out.read_bytes()) == before
+
+
+def test_timings_on_another_number_of_sms_are_refused_before_timing(
+    gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "timings.gz"
+    tune.tune([(DENSE, 1)], timings_file=file, quiet=True)
+    before = file.read_bytes()
+    gpu.clear()
+    monkeypatch.setattr(driver, "device_info", lambda: H200._replace(num_sms=66))
+    with pytest.raises(ConfigError, match=r"--timings.*on 66 SMs.*timings.gz, on 132"):
+        tune.tune([(DENSE, 8)], timings_file=file, quiet=True)
+    assert not gpu and file.read_bytes() == before
 
 
 @pytest.mark.parametrize("damaged", [False, True])
