@@ -51,6 +51,8 @@ def test_a_miss_is_explained_by_the_option_that_plans_it(
         ("block_size", 64, 32, "--block-size 64,32"),
         ("next_n", (1, 2), 4, "--next-n 1,2,4"),
         ("next_n", 1, 8, "--next-n 8"),  # one number stands for all up to it
+        ("batch_invariant", False, True, "--batch-invariant on"),
+        ("batch_invariant", True, False, "--batch-invariant off"),
     ],
 )
 def test_a_remedy_keeps_the_values_that_the_plan_has(

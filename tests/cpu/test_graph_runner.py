@@ -240,6 +240,20 @@ def test_a_step_may_return_one_dict_for_all_buckets() -> None:
     assert runner.run(inputs(3))["tokens"].shape == (3,)
 
 
+@pytest.mark.usefixtures("graphs")
+def test_a_capture_that_fails_leaves_no_earlier_graph() -> None:
+    """An earlier graph would read tensors that the step no longer has."""
+    results: list[Any] = [{"y": torch.zeros(4)}, {"y": torch.zeros(2)}, {"y": torch.zeros(4)}, None]
+    runner = GraphRunner(lambda _: results.pop(0), SPECS, BatchBuckets([2, 4]), "cpu", warmup_runs=0)
+    runner.capture()
+    assert runner.captured == (2, 4) and set(runner.memory().buckets) == {2, 4}
+    with pytest.raises(ArgumentError, match="a dict of tensors"):
+        runner.capture()
+    assert runner.captured == (4,) and set(runner.memory().buckets) == {4}
+    with pytest.raises(ArgumentError, match=r"a captured bucket, got 2.*call capture\(\)"):
+        runner.run(inputs(2))
+
+
 def test_capture_runs_on_padding_even_after_a_batch() -> None:
     seen: list[list[int]] = []
 
@@ -308,8 +322,9 @@ def test_runner_pads_to_the_bucket_and_returns_the_rows() -> None:
         return {"sum": tensors["table"].sum(1) + tensors["tokens"]}
 
     runner = GraphRunner(step, SPECS, BatchBuckets([2, 4]), "cpu")
-    runner.capture()
-    assert seen == [4, 2]
+    done: list[int] = []
+    runner.capture(done.append)
+    assert seen == done == [4, 2]
     out = runner.run(inputs(3))["sum"]
     assert seen[-1] == 4
     assert out.tolist() == [6 + 1, 15 + 2, 24 + 3]
@@ -400,3 +415,20 @@ def test_the_mode_of_synchronizations_is_as_it_was(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match="on purpose"):
         capture_module.refuse_synchronization("step", fail)
     assert modes[-1] == mode
+
+
+def test_a_failed_capture_tells_the_error_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a failed capture raises an error of its own, which says less."""
+    device = _Device(monkeypatch)
+    capture_module._stream.cache_clear()
+
+    def end() -> None:
+        raise RuntimeError("capture ended in vain")
+
+    def step() -> None:
+        raise ValueError("on purpose")
+
+    monkeypatch.setattr(device, "capture_end", end)
+    with pytest.raises(ValueError, match="on purpose"), device.on(0):
+        capture_module.capture("step", step, (0, 0))
+    capture_module._stream.cache_clear()

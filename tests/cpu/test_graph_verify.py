@@ -208,6 +208,18 @@ def test_a_result_is_made_of_tensors() -> None:
         verify_capture_safe(lambda given: [given["x"], 1.0], inputs(), inputs(1))
 
 
+def test_a_function_has_run_before_its_capture() -> None:
+    with pytest.raises(ArgumentError, match="warmup_runs: expected at least 1"):
+        verify_capture_safe(lambda given: given["x"] * 2, inputs(), inputs(1), warmup_runs=0)
+
+
+def test_an_input_may_be_written_for_the_other_inputs_alone() -> None:
+    """Here the first inputs leave the bits of `out` as they were."""
+    first, other = ({"x": torch.full((2,), value), "out": torch.zeros(2)} for value in (0.0, 1.0))
+    report = verify_capture_safe(lambda given: given["out"].copy_(given["x"]), first, other)
+    assert report.outputs == ("input out",)
+
+
 def test_a_cpu_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with pytest.raises(UnsupportedError, match="no input on a CUDA device"):
@@ -271,6 +283,12 @@ def test_what_a_capture_forbids_is_named_with_its_line() -> None:
         step()
     assert "raise RuntimeError" in caught.value.got and "test_graph_verify.py" in caught.value.got
     assert str(caught.value.got).endswith("when stream is capturing")
+    with pytest.raises(CaptureError, match="outer"), capture._named("outer"):
+        raise RuntimeError("cudaErrorStreamCaptureUnsupported")
+    # An error that names its line already stays as it is.
+    with pytest.raises(CaptureError) as again, capture._named("outer"):
+        raise caught.value
+    assert again.value is caught.value
 
 
 def test_an_error_of_torch_itself_has_a_line_too() -> None:

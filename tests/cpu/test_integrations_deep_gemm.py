@@ -100,6 +100,7 @@ def installed_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleTyp
         "late": "import deep_gemm\n"
         "from deep_gemm.testing.bench import bench_kineto\n"
         "assert deep_gemm.given == []",
+        "lacking": "import a_library_that_is_not_there",
     }
     for name, source in sources.items():
         file = tmp_path / "deep_gemm" / f"{name}.py"
@@ -135,13 +136,28 @@ def test_modules_that_are_not_ours_come_from_the_copy(installed_copy: ModuleType
     assert sys.modules["deep_gemm"] is installed_copy
     assert importlib.import_module("deep_gemm.utils.math").align(5, 4) == 8
     assert importlib.import_module("deep_gemm.utils.math").theirs == 1
-    with pytest.raises(ModuleNotFoundError, match=r"deep_gemm\.nothing"):
-        importlib.import_module("deep_gemm.nothing")
+    for name, told in (("nothing", r"deep_gemm\.nothing"), ("lacking", "a_library_that_is_not_there")):
+        with pytest.raises(ModuleNotFoundError, match=told):
+            importlib.import_module(f"deep_gemm.{name}")
     finders = len(sys.meta_path)
     integrations.uninstall()
     assert len(sys.meta_path) == finders - 1
     assert not [name for name in set(sys.modules) - before if name.startswith("deep_gemm")]
     assert not {"testing", "late"} & set(vars(installed_copy)) and "dist" not in vars(installed_copy.utils)
+
+
+def test_an_installed_package_is_taken_before_the_one_that_vllm_ships(
+    copy: ModuleType, installed_copy: ModuleType
+) -> None:
+    found = vendored.find()
+    assert found is not None and found is not copy and found.__name__ == "deep_gemm"
+
+
+def test_uninstall_keeps_a_number_of_sms_that_the_module_did_not_set() -> None:
+    moe_fp8.set_num_sms(100)
+    integrations.install()
+    integrations.uninstall()
+    assert Modes.num_sms == 100
 
 
 def test_the_copy_gets_the_alignment(installed_copy: ModuleType) -> None:
@@ -185,6 +201,8 @@ def test_names_that_nobody_has_are_absent(deep_gemm: ModuleType) -> None:
 def test_unknown_names_reach_the_copy(copy: ModuleType, deep_gemm: ModuleType) -> None:
     deep_gemm.einsum(1, out=2)
     assert copy.calls == [("einsum", (1,), {"out": 2})]
+    copy.__wrapped__ = "theirs"  # type: ignore[attr-defined]
+    assert not hasattr(deep_gemm, "__wrapped__")
 
 
 def test_kinds_that_are_not_served_reach_the_copy(copy: ModuleType) -> None:
@@ -192,6 +210,7 @@ def test_kinds_that_are_not_served_reach_the_copy(copy: ModuleType) -> None:
     assert module.fp8_gemm_nt is copy.fp8_gemm_nt and module.fp8_mqa_logits is copy.fp8_mqa_logits
     assert module.m_grouped_fp8_gemm_nt_masked is not copy.m_grouped_fp8_gemm_nt_masked
     assert getattr(module, "fp8_paged_mqa_logits", None) is None
+    assert "m_grouped_fp8_gemm_nt_masked" in dir(module) and "fp8_paged_mqa_logits" not in dir(module)
     with pytest.raises(ConfigError, match="dense, experts, indexer"):
         integrations.install(["moe"])
 
@@ -305,6 +324,12 @@ def test_paged_logits(deep_gemm: ModuleType) -> None:
     plain = deep_gemm.fp8_fp4_paged_mqa_logits((case.q, None), *given)
     written = expected > float("-inf")
     assert torch.equal(plain[written], expected[written])
+    spaced = torch.stack([lens, lens], -1)[..., 0]
+    given = case.kv_cache, case.weights, spaced, case.block_table, metadata, columns
+    assert torch.equal(deep_gemm.fp8_paged_mqa_logits(case.q, *given, True), expected)
+    for wrong in ((*given[:-1], -512), (*given, False, torch.float16)):
+        with pytest.raises(ArgumentError):
+            deep_gemm.fp8_paged_mqa_logits(case.q, *wrong)
     for call in (
         lambda: deep_gemm.fp8_fp4_paged_mqa_logits((case.q, None), *given, indices=lens),
         lambda: deep_gemm.fp8_fp4_paged_mqa_logits((case.q, None), *given, lens),

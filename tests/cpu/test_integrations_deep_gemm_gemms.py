@@ -43,6 +43,7 @@ def test_dense_accumulates(in_place: bool, deep_gemm: ModuleType) -> None:
     ("changes", "reason"),
     [
         ({"recipe": (1, 1, 32)}, "of b of 128 x 128"),
+        ({"recipe": (1, 1, 128), "recipe_a": (1, 128)}, "of b of 128 x 128"),
         ({"alpha": 2.0}, "alpha"),
         ({"c": torch.zeros(9, 128, dtype=torch.bfloat16)}, "c is added in fp32"),
     ],
@@ -53,7 +54,7 @@ def test_dense_calls_that_are_not_served(
     case = cases.dense_case(9, 128, 256)
     given = (case.a, case.a_scale), (case.b, case.b_scale), torch.empty(9, 128)
     deep_gemm.fp8_gemm_nt(*given, **changes)
-    assert [call[0] for call in copy.calls] == ["fp8_gemm_nt"]
+    assert copy.calls == [("fp8_gemm_nt", given, changes)]
     del copy.fp8_gemm_nt
     with pytest.raises(UnsupportedError, match=reason):
         deep_gemm.fp8_gemm_nt(*given, **changes)
@@ -143,6 +144,53 @@ def test_ragged_k_of_wrong_forms_leaves_the_output(
         deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, out, sizes, case.offsets, torch.ones(form))
     assert caught.value.argument == argument
     assert torch.equal(out, before)
+
+
+def test_an_addend_that_shares_some_memory_is_refused(deep_gemm: ModuleType) -> None:
+    case = cases.dense_case(128, 128, 256)
+    square = torch.zeros(128, 128)
+    with pytest.raises(ArgumentError):
+        deep_gemm.fp8_gemm_nt((case.a, case.a_scale), (case.b, case.b_scale), square, square.t())
+    ragged = k_grouped_case((128, 256), 36, 64)
+    sums = torch.zeros(3, 36, 64)
+    with pytest.raises(ArgumentError) as caught:  # else the sum of expert 0 would be added for expert 1
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(
+            *flat_operands(ragged), sums[1:], [128, 256], ragged.offsets, sums[:-1]
+        )
+    assert caught.value.argument == "c" and not sums.any()
+
+
+def test_scales_of_weights_may_have_any_stride(deep_gemm: ModuleType) -> None:
+    def spaced(scale: torch.Tensor) -> torch.Tensor:
+        return torch.stack([scale, scale], -1)[..., 0]
+
+    dense, masked = cases.dense_case(9, 192, 256), cases.masked_case((3, 0, 9), 16, 192, 256)
+    out = dense.poisoned()
+    deep_gemm.fp8_gemm_nt((dense.a, dense.a_scale), (dense.b, spaced(dense.b_scale)), out)
+    cases.check_gemm(dense, out)
+    out = masked.poisoned()
+    b = masked.b, spaced(masked.b_scale)
+    deep_gemm.m_grouped_fp8_gemm_nt_masked((masked.a, masked.a_scale), b, out, masked.index, 4)
+    cases.check_gemm(masked, out)
+
+
+def test_the_op_gets_the_expected_rows_and_ranges_within_the_operand(
+    deep_gemm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, Any]] = []
+    for name in ("grouped_gemm_fp8_contiguous", "grouped_gemm_fp8_masked"):
+        monkeypatch.setattr(gemm, name, lambda *_, **options: given.append(options))
+    gen = cases.generator(3, "cpu")
+    a, b = cases.activations(130, 256, gen), cases.weights(2, 128, 256, gen)
+    out = torch.empty(130, 128, dtype=torch.bfloat16)
+    deep_gemm.set_mk_alignment_for_contiguous_layout(64)
+    # The padding of the last expert would end at row 192.
+    ends = torch.tensor([70, 130], dtype=torch.int32)
+    options = {"use_psum_layout": True, "expected_m_for_psum_layout": 7}
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, out, ends, **options)
+    assert given[0]["expected_m"] == 7 and given[0]["offsets"].tolist() == [0, 128, 130]
+    deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, out, ends, 4)
+    assert given[1]["expected_m"] == 4
 
 
 @pytest.mark.parametrize("recipe", [None, (1, 1, 128)])
@@ -293,8 +341,9 @@ def test_masked(copy: ModuleType, deep_gemm: ModuleType) -> None:
         operands = (case.a, case.a_scale), (case.b, case.b_scale), out
         getattr(deep_gemm, name)(*operands, masked_m=case.index, expected_m=4)
         cases.check_gemm(case, out)
-    deep_gemm.m_grouped_fp8_gemm_nt_masked(*operands, case.index, 4, enable_overlap=True, signal=case.index)
-    assert [call[0] for call in copy.calls] == ["m_grouped_fp8_gemm_nt_masked"]
+    for options in ({"enable_overlap": True}, {"signal": case.index}):
+        deep_gemm.m_grouped_fp8_gemm_nt_masked(*operands, case.index, 4, **options)
+    assert [call[0] for call in copy.calls] == ["m_grouped_fp8_gemm_nt_masked"] * 2
 
 
 @pytest.mark.parametrize("name", ["dense", "dense of rows"])

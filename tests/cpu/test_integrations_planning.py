@@ -76,6 +76,13 @@ def test_linear_layers_get_the_tokens_of_other_ranks(device: str) -> None:
         assert kernel_spec(QuantizeProblem(m, k)) in specs
 
 
+def test_rows_have_room_for_all_choices_and_the_padding_of_all_experts() -> None:
+    fewer = {(4, 1536, 2048), (4, 2048, 768)}
+    rows = plan_loaded(engine(experts=QWEN["experts"] | fewer)).rows
+    most = max(last for row in rows if row.layout == "m_indices" for _, last in row.rows)
+    assert most >= 8 * 2048 + 128 * 127
+
+
 def test_every_number_of_sms_is_planned_and_no_other() -> None:
     several = set(plan_loaded(engine(num_sms=(132, 72))).specs)
     apart = [set(plan_loaded(engine(num_sms=sms)).specs) for sms in (132, 72)]

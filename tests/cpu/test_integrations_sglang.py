@@ -173,6 +173,9 @@ def test_sglang_calls_register(engine: StandIn, monkeypatch: pytest.MonkeyPatch)
     assert installed() == ("dense", "experts")
     assert list(engine.hooks.hooks) == ["sglang.srt.model_executor.model_runner.ModelRunner.load_model"]
     assert not engine.hooks._patched, "SGLang applies hooks after all plug-ins"
+    sglang.activate(("indexer",))
+    sglang.register()
+    assert installed() == ("indexer",), "a script has chosen"
 
 
 def test_a_loaded_model_is_planned_and_sglangs_warmup_skips_it(
@@ -232,6 +235,25 @@ def test_limits_come_from_sglangs_arguments(engine: StandIn, warmed: list[Loaded
     assert (second.max_tokens, second.max_batch, second.next_n) == (4096, 4 * 4096, 1)
     assert second.data_parallel == 8 and second.indexer is None
     assert not second.dense, "--fp8-gemm-backend triton"
+    # A prefill may be longer than a chunk; without a number of its own, a chunk is a whole prompt.
+    for chunk, prefill, most in ((512, 8192, 8192), (None, None, 4096), (0, 256, 4096)):
+        engine.schedule.chunked_prefill_size, engine.schedule.max_prefill_tokens = chunk, prefill
+        _load(engine, Linear(64, 128), kv_lora_rank=512)
+        assert (warmed[-1].max_tokens, warmed[-1].kv_lora_rank) == (most, 512)
+
+
+def test_layers_of_other_formats_are_found(engine: StandIn, warmed: list[LoadedEngine]) -> None:
+    """Those of compressed-tensors have other names for the scales and for what calls `deep_gemm`."""
+    linear, many, few = Linear(192, 256), Experts("deep_gemm"), Experts("deep_gemm", hidden=512)
+    linear.weight_scale = linear.weight_scale_inv
+    del linear.weight_scale_inv
+    many.scheme, few.top_k = many.quant_method, 1
+    del many.quant_method
+    sglang.activate(("dense", "experts"))
+    _load(engine, linear, many, few)
+    (loaded,) = warmed
+    assert loaded.dense == {(192, 256)} and loaded.experts_per_token == 2
+    assert loaded.experts == {(4, 256, 256), (4, 256, 128), (4, 256, 512), (4, 512, 128)}
 
 
 def test_the_plan_has_what_sglang_calls(engine: StandIn, warmed: list[LoadedEngine]) -> None:

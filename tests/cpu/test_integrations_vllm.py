@@ -6,16 +6,18 @@ import math
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from moe_fp8 import gemm_fp8, jit, quantize_fp8, silu_mul_quantize, to_mn_major
+from moe_fp8 import __version__, gemm_fp8, jit, quantize_fp8, silu_mul_quantize, to_mn_major
 from moe_fp8.errors import ConfigError, SettingError, UnsupportedError
 from moe_fp8.integrations import installed, planning
 from moe_fp8.integrations import vllm as plug_in
+from moe_fp8.limits import MAX_EXPERTS
 from moe_fp8.problems import PagedMqaLogitsProblem
 from moe_fp8.settings import parse_settings
 from moe_fp8.specs import kernel_spec
@@ -166,6 +168,9 @@ def test_register_changes_vllm_and_deactivate_restores_it(
     assert vllm.oracle.backend_to_kernel_cls("marlin") == ["marlin experts"]
     assert vllm.wrapper._fp8_gemm_nt_impl is None and os.environ["VLLM_DEEP_GEMM_WARMUP"] == "skip"
     assert set(vllm.envs.environment_variables) == {"MOE_FP8_ENGINE"}
+    # A compiled model of other kinds, or of another version, has another name.
+    told = vllm.envs.environment_variables["MOE_FP8_ENGINE"]()
+    assert told == f"dense,experts,indexer {__version__}"
     plug_in.deactivate()
     assert vllm.envs.environment_variables == {}
     assert not plug_in.active() and installed() == () and vllm.kernels == [_DeepGemm]
@@ -182,8 +187,22 @@ def test_some_kinds_leave_the_others_alone(vllm: Fake) -> None:
     ]
     assert os.environ["VLLM_DEEP_GEMM_WARMUP"] == "relax"
     assert vllm.wrapper._paged_mqa_logits_schedule_slots(132, 4) == 132
-    plug_in.activate(["dense", "experts"])
+    for kinds, warmup in ((["dense"], "relax"), (["experts"], "relax"), (["dense", "experts"], "skip")):
+        plug_in.activate(kinds)
+        assert os.environ["VLLM_DEEP_GEMM_WARMUP"] == warmup, "what we do not serve is warmed up"
     assert vllm.wrapper._paged_mqa_logits_schedule_slots(132, 4) == 66
+
+
+def test_vllm_looks_names_up_again_behind_each_change(vllm: Fake) -> None:
+    wrapper = vllm.wrapper
+    wrapper.is_deep_gemm_supported = cache(lambda: installed())
+    wrapper.is_deep_gemm_supported.__module__ = wrapper.__name__
+    assert wrapper.is_deep_gemm_supported() == ()
+    for change, kinds in ((lambda: plug_in.activate(["dense"]), ("dense",)), (plug_in.deactivate, ())):
+        wrapper._fp8_gemm_nt_impl, wrapper.DeepGemmQuantScaleFMT._oracle_cache = print, 3
+        change()
+        assert wrapper._fp8_gemm_nt_impl is wrapper.DeepGemmQuantScaleFMT._oracle_cache is None
+        assert wrapper.is_deep_gemm_supported() == kinds
 
 
 def test_a_second_activation_replaces_the_first(vllm: Fake) -> None:
@@ -270,10 +289,11 @@ def test_a_failure_leaves_nothing_changed(vllm: Fake, monkeypatch: pytest.Monkey
     assert not plug_in.active() and vllm.kernels == [_DeepGemm] and installed() == ()
 
 
-def test_the_linear_kernel_says_what_it_serves(vllm: Fake) -> None:
+def test_the_linear_kernel_says_what_it_serves(vllm: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in.activate(["dense"])
     kernel = vllm.kernels[0]
-    assert kernel.is_supported(90) == (True, None) and not kernel.is_supported(100)[0]
+    assert kernel.is_supported(90) == (True, None)
+    assert not kernel.is_supported(100)[0] and not kernel.is_supported(None)[0]
 
     def config(
         n: int = 4096, k: int = 7168, out: torch.dtype = torch.bfloat16, group: int = 128,
@@ -292,6 +312,23 @@ def test_the_linear_kernel_says_what_it_serves(vllm: Fake) -> None:
                   config(given=torch.float16), config(block=64)):  # fmt: skip
         possible, reason = kernel.can_implement(wrong)
         assert not possible and reason
+    monkeypatch.setattr(_Base, "can_implement", lambda config: (False, "vLLM's reason"))
+    assert kernel.can_implement(config()) == (False, "vLLM's reason")
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+def test_the_linear_kernel_rounds_scales_as_vllm_does(
+    rounded: bool, vllm: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plug_in.activate(["dense"])
+    from moe_fp8.integrations.vllm import linear
+
+    given: list[Any] = []
+    monkeypatch.setattr(linear, "linear_fp8", lambda *tensors, **options: given.append(options))
+    kernel = vllm.kernels[0]()
+    kernel.use_deep_gemm_e8m0 = rounded
+    kernel.apply_block_scaled_mm(*[torch.zeros(1)] * 4)
+    assert given == [{"power_of_two": rounded, "constant_weights": True}]
 
 
 def layer(weights: dict[str, tuple[int, ...]], **attributes: Any) -> torch.nn.Module:
@@ -320,6 +357,12 @@ def loaded_model(vllm: Fake) -> torch.nn.Module:
         layer({"weight": (512, 7168)}, quant_method=holder(fp8_linear=other)),
         layer({"weight": (8, 1024, 4096)}, quant_method=holder(fp8_linear=kernel)),
         layer(experts, quant_method=holder(experts_cls=ours), top_k=8),
+        # Its products are left to `deep_gemm`, which is ours.
+        layer(
+            {"w13_weight": (8, 512, 256), "w2_weight": (8, 256, 256)},
+            quant_method=holder(experts_cls=type("BatchedDeepGemmExperts", (), {})),
+            top_k=4,
+        ),
         layer({"w13_weight": (4, 256, 256), "w2_weight": (4, 256, 128)}, quant_method=holder()),
     ]
     return torch.nn.Sequential(*layers)
@@ -333,7 +376,7 @@ def test_a_loaded_model_is_planned(vllm: Fake, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(models, "get_num_sms", lambda: 132)
     plug_in.activate(["dense", "experts", "indexer"])
     monkeypatch.setattr(vllm.loader, "model", loaded_model(vllm))
-    text = SimpleNamespace(index_topk=2048, index_n_heads=64, index_head_dim=128)
+    text = SimpleNamespace(index_topk=2048, index_n_heads=64, index_head_dim=128, kv_lora_rank=512)
     pooled = SimpleNamespace(index_topk=2048, index_n_heads=16, index_head_dim=128, index_kpool=4)
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=64),
@@ -348,7 +391,10 @@ def test_a_loaded_model_is_planned(vllm: Fake, monkeypatch: pytest.MonkeyPatch) 
     loaded, other = warmed
     assert (loaded.max_tokens, loaded.max_batch, loaded.next_n, loaded.data_parallel) == (8192, 64, 2, 4)
     assert loaded.dense == {(4096, 7168), (1024, 7168), (2048, 7168)}
-    assert loaded.experts == {(32, 4096, 7168), (32, 7168, 2048)} and loaded.experts_per_token == 8
+    batched = {(8, 512, 256), (8, 256, 256)}
+    assert loaded.experts == {(32, 4096, 7168), (32, 7168, 2048), *batched}
+    assert loaded.experts_per_token == 8
+    assert (loaded.kv_lora_rank, other.kv_lora_rank) == (512, None)
     assert not other.dense and not other.experts
     assert loaded.indexer is not None and loaded.indexer.num_heads == 64
     assert loaded.num_sms == (132,) and planning.plan_loaded(loaded).specs
@@ -435,7 +481,8 @@ def test_the_experts_compute_the_layer(ranks: int, quantized: bool, vllm: Fake) 
         ({"swiglu_beta": 1.0}, "beta 1.0"),
         ({"hidden_dim": 2880}, "128 divides"),
         ({"has_bias": True}, "bias"),
-        ({"num_local_experts": 2000}, "experts, got 2000"),
+        ({"num_local_experts": MAX_EXPERTS}, None),
+        ({"num_local_experts": MAX_EXPERTS + 1}, f"experts, got {MAX_EXPERTS + 1}"),
         ({"in_dtype": torch.float16}, "bf16"),
     ],
 )
@@ -448,3 +495,35 @@ def test_the_experts_refuse_layers_that_they_do_not_compute(
     sizes["in_dtype"] = torch.bfloat16
     supported, why = cls.is_supported_config(cls, SimpleNamespace(**(sizes | changed)), None, None, None)
     assert supported == (reason is None) and (reason is None or reason in str(why))
+
+
+def test_the_experts_refuse_what_vllms_refuse(vllm: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in.activate(["experts"])
+    cls = vllm.oracle.backend_to_kernel_cls("triton")[0]
+    monkeypatch.setattr(DeepGemmExperts, "is_supported_config", lambda *_: (False, "vLLM's reason"))
+    assert cls.is_supported_config(cls, None, None, None, None) == (False, "vLLM's reason")
+    # The stand-in's formats: 2 are weights in blocks of 128 x 128, 1 are activations in groups of 128.
+    assert cls._supports_quant_scheme(2, 1)
+    assert not cls._supports_quant_scheme(2, 2) and not cls._supports_quant_scheme(1, 1)
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+def test_the_experts_pass_on_how_the_layer_computes(
+    on_input: bool, vllm: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router's weight that the engine has applied to the input is not applied again."""
+    plug_in.activate(["experts"])
+    from moe_fp8.integrations.vllm import experts
+
+    given: list[Any] = []
+    monkeypatch.setattr(experts, "fused_moe", lambda *tensors, **options: given.append((tensors, options)))
+    layer = experts.MoeFp8Experts.__new__(experts.MoeFp8Experts)
+    layer.w1_scale = layer.w2_scale = None
+    layer.gemm1_clamp_limit, layer.power_of_two = 7.0, False
+    layer.moe_config = SimpleNamespace(moe_parallel_config=SimpleNamespace(use_all2all_kernels=on_input))
+    assert layer.expects_unquantized_inputs != on_input
+    x = torch.ones(2, 2)
+    layer.apply(x, x, x, x, x, x, "silu", 2, None, None, None, x, x, None, on_input)
+    ((tensors, options),) = given
+    assert (tensors[2] is None) == on_input and tensors[1] is x
+    assert (options["limit"], options["power_of_two"], options["rounded"]) == (7.0, False, True)

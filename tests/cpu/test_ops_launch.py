@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe_fp8.jit import driver
 from moe_fp8.jit.driver import ParamBlock
@@ -17,6 +18,7 @@ from moe_fp8.ops import registry
 from moe_fp8.ops.keys import Call
 from moe_fp8.ops.parameters import Prepared
 from moe_fp8.params import ParamStruct
+from moe_fp8.settings import parse_settings
 from moe_fp8.specs import KernelSpec
 from tests import cases
 from tests.cpu.cuda_side import import_cuda_side
@@ -113,6 +115,17 @@ def test_the_first_use_on_a_second_device_fails_no_launch(launch: ModuleType, fa
     assert fake.smem_limits == {0: 100_000, 1: 100_000}
 
 
+def test_an_entry_of_many_kernels_drops_several_others(
+    launch: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_MAX_KERNELS", 8)
+    memory = launch._Memory(lambda kernels: kernels)
+    for number in range(8):
+        memory.put(("one", number), 1)
+    memory.put(("many",), 5)
+    assert list(memory.values()) == [1, 1, 1, 5]
+
+
 class Watched(torch.Tensor):
     """A subclass that records the ops that it is an operand of."""
 
@@ -157,6 +170,21 @@ def test_a_fake_tensor_is_never_launched(eager: list[Call]) -> None:
         b = torch.empty(64, 256, dtype=torch.float8_e4m3fn)
     registry.OPS["gemm_fp8"].call(case.a, case.a_scale, b, case.b_scale, case.poisoned(), None, False, False)
     assert eager == []
+
+
+@torch.no_grad()
+def test_observers_of_the_dispatcher_and_gradients_need_it(
+    eager: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = (torch.zeros(1),)
+    assert registry.past_dispatcher(tensors)
+    with torch.enable_grad():
+        assert not registry.past_dispatcher(tensors)
+    with FlopCounterMode(display=False):
+        assert not registry.past_dispatcher(tensors)
+    for variable in ("MOE_FP8_DISPATCH", "MOE_FP8_CHECKED"):
+        monkeypatch.setattr(registry, "settings", lambda name=variable: parse_settings({name: "1"}))
+        assert not registry.past_dispatcher(tensors)
 
 
 @torch.no_grad()

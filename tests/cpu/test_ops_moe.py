@@ -72,6 +72,7 @@ def test_layer_without_tokens_or_experts() -> None:
         ("w2_scale", {"w2_scale": torch.ones(2, 2, 1)}),
         ("workspace", {"workspace": torch.zeros(100, dtype=torch.uint8)}),
         ("workspace", {"workspace": torch.zeros(1 << 20)}),
+        ("workspace", {"workspace": torch.zeros(1 << 20, dtype=torch.uint8)[::2]}),
         ("topk_ids", {"topk_ids": torch.zeros(9, dtype=torch.int32)}),
         ("x", {"x": torch.zeros(9, 256)}),
     ],

@@ -58,7 +58,9 @@ def test_other_contents_are_other_plans(
     stored_plan(MODEL, OPTIONS, store)
     stored_plan(MODEL, replace(OPTIONS, max_batch=5), store)
     stored_plan(replace(MODEL, max_positions=4096), OPTIONS, store)
-    stored_plan(MODEL, OPTIONS, store, extra=[parse_shape("dense:512:512")])
+    extra = [parse_shape("dense:512:512")]
+    for _ in range(2):
+        assert stored_plan(MODEL, OPTIONS, store, extra=extra) == plan(MODEL, OPTIONS, extra=extra)
     monkeypatch.setattr(stored, "_sources", lambda: "other sources")
     stored_plan(MODEL, OPTIONS, store)
     assert len(made) == len(files(store)) == 5
@@ -86,6 +88,22 @@ def test_what_decides_a_plan_is_digested() -> None:
     parts = {name.split(".")[1] for name in done.stdout.split()}
     digested = {part.removesuffix(".py") for part in stored._DECIDING}
     assert parts - digested == {"errors", "settings", "params", "jit", "kernels"} & parts
+
+
+def test_every_table_and_source_is_digested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for part in ("heuristics/gemm", "warmup/models"):
+        (tmp_path / part).mkdir(parents=True)
+    for name in ("problems.py", "limits.py", "specs.py"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(stored, "__file__", str(tmp_path / "warmup" / "stored.py"))
+    digests = set()
+    for name in ("heuristics/gemm/table.json", "warmup/models/described.py", "limits.py"):
+        for contents in ("1", "2"):
+            (tmp_path / name).write_text(contents)
+            stored._sources.cache_clear()
+            digests.add(stored._sources())
+    stored._sources.cache_clear()
+    assert len(digests) == 6 and "" not in digests
 
 
 @pytest.mark.parametrize("damage", [b"", b"\n", b"nothing", None])
