@@ -94,7 +94,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
     if arguments.fit or arguments.table:
         if arguments.timings is None:
             raise ConfigError("--fit, --table", "--timings FILE, which has the timings", "none")
-        if arguments.out is not None and arguments.out.absolute() == arguments.timings.absolute():
+        if arguments.out is not None and arguments.out.resolve() == arguments.timings.resolve():
             raise ConfigError("--out", "another file than --timings, which is only read", str(arguments.out))
         print((tune.refit if arguments.fit else tune.retable)(arguments.timings, arguments.out))
         return EXIT_OK

@@ -26,7 +26,7 @@ Status = Literal["ok", "warn", "fail"]
 
 _INVARIANT = "MOE_FP8_BATCH_INVARIANT"
 
-#: What the local versions of torch builds without CUDA begin with.
+#: Local versions of torch builds without CUDA begin with one of these.
 _OTHER_BUILDS = ("cpu", "rocm", "xpu")
 
 

@@ -73,7 +73,9 @@ class Metrics:
         self.requests = Counter(
             "server_requests", "Requests that ended, by reason", ["reason"], registry=registry
         )
-        self.prompt_tokens = Counter("server_prompt_tokens", "Prompt tokens, each once", registry=registry)
+        self.prompt_tokens = Counter(
+            "server_prompt_tokens", "Tokens of the prompts of all choices", registry=registry
+        )
         self.generated_tokens = Counter("server_generated_tokens", "Tokens generated", registry=registry)
         self.preemptions = Counter(
             "server_preemptions", "Requests that gave their pages to older ones", registry=registry

@@ -95,9 +95,9 @@ def _origin() -> str | None:
 
 
 def _tell(origin: str | None) -> None:
-    """What `importlib.util.find_spec` tells as our module's file.
+    """Make `importlib.util.find_spec` tell `origin` as our module's file. The module's `repr` shows it, too.
 
-    SGLang looks for DeepGEMM's C++ headers beside it.
+    SGLang looks for DeepGEMM's C++ headers beside this file.
     """
     spec = importlib.import_module(HOME).__spec__
     assert spec is not None

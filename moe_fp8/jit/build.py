@@ -209,8 +209,9 @@ def _look(store: KernelStore, waiting: deque[KernelSpec]) -> _Task | None:
     artifact = store.get(key)
     if artifact is None:
         waiting.append(spec)
-        # From now on the holder of the kernel has `_LOCK_SECONDS`, while this rank waits for a slot too.
-        lock = store.try_lock(key)
+        # If another process holds the kernel, its `_LOCK_SECONDS` begin now, while this rank has no slot. The
+        # look is short: other ranks must not take it for a holder, and it comes ten times a second.
+        lock = store.try_lock(key, clean=False)
         if lock is not None:
             lock.close()
         return None

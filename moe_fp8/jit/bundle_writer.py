@@ -136,7 +136,7 @@ def _make(path: Path, manifest: Manifest, entries: Mapping[BundledKernel, bytes]
 
 def _remove_stale(path: Path) -> None:
     """Remove the temporary folders beside `path` that killed builds have left."""
-    for folder in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+    for folder in path.parent.glob(f".{glob.escape(path.name)}.{'[a-z0-9_]' * 8}.tmp"):
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime > _STALE_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -108,7 +108,7 @@ def open_progress(progress: Progress, total: int) -> Iterator[ProgressCallback]:
     """The callback that `progress` stands for, valid within the context."""
     if callable(progress):
         yield progress
-    elif progress is False or sys.stderr is None or sys.stderr.closed:
+    elif progress is False or sys.stderr is None or getattr(sys.stderr, "closed", False):
         yield lambda done, total, row: None
     elif sys.stderr.isatty():
         with _bar(total) as callback:
@@ -159,7 +159,7 @@ def show_time(what: str, quiet: bool = False, after: float = 1.0) -> Iterator[No
 
     Only a terminal shows it, and the line is removed at the end.
     """
-    if quiet or sys.stderr is None or sys.stderr.closed or not sys.stderr.isatty():
+    if quiet or sys.stderr is None or getattr(sys.stderr, "closed", False) or not sys.stderr.isatty():
         yield
         return
     stream, started, done = Lossy(sys.stderr), time.monotonic(), threading.Event()

@@ -136,19 +136,20 @@ class KernelStore:
         self.put(artifact)
         return artifact
 
-    def try_lock(self, key: str) -> ExitStack | None:
+    def try_lock(self, key: str, *, clean: bool = True) -> ExitStack | None:
         """The lock of `key`, which `close()` releases in any thread; None while somebody else holds it.
 
         Its holder compiles the kernel. Look for the artifact again after this method returned a lock: the
         last holder may have published it. A lock that is held for longer than any compilation takes is
-        passed over. The OS releases a lock if its process dies. A forked process inherits no lock.
+        passed over. The OS releases a lock if its process dies. A forked process inherits no lock. `clean`:
+        remove the temporary files that dead holders have left, which lists the folder.
         """
         self._open()
         with self._mutex:
             # Another thread may hold it, and a store in memory has no file to lock.
             free = key not in self._held
             self._held.add(key)
-        lock = self._try_file(f"{key}.lock") if free else None
+        lock = self._try_file(f"{key}.lock", clean) if free else None
         if lock is not None:
             self._refused.pop(key, None)
             lock.callback(self._held.discard, key)
@@ -177,7 +178,7 @@ class KernelStore:
                 return slot
         return None
 
-    def _try_file(self, name: str) -> ExitStack | None:
+    def _try_file(self, name: str, clean: bool = True) -> ExitStack | None:
         """The lock of a file in the folder; None if somebody else holds it.
 
         Without a folder that can be written, or on a file system without locks, it locks nothing. Publishing
@@ -207,10 +208,13 @@ class KernelStore:
             return None if error.errno in (errno.EWOULDBLOCK, errno.EINTR) else lock
         # A process that is just being forked may still have the file open, which would keep the lock.
         lock.callback(_unlock, file)
+        if not clean:
+            return lock
         # Whoever held this lock before has finished its temporary files, or has left them when it died.
         with suppress(OSError):  # a folder that cannot be listed now may be listed the next time
             for stale in self.root.glob(f"{path.stem}.*.tmp"):
-                stale.unlink(missing_ok=True)
+                with suppress(OSError):
+                    stale.unlink()
         return lock
 
     def _persist(self, write: Callable[[], _Result]) -> _Result:

@@ -264,13 +264,12 @@ def register(
         if empty(*arguments):
             return None
         if first.is_cuda:
-            device = first.get_device()
             if scales_at is not None and not is_mn_major(scales := arguments[scales_at]):
                 padded = to_mn_major(scales)  # rows that the kernel does not write keep their values
-                arguments = (*arguments[:scales_at], padded, *arguments[scales_at + 1 :])
-                launcher().first(resolve(cuda), arguments, device, None, None)
-                scales.copy_(padded)  # `compile_only` leaves this copy
+                run(*arguments[:scales_at], padded, *arguments[scales_at + 1 :])
+                scales.copy_(padded)  # also within `compile_only`
                 return None
+            device = first.get_device()
             launched: Launched | None = launcher().first(resolve(cuda), arguments, device, call, form)
             return launched if others is None else None
         # As on a GPU, where nothing is recorded and no operand is rounded.

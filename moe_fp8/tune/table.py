@@ -109,7 +109,7 @@ def merge(
 ) -> list[dict[str, Any]]:
     """A table's rows: `new`, and the rows of `old` whose config was not timed now for their rows.
 
-    Of an old row that joined neighbours, those below the number of rows that was timed now stay.
+    An old row may have joined neighbours. Only the neighbour that was timed now is dropped or replaced.
     """
     timed: dict[gemm_table.Key, dict[int, set[str]]] = {}
     for timing in timings:
@@ -119,13 +119,15 @@ def merge(
     for row in old:
         key = gemm_table.row_key(row)
         counts = timed.get(key, {})
-        rest = row["rows"]
-        while (key, rest) in replaced or row["config"] in counts.get(rest, ()):
-            rest = rows_below(rest)
-        if rest > row.get("above", 0):
-            # An old row ends at the number of rows that was timed now.
-            above = max([row.get("above", 0), *(count for count in counts if count < rest)])
-            rows.append({**row, "rows": rest, "above": above})
+        rest, least = row["rows"], row.get("above", 0)
+        while rest > least:
+            # An old row ends at the number of rows that was timed now, and goes on below it.
+            below = max([least, *(count for count in counts if count < rest)])
+            if (key, rest) in replaced or row["config"] in counts.get(rest, ()):
+                below = max(below, rows_below(rest))
+            else:
+                rows.append({**row, "rows": rest, "above": below})
+            rest = below
     rows.sort(key=lambda row: (*gemm_table.row_key(row), row["rows"]))
     return _joined(rows)
 

@@ -116,6 +116,14 @@ def test_a_torch_that_is_not_tested(machine: Machine) -> None:
         assert tested or (f"tested with {wanted}" in found.detail and f"'{wanted}'" in found.remedy)
 
 
+@pytest.mark.parametrize(("minor", "status"), [(9, "fail"), (10, "ok"), (13, "ok"), (14, "fail")])
+def test_pythons_that_are_served(
+    minor: int, status: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.sys, "version_info", (3, minor, 0, "final", 0))
+    assert doctor._python().status == status
+
+
 def test_a_torch_without_cuda_beside_a_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.versions["torch"] = "2.13.0+cpu"
     found = machine.findings("vllm")["torch"]

@@ -122,6 +122,32 @@ def test_every_tensor_of_a_call_can_move_alone(op: str, launches: _Launches) -> 
             assert launches.made[-2] == launches.made[-1] != launches.made[0], name
 
 
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("quantize_fp8", "scale"),
+        ("silu_mul_quantize", "scale"),
+        ("moe_permute", "a_scale"),
+        ("grouped_gemm_silu_mul_fp8", "scale"),
+    ],
+)
+def test_scales_of_other_strides_are_written_through_a_copy(
+    op: str, name: str, launches: _Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An allocator may give the copy the same memory again, so its launch is remembered, too."""
+    given = OPS[op]()
+    copy = given[name].fill_(7)
+    monkeypatch.setattr(registry, "to_mn_major", lambda scales: copy)
+    other = {**given, name: torch.zeros(*copy.shape, 2)[..., 0]}
+    _call(op, other)
+    assert (other[name] == 7).all()
+    launches.prepares_nothing()
+    _call(op, other)
+    _call(op, given)
+    first, again, direct = launches.made
+    assert first == again == direct
+
+
 def _prepared(op: str, launches: _Launches, given: dict[str, Any]) -> None:
     """The call is prepared, not moved."""
     launches.prepares_nothing()

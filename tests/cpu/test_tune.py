@@ -120,7 +120,8 @@ def test_merging_keeps_other_problems_and_replaces_what_was_timed_again() -> Non
     old = [row(GROUPED, 8), row(DENSE, 8), row(DENSE, 64, 8, "64x64"), row(DENSE, 128, 64, "128x128")]
     timings = [timing(DENSE, 8, 10.0), timing(DENSE, 32, 7.0)]
     rows = table.merge(old, table.table_rows(timings), timings)
-    assert spans(rows) == [("dense", 16, 32), ("dense", 32, 64), ("dense", 64, 128), ("psum", 0, 8)]
+    dense = [(8, 16), (16, 32), (32, 64), (64, 128)]
+    assert spans(rows) == [*(("dense", *span) for span in dense), ("psum", 0, 8)]
 
 
 def test_merging_keeps_a_row_whose_config_was_not_timed_again() -> None:
@@ -131,13 +132,17 @@ def test_merging_keeps_a_row_whose_config_was_not_timed_again() -> None:
     assert table.merge(old, new, others) == new
 
 
-def test_merging_keeps_the_lower_neighbours_of_a_row_that_is_timed_again() -> None:
+def test_merging_keeps_the_neighbours_of_a_row_that_is_timed_again() -> None:
     old = table.table_rows([timing(DENSE, rows, 5.0) for rows in (32, 64, 128)])
     assert spans(old) == [("dense", 16, 128)]
     lost = [timing(DENSE, 128, 10.0)]
     assert spans(table.merge(old, table.table_rows(lost), lost)) == [("dense", 16, 64)]
     same = [timing(DENSE, 128, 5.0)]
     assert spans(table.merge(old, table.table_rows(same), same)) == [("dense", 16, 128)]
+    between, again = [timing(DENSE, 64, 10.0)], [timing(DENSE, 64, 5.0)]
+    parts = [("dense", 16, 32), ("dense", 64, 128)]
+    assert spans(table.merge(old, table.table_rows(between), between)) == parts
+    assert spans(table.merge(old, table.table_rows(again), again)) == [("dense", 16, 128)]
     other = [timing(DENSE, 128, 5.0, "64x64")]
     assert spans(table.merge(old, table.table_rows(other), other)) == [("dense", 16, 64), ("dense", 64, 128)]
 

@@ -104,6 +104,15 @@ def test_no_timing_begins_after_a_build_that_spent_the_budget(
     assert [timing.target for timing in timings] == [DENSE]
 
 
+def test_no_build_begins_after_the_budget(
+    gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builds: list[object] = []
+    monkeypatch.setattr(run, "preload", lambda specs, jobs, progress: builds.append(specs))
+    tune.tune([(DENSE, 1), (GROUPED, 1)], tmp_path / "t.json", max_seconds=1e-9, quiet=True)
+    assert len(builds) == len(gpu) == 1
+
+
 def test_an_error_writes_what_was_timed(
     gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

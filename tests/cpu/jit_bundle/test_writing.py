@@ -125,7 +125,7 @@ def test_a_folder_that_exists_is_filled_where_it_is(
 
 def test_what_a_killed_build_left_beside_the_bundle_is_removed(make: Make, tmp_path: Path) -> None:
     """Only if it is old, since another build may be at work."""
-    names = [".bundle.old.tmp", ".bundle.young.tmp", ".bundle2.old.tmp", ".bundle.old"]
+    names = [".bundle.old_____.tmp", ".bundle.young___.tmp", ".bundle2.old_____.tmp", ".bundle.old-a.tmp"]
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.kernel").touch()
