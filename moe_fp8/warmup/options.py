@@ -115,12 +115,12 @@ class PlanOptions(Parallelism):
 def every(value: _Value | tuple[_Value, ...], name: str = "") -> tuple[_Value, ...]:
     """All values of an option that is one value or a tuple of some.
 
-    Raises ConfigError for an empty tuple, and for a tuple of lists.
+    Raises ConfigError for an empty tuple, and for a tuple of lists, sets or dicts.
     """
     if not isinstance(value, tuple):
         return (value,)
     if not value:
         raise ConfigError(name, "at least one value", value)
-    if any(isinstance(each, list) for each in value):
+    if any(isinstance(each, (list, set, dict)) for each in value):
         raise ConfigError(name, "one value, or a tuple of values", value)
     return tuple(dict.fromkeys(value))

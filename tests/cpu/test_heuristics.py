@@ -13,6 +13,7 @@ from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.problems import (
     GemmLayout,
     GemmProblem,
+    IndexerTopkProblem,
     KGroupedGemmProblem,
     MqaLogitsProblem,
     selection_rows,
@@ -201,6 +202,31 @@ def test_few_tiles_split_k_and_many_rows_take_the_widest_tile() -> None:
     assert heuristics.gemm_config(GemmProblem("dense", 1, 4096, 7168)).parts > 1
     widest = heuristics.gemm_config(GemmProblem("dense", 4096, 4096, 7168))
     assert (widest.block_m, widest.block_n, widest.cluster) == (128, 256, 2)
+
+
+def test_rows_of_top_k_have_as_many_blocks_as_sms_and_columns_allow() -> None:
+    chosen = {
+        (rows, columns, sms): heuristics.topk_config(IndexerTopkProblem(rows, columns, num_sms=sms))
+        for rows, columns, sms in (
+            *((rows, 1 << 20, 132) for rows in (16, 17, 64, 128, 129)),
+            *((1, columns, 132) for columns in (8192, 8193)),
+            (128, 4096, 128),
+        )
+    }
+    assert [config.cluster for config in chosen.values()] == [8, 4, 2, 1, 1, 1, 2, 1]
+    assert [key for key, config in chosen.items() if config.num_threads == 512] == [(129, 1 << 20, 132)]
+
+
+def test_ragged_k_has_wide_tiles_where_experts_have_many_columns() -> None:
+    for mean, accumulate, sms, tile in (
+        (1024, True, 132, "128x128/2p"),
+        (2048, True, 132, "128x256/2p"),
+        (2048, False, 132, "128x128/2p"),
+        (4096, False, 132, "128x256/2p"),
+        (4096, False, 1, "128x256"),
+    ):
+        problem = KGroupedGemmProblem(4096, 7168, 8 * mean, 8, accumulate, sms)
+        assert str(heuristics.k_grouped_config(problem)) == tile
 
 
 def test_terms_where_calls_are_large_unless_bits_may_not_depend_on_that() -> None:

@@ -164,6 +164,22 @@ def test_pages_and_heads_are_those_of_the_engine(
     }
 
 
+@pytest.mark.parametrize(
+    ("engine", "forms"),
+    [
+        ("vllm", {(0, 0), (1, 0)}),
+        ("sglang", {(0, 0), (1, 0), (0, 1)}),
+        (None, {(0, 0), (1, 0), (0, 1), (1, 1)}),
+    ],
+)
+def test_prefill_has_the_rows_of_the_engine(engine: str | None, forms: set[tuple[int, int]]) -> None:
+    """Full or compressed rows, and rows that are filled or not."""
+    options = PlanOptions(tp=8, ep=8, engine=engine, max_tokens=64, max_batch=4)
+    planned = plan(describe(in_blocks("deepseek_v32")), options)
+    defines = [dict(spec.defines) for spec in planned.specs if spec.name == "mqa_logits_fp8"]
+    assert {(found["COMPRESSED"], found["FILL"]) for found in defines} == forms
+
+
 def test_pages_that_are_given_count() -> None:
     model = describe(in_blocks("glm_53_flash"))
     planned = plan(model, PlanOptions(tp=4, ep=4, engine="vllm", max_tokens=64, max_batch=4, block_size=128))

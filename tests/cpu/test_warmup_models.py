@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from moe_fp8.warmup import (
 )
 from moe_fp8.warmup.models import Indexer
 from moe_fp8.warmup.models.families import known
+from moe_fp8.warmup.models.fields import Fields
+from moe_fp8.warmup.models.layers import expert_layers
 from moe_fp8.warmup.shapes import local_experts
 from tests.model_configs import in_blocks
 
@@ -271,6 +274,12 @@ def test_parallelism_that_does_not_divide(tp: int, ep: int) -> None:
         gemm_shapes(model("deepseek_v3"), Parallelism(tp, ep))
 
 
+def test_ranks_that_cannot_share_key_value_heads_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a divisor of the ranks of attention \(12\), got 8") as caught:
+        gemm_shapes(describe(in_blocks("glm_45")), Parallelism(12, 1))
+    assert caught.value.field == "num_key_value_heads"
+
+
 def test_every_remedy_works() -> None:
     description = model("qwen3_235b")
     with pytest.raises(ModelError) as caught:
@@ -307,6 +316,44 @@ def test_routers_are_planned_for_all_that_they_choose_from(name: str, choices: i
     assert {kernel_spec(RouteTopkProblem(1, choices, 8, dtype)) for dtype in ("bfloat16", "float32")} == {
         row.spec for row in routers
     }
+
+
+def test_routers_of_the_most_experts_are_planned() -> None:
+    for experts, top, planned in ((1024, 32, True), (1152, 32, False), (1024, 33, False)):
+        many = model("qwen3_30b", num_experts=experts, num_experts_per_tok=top)
+        found = plan(many, PlanOptions(ep=8, max_tokens=8, max_batch=1))
+        assert any(row.op == "route_topk" for row in found.rows) == planned
+
+
+@pytest.mark.parametrize(
+    ("fields", "sparse"),
+    [
+        ({}, range(8)),
+        ({"first_k_dense_replace": 3}, range(3, 8)),
+        ({"moe_layer_num_skipped": 3}, range(3, 8)),
+        ({"moe_layer_num_skipped": [3] * 8}, range(3, 8)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1, 5, 7)),
+        ({"moe_layer_freq": 2, "first_k_dense_replace": 1}, (2, 4, 6)),
+        ({"moe_layer_freq": [0, 1, 0, 1, 1, 0, 0, 1]}, (1, 3, 4, 7)),
+        ({"moe_layer_start_index": 2, "moe_layer_end_index": 5, "moe_layer_interval": 2}, (3, 5)),
+        ({"moe_layer_start_index": 1, "moe_layer_end_index": -1}, range(1, 8)),
+        ({"mlp_layer_types": ["dense", "dense", *["sparse"] * 6]}, range(2, 8)),
+    ],
+)
+def test_configs_spell_the_layers_with_experts(fields: dict[str, Any], sparse: Iterable[int]) -> None:
+    assert expert_layers(Fields(fields), 8) == tuple(sparse)
+
+
+@pytest.mark.parametrize("place", ["text_config", "language_config", "llm_config"])
+def test_the_language_model_has_a_config_of_its_own(place: str) -> None:
+    nested = {"model_type": "with_images", "vision_config": {"hidden_size": 64}, place: config("qwen3_30b")}
+    assert describe(nested, name="qwen3_30b") == model("qwen3_30b")
+
+
+def test_missing_fields_have_the_defaults_of_engines() -> None:
+    assert model("qwen3_next_80b", full_attention_interval=...) == model("qwen3_next_80b")
+    assert model("qwen3_30b", torch_dtype=..., dtype=...).dtype == "bfloat16"
+    assert model("qwen3_30b", torch_dtype=..., dtype="float16").dtype == "float16"
 
 
 def test_sliding_layers_may_name_only_what_differs() -> None:

@@ -154,11 +154,26 @@ def test_attention_is_cut_apart_from_mlps() -> None:
     assert found["mlp.down"].k == 18432 // 8 and found["shared.down"].k == 2048
     assert (found["experts.down"].num_experts, found["experts.down"].k) == (32, 2048)
     assert dp_attention.dp == 8
+    whole = {s.what: s for s in gemm_shapes(MODELS["deepseek_v32"], Parallelism(tp=8, ep=8, mlp_tp=1))}
+    assert (whole["mlp.down"].k, whole["shared.down"].k) == (18432, 2048)
     # The experts' ranks take the tokens of all eight, and so do the dense MLPs.
     rows = plan(MODELS["deepseek_v32"], PlanOptions(tp=8, ep=8, attention_tp=1, max_tokens=1000)).rows
     assert (
         max(last for row in rows if row.layout == "dense" and row.k == 2304 for _, last in row.rows) == 8000
     )
+
+
+def test_shared_experts_that_more_ranks_split_than_attention_get_the_tokens_of_all() -> None:
+    options = PlanOptions(tp=8, ep=8, attention_tp=1, mlp_tp=1, shared_tp=8, max_tokens=100, max_batch=1)
+    rows = [row for row in plan(MODELS["deepseek_v32"], options).rows if "shared.gate_up" in row.what]
+    assert max(last for row in rows if row.layout == "dense" for _, last in row.rows) == 800
+
+
+def test_masked_rows_that_are_given_count() -> None:
+    for engine in (None, "vllm"):
+        options = PlanOptions(ep=8, max_tokens=8, max_batch=1, masked_rows=4096, engine=engine)
+        rows = [row for row in plan(MODELS["qwen3_30b"], options).rows if row.layout == "masked"]
+        assert max(last for row in rows for _, last in row.rows) == 4096
 
 
 def test_moe_tensor_parallelism_on_its_own() -> None:
@@ -228,6 +243,7 @@ def test_shared_experts_that_cannot_be_fused_are_refused(
         ("tp", {"tp": True}),
         ("num_sms", {"num_sms": [132, 112]}),
         ("num_sms", {"num_sms": ([132, 112],)}),
+        ("num_sms", {"num_sms": ({132: 112},)}),
         ("num_sms", {"num_sms": "132"}),
         ("next_n", {"next_n": [1, 2]}),
         ("next_n", {"next_n": (1, "2")}),
@@ -269,6 +285,8 @@ def test_engines_plan_only_what_they_call() -> None:
         assert {row.op for row in planned.rows} >= {"mqa_logits_fp8", "paged_mqa_logits_fp8"}
     vllm = plan(MODELS["deepseek_v32"], PlanOptions(tp=8, ep=8, max_tokens=256, engine="vllm"))
     assert set(vllm.specs) <= set(everything.specs)
+    own = {"quantize_fp8", "silu_mul_quantize", "moe_permute", "moe_combine"}
+    assert own < {row.op for row in vllm.rows} and not own & {row.op for row in planned.rows}
     assert "indexer.wk" in {layer.what for layer in vllm.unplanned}
     assert not any(layer.lacking for layer in vllm.unplanned)
 

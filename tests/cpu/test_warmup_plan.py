@@ -21,6 +21,7 @@ from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.problems import (
     GemmLayout,
     GemmProblem,
+    GemmSiluMulProblem,
     IndexerCacheProblem,
     IndexerTopkProblem,
     KGroupedGemmProblem,
@@ -221,6 +222,9 @@ def any_calls(planned: Plan, draw: st.DrawFn) -> Iterator[Problem]:
     yield MoeCombineProblem(tokens, model.experts_per_token, routed[0].n, sms)
     logits = draw(st.sampled_from((model.dtype, "float32")))
     yield RouteTopkProblem(tokens, model.num_experts, model.experts_per_token, logits, sms)
+    (up,) = (shape for shape in gemms(planned) if shape.what == "experts.gate_up")
+    forms = (draw(st.booleans()), draw(st.booleans()), sms)
+    yield GemmSiluMulProblem(rows, up.n, up.k, up.num_experts or 1, hint, *forms)
 
     if model.indexer is None:
         return
@@ -341,6 +345,9 @@ def test_equal_weights_are_one_problem() -> None:
     planned = plan(load_model(CONFIGS / "deepseek_v32.json"), PlanOptions(tp=8, ep=8), extra=(same,))
     rows = rows_of(planned, same, "dense")
     assert {row.what for row in rows} == {("o", "alias")}
+    projected = GemmShape("alias", 4096, 512)  # as `kv_b`, which has the tokens of a whole context
+    planned = plan(planned.model, planned.options, extra=(projected,))
+    assert max(last for row in rows_of(planned, projected, "dense") for _, last in row.rows) == 163840
 
 
 def test_a_spec_outside_the_plan_is_not_in_it(planned: Plan) -> None:
@@ -353,6 +360,22 @@ def test_a_top_k_over_the_keys_of_all_requests_is_planned() -> None:
     planned = plan(describe(config), PlanOptions(tp=8, ep=8, max_batch=32))
     for rows, requests in product((1, 8, 64), (1, 2, 16, 32)):
         assert kernel_spec(IndexerTopkProblem(rows, requests * 4096)) in planned
+
+
+def test_a_top_k_of_decode_is_planned() -> None:
+    config = read_config(CONFIGS / "deepseek_v32.json") | {"max_position_embeddings": 8192}
+    planned = plan(describe(config), PlanOptions(tp=8, ep=8, max_tokens=8, max_batch=1))
+    assert kernel_spec(IndexerTopkProblem(1, 8192 + 64)) in planned
+    # More tokens may be decoded than prefilled.
+    planned = plan(planned.model, PlanOptions(tp=8, ep=8, max_tokens=8, max_batch=256))
+    assert kernel_spec(IndexerTopkProblem(256, 8192)) in planned
+
+
+def test_a_top_k_over_compressed_keys_is_planned() -> None:
+    """DeepSeek-V4's indexer has a key for four tokens."""
+    config = read_config(CONFIGS / "deepseek_v4_flash.json") | {"max_position_embeddings": 4 * 65536}
+    planned = plan(describe(config), PlanOptions(tp=8, ep=8, max_tokens=8, max_batch=1))
+    assert kernel_spec(IndexerTopkProblem(1, 65536)) in planned
 
 
 def test_the_latents_of_several_short_contexts_are_projected_together() -> None:

@@ -111,6 +111,7 @@ def test_a_bf16_checkpoint_is_planned_if_the_engine_quantizes_it() -> None:
         ([f"model.layers.{i}.self_attn.o_proj" for i in range(48)], {"o"}),
         (["language_model.model.layers.0.self_attn.o_proj"], {"o"}),
         (["layers.0.self_attn.o_proj"], {"o"}),
+        (["transformer.layers.0.self_attn.o_proj"], {"o"}),
         # Layers of other parts of a model.
         ([f"model.vision_tower.layers.{i}.self_attn.q_proj" for i in range(48)], set()),
         (["vision_tower.layers.*.mlp", "mtp.layers.0.self_attn.o_proj"], set()),
@@ -134,6 +135,25 @@ def test_a_bf16_checkpoint_is_planned_if_the_engine_quantizes_it() -> None:
 )
 def test_modules_that_are_not_converted(names: list[str], expected: set[str]) -> None:
     assert in_bf16(model({**FP8, "modules_to_not_convert": names})) == expected
+
+
+@pytest.mark.parametrize("place", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize(
+    ("quantization", "field"),
+    [
+        *((FP8, field) for field in ("modules_to_not_convert", "ignored_layers", "ignore")),
+        (tensors(), "ignore"),
+        *(
+            ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, f)
+            for f in ("exclude_modules", "ignore")
+        ),
+    ],
+)
+def test_every_name_of_the_list_counts(place: str, quantization: dict[str, Any], field: str) -> None:
+    config = read_config(CONFIGS / "qwen3_30b.json") | {"quantization_config": None}
+    description = describe(config | {place: {**quantization, field: ["self_attn"]}})
+    skipped = {linear.what for linear in description.linears if f"{place}.{field}" in linear.reason}
+    assert skipped == {"qkv", "o"}
 
 
 def test_a_layer_that_is_bf16_in_some_layers_is_both() -> None:
@@ -174,6 +194,14 @@ def test_compressed_tensors_may_name_its_targets(targets: list[str], expected: d
     quantization["config_groups"]["group_0"]["targets"] = targets
     fp8 = [linear for linear in model(quantization).linears if not linear.reason]
     assert {linear.what: len(linear.layers) for linear in fp8} == expected
+
+
+def test_the_targets_of_all_groups_count() -> None:
+    quantization = tensors()
+    groups = quantization["config_groups"]
+    groups["group_1"] = {**groups["group_0"], "targets": ["re:.*mlp\\.experts.*"]}
+    groups["group_0"]["targets"] = ["self_attn"]
+    assert in_bf16(model(quantization)) == set()
 
 
 @pytest.mark.parametrize("targets", [[], "Linear", [1], ["FusedMoE"], ["re:.*mlp.*", "LinearBase"]])
