@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_fp8.errors import ArgumentError, CaptureError, UnsupportedError
 from moe_fp8.graph import memory
 from moe_fp8.graph.capture import capture, refuse_synchronization, warm_up
+from moe_fp8.ops import contents
 
 #: The inputs of a function: tensors by name, or in order.
 Inputs: TypeAlias = Mapping[str, Tensor] | Sequence[Tensor]
@@ -276,13 +277,7 @@ def _difference(got: Tensor, expected: Tensor) -> tuple[int, ...] | None:
         return None
     size = got.element_size()
     left, right = (tensor.reshape(-1, 1).view(torch.uint8).view(-1, size) for tensor in (got, expected))
-    wrong = (left != right).any(1)
-    if not wrong.any():
-        return None
-    if got.dim() == 0:
-        return ()
-    at = int(wrong.int().argmax())
-    return tuple(int(part) for part in torch.unravel_index(torch.tensor(at), got.shape))
+    return contents.first((left != right).any(1).view(got.shape))
 
 
 def _device(name: str, inputs: Inputs, others: Inputs) -> torch.device:
