@@ -106,15 +106,21 @@ def lossy_output() -> Iterator[Lossy]:
 @contextmanager
 def open_progress(progress: Progress, total: int) -> Iterator[ProgressCallback]:
     """The callback that `progress` stands for, valid within the context."""
+    stream = _open_stderr()
     if callable(progress):
         yield progress
-    elif progress is False or sys.stderr is None or getattr(sys.stderr, "closed", False):
+    elif progress is False or stream is None:
         yield lambda done, total, row: None
-    elif sys.stderr.isatty():
+    elif stream.isatty():
         with _bar(total) as callback:
             yield callback
     else:
-        yield line_printer(sys.stderr)
+        yield line_printer(stream)
+
+
+def _open_stderr() -> TextIO | None:
+    """The stream that shows progress; None if it is closed, or if the process has none."""
+    return None if getattr(sys.stderr, "closed", False) else sys.stderr
 
 
 def line_printer(stream: TextIO) -> ProgressCallback:
@@ -159,10 +165,11 @@ def show_time(what: str, quiet: bool = False, after: float = 1.0) -> Iterator[No
 
     Only a terminal shows it, and the line is removed at the end.
     """
-    if quiet or sys.stderr is None or getattr(sys.stderr, "closed", False) or not sys.stderr.isatty():
+    terminal = _open_stderr()
+    if quiet or terminal is None or not terminal.isatty():
         yield
         return
-    stream, started, done = Lossy(sys.stderr), time.monotonic(), threading.Event()
+    stream, started, done = Lossy(terminal), time.monotonic(), threading.Event()
 
     def show() -> None:
         pause = after
