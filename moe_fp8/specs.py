@@ -310,7 +310,8 @@ def select_indexer_topk(problem: IndexerTopkProblem) -> Selection[heuristics.Top
 
 #: The most places that a block of `moe_permute` has for rows of its tokens.
 MOE_PLACES = MAX_EXPERTS_PER_TOKEN
-#: The number of blocks from which on a block takes more tokens, since each counts all ids; its most tokens.
+#: A block takes one token for each `_MOE_BLOCKS` tokens of the call, at most `_MOE_TOKENS`. More blocks would
+#: cost more, since each counts all ids.
 _MOE_BLOCKS, _MOE_TOKENS = 256, 32
 
 #: Blocks divide columns as long as each block has this many groups. Its threads load them at once.

@@ -16,9 +16,12 @@ from moe_fp8.jit.store import KernelStore
 from tests.cpu.jit_kernels import spec, write_kernels
 
 
-@pytest.fixture(autouse=True)
-def kernels(tmp_path: Path) -> Path:
-    return write_kernels(tmp_path / "kernels", "tiny")
+@pytest.fixture
+def stores(tmp_path: Path) -> tuple[KernelStore, KernelStore]:
+    """The stores of two ranks on one folder."""
+    sources = write_kernels(tmp_path / "kernels", "tiny")
+    first, second = (KernelStore(tmp_path / "cache", SourceTree(sources)) for _ in range(2))
+    return first, second
 
 
 def test_slots_are_as_many_as_cores_or_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,11 +42,11 @@ def test_slots_are_as_many_as_cores_or_jobs(tmp_path: Path, monkeypatch: pytest.
 # With one job a rank needs no slot.
 @pytest.mark.parametrize(("held", "jobs"), [("kernel", 1), ("kernel", 2), ("slots", 2)])
 def test_a_stuck_rank_only_costs_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, held: str
+    stores: tuple[KernelStore, KernelStore], monkeypatch: pytest.MonkeyPatch, jobs: int, held: str
 ) -> None:
     """A rank that is stopped, for example by a debugger, holds its locks for ever."""
     monkeypatch.setattr("moe_fp8.jit.store._LOCK_SECONDS", 0.3)
-    store, stuck = (KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels")) for _ in range(2))
+    store, stuck = stores
     specs = [spec(factor=factor) for factor in range(2, 5)]
     locks = [stuck.try_lock(stuck.key(specs[0])) if held == "kernel" else stuck.try_slot(2) for _ in range(1)]
     if held == "slots":
@@ -54,10 +57,10 @@ def test_a_stuck_rank_only_costs_time(
 
 
 def test_a_lock_that_was_taken_meanwhile_is_waited_for_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stores: tuple[KernelStore, KernelStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moe_fp8.jit.store._LOCK_SECONDS", 0.2)
-    store, other = (KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels")) for _ in range(2))
+    store, other = stores
     key = store.key(spec())
     for _ in range(2):
         lock = other.try_lock(key)
@@ -70,11 +73,11 @@ def test_a_lock_that_was_taken_meanwhile_is_waited_for_anew(
 
 
 def test_the_time_of_a_held_kernel_runs_while_a_rank_waits_for_a_slot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stores: tuple[KernelStore, KernelStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that is stopped at work holds slots and kernels. The others wait once, not for each of them."""
     monkeypatch.setattr("moe_fp8.jit.store._LOCK_SECONDS", 0.2)
-    store, stuck = (KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels")) for _ in range(2))
+    store, stuck = stores
     key = store.key(spec())
     assert stuck.try_lock(key) is not None
     assert _look(store, deque([spec()])) is None
@@ -83,9 +86,11 @@ def test_the_time_of_a_held_kernel_runs_while_a_rank_waits_for_a_slot(
 
 
 @pytest.mark.parametrize("obstacle", ["link", "folder"])
-def test_what_stands_in_the_place_of_a_lock_costs_this_lock(tmp_path: Path, obstacle: str) -> None:
+def test_what_stands_in_the_place_of_a_lock_costs_this_lock(
+    stores: tuple[KernelStore, KernelStore], tmp_path: Path, obstacle: str
+) -> None:
     """Two ranks may then compile this kernel. All kernels are kept."""
-    store = KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels"))
+    store, _ = stores
     specs = [spec(factor=factor) for factor in range(2, 5)]
     place = tmp_path / "cache" / f"{store.key(specs[1])}.lock"
     store.get_or_compile(specs[0])
@@ -99,9 +104,9 @@ def test_what_stands_in_the_place_of_a_lock_costs_this_lock(tmp_path: Path, obst
 
 
 def test_a_folder_that_cannot_be_listed_leaves_no_lock_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stores: tuple[KernelStore, KernelStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, other = (KernelStore(tmp_path / "cache", SourceTree(tmp_path / "kernels")) for _ in range(2))
+    store, other = stores
     key = store.key(spec())
 
     def refuse(path: Path, pattern: str) -> None:
