@@ -42,7 +42,7 @@ class BuildReport:
 
     @property
     def cached(self) -> int:
-        """The number of kernels that the store already held."""
+        """The number of kernels that were in the store, or that another process has compiled meanwhile."""
         return sum(row.cached for row in self.rows)
 
 

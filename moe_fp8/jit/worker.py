@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import IO, Any
 
 from moe_fp8.errors import JitError
@@ -40,16 +41,17 @@ def read_frame(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
 def serve(store: KernelStore, requests: IO[bytes], replies: IO[bytes]) -> None:
     """Answer each request {"spec": ...} with {} and the artifact, or with {"error": text}.
 
-    The process that asks holds the kernel's lock.
+    The process that asks holds the kernel's lock. When it has ended, nobody needs the reply.
     """
-    while (message := read_frame(requests)) is not None:
-        spec = KernelSpec.from_json(message[0]["spec"])
-        try:
-            artifact = store.compile(spec)
-        except JitError as error:
-            write_frame(replies, {"error": getattr(error, "log", str(error))})
-        else:
-            write_frame(replies, {}, encode(artifact))
+    with suppress(BrokenPipeError):
+        while (message := read_frame(requests)) is not None:
+            spec = KernelSpec.from_json(message[0]["spec"])
+            try:
+                artifact = store.compile(spec)
+            except JitError as error:
+                write_frame(replies, {"error": getattr(error, "log", str(error))})
+            else:
+                write_frame(replies, {}, encode(artifact))
 
 
 def main(replies: int) -> None:

@@ -30,6 +30,9 @@ from moe_fp8.warmup.arguments import (
 )
 from moe_fp8.warmup.run import build_plan, demand_kept, hopper_device
 
+#: The most characters of an error's message in the line of JSON.
+_MESSAGE = 500
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -90,7 +93,7 @@ def _run(argv: Sequence[str] | None) -> int:
         _warm(arguments, summary)
     except (MoeFp8Error, OSError, KeyboardInterrupt) as failure:
         code = complain(failure)
-        message = (str(failure) or "interrupted").splitlines()[0]
+        message = " ".join((str(failure) or "interrupted").split())[:_MESSAGE]
         summary.update(ok=False, error=type(failure).__name__, message=message)
     print(json.dumps(summary))
     return code

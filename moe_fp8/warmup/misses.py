@@ -45,7 +45,7 @@ class Miss:
         if self.remedies:
             told = ["the plan with these options lacks the kernel; it is in the plan with"]
             return told + [f"  {options}, for {use}" for options, use in self.remedies]
-        told = ["no call of this model takes the kernel with these options, nor with a single change of them"]
+        told = ["no call of this model takes the kernel with these options, nor with other limits or ranks"]
         return [*told, f"the nearest kernel of the plan has {self.nearest}"] if self.nearest else told
 
 
@@ -70,11 +70,13 @@ def explain_miss(
         for changed in changes:
             try:
                 found = _uses(kernel, plan(model, replace(options, **changed), extra=extra))
+                told = {name: _beside(given, name, value) for name, value in changed.items()}
+                replace(given, **told)
             except ConfigError:
-                continue  # the change does not fit the model
+                continue  # the change does not fit the model, or the options have no room for it
             if found:
-                told = (_flag(name, _beside(given, name, value)) for name, value in changed.items())
-                remedies.append((" ".join(told), found[0]))
+                flags = " ".join(_flag(name, value) for name, value in told.items())
+                remedies.append((flags, found[0]))
         if remedies:
             break
     return Miss(kernel, (), tuple(remedies), "" if remedies else _nearest(kernel, planned))

@@ -113,7 +113,7 @@ class Bounds:
         own = max(options.max_tokens, options.most_decoded)
         # MLPs that more ranks split than attention get the tokens of all these ranks.
         attention = options.ways("attention")
-        dense = own * max(1, options.ways("mlp") // attention, options.ways("shared") // attention)
+        dense = own * max(1, *(-(-options.ways(kind) // attention) for kind in ("mlp", "shared")))
         # Every expert's last segment may be padded up to the alignment.
         padding = local_experts(model, options) * (SEGMENT_ALIGNMENT - 1)
         expert = own * options.dp

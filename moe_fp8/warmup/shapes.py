@@ -138,6 +138,9 @@ class Parallelism:
                 "attention_tp", f"a divisor of the ranks that share the experts ({ranks})",
                 self.ways("attention"),
             )  # fmt: skip
+        for name, ways in (("mlp_tp", self.ways("mlp")), ("shared_tp", self.ways("shared"))):
+            if ranks % ways:
+                raise ConfigError(name, f"a divisor of the ranks ({ranks})", ways)
 
     def ways(self, domain: Domain) -> int:
         """The ranks that split one layer of a kind."""

@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_fp8 import cli
-from moe_fp8.errors import MoeFp8Error
+from moe_fp8.errors import CompileError, MoeFp8Error
 from moe_fp8.jit import driver
 from moe_fp8.jit import store as store_module
 from moe_fp8.jit.build import build
@@ -128,6 +129,17 @@ def test_ctrl_c_ends_a_build_with_one_line(tmp_path: Path) -> None:
     assert (build.returncode, out) == (130, "")
     assert err == f"interrupted: finished kernels are kept in {tmp_path}\n"
     assert list(tmp_path.glob("*.kernel"))
+
+
+def test_the_startup_script_tells_why_a_kernel_does_not_compile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: Any, summary: dict[str, Any]) -> None:
+        raise CompileError("tiny", "NVRTC failed to compile it:\ntiny.cuh(3): error: no such name")
+
+    monkeypatch.setattr(startup, "_warm", fail)
+    assert startup.main([*SMALL, "--quiet"]) != 0
+    assert "error: no such name" in json.loads(capsys.readouterr().out)["message"]
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -70,6 +70,18 @@ def test_a_remedy_keeps_the_values_that_the_plan_has(
     assert told.remedies == ((remedy, "a use"),)
 
 
+def test_a_remedy_is_an_option_that_plan_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(model: Any, options: PlanOptions, extra: Any) -> Any:
+        has = 132 in every(options.num_sms)
+        return SimpleNamespace(rows=[SimpleNamespace(spec="tiny[factor=2]", use="a use")] if has else [])
+
+    monkeypatch.setattr(misses, "plan", planned)
+    model = load_model(CONFIGS / "qwen3_30b.json")
+    assert explain_miss("tiny[factor=2]", model, PlanOptions(num_sms=tuple(range(1, 16)))).remedies
+    # A plan takes at most 16 numbers of SMs.
+    assert not explain_miss("tiny[factor=2]", model, PlanOptions(num_sms=tuple(range(1, 17)))).remedies
+
+
 def test_the_error_of_a_miss_has_text_that_explain_takes() -> None:
     spec = plan(load_model(CONFIGS / "qwen3_30b.json"), SMALL_OPTIONS).specs[0]
     error = JitMissError(spec, "0" * 32)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from moe_fp8.jit.build import _Compiler, _get_missing, _import_path, build
 from moe_fp8.jit.progress import BuildRow, line_printer
 from moe_fp8.jit.sources import SourceTree
 from moe_fp8.jit.store import KernelStore
+from moe_fp8.jit.worker import serve, write_frame
 from tests.cpu.jit_kernels import spec, write_kernels
 
 _ROOT = Path(__file__).parents[2]
@@ -222,3 +224,15 @@ def test_a_terminal_gets_a_bar(
 
 def test_an_empty_build_is_a_build(tmp_path: Path) -> None:
     assert build([], KernelStore(None), progress=False).rows == ()
+
+
+def test_a_worker_whose_replies_nobody_reads_ends(tmp_path: Path, sources: SourceTree) -> None:
+    requests = io.BytesIO()
+    write_frame(requests, {"spec": asdict(spec())})
+    requests.seek(0)
+    read, write = os.pipe()
+    os.close(read)
+    # (No `with`: closing the file would write what is left in it.)
+    replies = os.fdopen(write, "wb", buffering=0)
+    serve(KernelStore(tmp_path, sources), requests, replies)
+    replies.close()

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from moe_fp8.errors import ConfigError, ModelError
 from moe_fp8.warmup import PlanOptions, describe, plan, read_config
+from moe_fp8.warmup.models.fields import NESTED
+from tests.model_configs import in_blocks
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))
@@ -122,3 +124,40 @@ def test_a_model_that_no_kernel_serves_is_refused() -> None:
     config = read_config(CONFIGS / "qwen3_235b.json") | {"hidden_size": 1}
     with pytest.raises(ModelError, match=r"a layer that a kernel serves.*K is a positive multiple of 128"):
         plan(describe(config), PlanOptions(ep=32))
+
+
+def _flash(**changes: Any) -> dict[str, Any]:
+    return {**read_config(CONFIGS / "deepseek_v4_flash.json"), **changes}
+
+
+def test_the_experts_of_deepseek_v4_are_of_the_named_format() -> None:
+    config = _flash()
+    quantized = config["quantization_config"] | {"expert_dtype": "fp8"}
+    config.pop("expert_dtype", None)
+    assert describe(config | {"quantization_config": quantized}) == describe(config | {"expert_dtype": "fp8"})
+    for unknown in ("mxfp4", "int4", 5, []):
+        with pytest.raises(ModelError, match="expert_dtype: expected fp4 or fp8"):
+            describe(config | {"expert_dtype": unknown})
+
+
+@pytest.mark.parametrize("ratios", [[0, 0], [], [0, 0, 8, 128] * 20])
+def test_ratios_of_compression_are_given_for_each_layer(ratios: list[int]) -> None:
+    with pytest.raises(ModelError, match="compress_ratios: expected 0, 4 or 128 for each of 43 layers"):
+        describe(_flash(compress_ratios=ratios))
+
+
+@pytest.mark.parametrize("name", ["glm_53_flash", "minimax_m3_transformers", "dots3_note"])
+def test_kinds_of_layers_are_not_guessed(name: str) -> None:
+    config = in_blocks(name)
+    assert describe(config).linears
+    text = next((config[key] for key in NESTED if key in config), config)
+    del text["layer_types"]
+    with pytest.raises(ModelError, match="layer_types"):
+        describe(config)
+
+
+def test_an_unknown_word_for_a_layer_is_refused() -> None:
+    config = read_config(CONFIGS / "deepseek_v3.json")
+    words = ["Dense"] * 3 + ["sparse"] * 58
+    with pytest.raises(ModelError, match=r"mlp_layer_types: .*Dense"):
+        describe(config | {"mlp_layer_types": words})

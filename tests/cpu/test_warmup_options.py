@@ -370,3 +370,11 @@ def test_any_number_of_requests_costs_no_more() -> None:
 
 def test_the_tokens_of_a_request_come_in_any_order() -> None:
     assert PlanOptions(max_batch=10, next_n=(1, 4, 2)).most_decoded == 40
+
+
+@pytest.mark.parametrize("name", ["mlp_tp", "shared_tp"])
+def test_layers_are_divided_among_ranks_that_exist(name: str) -> None:
+    for ways in (16, 3):
+        with pytest.raises(ConfigError, match=f"{name}: expected a divisor of the ranks \\(8\\)"):
+            Parallelism(8, 8, **{name: ways})
+    assert Parallelism(8, 8, **{name: 4}).ways("shared") == 4

@@ -177,13 +177,24 @@ def _mlps(
             found.append(blocks.whole("shared.gate", 1, hidden, sparse, name, blocks.GATE))
     modules = tuple(f"{moe}.experts.{name}" for name in family.projections)
     experts = blocks.mlp(fields, "experts", sparse, width, "experts", modules)
-    if family.fp4_experts and fields.raw("expert_dtype") in (None, "fp4"):
+    if family.fp4_experts and _expert_dtype(fields) == "fp4":
         experts = [linear.because("experts in FP4 are not served yet", lacking=True) for linear in experts]
     found += experts
     num_experts = fields.number("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
     routed = num_experts + fields.number("zero_expert_num", least=0, default=0)
     found.append(blocks.whole("router", routed, hidden, sparse, f"{moe}.gate", blocks.ROUTER))
     return found, shared_count if shared else 0
+
+
+def _expert_dtype(fields: Fields) -> str:
+    """The format of the experts of a family whose experts are FP4 by default: "fp4" or "fp8"."""
+    quantized = fields.within("quantization_config")
+    value = fields.raw("expert_dtype")
+    if value is None and quantized is not None:
+        value = quantized.raw("expert_dtype")
+    if value not in (None, "fp4", "fp8"):
+        raise ModelError("expert_dtype", "fp4 or fp8", value)
+    return value or "fp4"
 
 
 def _shared_count(fields: Fields, family: Family) -> int:

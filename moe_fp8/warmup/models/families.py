@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from moe_fp8.errors import ModelError
 from moe_fp8.warmup.models import blocks
 from moe_fp8.warmup.models.blocks import MlaSizes, Numbers
 from moe_fp8.warmup.models.description import Indexer, Linear, Part
@@ -23,8 +24,9 @@ class Family:
     `attention` gives the linear layers of attention in all layers. `expert_width`, `dense_width` and
     `shared_width` are the names of config fields; the first that exists counts. A shared expert without a
     field of its own has the width of a routed expert times the number of shared experts, which `shared_count`
-    names. `moe` is the module of the experts, and `dense` that of dense MLPs. `dense_everywhere`: layers with
-    experts have dense MLPs too.
+    names. `moe` is the module of the experts, `dense` that of dense MLPs, `shared` that of shared experts
+    within `moe`. `projections` are the names of gate, up and down in an expert. `shared_gate`: shared experts
+    have a gate of one column. `dense_everywhere`: layers with experts have dense MLPs too.
     `padded`: engines round a rank's width of dense MLPs and shared experts up to whole blocks. `fp4_experts`:
     the experts are FP4 unless the config says otherwise. `predictor` gives what a prediction layer (MTP) has
     beside a layer of the model; its MLP is dense if `dense_predictors`. `predictor_count` are names of the
@@ -73,6 +75,14 @@ def _select(fields: Fields, name: str, word: str, layers: Numbers, *, predictors
     return tuple(i for i in layers if (words[i] == word if i < len(words) else predictors))
 
 
+def _layer_types(fields: Fields, word: str, layers: Numbers, *, predictors: bool) -> Numbers:
+    """`_select` by the field `layer_types`, without which the config is incomplete."""
+    found = _select(fields, "layer_types", word, layers, predictors=predictors)
+    if found is None:
+        fields.number("layer_types")  # notes that it is missing
+    return found or ()
+
+
 def _model_layers(fields: Fields) -> int:
     return fields.number("num_hidden_layers", "num_layers")
 
@@ -111,7 +121,7 @@ def _doubled_latent(fields: Fields, layers: Numbers) -> tuple[list[Linear], Inde
 
 def _dots3(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
     """dots3: sparse latent attention in some layers and sliding latent attention in others, all gated."""
-    sliding = _select(fields, "layer_types", "sliding_attention", layers, predictors=True) or ()
+    sliding = _layer_types(fields, "sliding_attention", layers, predictors=True)
     full = tuple(i for i in layers if i not in sliding)
     found, indexer = _sparse_latent(fields, full)
     sizes = MlaSizes.read(fields)
@@ -141,7 +151,7 @@ def _sliding_sizes(fields: Fields, layer: int, sizes: MlaSizes) -> MlaSizes:
 
 def _glm5_next(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
     """GLM-5.3: delta attention in most layers, sparse latent attention in the others."""
-    linear = _select(fields, "layer_types", "linear_attention", layers, predictors=False) or ()
+    linear = _layer_types(fields, "linear_attention", layers, predictors=False)
     found, indexer = _sparse_latent(fields, tuple(i for i in layers if i not in linear))
     return [*found, *(blocks.delta_attention(fields, linear) if linear else [])], indexer
 
@@ -161,7 +171,7 @@ def _grouped_and_sliding(fields: Fields, layers: Numbers) -> tuple[list[Linear],
     if pattern is not None:
         sliding = tuple(i for i in layers if i >= len(pattern) or pattern[i] == 1)
     else:
-        sliding = _select(fields, "layer_types", "sliding_attention", layers, predictors=True) or ()
+        sliding = _layer_types(fields, "sliding_attention", layers, predictors=True)
     found = blocks.gqa(fields, tuple(i for i in layers if i not in sliding))
     if sliding:
         found += blocks.gqa(fields, sliding, prefix="swa_")
@@ -179,7 +189,7 @@ def _minimax_m3(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer 
         sparse = tuple(i for i in layers if i >= len(marks) or marks[i])
         heads, dim = own.number("sparse_num_index_heads"), own.number("sparse_index_dim")
     else:
-        sparse = _select(fields, "layer_types", "minimax_m3_sparse", layers, predictors=True) or ()
+        sparse = _layer_types(fields, "minimax_m3_sparse", layers, predictors=True)
         heads, dim = fields.number("index_n_heads"), fields.number("index_head_dim")
     found = blocks.gqa(fields, tuple(i for i in layers if i not in sparse))
     qkv, o = blocks.gqa(fields, sparse)
@@ -211,6 +221,10 @@ def _deepseek_v4(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer
     groups, o_lora = fields.number("o_groups"), fields.number("o_lora_rank")
     ratios = fields.numbers("compress_ratios")
     if ratios is not None:
+        if len(ratios) < _model_layers(fields) or not {0, 4, 128}.issuperset(ratios):
+            raise ModelError(
+                "compress_ratios", f"0, 4 or 128 for each of {_model_layers(fields)} layers", ratios
+            )
         sparse = tuple(i for i in layers if i < len(ratios) and ratios[i] == 4)
         coarse = tuple(i for i in layers if i < len(ratios) and ratios[i] > 4)
     elif fields.has("layer_types"):

@@ -5,6 +5,9 @@ from __future__ import annotations
 from moe_fp8.errors import ModelError
 from moe_fp8.warmup.models.fields import Fields
 
+#: What configs call a layer's MLP.
+_WORDS = {"dense", "hash_moe", "moe", "sparse"}
+
 
 def expert_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """The numbers of the layers with routed experts. All other layers have a dense MLP.
@@ -16,6 +19,8 @@ def expert_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """
     words = fields.words("mlp_layer_types", num_layers)
     if words is not None:
+        if unknown := sorted({*words} - _WORDS):
+            raise ModelError("mlp_layer_types", f"some of {', '.join(sorted(_WORDS))}", unknown)
         return tuple(i for i, word in enumerate(words) if word != "dense")
     if isinstance(fields.raw("moe_layer_freq"), list):
         return _marked(fields, num_layers)
