@@ -18,7 +18,7 @@ from starlette.background import BackgroundTask
 import moe_fp8
 from server_example.answers import ChatForm, CompletionForm, Form, Piece
 from server_example.client import EngineClient
-from server_example.engine import EngineStoppedError
+from server_example.engine import EngineUnavailableError
 from server_example.errors import DOCUMENTED, ApiError, add_error_handlers, unless
 from server_example.gate import Awaited, Counted, Gate
 from server_example.generation import Deadline
@@ -90,7 +90,7 @@ class Service:
         failure = None
         try:
             details = await self.engine.call("details")
-        except EngineStoppedError as error:
+        except EngineUnavailableError as error:
             failure = str(error)
         status = self.status
         if status == "ok" and failure is not None:
@@ -208,7 +208,7 @@ def create_app(service: Service) -> FastAPI:
             raise ApiError(503, "the server is loading its model")
         try:
             rendered = await service.engine.call("metrics")
-        except EngineStoppedError as error:
+        except EngineUnavailableError as error:
             raise ApiError(503, str(error)) from None
         return Response(rendered + service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from server_example.chat import ChatTemplate
-from server_example.engine import EngineStoppedError, load_tokenizer
+from server_example.engine import EngineUnavailableError, load_tokenizer
 from server_example.host import Job, Served
 from server_example.scheduler import TokenEvent
 from server_example.text import TokenTexts
@@ -67,7 +67,7 @@ class EngineClient:
     async def submit(self, jobs: Sequence[Job], emits: Sequence[Emit]) -> None:
         """Queues all jobs or none; each `emit` gets the events of its job, the last with a finish reason.
 
-        Raises `RequestTooLongError`, `QueueFullError` or `EngineStoppedError`.
+        Raises `RequestTooLongError`, `QueueFullError` or `EngineUnavailableError`.
         """
         self._loop = asyncio.get_running_loop()
         self._emits |= {job.number: emit for job, emit in zip(jobs, emits, strict=True)}
@@ -85,9 +85,9 @@ class EngineClient:
             self._ask("cancel", open_numbers)
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """The result of a method of `Host`. Raises its exception, or `EngineStoppedError`."""
+        """The result of a method of `Host`. Raises its exception, or `EngineUnavailableError`."""
         number, answer = self._ask(name, *arguments)
-        silence = EngineStoppedError(_silence(self.seconds))
+        silence = EngineUnavailableError(_silence(self.seconds))
         # Before Python 3.12, `asyncio.wait_for` loses a cancellation that comes together with the answer.
         timer = asyncio.get_running_loop().call_later(self.seconds, self._fail, number, silence)
         try:
@@ -106,7 +106,7 @@ class EngineClient:
         try:
             _, answer = self._ask("stop")
             answer.result(seconds)
-        except EngineStoppedError:
+        except EngineUnavailableError:
             pass
         except FutureTimeoutError:
             self.failure = _silence(seconds)
@@ -137,8 +137,8 @@ class EngineClient:
             except Exception as error:
                 self._fail(message[0], error)
 
-    def _gone(self) -> EngineStoppedError:
-        return EngineStoppedError(self.failure or "the engine's process has ended")
+    def _gone(self) -> EngineUnavailableError:
+        return EngineUnavailableError(self.failure or "the engine's process has ended")
 
     def _read(self) -> None:
         """The thread that reads what the engine sends."""

@@ -84,8 +84,8 @@ class _Flight:
     arrived: torch.cuda.Event | None
 
 
-class EngineStoppedError(Exception):
-    """The engine's thread has ended."""
+class EngineUnavailableError(Exception):
+    """The engine takes no calls: it has ended or stops, or it does not answer in time."""
 
 
 class Engine:
@@ -189,11 +189,11 @@ class Engine:
     def submit(self, *requests: Request) -> None:
         """Queues all requests or none; their events come through `request.emit`.
 
-        Raises `RequestTooLongError`, `QueueFullError` or `EngineStoppedError`.
+        Raises `RequestTooLongError`, `QueueFullError` or `EngineUnavailableError`.
         """
         with self._wake:
             if not self.alive or self._stopping:
-                raise EngineStoppedError(self.failure or "the engine is stopped")
+                raise EngineUnavailableError(self.failure or "the engine is stopped")
             self.scheduler.submit(*requests)
             for request in requests:
                 self._open[request] = TextStream(self.token_texts, request.params.stop)

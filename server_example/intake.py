@@ -12,7 +12,7 @@ from fastapi import Request as HttpRequest
 
 from server_example.chat import ChatTemplateError
 from server_example.client import EngineClient
-from server_example.engine import ENDINGS, EngineStoppedError
+from server_example.engine import ENDINGS, EngineUnavailableError
 from server_example.errors import ApiError, unless
 from server_example.generation import Deadline, Generation
 from server_example.protocol import ChatRequest, CompletionRequest
@@ -95,7 +95,7 @@ class Intake:
             raise ApiError(400, str(error), param=param, code=code) from None
         except QueueFullError as error:
             raise ApiError(429, str(error), code="queue_full") from None
-        except EngineStoppedError as error:
+        except EngineUnavailableError as error:
             raise ApiError(503, str(error)) from None
         return generation
 

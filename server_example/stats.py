@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncIterator
 
 from server_example.client import EngineClient
-from server_example.engine import EngineStoppedError
+from server_example.engine import EngineUnavailableError
 from server_example.host import Reading
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Stats:
                 now: Reading = await engine.call("reading")
                 self._tell(json.dumps(_figures(engine.served.pages, before, now)))
                 before = now
-        except EngineStoppedError:
+        except EngineUnavailableError:
             pass
         except Exception:
             logger.exception("the engine's figures cannot be read")

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 
 from server_example.app import Service, create_app
 from server_example.client import Emit
-from server_example.engine import EngineStoppedError
+from server_example.engine import EngineUnavailableError
 from server_example.gate import Counted
 from server_example.host import Host, Job
 from server_example.protocol import ChatResponse
@@ -166,7 +166,7 @@ def test_an_end_that_reader_and_sender_see_at_once_is_told_once(
     with connected(demo_folder) as (_, client):
         assert client.stop(20)
         monkeypatch.setattr(client, "_connection", Pipe())
-        with pytest.raises(EngineStoppedError):
+        with pytest.raises(EngineUnavailableError):
             asyncio.run(client.call("details"))
 
 

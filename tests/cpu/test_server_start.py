@@ -25,7 +25,7 @@ from server_example import demo
 from server_example.app import Service
 from server_example.backend import DeviceChoice, choose_backend, explained_memory
 from server_example.cache import PAGE_TOKENS, LayerCache
-from server_example.engine import Engine, EngineOptions, EngineStoppedError, load_tokenizer
+from server_example.engine import Engine, EngineOptions, EngineUnavailableError, load_tokenizer
 from server_example.host import run_engine
 from server_example.model.batch import PrefillBatch
 from server_example.model.transformer import Transformer
@@ -347,5 +347,5 @@ def test_a_failure_of_the_engine_reaches_every_request(
         ]
     assert not engine.alive
     assert engine.scheduler.pool.free == engine.scheduler.pool.capacity
-    with pytest.raises(EngineStoppedError, match="broken on purpose"):
+    with pytest.raises(EngineUnavailableError, match="broken on purpose"):
         engine.submit(Request([1], SamplingParams(), emit=events[0].append))
