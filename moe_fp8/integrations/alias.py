@@ -22,6 +22,9 @@ MODULES = ("", ".utils", ".utils.layout", ".utils.math")
 _before: dict[str, Any] = {}
 _NOTHING = object()
 
+#: Where Python looks for the modules of our package, which are not found under the name `deep_gemm`.
+_path: list[str] = []
+
 
 class _Given(Loader):
     """Gives an import a module that exists already."""
@@ -69,7 +72,7 @@ def install(serve: Iterable[str] = KINDS) -> ModuleType:
     `deep_gemm.testing`.
 
     The call may be repeated with other kinds. It needs no GPU. It does not change modules that have already
-    looked names up; the plug-ins reset those of vLLM. Raises ConfigError for an unknown kind.
+    looked names up; the plug-ins do this for vLLM and SGLang. Raises ConfigError for an unknown kind.
     """
     kinds.serve(serve)
     if not _before:
@@ -79,6 +82,8 @@ def install(serve: Iterable[str] = KINDS) -> ModuleType:
             module = importlib.import_module(HOME + part)
             _before[NAME + part] = sys.modules.get(NAME + part, _NOTHING)
             sys.modules[NAME + part] = module
+        home: Any = sys.modules[NAME]
+        _path[:], home.__path__ = home.__path__, []
         sys.meta_path.insert(0, _submodules)
         if origin is not None:
             _tell(origin)
@@ -110,7 +115,9 @@ def uninstall() -> None:
     The modes and the alignment that the engine has set are as at first again.
     """
     if _before:
-        _tell(importlib.import_module(HOME).__file__)
+        home: Any = importlib.import_module(HOME)
+        _tell(home.__file__)
+        home.__path__ = list(_path)
         sys.meta_path.remove(_submodules)
         _submodules.forget()
         for part in (".modes", ".layout"):

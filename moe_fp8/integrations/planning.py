@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from moe_fp8 import jit
 from moe_fp8.limits import MAX_NEXT_N
@@ -37,6 +38,13 @@ class LoadedEngine:
     indexer: Indexer | None = None
     dense: set[tuple[int, int]] = field(default_factory=set)
     experts: set[tuple[int, int, int]] = field(default_factory=set)
+
+    def add_experts(self, module: Any) -> None:
+        """Add the routed experts of a layer: the shapes of both weights, and the experts of a token."""
+        for weight in (module.w13_weight, module.w2_weight):
+            experts, n, k = weight.shape
+            self.experts.add((experts, n, k))
+        self.experts_per_token = max(self.experts_per_token, module.top_k)
 
 
 def plan_loaded(loaded: LoadedEngine) -> Plan:

@@ -18,10 +18,10 @@ _log = logging.getLogger(__name__)
 
 def empty_mn_major(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Uninitialized fp32 scales [M,G] or [E,M,G], MN-major (`is_mn_major`), on `like`'s device."""
-    return torch.empty_strided(shape, _mn_major_stride(shape), dtype=torch.float32, device=like.device)
+    return torch.empty_strided(shape, mn_major_stride(shape), dtype=torch.float32, device=like.device)
 
 
-def _mn_major_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+def mn_major_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     m, groups = shape[-2:]
     pitch = (m + 3) // 4 * 4  # an exporter cannot reason about `&`
     return (1, pitch) if len(shape) == 2 else (pitch * groups, 1, pitch)
@@ -78,8 +78,7 @@ def to_mn_major(scale: Tensor) -> Tensor:
         raise ArgumentError("to_mn_major", "scale", "dtype float32", scale.dtype, "call .float() on it")
     if is_mn_major(scale):
         return scale
-    stride = _mn_major_stride(scale.shape)
-    return torch.empty_strided(scale.shape, stride, dtype=scale.dtype, device=scale.device).copy_(scale)
+    return empty_mn_major(scale.shape, scale).copy_(scale)
 
 
 def row_scaled(b: Tensor, b_scale: Tensor) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -60,6 +61,10 @@ def test_imports_find_the_module_and_uninstall_restores() -> None:
     layout = importlib.import_module("deep_gemm.utils.layout")
     assert layout.get_mn_major_tma_aligned_tensor is module.get_mn_major_tma_aligned_tensor
     assert importlib.import_module("deep_gemm.utils").ceil_div(5, 4) == 2
+    # Files of ours that DeepGEMM does not have are not found under its name.
+    assert importlib.util.find_spec("deep_gemm.modes") is None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("deep_gemm.layout")
     assert all(callable(getattr(module, name)) for name in (*GEMMS, *INDEXER))
     integrations.uninstall()
     assert integrations.installed() == () and importlib.util.find_spec("deep_gemm") is None
@@ -321,6 +326,9 @@ def test_paged_logits(deep_gemm: ModuleType) -> None:
     )  # fmt: skip
     cleaned = deep_gemm.fp8_paged_mqa_logits(case.q, *given, clean_logits=True)
     assert torch.equal(cleaned, expected)
+    for width in (np.int32(columns), torch.tensor(columns, dtype=torch.int32)):
+        again = deep_gemm.fp8_paged_mqa_logits(case.q, *given[:-1], width, clean_logits=True)
+        assert torch.equal(again, cleaned) and again.stride() == cleaned.stride()
     plain = deep_gemm.fp8_fp4_paged_mqa_logits((case.q, None), *given)
     written = expected > float("-inf")
     assert torch.equal(plain[written], expected[written])

@@ -28,6 +28,18 @@ def test_dense(deep_gemm: ModuleType) -> None:
         cases.check_gemm(case, out)
 
 
+def test_without_k_the_output_is_checked(deep_gemm: ModuleType) -> None:
+    nothing = torch.empty(4, 0, dtype=torch.float8_e4m3fn), torch.empty(4, 0)
+    weights = torch.empty(64, 0, dtype=torch.float8_e4m3fn), torch.empty(1, 0)
+    for out in (torch.ones(5, 64), torch.ones(4, 64, dtype=torch.int64)):
+        with pytest.raises(ArgumentError, match="d: expected"):
+            deep_gemm.fp8_gemm_nt(nothing, weights, out)
+        assert (out == 1).all()
+    room = torch.zeros(5, 64)
+    with pytest.raises(ArgumentError, match="memory"):
+        deep_gemm.fp8_gemm_nt(nothing, weights, room[1:], c=room[:4])
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_dense_accumulates(in_place: bool, deep_gemm: ModuleType) -> None:
     case = cases.dense_case(9, 128, 256)

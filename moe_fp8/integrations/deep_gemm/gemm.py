@@ -25,6 +25,7 @@ from moe_fp8.ops import (
     grouped_gemm_fp8_masked,
     to_mn_major,
 )
+from moe_fp8.ops.arguments import integers, refuse_dtype, refuse_shape
 from moe_fp8.ops.examine import examine
 from moe_fp8.ops.gemm import checks
 from moe_fp8.ops.gemm.contracts import psum_starts
@@ -74,6 +75,10 @@ def fp8_gemm_nt(
         raise ArgumentError("fp8_gemm_nt", "b[1]", f"shape {shape}, by the recipe", list(b_scale.shape))
     c = _addend(c, d)
     if a_values.shape[-1] == b_values.shape[-1] == 0:
+        if d.shape != (a_values.shape[0], b_values.shape[0]):
+            refuse_shape("fp8_gemm_nt", "d", d, f"{[a_values.shape[0], b_values.shape[0]]}")
+        if d.dtype not in (torch.bfloat16, torch.float32):
+            refuse_dtype("fp8_gemm_nt", "d", d, "bfloat16 or float32")
         return _sum_of_nothing("fp8_gemm_nt", c, d)
     # (Operands with scales of rows are no weights, and a kernel that makes scales contiguous may still run.)
     constant = not of_rows and early_weights(b_values, b_scale) and b_scale.is_contiguous()
@@ -236,6 +241,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     """
     if tuple(recipe or ()) != _OF_ROWS or use_psum_layout or ks_cpu is None or epilogue is not None:
         raise NotServed("ragged K needs the recipe (1, 1, 128) and ks_cpu, without psum and epilogue")
+    ks_cpu = integers(_K_GROUPED, **{f"ks_cpu[{expert}]": k for expert, k in enumerate(ks_cpu)})
     if (
         d.dtype is not torch.float32
         or d.dim() != 3
@@ -306,6 +312,7 @@ def _sum_of_nothing(op: str, c: Tensor | None, d: Tensor) -> None:
     """`d` becomes `c`, or zeros."""
     if c is not None:
         checks.addend(op, c, d)
+        checks.addend_memory(op, c, d)
     if not launches(d) or c is d:
         return
     if c is None:

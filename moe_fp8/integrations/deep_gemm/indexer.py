@@ -10,11 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_fp8.errors import ArgumentError
 from moe_fp8.integrations.deep_gemm.utils.math import align
 from moe_fp8.integrations.forwarding import NotServed
 from moe_fp8.limits import MAX_NEXT_N
 from moe_fp8.ops import mqa_logits_fp8, paged_mqa_logits_fp8
 from moe_fp8.ops import paged_mqa_logits_metadata as make_metadata
+from moe_fp8.ops.arguments import integers
 
 Pair = tuple[Tensor, Tensor]
 
@@ -104,7 +106,11 @@ def fp8_paged_mqa_logits(
 
 def _rows(q: Tensor, dims: int, columns: int, dtype: torch.dtype) -> Tensor | None:
     """Room for the logits `[rows, columns]` of `q`; None if an argument is wrong, which the op then tells."""
-    if q.dim() != dims or not isinstance(columns, int) or columns < 0 or dtype not in _DTYPES:
+    try:
+        (columns,) = integers("deep_gemm", columns=columns)
+    except ArgumentError:
+        return None
+    if q.dim() != dims or columns < 0 or dtype not in _DTYPES:
         return None
     rows = q.shape[:-2].numel()
     return torch.empty((rows, align(columns, _ROW_ALIGNMENT)), dtype=dtype, device=q.device)[:, :columns]

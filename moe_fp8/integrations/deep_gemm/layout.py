@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_fp8.errors import ArgumentError
 from moe_fp8.integrations import vendored
 from moe_fp8.integrations.forwarding import NotServed, or_vendored
+from moe_fp8.ops.scales import empty_mn_major, mn_major_stride
 from moe_fp8.problems import SEGMENT_ALIGNMENT
 
 
@@ -74,12 +75,7 @@ def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
         raise ArgumentError(
             "get_mn_major_tma_aligned_tensor", "sf", "fp32 [MN, G] or [E, MN, G]", [*sf.shape, sf.dtype]
         )
-    mn, groups = sf.shape[-2:]
-    pitch = get_tma_aligned_size(mn, sf.element_size())
-    stride = (1, pitch) if sf.dim() == 2 else (pitch * groups, 1, pitch)
-    if sf.stride() == stride:
-        return sf
-    return torch.empty_strided(sf.shape, stride, dtype=sf.dtype, device=sf.device).copy_(sf)
+    return sf if sf.stride() == mn_major_stride(sf.shape) else empty_mn_major(sf.shape, sf).copy_(sf)
 
 
 @or_vendored

@@ -47,11 +47,7 @@ def describe_loaded(model_runner: Any) -> LoadedEngine:
         if dense and isinstance(weight, torch.Tensor) and _is_served(module, weight):
             loaded.dense.add((weight.shape[0], weight.shape[1]))
         if "experts" in served and _experts_call_deep_gemm(module):
-            for name in ("w13_weight", "w2_weight"):
-                experts, n, k = getattr(module, name).shape
-                loaded.experts.add((experts, n, k))
-            top_k: int = module.top_k
-            loaded.experts_per_token = max(loaded.experts_per_token, top_k)
+            loaded.add_experts(module)
     text = config.hf_text_config
     loaded.kv_lora_rank = getattr(text, "kv_lora_rank", None)
     if "indexer" in served and getattr(text, "index_topk", None):

@@ -38,11 +38,7 @@ def describe_loaded(model: torch.nn.Module, vllm_config: Any, model_config: Any)
                 n, k = weight.shape
                 loaded.dense.add((n, k))
         if "experts" in served and _calls_our_experts(module):
-            for name in ("w13_weight", "w2_weight"):
-                experts, n, k = getattr(module, name).shape
-                loaded.experts.add((experts, n, k))
-            top_k: Any = module.top_k
-            loaded.experts_per_token = max(loaded.experts_per_token, top_k)
+            loaded.add_experts(module)
     text = model_config.hf_text_config
     loaded.kv_lora_rank = getattr(text, "kv_lora_rank", None)
     if "indexer" in served and getattr(text, "index_topk", None):
