@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 Skew = Literal["equal", "spread", "zipf", "routed", "sparse"]
-ContiguousLayout = Literal["m_indices", "psum", "offsets"]
 
 #: In `m_indices` and `psum`, segments start at multiples of this number of rows.
 ALIGNMENT = 128

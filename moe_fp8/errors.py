@@ -123,7 +123,10 @@ class ConfigError(MoeFp8Error, ValueError):
 
 
 class SettingError(ConfigError):
-    """A MOE_FP8_* environment variable has an unknown name, a bad value or a value that the task forbids."""
+    """A MOE_FP8_* environment variable has an unknown name or a bad value.
+
+    Or it has a value with which the command or the plug-in that reads it cannot work.
+    """
 
 
 class ModelError(ConfigError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias, TypeVar
 
 GemmLayout = Literal["dense", "m_indices", "psum", "offsets", "masked"]
 OutDtype = Literal["bfloat16", "float32"]
@@ -47,6 +47,20 @@ def selection_rows(rows: int) -> int:
 def selection_extent(size: int) -> int:
     """The value that the choice of a kernel uses for other sizes: `size` rounded up to a power of two."""
     return 1 << max(size - 1, 0).bit_length()
+
+
+_Problem = TypeVar("_Problem", bound="_Rounded")
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """A problem whose choice of a kernel uses the sizes `ROUNDED` only roughly."""
+
+    ROUNDED: ClassVar[tuple[str, ...]]
+
+    def for_selection(self: _Problem) -> _Problem:
+        """The problem that the choice of a kernel uses: the sizes `ROUNDED` by `selection_extent`."""
+        return replace(self, **{name: selection_extent(getattr(self, name)) for name in self.ROUNDED})
 
 
 @dataclass(frozen=True)
@@ -233,20 +247,18 @@ class PagedMqaLogitsProblem:
 
 
 @dataclass(frozen=True)
-class PagedMqaMetadataProblem:
-    """The schedule that divides the keys of a batch among `num_sms` workers."""
+class PagedMqaMetadataProblem(_Rounded):
+    """The schedule of the paged logits of a batch. The number of workers is no part of the problem."""
 
     batch: int
     next_n: int
     num_sms: int = DEFAULT_NUM_SMS
 
-    def for_selection(self) -> PagedMqaMetadataProblem:
-        """The problem that the choice of a kernel uses: `batch` is rounded by `selection_extent`."""
-        return replace(self, batch=selection_extent(self.batch))
+    ROUNDED = ("batch",)
 
 
 @dataclass(frozen=True)
-class QuantizeProblem:
+class QuantizeProblem(_Rounded):
     """1x128 quantization of `[m, k]` to FP8 with MN-major scales."""
 
     m: int
@@ -255,13 +267,11 @@ class QuantizeProblem:
     power_of_two: bool = False
     num_sms: int = DEFAULT_NUM_SMS
 
-    def for_selection(self) -> QuantizeProblem:
-        """The problem that the choice of a kernel uses: `m` is rounded by `selection_extent`."""
-        return replace(self, m=selection_extent(self.m))
+    ROUNDED = ("m",)
 
 
 @dataclass(frozen=True)
-class SiluMulQuantizeProblem:
+class SiluMulQuantizeProblem(_Rounded):
     """SiLU(gate) * up of `[m, 2k]`, quantized 1x128 to `[m, k]`.
 
     `num_experts`: the number of buffers of `m` rows, each with its first `masked_m` rows valid; None means
@@ -275,13 +285,11 @@ class SiluMulQuantizeProblem:
     rounded: bool = False
     num_sms: int = DEFAULT_NUM_SMS
 
-    def for_selection(self) -> SiluMulQuantizeProblem:
-        """The problem that the choice of a kernel uses: `m` is rounded by `selection_extent`."""
-        return replace(self, m=selection_extent(self.m))
+    ROUNDED = ("m",)
 
 
 @dataclass(frozen=True)
-class IndexerCacheProblem:
+class IndexerCacheProblem(_Rounded):
     """Quantization of index keys into a paged cache, with one scale per key."""
 
     num_rows: int
@@ -290,13 +298,11 @@ class IndexerCacheProblem:
     power_of_two: bool = False
     num_sms: int = DEFAULT_NUM_SMS
 
-    def for_selection(self) -> IndexerCacheProblem:
-        """The problem that the choice of a kernel uses: `num_rows` is rounded by `selection_extent`."""
-        return replace(self, num_rows=selection_extent(self.num_rows))
+    ROUNDED = ("num_rows",)
 
 
 @dataclass(frozen=True)
-class IndexerTopkProblem:
+class IndexerTopkProblem(_Rounded):
     """Selection of the greatest logits in each of `num_rows` rows of `num_columns` columns."""
 
     num_rows: int
@@ -304,13 +310,7 @@ class IndexerTopkProblem:
     in_dtype: OutDtype = "float32"
     num_sms: int = DEFAULT_NUM_SMS
 
-    def for_selection(self) -> IndexerTopkProblem:
-        """The problem that the choice of a kernel uses: both sizes are rounded by `selection_extent`."""
-        return replace(
-            self,
-            num_rows=selection_extent(self.num_rows),
-            num_columns=selection_extent(self.num_columns),
-        )
+    ROUNDED = ("num_rows", "num_columns")
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ class GemmSiluMulProblem:
 
 
 @dataclass(frozen=True)
-class MoePermuteProblem:
+class MoePermuteProblem(_Rounded):
     """Copies of `num_tokens` rows of `k` values to the experts that each of them goes to.
 
     `in_dtype` None means FP8 input with scales; otherwise the input is quantized. `wide_ids`: int64 ids.
@@ -355,13 +355,11 @@ class MoePermuteProblem:
     wide_ids: bool = False
     num_sms: int = DEFAULT_NUM_SMS
 
-    def for_selection(self) -> MoePermuteProblem:
-        """The problem that the choice of a kernel uses: `num_tokens` is rounded by `selection_extent`."""
-        return replace(self, num_tokens=selection_extent(self.num_tokens))
+    ROUNDED = ("num_tokens",)
 
 
 @dataclass(frozen=True)
-class MoeCombineProblem:
+class MoeCombineProblem(_Rounded):
     """The weighted sums of `topk` rows of `n` values for each of `num_tokens` tokens."""
 
     num_tokens: int
@@ -369,13 +367,11 @@ class MoeCombineProblem:
     n: int
     num_sms: int = DEFAULT_NUM_SMS
 
-    def for_selection(self) -> MoeCombineProblem:
-        """The problem that the choice of a kernel uses: `num_tokens` is rounded by `selection_extent`."""
-        return replace(self, num_tokens=selection_extent(self.num_tokens))
+    ROUNDED = ("num_tokens",)
 
 
 @dataclass(frozen=True)
-class RouteTopkProblem:
+class RouteTopkProblem(_Rounded):
     """The choice of `topk` of `num_experts` experts for each of `num_tokens` tokens."""
 
     num_tokens: int
@@ -384,9 +380,7 @@ class RouteTopkProblem:
     in_dtype: InDtype = "bfloat16"
     num_sms: int = DEFAULT_NUM_SMS
 
-    def for_selection(self) -> RouteTopkProblem:
-        """The problem that the choice of a kernel uses: `num_tokens` is rounded by `selection_extent`."""
-        return replace(self, num_tokens=selection_extent(self.num_tokens))
+    ROUNDED = ("num_tokens",)
 
 
 Problem: TypeAlias = (

@@ -14,8 +14,6 @@ from moe_fp8.jit.sources import SourceTree, package_sources
 from moe_fp8.jit.toolchain import nvrtc, nvrtc_version
 from moe_fp8.specs import KernelSpec
 
-__all__ = ["Artifact", "compile_kernel"]
-
 _logger = logging.getLogger(__name__)
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")

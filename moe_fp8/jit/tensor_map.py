@@ -14,14 +14,11 @@ from moe_fp8.jit import driver
 #: Bytes of an encoded tensor map.
 TENSOR_MAP_BYTES = 128
 
-MapDtype = Literal["uint8", "float8_e4m3fn", "bfloat16", "float16", "float32", "int32"]
+MapDtype = Literal["uint8", "bfloat16", "float32"]
 
 # Values of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion; FP8 is moved as bytes.
 _DTYPES: dict[str, tuple[int, int]] = {
     "uint8": (0, 1),
-    "float8_e4m3fn": (0, 1),
-    "int32": (3, 4),
-    "float16": (6, 2),
     "float32": (7, 4),
     "bfloat16": (9, 2),
 }

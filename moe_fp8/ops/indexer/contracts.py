@@ -82,7 +82,7 @@ def queries(op: str, k_scale: Tensor, weights: Tensor, ks: Tensor, ke: Tensor, c
     contents.finite(op, "k_scale", k_scale, edges[:keys].cumsum(0) > 0, unit="key")
 
 
-def schedule(context_lens: Tensor, next_n: int) -> None:
+def chunk_count(context_lens: Tensor, next_n: int) -> None:
     """The chunks of all requests together can be counted in 32 bits."""
     longest = token_lengths(context_lens, next_n).amax(1)
     chunks = int(((longest + PAGED_CHUNK - 1) // PAGED_CHUNK).sum())
@@ -96,7 +96,7 @@ def schedule(context_lens: Tensor, next_n: int) -> None:
         )
 
 
-def metadata(context_lens: Tensor, next_n: int, given: Tensor) -> None:
+def schedule_of(context_lens: Tensor, next_n: int, given: Tensor) -> None:
     """The workers of the schedule `given` take all chunks of these lengths, one worker after the other.
 
     A schedule of other lengths may do so, too, such as a schedule of more requests.
@@ -147,7 +147,7 @@ def paged_logits(
     """The rules of `paged_contexts` hold, and `schedule` takes all chunks of these lengths."""
     op, next_n = "paged_mqa_logits_fp8", q.shape[1]
     paged_contexts(op, context_lens, next_n, block_table, kv_cache, weights, out.shape[1])
-    metadata(context_lens, next_n, schedule)
+    schedule_of(context_lens, next_n, schedule)
 
 
 def paged_contexts(
