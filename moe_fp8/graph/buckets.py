@@ -6,17 +6,20 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
 from moe_fp8.errors import ArgumentError
+from moe_fp8.ops.arguments import at_least, integers
 
 
 class BatchBuckets:
     """Increasing batch sizes; a batch of n requests runs in the smallest bucket that holds n.
 
     `sizes` are positive ints in any order; duplicates are allowed. Raises `ArgumentError` if there is no
-    size or if a size is not positive.
+    size or if a size is no positive int.
     """
 
     def __init__(self, sizes: Iterable[int]) -> None:
-        self.sizes: tuple[int, ...] = tuple(sorted(set(sizes)))
+        self.sizes: tuple[int, ...] = tuple(
+            sorted({size for each in sizes for size in integers("BatchBuckets", sizes=each)})
+        )
         if not self.sizes or self.sizes[0] < 1:
             raise ArgumentError("BatchBuckets", "sizes", "at least one size, all positive", self.sizes)
 
@@ -27,8 +30,7 @@ class BatchBuckets:
         The steps are small because padded requests cost time too. Raises `ArgumentError` if `largest` is not
         positive.
         """
-        if largest < 1:
-            raise ArgumentError("BatchBuckets.up_to", "largest", "a positive int", largest)
+        (largest,) = at_least("BatchBuckets.up_to", 1, largest=largest)
         sizes = [size for size in (1, 2, 4) if size < largest]
         sizes.extend(range(8, largest, 8))
         return cls([*sizes, largest])

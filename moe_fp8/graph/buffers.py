@@ -50,6 +50,13 @@ class StaticBuffers:
                 name: torch.full(spec.shape(capacity), spec.pad, dtype=spec.dtype, device=self.device)
                 for name, spec in self.specs.items()
             }
+        for name, spec in self.specs.items():
+            held = self._tensors[name].flatten()[:1].tolist()
+            if (
+                any(value != spec.pad and value == value for value in held)
+                and not spec.dtype.is_floating_point
+            ):
+                raise ArgumentError("StaticBuffers", name, f"a pad that {spec.dtype} holds", spec.pad)
         self._addresses = {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()}
 
     @property

@@ -6,6 +6,7 @@ attributes; a message is built only for an error.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from math import prod
 from typing import Any, NoReturn
@@ -117,6 +118,21 @@ def rows(op: str, **tensors: Tensor) -> None:
             refuse_address(op, name, tensor)
 
 
+def spaced_rows(op: str, name: str, tensor: Tensor) -> None:
+    """Rows are contiguous and a multiple of 16 bytes apart; they may overlap, or all be the same one.
+
+    The stride of a dimension of size 1 does not matter.
+    """
+    *strides, column_stride = tensor.stride()
+    size = tensor.element_size()
+    if (column_stride != 1 and tensor.shape[-1] > 1) or any(
+        stride * size & 15 and length > 1 for stride, length in zip(strides, tensor.shape, strict=False)
+    ):
+        got = f"stride {tensor.stride()} of {tensor.dtype}"
+        expected = "contiguous rows that are a multiple of 16 bytes apart"
+        raise ArgumentError(op, name, expected, got, "call .contiguous() on it")
+
+
 def end_of(tensor: Tensor) -> int:
     """The address behind the last element."""
     if tensor.is_contiguous() or tensor.numel() == 0:
@@ -140,13 +156,20 @@ def overlap(one: Tensor, other: Tensor) -> bool:
         return False
     if not (one.dim() and other.dim()):
         return True
-    one, other = (x.t() if x.dim() == 2 and x.stride(0) == 1 else x for x in (one, other))
+    one, other = map(_with_columns, (one, other))
     distances = {row_stride(x) * x.element_size() for x in (one, other) if prod(x.shape[:-1]) > 1}
     if len(distances) != 1 or 0 in distances:
         return True
     distance = distances.pop()
     columns, others = (tensor.shape[-1] * tensor.element_size() for tensor in (one, other))
     return after % distance < columns or after % distance + others > distance
+
+
+def _with_columns(x: Tensor) -> Tensor:
+    """`x`, or its transpose if neighbours lie in a column, or if `x` is a single row with a stride."""
+    if x.stride(-1) != 1 and prod(x.shape[:-1]) == 1 < x.shape[-1]:
+        return (x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)).t()
+    return x.t() if x.dim() == 2 and x.stride(0) == 1 else x
 
 
 def apart(
@@ -186,18 +209,27 @@ def out_apart(op: str, names: tuple[str, ...], tensors: tuple[Tensor | None, ...
         apart(op, names, tuple(range(last)), (last,), tensors)
 
 
-def no_fractions(op: str, **sizes: int | None) -> None:
-    """Refuse floats, also whole ones, which Python takes for integers until torch refuses them."""
+def integers(op: str, **sizes: int) -> tuple[int, ...]:
+    """The sizes as Python's integers, since NumPy's and torch's overflow. Refuses all that is no integer.
+
+    The symbolic sizes of a traced call stay as they are.
+    """
+    whole: list[int] = []
     for name, size in sizes.items():
-        if isinstance(size, float):
-            raise ArgumentError(op, name, "an integer", size)
+        try:
+            whole.append(size if isinstance(size, (int, torch.SymInt)) else operator.index(size))
+        except (TypeError, RuntimeError, ValueError):
+            raise ArgumentError(op, name, "an integer", size) from None
+    return tuple(whole)
 
 
-def at_least(op: str, least: int, **sizes: int) -> None:
-    no_fractions(op, **sizes)
-    for name, size in sizes.items():
+def at_least(op: str, least: int, **sizes: int) -> tuple[int, ...]:
+    """`integers` that are at least `least`."""
+    whole = integers(op, **sizes)
+    for name, size in zip(sizes, whole, strict=True):
         if size < least:
             raise ArgumentError(op, name, f"at least {least}", size)
+    return whole
 
 
 def swiglu_limit(op: str, limit: float | None) -> None:
@@ -235,8 +267,9 @@ def given_out(op: str, out: Tensor, dtype: torch.dtype | None) -> None:
 
 def outputs(op: str, out: Sequence[Tensor], *names: str) -> None:
     """Check that the caller's `out` has a tensor for each of `names`."""
-    if not isinstance(out, (tuple, list)) or len(out) != len(names):
-        got = f"{len(out)} tensors" if isinstance(out, (tuple, list)) else type(out).__name__
+    given = out if isinstance(out, (tuple, list)) else [out]
+    if given is not out or len(out) != len(names) or not all(isinstance(each, Tensor) for each in out):
+        got = ", ".join(type(each).__name__ for each in given)
         raise ArgumentError(op, "out", f"({', '.join(names)})", got)
 
 
@@ -259,18 +292,18 @@ def extent(op: str, name: str, size: int, unit: str) -> None:
 
 def columns(op: str, name: str, number: int) -> int:
     """Check that an output can have so many columns, and return their number."""
-    at_least(op, 0, **{name: number})
+    (number,) = at_least(op, 0, **{name: number})
     extent(op, name, number, "columns")
     return number
 
 
 def workers(op: str, tensor: Tensor, num_sms: int | None) -> int:
-    """`num_sms`, or the number of SMs of the tensor's GPU if `num_sms` is None."""
+    """`num_sms`, or `get_num_sms()` of the tensor's GPU if `num_sms` is None."""
     if num_sms is None:
         if tensor.device.type != "cuda":
             raise ArgumentError(op, "num_sms", f"a number of workers on {tensor.device}", None, "pass it")
         return get_num_sms(tensor.device)
-    at_least(op, 1, num_sms=num_sms)
+    (num_sms,) = at_least(op, 1, num_sms=num_sms)
     extent(op, "num_sms", num_sms, "workers")
     return num_sms
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_fp8.errors import UnsupportedError
 from moe_fp8.heuristics.gemm import table as gemm_table
-from moe_fp8.jit.driver import LoadedKernel, ParamBlock, device_info, ensure_context
+from moe_fp8.jit.driver import HOPPER, LoadedKernel, ParamBlock, device_info, ensure_context
 from moe_fp8.jit.runtime import get_kernel
 from moe_fp8.jit.store import default_store
 from moe_fp8.jit.tensor_map import starts_with_address
@@ -212,7 +212,7 @@ def num_sms(device: int) -> int:
 @cache
 def _all_sms(device: int) -> int:
     info = device_info(device)
-    if info.cc != (9, 0):
+    if info.cc != HOPPER:
         raise UnsupportedError(
             f"{info.name} (compute capability {info.cc[0]}.{info.cc[1]}): the kernels need Hopper (9.0); "
             "move the tensors to a Hopper GPU, or to the CPU for the reference implementation"

@@ -46,8 +46,9 @@ class Op(NamedTuple):
     with these arguments. With `own_memory`, outputs are known to share no memory with other arguments.
     `arguments` are the argument names of the schema, in order; `cuda` names the function that prepares the
     launch, as "module:function". `apart` raises ArgumentError if an output shares memory with another
-    argument. `converts` tells whether torch's dispatcher would convert an argument that is no tensor, such
-    as a tensor in the place of a number.
+    argument. `examine` checks contents in checked mode, given the caller's arguments and those that the
+    check made of them. `converts` tells whether torch's dispatcher would convert an argument that is no
+    tensor, such as a tensor in the place of a number.
     """
 
     call: Callable[..., None]
@@ -56,6 +57,7 @@ class Op(NamedTuple):
     arguments: tuple[str, ...]
     cuda: str
     apart: Callable[[tuple[Any, ...]], None]
+    examine: Callable[[tuple[Any, ...], tuple[Any, ...]], None]
     converts: Callable[[tuple[Any, ...]], bool]
 
 
@@ -254,13 +256,7 @@ def register(
             check_apart(arguments)
         if others is not None:
             arguments, call, form = others, None, None
-        if contract is not None and checked(first):
-            examine(
-                name,
-                dict(zip(names, given, strict=True)),
-                partial(contract, *arguments),
-                partial(describe, arguments) if first.is_cuda else None,
-            )
+        examine_contents(given, arguments)
         if empty(*arguments):
             return None
         if first.is_cuda:
@@ -276,6 +272,15 @@ def register(
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             reference(*arguments)
         return None
+
+    def examine_contents(given: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
+        if contract is not None and checked(first := arguments[0]):
+            examine(
+                name,
+                dict(zip(names, given, strict=True)),
+                partial(contract, *arguments),
+                partial(describe, arguments) if first.is_cuda else None,
+            )
 
     def describe(arguments: tuple[Any, ...]) -> dict[str, Any]:
         described: dict[str, Any] = launcher().describe(resolve(cuda), arguments, arguments[0].get_device())
@@ -324,7 +329,7 @@ def register(
 
     for key, implementation in (("CPU", run), ("CUDA", run), ("Meta", meta)):
         _library.impl(name, implementation, key)
-    OPS[name] = Op(eager, run, fresh, names, cuda, check_apart, converts)
+    OPS[name] = Op(eager, run, fresh, names, cuda, check_apart, examine_contents, converts)
     return eager
 
 

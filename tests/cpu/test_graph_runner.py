@@ -44,10 +44,23 @@ def test_up_to_ends_with_the_largest(largest: int) -> None:
     assert buckets.sizes[0] == 1
 
 
-@pytest.mark.parametrize("sizes", [[], [0, 4], [-1]])
+@pytest.mark.parametrize("sizes", [[], [0, 4], [-1], [1.5, 2.5], [float("nan")], [None]])
 def test_bad_buckets_are_refused(sizes: list[int]) -> None:
     with pytest.raises(ArgumentError):
         BatchBuckets(sizes)
+
+
+@pytest.mark.parametrize("largest", [0, 8.0, "8"])
+def test_up_to_needs_a_positive_integer(largest: int) -> None:
+    with pytest.raises(ArgumentError, match="largest"):
+        BatchBuckets.up_to(largest)
+
+
+@pytest.mark.parametrize(("dtype", "pad"), [(torch.uint8, -1), (torch.int32, 1.5), (torch.bool, 2)])
+def test_a_pad_that_the_dtype_does_not_hold_is_refused(dtype: torch.dtype, pad: float) -> None:
+    with pytest.raises(ArgumentError, match=f"x: expected a pad that {dtype} holds"):
+        StaticBuffers({"x": BufferSpec((), dtype, pad=pad)}, 2, "cpu")
+    assert StaticBuffers({"x": BufferSpec((), torch.bfloat16, pad=0.1)}, 2, "cpu").view(2)["x"].shape == (2,)
 
 
 def test_load_records_no_gradients() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -208,3 +210,41 @@ def test_experts_and_rows_that_do_not_exist_are_left_out() -> None:
     assert given.offsets.tolist() == [0, 1, 2] and given[3].tolist() == [[0, -1], [1, -1]]
     y = torch.ones(2, 8).bfloat16()
     assert moe_fp8.moe_combine(y, torch.tensor([[0, 2], [1, -1]], dtype=I32)).tolist() == y.tolist()
+
+
+@pytest.mark.parametrize("kind", [np.int32, lambda size: torch.tensor(size, dtype=torch.int32)])
+def test_sizes_of_other_libraries_do_not_overflow(kind: Callable[[int], int]) -> None:
+    layer = partial(
+        moe_fp8.moe_workspace_bytes, topk=8, num_experts=8, hidden_size=7168, intermediate_size=2048
+    )
+    assert layer(num_tokens=kind(32768)) == layer(num_tokens=32768) > 1 << 32
+    selection = partial(moe_fp8.indexer_workspace_bytes, topk=2048)
+    expected = selection(num_queries=4096, num_keys=163840)
+    assert selection(num_queries=4096, num_keys=kind(163840)) == expected > 1 << 31
+    bounded = selection(num_queries=4096, num_keys=kind(163840), max_bytes=4 << 30)
+    assert bounded == selection(num_queries=4096, num_keys=163840, max_bytes=4 << 30)
+
+
+@pytest.mark.parametrize("size", [1.5, None, "7", torch.tensor(1.5), np.float32(10.5)])
+def test_a_size_that_is_no_integer_is_refused(size: Any) -> None:
+    with pytest.raises(ArgumentError, match="num_queries: expected an integer"):
+        moe_fp8.indexer_workspace_bytes(num_queries=size, num_keys=1000, topk=8)
+    with pytest.raises(ArgumentError, match="hidden_size: expected an integer"):
+        moe_fp8.moe_workspace_bytes(
+            num_tokens=1, topk=1, num_experts=1, hidden_size=size, intermediate_size=128
+        )
+
+
+def test_outputs_are_tensors() -> None:
+    with pytest.raises(ArgumentError, match="got NoneType, NoneType"):
+        moe_fp8.quantize_fp8(torch.ones(2, 128), out=(None, None))  # type: ignore[arg-type]
+    ids = torch.zeros(1, 1, dtype=I32)
+    with pytest.raises(ArgumentError, match="out: expected"):
+        moe_fp8.moe_permute(torch.ones(1, 128).bfloat16(), ids, num_experts=2, out=(1, 2, 3, 4))  # type: ignore[arg-type]
+
+
+def test_gates_and_ups_of_lazy_views_are_interleaved() -> None:
+    w13 = torch.randn(1, 16, 8)
+    assert torch.equal(moe_fp8.interleave_gate_up(torch._neg_view(w13)), -moe_fp8.interleave_gate_up(w13))
+    with pytest.raises(ArgumentError, match="a dense tensor"):
+        moe_fp8.interleave_gate_up(w13.to_sparse())

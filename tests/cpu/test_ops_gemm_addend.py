@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,13 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import moe_fp8
-from moe_fp8 import ArgumentError, gemm_fp8, grouped_gemm_fp8_contiguous, grouped_gemm_fp8_masked
+from moe_fp8 import (
+    ArgumentError,
+    ContractError,
+    gemm_fp8,
+    grouped_gemm_fp8_contiguous,
+    grouped_gemm_fp8_masked,
+)
 from tests import cases
 from tests.gemm_addend_cases import addend, call, check_sum, named_case
 
@@ -75,6 +82,17 @@ def test_wrong_operands_leave_the_output_as_it_was(name: str) -> None:
     with pytest.raises(ArgumentError, match="b_scale: expected shape"):
         call(case, c=addend(case), out=out, b_scale=case.b_scale[..., :1])
     assert torch.equal(out, torch.ones_like(out))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_contents_that_checked_mode_refuses_leave_the_output_as_it_was(name: str, checked_mode: Path) -> None:
+    case = named_case(name, (3, 2), 64, 256)
+    case.a_scale[..., 0, 0] = float("nan")
+    out = torch.ones(case.out_shape())
+    with pytest.raises(ContractError):
+        call(case, c=addend(case), out=out)
+    assert torch.equal(out, torch.ones_like(out))
+    assert len([*checked_mode.iterdir()]) == 1
 
 
 def test_without_rows_or_experts_the_output_is_the_addend() -> None:

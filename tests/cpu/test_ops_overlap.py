@@ -231,3 +231,12 @@ def test_the_last_element_of_spaced_rows_is_theirs() -> None:
     for first, shared in ((18, True), (19, True), (20, False)):
         assert overlap(spaced, memory[first : first + 8]) == shared
         assert overlap(memory[first : first + 8], spaced) == shared
+
+
+def test_a_single_row_with_a_stride_is_where_its_elements_are() -> None:
+    room = torch.zeros(64)
+    a_scale, x_scale = room.as_strided((2, 2), (1, 8), 0), room.as_strided((1, 2), (64, 4), 4)
+    assert x_scale[0, 1].data_ptr() == a_scale[0, 1].data_ptr()
+    for row in (x_scale, x_scale[0], x_scale[None]):
+        assert overlap(row, a_scale) and overlap(a_scale, row)
+    assert not overlap(room.as_strided((1, 2), (64, 8), 4), a_scale)

@@ -27,10 +27,12 @@ def add_to(
         # Wrong operands must leave `out` as it was. (Operands of a traced call are checked when the op runs.)
         traced = arguments.traced()
         if not traced:
-            operands = check(*operands) or operands
+            given, operands = operands, check(*operands) or operands
             OPS[name].apart(operands)
         checks.addend(name, c, out)
         in_place = not traced and checks.addend_memory(name, c, out)
+        if not traced:
+            OPS[name].examine(given, operands)
         if launches(out) and not in_place:
             with torch.no_grad():
                 out.copy_(c)

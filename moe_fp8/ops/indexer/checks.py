@@ -17,12 +17,13 @@ from moe_fp8.ops.arguments import (
     contiguous,
     extent,
     int32_vector,
-    no_fractions,
+    integers,
     refuse_address,
     refuse_dtype,
     refuse_layout,
     refuse_shape,
     same_device,
+    spaced_rows,
     unaligned,
 )
 from moe_fp8.ops.arguments import rows as rows_of
@@ -85,12 +86,7 @@ def indexer_quantize_and_cache(
     if k.dtype not in IN_DTYPES:
         refuse_dtype(op, "k", k, "bfloat16, float16 or float32")
     refuse_size(op, "k", limits.refuse_head_dim(dim))
-    row_stride, column_stride = k.stride()
-    if column_stride != 1:
-        raise ArgumentError(op, "k", "contiguous rows", f"stride {k.stride()}", "call .contiguous() on it")
-    if rows > 1 and row_stride * k.element_size() & 15:
-        got = f"stride {k.stride()} of {k.dtype}"
-        raise ArgumentError(op, "k", "rows a multiple of 16 bytes apart", got, "call .contiguous() on it")
+    spaced_rows(op, "k", k)
     cache_layout(op, kv_cache, dim)
     if slot_mapping.shape != (rows,):
         refuse_shape(op, "slot_mapping", slot_mapping, f"[{rows}]: the slot of each row")
@@ -283,11 +279,12 @@ def paged_inputs(
     cache_address(op, kv_cache)
 
 
-def topk_width(op: str, topk: int) -> None:
-    """Refuse a number of columns that no kernel serves."""
-    no_fractions(op, topk=topk)
+def topk_width(op: str, topk: int) -> int:
+    """`topk` as an integer. Refuses a number of columns that no kernel serves."""
+    (topk,) = integers(op, topk=topk)
     if limits.refuse_topk(topk):
         raise ArgumentError(op, "topk", f"1 to {limits.MAX_TOPK}", topk)
+    return topk
 
 
 def _topk_operand(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, remedy: str) -> None:

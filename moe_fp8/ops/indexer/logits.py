@@ -1,7 +1,6 @@
 """Indexer logits of sparse attention (DeepSeek-V3.2's lightning indexer), prefill and paged decode.
 
-The logit of query i and key j is the sum over heads h of relu(q[i,h] . k[j]) * k_scale[j] * weights[i,h]. The
-caller folds the scale of q into `weights` (DeepSeek-V3.2 technical report, arXiv 2512.02556, section 2.1).
+`mqa_logits_fp8` says what a logit is.
 """
 
 from __future__ import annotations
@@ -66,6 +65,10 @@ def mqa_logits_fp8(
 ) -> Tensor:
     """Prefill indexer logits of query i over keys ks[i] <= j < ke[i].
 
+    The logit of query i and key j is the sum over heads h of relu(q[i,h] . k[j]) * k_scale[j] * weights[i,h]
+    (DeepSeek-V3.2, arXiv 2512.02556, section 2.1). q has no scales here: if q[i,h] has a scale, multiply
+    weights[i,h] by it first.
+
     q: float8_e4m3fn `[M, H, D]`, H one of 8, 16, 32, 64, D one of 32, 64, 128. k: float8_e4m3fn `[N, D]`.
     weights: fp32 `[M, H]`. Rows of q, k and weights are contiguous, a multiple of 16 bytes apart, and do not
     overlap. All rows of q are at one distance: its stride is `(H*S, S, 1)`.
@@ -128,7 +131,7 @@ def _no_requests(context_lens: Tensor, out: Tensor) -> bool:
 metadata_op = register(
     "paged_mqa_logits_metadata(Tensor context_lens, SymInt block_size, SymInt next_n, Tensor(a!) out) -> ()",
     check=checks.paged_mqa_logits_metadata,
-    contract=lambda context_lens, block_size, next_n, out: contracts.schedule(context_lens, next_n),
+    contract=lambda context_lens, block_size, next_n, out: contracts.chunk_count(context_lens, next_n),
     empty=lambda context_lens, block_size, next_n, out: _no_requests(context_lens, out),
     reference=lambda context_lens, block_size, next_n, out: reference.paged_mqa_logits_metadata(
         context_lens, out.shape[0] - 1, next_n, out
@@ -148,9 +151,9 @@ def paged_mqa_logits_metadata(
     """Divide a batch's KV evenly among `num_sms` workers, on the device.
 
     context_lens: int32 `[B]` or `[B, next_n]`, contiguous; zero is allowed. block_size: tokens of a page
-    (32, 64 or 128). num_sms: the number of workers, at least 1; the default is the SMs of the tensor's GPU.
-    next_n: tokens of a request; a 2-D context_lens gives it by its shape. out: int32 `[num_sms + 1, 2]`,
-    contiguous, 8-byte aligned, or None.
+    (32, 64 or 128). num_sms: the number of workers, at least 1; the default is `get_num_sms()` of the
+    tensor's GPU, and on the CPU there is none. next_n: tokens of a request; a 2-D context_lens gives it by
+    its shape. out: int32 `[num_sms + 1, 2]`, contiguous, 8-byte aligned, or None.
 
     Returns int32 `[num_sms + 1, 2]`. Each row is (request, chunk of 64 tokens), and worker s does the chunks
     from row s up to row s + 1. A request has ceil(its longest token's length / 64) chunks. Worker s starts
@@ -203,9 +206,11 @@ def paged_mqa_logits_fp8(
 ) -> Tensor:
     """Decode indexer logits of each request's tokens over its own paged keys.
 
+    Logits are defined in `mqa_logits_fp8`; a scale of q goes into weights here, too.
+
     q: float8_e4m3fn `[B, next_n, H, D]`; H one of 8, 16, 32, 64, D one of 32, 64, 128, next_n 1 to 8.
     weights: fp32 `[B * next_n, H]`. The rows of q and weights are contiguous, start at one distance, a
-    multiple of 16 bytes, and do not overlap.
+    multiple of 16 bytes, and do not overlap. q, weights and kv_cache are 16-byte aligned.
     kv_cache: uint8 `[pages, block_size, 1, D + 4]`, block_size 32, 64 or 128. A page is block_size * D bytes
     of fp8 keys, then block_size fp32 scales. The page stride may be larger than a page (a multiple of 16
     bytes).
@@ -214,7 +219,7 @@ def paged_mqa_logits_fp8(
     block_table: int32 `[B, any]`: the pages of each request. Its rows are contiguous, any distance apart, 0
     included. Entries past a context's last page may be anything.
     metadata: the result of `paged_mqa_logits_metadata` for the same context_lens and next_n, and for any
-    num_sms; contiguous. max_context_len: columns of out.
+    num_sms; contiguous, 8-byte aligned. max_context_len: columns of out.
     out: fp32 or bf16 `[B * next_n, max_context_len]`, or None. Its rows are contiguous, any distance apart.
     out_dtype: the dtype of the allocated out, fp32 unless given.
 

@@ -139,10 +139,13 @@ def indexer_workspace_bytes(
     smaller than the need of one query and a chunk of 4 * topk keys.
     """
     op = "indexer_workspace_bytes"
-    arguments.at_least(op, 0, num_queries=num_queries, num_keys=num_keys, num_sms=num_sms)
-    arguments.at_least(op, 1, next_n=next_n)
-    arguments.no_fractions(op, max_bytes=max_bytes)
-    checks.topk_width(op, topk)
+    num_queries, num_keys, num_sms = arguments.at_least(
+        op, 0, num_queries=num_queries, num_keys=num_keys, num_sms=num_sms
+    )
+    (next_n,) = arguments.at_least(op, 1, next_n=next_n)
+    if max_bytes is not None:
+        (max_bytes,) = arguments.integers(op, max_bytes=max_bytes)
+    topk = checks.topk_width(op, topk)
     plan = selection_plan(num_queries, num_keys, topk, max_bytes, next_n, num_sms, op=op, budget="max_bytes")
     return plan.num_bytes
 
@@ -266,7 +269,7 @@ def indexer_select(
     if workspace is not None:
         workspaces.check("indexer_select", workspace, q, _PREFILL, (q, k, k_scale, weights, ks, ke, out))
         budget = workspace.numel()
-    plan = selection_plan(num_rows, keys, topk, budget)
+    plan = selection_plan(num_rows, keys, out.shape[1], budget)
     if workspace is None:
         workspace = workspaces.new(plan.num_bytes, q)
 
@@ -298,7 +301,7 @@ def paged_indexer_select(
     """Decode: the topk cached positions of each token, by paged logits and `indexer_topk` in a workspace.
 
     q, kv_cache, weights, context_lens, block_table, max_context_len: as in `paged_mqa_logits_fp8`.
-    num_sms: workers of its schedule, by default the SMs of the tensors' GPU.
+    num_sms: workers of its schedule, by default `get_num_sms()` of the tensors' GPU.
     topk, sorted, workspace: as in `indexer_select`. `indexer_workspace_bytes` takes B * next_n queries,
     max_context_len keys, next_n and num_sms.
     out: int32 `[B * next_n, topk]`, contiguous, or None. It shares no memory with any other argument.
@@ -309,7 +312,7 @@ def paged_indexer_select(
     checks.paged_inputs("paged_indexer_select", q, kv_cache, weights, context_lens, block_table)
     batch, next_n = q.shape[:2]
     num_sms = arguments.workers("paged_indexer_select", q, num_sms)
-    arguments.columns("paged_indexer_select", "max_context_len", max_context_len)
+    max_context_len = arguments.columns("paged_indexer_select", "max_context_len", max_context_len)
     if _checked(q):
         op = "paged_indexer_select"
         given = {"q": q, "kv_cache": kv_cache, "weights": weights, "context_lens": context_lens}
@@ -329,7 +332,7 @@ def paged_indexer_select(
         workspaces.check("paged_indexer_select", workspace, q, _DECODE, others)
         budget = workspace.numel()
     plan = selection_plan(
-        batch * next_n, max_context_len, topk, budget, next_n, num_sms, op="paged_indexer_select"
+        batch * next_n, max_context_len, out.shape[1], budget, next_n, num_sms, op="paged_indexer_select"
     )
     if workspace is None:
         workspace = workspaces.new(plan.num_bytes, q)

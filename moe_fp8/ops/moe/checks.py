@@ -30,6 +30,7 @@ from moe_fp8.ops.arguments import (
     refuse_layout,
     refuse_shape,
     same_device,
+    spaced_rows,
     swiglu_limit,
     unaligned,
 )
@@ -268,11 +269,6 @@ def _int32(op: str, name: str, index: Tensor) -> None:
 
 def _rows_apart(op: str, name: str, tensor: Tensor) -> None:
     """Rows are contiguous, 16-byte aligned and a multiple of 16 bytes apart."""
-    rows, columns = tensor.shape
-    if (columns > 1 and tensor.stride(1) != 1) or (
-        rows > 1 and tensor.stride(0) * tensor.element_size() & 15
-    ):
-        got = f"stride {tensor.stride()} of {tensor.dtype}"
-        raise ArgumentError(op, name, "contiguous rows, a multiple of 16 bytes apart", got)
+    spaced_rows(op, name, tensor)
     if unaligned(tensor):
         refuse_address(op, name, tensor)

@@ -1,4 +1,7 @@
-"""The first GEMM of experts with SiLU(gate) * up and the quantization at its end, and weights for it."""
+"""The first GEMM of experts with SiLU(gate) * up and the quantization at its end, and weights for it.
+
+SiLU(gate) * up is SwiGLU (arXiv 2002.05202).
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,15 @@ def interleave_gate_up(w13: Tensor) -> Tensor:
     of the same shape and dtype. Block scales stay as they are. For offline use; it allocates a copy. Raises
     ArgumentError.
     """
+    if w13.is_quantized or w13.layout is not torch.strided:
+        raise ArgumentError("interleave_gate_up", "w13", "a dense tensor", f"{w13.dtype}, {w13.layout}")
     if w13.dim() != 3 or w13.shape[1] % 16:
         raise ArgumentError("interleave_gate_up", "w13", "[E, 2I, K] with I a multiple of 8", list(w13.shape))
     num_experts, n, k = w13.shape
     if w13.numel() == 0:
         return w13.clone()
     # torch on a CPU moves no FP8, so bytes are moved.
+    w13 = w13.resolve_conj().resolve_neg()
     moved = w13.contiguous().view(torch.uint8).view(num_experts, 2, n // 16, 8, -1).transpose(1, 2)
     return moved.reshape(num_experts, n, -1).view(w13.dtype).view(num_experts, n, k)
 

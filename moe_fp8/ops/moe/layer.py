@@ -64,8 +64,12 @@ def moe_workspace_bytes(
     Raises ArgumentError unless K and I are positive multiples of 128 and the other sizes are at least 0.
     """
     op = "moe_workspace_bytes"
-    arguments.at_least(op, 0, num_tokens=num_tokens, topk=topk, num_experts=num_experts)
-    arguments.no_fractions(op, hidden_size=hidden_size, intermediate_size=intermediate_size)
+    num_tokens, topk, num_experts = arguments.at_least(
+        op, 0, num_tokens=num_tokens, topk=topk, num_experts=num_experts
+    )
+    hidden_size, intermediate_size = arguments.integers(
+        op, hidden_size=hidden_size, intermediate_size=intermediate_size
+    )
     for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
         if limits.refuse_k(size):
             raise ArgumentError(op, name, "a positive multiple of 128", size)
@@ -98,7 +102,7 @@ def fused_moe(
     topk_ids: int32 or int64 `[T, k]`: the experts of each token, as in `moe_permute`; an id below 0 is none.
     topk_weights: fp32 `[T, k]`, as in `moe_combine`, or None if every weight is 1.
     w13: float8_e4m3fn `[E, 2I, K]`, contiguous: w1 (gate) stacked over w3 (up) of the E experts of this rank.
-    w13_scale: fp32 `[E, ceil(2I/128), K/128]`. w2: float8_e4m3fn `[E, K, I]`; w2_scale: fp32
+    w13_scale: fp32 `[E, 2I/128, K/128]`. w2: float8_e4m3fn `[E, K, I]`; w2_scale: fp32
     `[E, K/128, I/128]`. K and I are multiples of 128.
     x_scale, expert_map: as in `moe_permute`. limit, rounded: as in `silu_mul_quantize`.
     power_of_two: round the scales of both GEMMs' inputs up to powers of two.
@@ -122,6 +126,8 @@ def fused_moe(
     if x.dim() != 2 or topk_ids.dim() != 2:
         arguments.rank("fused_moe", "x", x, "[T, K]", 2)
         arguments.rank("fused_moe", "topk_ids", topk_ids, "[T, k]", 2)
+    if limit is not None:  # before any step has run
+        arguments.swiglu_limit("fused_moe", limit)
     if out is None:
         out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     if workspace is None and not arguments.traced():

@@ -87,7 +87,7 @@ def moe_permute(
         arguments.rank("moe_permute", "x", x, "[T, K]", 2)
         arguments.rank("moe_permute", "topk_ids", topk_ids, "[T, k]", 2)
     if out is None:
-        arguments.no_fractions("moe_permute", num_experts=num_experts)
+        (num_experts,) = arguments.integers("moe_permute", num_experts=num_experts)
         if not 1 <= num_experts <= MAX_EXPERTS:
             raise ArgumentError("moe_permute", "num_experts", f"1 to {MAX_EXPERTS}", num_experts)
         rows, k = topk_ids.numel(), x.shape[1]
@@ -98,8 +98,8 @@ def moe_permute(
             torch.empty(topk_ids.shape, dtype=torch.int32, device=x.device),
         )
     else:
+        arguments.outputs("moe_permute", out, *Permuted._fields)
         if not isinstance(out, Permuted):
-            arguments.outputs("moe_permute", out, *Permuted._fields)
             out = Permuted(*out)
         if out.offsets.shape != (num_experts + 1,):
             raise ArgumentError("moe_permute", "offsets", f"[{num_experts + 1}]", list(out.offsets.shape))
@@ -127,7 +127,8 @@ def moe_combine(
     contiguous, as `moe_permute` returns them: the rows of y for each token; a row below 0, or one that y does
     not have, is left out.
     weights: fp32 `[T, k]`, rows contiguous and any distance apart, or None if every weight is 1.
-    out: bf16 `[T, N]` or None; its rows are contiguous, a multiple of 16 bytes apart, and do not overlap.
+    out: bf16 `[T, N]` or None; 16-byte aligned; its rows are contiguous, a multiple of 16 bytes apart, and do
+    not overlap.
 
     Returns out[t] = sum over j of weights[t, j] * y[rows[t, j]], added in fp32 in the order of j and rounded
     once; a token without rows gets 0. Launches one kernel; no host synchronization; safe to capture. Raises
@@ -196,7 +197,7 @@ def route_topk(
     """
     if out is None:
         arguments.rank("route_topk", "logits", logits, "[T, E]", 2)
-        arguments.no_fractions("route_topk", topk=topk)
+        (topk,) = arguments.integers("route_topk", topk=topk)
         if not 1 <= topk <= MAX_ROUTED_EXPERTS:
             raise ArgumentError("route_topk", "topk", f"1 to {MAX_ROUTED_EXPERTS}", topk)
         if ids_dtype is not torch.int32 and ids_dtype is not torch.int64:

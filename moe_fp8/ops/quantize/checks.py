@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_fp8.errors import ArgumentError
 from moe_fp8.ops import scales
 from moe_fp8.ops.arguments import (
     BF16,
@@ -19,6 +18,7 @@ from moe_fp8.ops.arguments import (
     refuse_layout,
     refuse_shape,
     same_device,
+    spaced_rows,
     swiglu_limit,
     unaligned,
 )
@@ -38,26 +38,12 @@ def quantize(x: Tensor, q: Tensor, scale: Tensor, power_of_two: bool) -> None:
     if m > MAX_EXTENT or k > MAX_EXTENT:
         extent(op, "x", max(m, k), "rows, and as many columns")
     if not x.is_contiguous():
-        _readable_rows(op, x)
+        spaced_rows(op, "x", x)
     _outputs(op, q, scale, (m, k))
     if not x.get_device() == q.get_device() == scale.get_device():
         same_device(op, x, q=q, scale=scale)
     if unaligned(x):
         refuse_address(op, "x", x)
-
-
-def _readable_rows(op: str, x: Tensor) -> None:
-    """Rows are contiguous and a multiple of 16 bytes apart; they may overlap, or all be the same one."""
-    *strides, column_stride = x.stride()
-    if column_stride != 1:
-        raise ArgumentError(op, "x", "contiguous rows", f"stride {x.stride()}", "call .contiguous() on it")
-    # The stride of a dimension of size 1 does not matter.
-    size = x.element_size()
-    if any(stride * size & 15 and length > 1 for stride, length in zip(strides, x.shape, strict=False)):
-        got = f"stride {x.stride()} of {x.dtype}"
-        raise ArgumentError(
-            op, "x", "rows that are multiples of 16 bytes apart", got, "call .contiguous() on it"
-        )
 
 
 def _outputs(op: str, q: Tensor, scale: Tensor, shape: tuple[int, ...]) -> None:
@@ -106,7 +92,7 @@ def silu_mul_quantize(
     extent(op, "x", max(experts * rows, width), "rows, those of all experts together, and as many columns")
     extent(op, "x", experts * -(-rows // SILU_ROWS) * (columns // 128), f"tiles of {SILU_ROWS} x 128 of q")
     if not x.is_contiguous():
-        _readable_rows(op, x)
+        spaced_rows(op, "x", x)
     swiglu_limit(op, limit)
     if not x.get_device() == q.get_device() == scale.get_device():
         same_device(op, x, q=q, scale=scale)

@@ -1,6 +1,7 @@
 """FP8 quantization: activations per 1 x 128 group, alone or after SiLU; weights per 128 x 128 block.
 
 The definition is from DeepSeek-V3 (arXiv 2412.19437, section 3.3.2): scale = amax / 448, value = fp8 x scale.
+SiLU(gate) * up is SwiGLU (arXiv 2002.05202).
 """
 
 from __future__ import annotations
