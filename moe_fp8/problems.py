@@ -248,7 +248,7 @@ class PagedMqaLogitsProblem:
 
 @dataclass(frozen=True)
 class PagedMqaMetadataProblem(_Rounded):
-    """The schedule of the paged logits of a batch. The number of workers is no part of the problem."""
+    """The schedule of the paged logits of a batch. `num_sms` are the GPU's; the workers choose no kernel."""
 
     batch: int
     next_n: int

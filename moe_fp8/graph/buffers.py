@@ -29,6 +29,16 @@ class BufferSpec:
         return (requests * self.rows, *self.row_shape)
 
 
+def _holds(dtype: torch.dtype, pad: float) -> bool:
+    """Whether a tensor of `dtype` holds `pad`, but for the rounding of floats."""
+    if dtype is torch.bool:
+        return pad in (0, 1)
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    info = torch.iinfo(dtype)
+    return info.min <= pad <= info.max and pad == int(pad)
+
+
 class StaticBuffers:
     """Tensors `[capacity * rows, *row_shape]` whose addresses never change; `capacity` counts requests.
 
@@ -42,6 +52,9 @@ class StaticBuffers:
             raise ArgumentError(
                 "StaticBuffers", "specs, capacity", "at least one buffer, request and row of a request", got
             )
+        for name, spec in specs.items():
+            if not _holds(spec.dtype, spec.pad):
+                raise ArgumentError("StaticBuffers", name, f"a pad that {spec.dtype} holds", spec.pad)
         self.specs = dict(specs)
         self.capacity = capacity
         self.device = torch.device(device)
@@ -50,13 +63,6 @@ class StaticBuffers:
                 name: torch.full(spec.shape(capacity), spec.pad, dtype=spec.dtype, device=self.device)
                 for name, spec in self.specs.items()
             }
-        for name, spec in self.specs.items():
-            held = self._tensors[name].flatten()[:1].tolist()
-            if (
-                any(value != spec.pad and value == value for value in held)
-                and not spec.dtype.is_floating_point
-            ):
-                raise ArgumentError("StaticBuffers", name, f"a pad that {spec.dtype} holds", spec.pad)
         self._addresses = {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()}
 
     @property

@@ -22,7 +22,8 @@ MODULES = ("", ".utils", ".utils.layout", ".utils.math")
 _before: dict[str, Any] = {}
 _NOTHING = object()
 
-#: Where Python looks for the modules of our package, which are not found under the name `deep_gemm`.
+#: `__path__` of our package before `install`. It is empty while the package is installed, so that no import
+#: finds a file of ours under the name `deep_gemm`. All our modules are loaded by then.
 _path: list[str] = []
 
 

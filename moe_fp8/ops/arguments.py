@@ -267,10 +267,15 @@ def given_out(op: str, out: Tensor, dtype: torch.dtype | None) -> None:
 
 def outputs(op: str, out: Sequence[Tensor], *names: str) -> None:
     """Check that the caller's `out` has a tensor for each of `names`."""
-    given = out if isinstance(out, (tuple, list)) else [out]
-    if given is not out or len(out) != len(names) or not all(isinstance(each, Tensor) for each in out):
-        got = ", ".join(type(each).__name__ for each in given)
-        raise ArgumentError(op, "out", f"({', '.join(names)})", got)
+    if not isinstance(out, (tuple, list)):
+        got = type(out).__name__
+    elif len(out) != len(names):
+        got = f"{len(out)} tensors"
+    elif all(isinstance(each, Tensor) for each in out):
+        return
+    else:
+        got = ", ".join(type(each).__name__ for each in out)
+    raise ArgumentError(op, "out", f"({', '.join(names)})", got)
 
 
 def no_overlap(op: str, name: str, tensor: Tensor) -> None:
@@ -292,7 +297,8 @@ def extent(op: str, name: str, size: int, unit: str) -> None:
 
 def columns(op: str, name: str, number: int) -> int:
     """Check that an output can have so many columns, and return their number."""
-    (number,) = at_least(op, 0, **{name: number})
+    if type(number) is not int or number < 0:
+        (number,) = at_least(op, 0, **{name: number})
     extent(op, name, number, "columns")
     return number
 
@@ -303,7 +309,8 @@ def workers(op: str, tensor: Tensor, num_sms: int | None) -> int:
         if tensor.device.type != "cuda":
             raise ArgumentError(op, "num_sms", f"a number of workers on {tensor.device}", None, "pass it")
         return get_num_sms(tensor.device)
-    (num_sms,) = at_least(op, 1, num_sms=num_sms)
+    if type(num_sms) is not int or num_sms < 1:
+        (num_sms,) = at_least(op, 1, num_sms=num_sms)
     extent(op, "num_sms", num_sms, "workers")
     return num_sms
 

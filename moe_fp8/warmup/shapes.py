@@ -138,9 +138,10 @@ class Parallelism:
                 "attention_tp", f"a divisor of the ranks that share the experts ({ranks})",
                 self.ways("attention"),
             )  # fmt: skip
-        for name, ways in (("mlp_tp", self.ways("mlp")), ("shared_tp", self.ways("shared"))):
-            if ranks % ways:
-                raise ConfigError(name, f"a divisor of the ranks ({ranks})", ways)
+        for name in ("mlp_tp", "shared_tp"):
+            if ranks % (getattr(self, name) or 1):
+                expected = f"a divisor of the ranks that share the experts ({ranks})"
+                raise ConfigError(name, expected, getattr(self, name))
 
     def ways(self, domain: Domain) -> int:
         """The ranks that split one layer of a kind."""

@@ -95,7 +95,7 @@ def test_a_kernel_that_no_call_takes(
 ) -> None:
     assert cli.main(["explain", MISSING.replace("num_heads=64", "num_heads=63"), *V32, *IN_SGLANG]) == 0
     said = capsys.readouterr().out
-    assert "no call of this model" in said
+    assert "lacks the kernel" in said
     # The plan has the kernel for other numbers of heads, and for blocks of 1 and 2 queries.
     assert "the nearest kernel of the plan has block_q=" in said
     assert re.search(r"num_heads=64, .*for paged_mqa_logits_fp8 rows ", said)

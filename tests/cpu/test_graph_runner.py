@@ -56,11 +56,23 @@ def test_up_to_needs_a_positive_integer(largest: int) -> None:
         BatchBuckets.up_to(largest)
 
 
-@pytest.mark.parametrize(("dtype", "pad"), [(torch.uint8, -1), (torch.int32, 1.5), (torch.bool, 2)])
+@pytest.mark.parametrize(
+    ("dtype", "pad"),
+    [
+        (torch.uint8, -1),
+        (torch.uint8, 300),
+        (torch.int32, 1.5),
+        (torch.int8, float("nan")),
+        (torch.int32, float("inf")),
+        (torch.bool, 2),
+    ],
+)
 def test_a_pad_that_the_dtype_does_not_hold_is_refused(dtype: torch.dtype, pad: float) -> None:
     with pytest.raises(ArgumentError, match=f"x: expected a pad that {dtype} holds"):
         StaticBuffers({"x": BufferSpec((), dtype, pad=pad)}, 2, "cpu")
-    assert StaticBuffers({"x": BufferSpec((), torch.bfloat16, pad=0.1)}, 2, "cpu").view(2)["x"].shape == (2,)
+    for held in (BufferSpec((), torch.bfloat16, pad=0.1), BufferSpec((), dtype, pad=1)):
+        for device in ("cpu", "meta"):
+            assert StaticBuffers({"x": held}, 2, device).view(2)["x"].shape == (2,)
 
 
 def test_load_records_no_gradients() -> None:

@@ -232,7 +232,5 @@ def test_a_worker_whose_replies_nobody_reads_ends(tmp_path: Path, sources: Sourc
     requests.seek(0)
     read, write = os.pipe()
     os.close(read)
-    # (No `with`: closing the file would write what is left in it.)
-    replies = os.fdopen(write, "wb", buffering=0)
-    serve(KernelStore(tmp_path, sources), requests, replies)
-    replies.close()
+    with os.fdopen(write, "wb", buffering=0) as replies:
+        serve(KernelStore(tmp_path, sources), requests, replies)

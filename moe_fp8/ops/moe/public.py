@@ -86,8 +86,9 @@ def moe_permute(
     if x.dim() != 2 or topk_ids.dim() != 2:
         arguments.rank("moe_permute", "x", x, "[T, K]", 2)
         arguments.rank("moe_permute", "topk_ids", topk_ids, "[T, k]", 2)
-    if out is None:
+    if type(num_experts) is not int:
         (num_experts,) = arguments.integers("moe_permute", num_experts=num_experts)
+    if out is None:
         if not 1 <= num_experts <= MAX_EXPERTS:
             raise ArgumentError("moe_permute", "num_experts", f"1 to {MAX_EXPERTS}", num_experts)
         rows, k = topk_ids.numel(), x.shape[1]
@@ -98,8 +99,8 @@ def moe_permute(
             torch.empty(topk_ids.shape, dtype=torch.int32, device=x.device),
         )
     else:
-        arguments.outputs("moe_permute", out, *Permuted._fields)
         if not isinstance(out, Permuted):
+            arguments.outputs("moe_permute", out, *Permuted._fields)
             out = Permuted(*out)
         if out.offsets.shape != (num_experts + 1,):
             raise ArgumentError("moe_permute", "offsets", f"[{num_experts + 1}]", list(out.offsets.shape))

@@ -20,7 +20,7 @@ def expert_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     words = fields.words("mlp_layer_types", num_layers)
     if words is not None:
         if unknown := sorted({*words} - _WORDS):
-            raise ModelError("mlp_layer_types", f"some of {', '.join(sorted(_WORDS))}", unknown)
+            raise ModelError("mlp_layer_types", "for each layer dense, hash_moe, moe or sparse", unknown)
         return tuple(i for i, word in enumerate(words) if word != "dense")
     if isinstance(fields.raw("moe_layer_freq"), list):
         return _marked(fields, num_layers)
