@@ -1,0 +1,128 @@
+"""Buckets and static buffers of graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_fp8.errors import ArgumentError
+from moe_fp8.graph import BatchBuckets, BufferSpec, StaticBuffers
+from tests.cpu.graph_inputs import SPECS, inputs
+
+
+def test_bucket_is_the_smallest_that_holds_the_rows() -> None:
+    buckets = BatchBuckets([8, 1, 4, 4])
+    assert tuple(buckets) == (1, 4, 8)
+    assert [buckets.bucket(rows) for rows in range(1, 9)] == [1, 4, 4, 4, 8, 8, 8, 8]
+    for rows in (0, 9):
+        with pytest.raises(ArgumentError, match="1 to 8"):
+            buckets.bucket(rows)
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 40])
+def test_up_to_ends_with_the_largest(largest: int) -> None:
+    buckets = BatchBuckets.up_to(largest)
+    assert buckets.largest == largest
+    assert buckets.sizes[0] == 1
+
+
+@pytest.mark.parametrize("sizes", [[], [0, 4], [-1], [1.5, 2.5], [float("nan")], [None]])
+def test_bad_buckets_are_refused(sizes: list[int]) -> None:
+    with pytest.raises(ArgumentError):
+        BatchBuckets(sizes)
+
+
+@pytest.mark.parametrize("largest", [0, 8.0, "8"])
+def test_up_to_needs_a_positive_integer(largest: int) -> None:
+    with pytest.raises(ArgumentError, match="largest"):
+        BatchBuckets.up_to(largest)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad"),
+    [
+        (torch.uint8, -1),
+        (torch.uint8, 300),
+        (torch.int32, 1.5),
+        (torch.int8, float("nan")),
+        (torch.int32, float("inf")),
+        (torch.bool, 2),
+    ],
+)
+def test_a_pad_that_the_dtype_does_not_hold_is_refused(dtype: torch.dtype, pad: float) -> None:
+    with pytest.raises(ArgumentError, match=f"x: expected a pad that {dtype} holds"):
+        StaticBuffers({"x": BufferSpec((), dtype, pad=pad)}, 2, "cpu")
+    for held in (BufferSpec((), torch.bfloat16, pad=0.1), BufferSpec((), dtype, pad=1)):
+        for device in ("cpu", "meta"):
+            assert StaticBuffers({"x": held}, 2, device).view(2)["x"].shape == (2,)
+
+
+def test_load_records_no_gradients() -> None:
+    buffers = StaticBuffers({"x": BufferSpec((3,), torch.float32)}, 4, "cpu")
+    buffers.load({"x": torch.ones(2, 3, requires_grad=True)}, 4)
+    assert not buffers.view(4)["x"].requires_grad and buffers.view(2)["x"].sum() == 6
+
+
+def test_host_inputs_are_staged_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the default device is, and without their strides."""
+    made: list[Any] = []
+
+    def empty_like(value: torch.Tensor, **options: Any) -> torch.Tensor:
+        made.append(options)
+        return torch.empty(value.shape, dtype=value.dtype, device=options["device"])
+
+    buffers = StaticBuffers(SPECS, 4, "cpu")
+    buffers.device = torch.device("cuda")
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    value = torch.arange(6).view(2, 3).t()
+    with torch.device("meta"):
+        staged = buffers._staged(value)
+    assert staged.device.type == "cpu" and torch.equal(staged, value) and staged is not value
+    assert made == [{"device": "cpu", "pin_memory": True}]
+
+
+def test_only_views_of_the_buffers_are_copied_before_the_load() -> None:
+    buffers = StaticBuffers(SPECS, 4, "cpu")
+    value = torch.arange(4)
+    assert buffers._staged(value) is value
+    view = buffers.view(4)["tokens"][2:]
+    assert buffers._staged(view).data_ptr() != view.data_ptr()
+
+
+def test_load_copies_and_pads_in_place() -> None:
+    buffers = StaticBuffers(SPECS, 8, "cpu")
+    view = buffers.view(4)
+    assert buffers.load(inputs(4), 4) == 4
+    assert view["tokens"].tolist() == [1, 2, 3, 4]
+    # A smaller batch must not leave rows of the batch before it.
+    assert buffers.load(inputs(2), 4) == 2
+    assert view["tokens"].tolist() == [1, 2, -1, -1]
+    assert view["table"].tolist() == [[1, 2, 3], [4, 5, 6], [0, 0, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"tokens": torch.arange(2, dtype=torch.int32)}, "tokens"),
+        ({"table": torch.zeros(3, 3, dtype=torch.int32)}, "table"),
+        ({"table": torch.zeros(2, 4, dtype=torch.int32)}, "table"),
+        ({"other": torch.zeros(2)}, "inputs"),
+    ],
+)
+def test_load_refuses_what_does_not_fit(change: dict[str, torch.Tensor], name: str) -> None:
+    buffers = StaticBuffers(SPECS, 8, "cpu")
+    with pytest.raises(ArgumentError) as error:
+        buffers.load({**inputs(2), **change}, 4)
+    assert error.value.argument == name
+    assert buffers.view(8)["tokens"].tolist() == [-1] * 8
+
+
+def test_load_refuses_a_bucket_that_does_not_hold_the_rows() -> None:
+    buffers = StaticBuffers(SPECS, 8, "cpu")
+    for bucket in (1, 9):
+        with pytest.raises(ArgumentError, match="2 to 8 requests"):
+            buffers.load(inputs(2), bucket)
+    with pytest.raises(ArgumentError, match="at least one buffer"):
+        StaticBuffers({}, 8, "cpu")
