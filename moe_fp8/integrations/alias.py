@@ -22,10 +22,6 @@ MODULES = ("", ".utils", ".utils.layout", ".utils.math")
 _before: dict[str, Any] = {}
 _NOTHING = object()
 
-#: `__path__` of our package before `install`. It is empty while the package is installed, so that no import
-#: finds a file of ours under the name `deep_gemm`. All our modules are loaded by then.
-_path: list[str] = []
-
 
 class _Given(Loader):
     """Gives an import a module that exists already."""
@@ -83,8 +79,8 @@ def install(serve: Iterable[str] = KINDS) -> ModuleType:
             module = importlib.import_module(HOME + part)
             _before[NAME + part] = sys.modules.get(NAME + part, _NOTHING)
             sys.modules[NAME + part] = module
-        home: Any = sys.modules[NAME]
-        _path[:], home.__path__ = home.__path__, []
+        # No import finds a file of ours under the name `deep_gemm`. (All our modules are loaded by now.)
+        sys.modules[NAME].__path__ = []
         sys.meta_path.insert(0, _submodules)
         if origin is not None:
             _tell(origin)
@@ -118,7 +114,7 @@ def uninstall() -> None:
     if _before:
         home: Any = importlib.import_module(HOME)
         _tell(home.__file__)
-        home.__path__ = list(_path)
+        home.__path__ = home.__spec__.submodule_search_locations
         sys.meta_path.remove(_submodules)
         _submodules.forget()
         for part in (".modes", ".layout"):
