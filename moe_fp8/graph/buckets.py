@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.ops.arguments import at_least, integers
+from moe_fp8.ops.arguments import integer
 
 
 class BatchBuckets:
@@ -18,7 +18,7 @@ class BatchBuckets:
 
     def __init__(self, sizes: Iterable[int]) -> None:
         self.sizes: tuple[int, ...] = tuple(
-            sorted({size for each in sizes for size in integers("BatchBuckets", sizes=each)})
+            sorted({integer("BatchBuckets", "sizes", size) for size in sizes})
         )
         if not self.sizes or self.sizes[0] < 1:
             raise ArgumentError("BatchBuckets", "sizes", "at least one size, all positive", self.sizes)
@@ -30,7 +30,7 @@ class BatchBuckets:
         The steps are small because padded requests cost time too. Raises `ArgumentError` if `largest` is not
         positive.
         """
-        (largest,) = at_least("BatchBuckets.up_to", 1, largest=largest)
+        largest = integer("BatchBuckets.up_to", "largest", largest, 1)
         sizes = [size for size in (1, 2, 4) if size < largest]
         sizes.extend(range(8, largest, 8))
         return cls([*sizes, largest])

@@ -209,27 +209,19 @@ def out_apart(op: str, names: tuple[str, ...], tensors: tuple[Tensor | None, ...
         apart(op, names, tuple(range(last)), (last,), tensors)
 
 
-def integers(op: str, **sizes: int) -> tuple[int, ...]:
-    """The sizes as Python's integers, since NumPy's and torch's overflow. Refuses all that is no integer.
+def integer(op: str, name: str, value: int, least: int | None = None) -> int:
+    """`value` as a Python int, since NumPy's and torch's overflow, and at least `least`. Refuses all else.
 
     The symbolic sizes of a traced call stay as they are.
     """
-    whole: list[int] = []
-    for name, size in sizes.items():
+    if not isinstance(value, (int, torch.SymInt)):
         try:
-            whole.append(size if isinstance(size, (int, torch.SymInt)) else operator.index(size))
+            value = operator.index(value)
         except (TypeError, RuntimeError, ValueError):
-            raise ArgumentError(op, name, "an integer", size) from None
-    return tuple(whole)
-
-
-def at_least(op: str, least: int, **sizes: int) -> tuple[int, ...]:
-    """`integers` that are at least `least`."""
-    whole = integers(op, **sizes)
-    for name, size in zip(sizes, whole, strict=True):
-        if size < least:
-            raise ArgumentError(op, name, f"at least {least}", size)
-    return whole
+            raise ArgumentError(op, name, "an integer", value) from None
+    if least is not None and value < least:
+        raise ArgumentError(op, name, f"at least {least}", value)
+    return value
 
 
 def swiglu_limit(op: str, limit: float | None) -> None:
@@ -297,8 +289,7 @@ def extent(op: str, name: str, size: int, unit: str) -> None:
 
 def columns(op: str, name: str, number: int) -> int:
     """Check that an output can have so many columns, and return their number."""
-    if type(number) is not int or number < 0:
-        (number,) = at_least(op, 0, **{name: number})
+    number = integer(op, name, number, 0)
     extent(op, name, number, "columns")
     return number
 
@@ -309,8 +300,7 @@ def workers(op: str, tensor: Tensor, num_sms: int | None) -> int:
         if tensor.device.type != "cuda":
             raise ArgumentError(op, "num_sms", f"a number of workers on {tensor.device}", None, "pass it")
         return get_num_sms(tensor.device)
-    if type(num_sms) is not int or num_sms < 1:
-        (num_sms,) = at_least(op, 1, num_sms=num_sms)
+    num_sms = integer(op, "num_sms", num_sms, 1)
     extent(op, "num_sms", num_sms, "workers")
     return num_sms
 

@@ -45,9 +45,7 @@ class Miss:
         if self.remedies:
             told = ["the plan with these options lacks the kernel; it is in the plan with"]
             return told + [f"  {options}, for {use}" for options, use in self.remedies]
-        told = [
-            "the plan with these options lacks the kernel, and with each change of an option that was tried"
-        ]
+        told = ["the plan lacks the kernel with these options, and with each change of them that was tried"]
         return [*told, f"the nearest kernel of the plan has {self.nearest}"] if self.nearest else told
 
 

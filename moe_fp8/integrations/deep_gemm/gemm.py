@@ -25,7 +25,7 @@ from moe_fp8.ops import (
     grouped_gemm_fp8_masked,
     to_mn_major,
 )
-from moe_fp8.ops.arguments import integers, refuse_dtype, refuse_shape
+from moe_fp8.ops.arguments import integer, refuse_dtype, refuse_shape
 from moe_fp8.ops.examine import examine
 from moe_fp8.ops.gemm import checks
 from moe_fp8.ops.gemm.contracts import psum_starts
@@ -75,8 +75,9 @@ def fp8_gemm_nt(
         raise ArgumentError("fp8_gemm_nt", "b[1]", f"shape {shape}, by the recipe", list(b_scale.shape))
     c = _addend(c, d)
     if a_values.shape[-1] == b_values.shape[-1] == 0:
-        if d.shape != (a_values.shape[0], b_values.shape[0]):
-            refuse_shape("fp8_gemm_nt", "d", d, f"{[a_values.shape[0], b_values.shape[0]]}")
+        rows, columns = a_values.shape[0], b_values.shape[0]
+        if d.shape != (rows, columns):
+            refuse_shape("fp8_gemm_nt", "d", d, f"[{rows}, {columns}]")
         if d.dtype not in (torch.bfloat16, torch.float32):
             refuse_dtype("fp8_gemm_nt", "d", d, "bfloat16 or float32")
         return _sum_of_nothing("fp8_gemm_nt", c, d)
@@ -241,7 +242,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     """
     if tuple(recipe or ()) != _OF_ROWS or use_psum_layout or ks_cpu is None or epilogue is not None:
         raise NotServed("ragged K needs the recipe (1, 1, 128) and ks_cpu, without psum and epilogue")
-    ks_cpu = integers(_K_GROUPED, **{f"ks_cpu[{expert}]": k for expert, k in enumerate(ks_cpu)})
+    ks_cpu = [integer(_K_GROUPED, f"ks_cpu[{expert}]", k) for expert, k in enumerate(ks_cpu)]
     if (
         d.dtype is not torch.float32
         or d.dim() != 3

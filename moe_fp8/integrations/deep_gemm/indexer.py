@@ -16,7 +16,7 @@ from moe_fp8.integrations.forwarding import NotServed
 from moe_fp8.limits import MAX_NEXT_N
 from moe_fp8.ops import mqa_logits_fp8, paged_mqa_logits_fp8
 from moe_fp8.ops import paged_mqa_logits_metadata as make_metadata
-from moe_fp8.ops.arguments import integers
+from moe_fp8.ops.arguments import integer
 
 Pair = tuple[Tensor, Tensor]
 
@@ -107,7 +107,7 @@ def fp8_paged_mqa_logits(
 def _rows(q: Tensor, dims: int, columns: int, dtype: torch.dtype) -> Tensor | None:
     """Room for the logits `[rows, columns]` of `q`; None if an argument is wrong, which the op then tells."""
     try:
-        (columns,) = integers("deep_gemm", columns=columns)
+        columns = integer("deep_gemm", "columns", columns)
     except ArgumentError:
         return None
     if q.dim() != dims or columns < 0 or dtype not in _DTYPES:

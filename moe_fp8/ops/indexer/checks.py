@@ -17,7 +17,7 @@ from moe_fp8.ops.arguments import (
     contiguous,
     extent,
     int32_vector,
-    integers,
+    integer,
     refuse_address,
     refuse_dtype,
     refuse_layout,
@@ -281,7 +281,7 @@ def paged_inputs(
 
 def topk_width(op: str, topk: int) -> int:
     """`topk` as an integer. Refuses a number of columns that no kernel serves."""
-    (topk,) = integers(op, topk=topk)
+    topk = integer(op, "topk", topk)
     if limits.refuse_topk(topk):
         raise ArgumentError(op, "topk", f"1 to {limits.MAX_TOPK}", topk)
     return topk

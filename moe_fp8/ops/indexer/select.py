@@ -139,12 +139,12 @@ def indexer_workspace_bytes(
     smaller than the need of one query and a chunk of 4 * topk keys.
     """
     op = "indexer_workspace_bytes"
-    num_queries, num_keys, num_sms = arguments.at_least(
-        op, 0, num_queries=num_queries, num_keys=num_keys, num_sms=num_sms
-    )
-    (next_n,) = arguments.at_least(op, 1, next_n=next_n)
+    num_queries = arguments.integer(op, "num_queries", num_queries, 0)
+    num_keys = arguments.integer(op, "num_keys", num_keys, 0)
+    num_sms = arguments.integer(op, "num_sms", num_sms, 0)
+    next_n = arguments.integer(op, "next_n", next_n, 1)
     if max_bytes is not None:
-        (max_bytes,) = arguments.integers(op, max_bytes=max_bytes)
+        max_bytes = arguments.integer(op, "max_bytes", max_bytes)
     topk = checks.topk_width(op, topk)
     plan = selection_plan(num_queries, num_keys, topk, max_bytes, next_n, num_sms, op=op, budget="max_bytes")
     return plan.num_bytes

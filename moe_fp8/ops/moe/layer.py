@@ -64,12 +64,11 @@ def moe_workspace_bytes(
     Raises ArgumentError unless K and I are positive multiples of 128 and the other sizes are at least 0.
     """
     op = "moe_workspace_bytes"
-    num_tokens, topk, num_experts = arguments.at_least(
-        op, 0, num_tokens=num_tokens, topk=topk, num_experts=num_experts
-    )
-    hidden_size, intermediate_size = arguments.integers(
-        op, hidden_size=hidden_size, intermediate_size=intermediate_size
-    )
+    num_tokens = arguments.integer(op, "num_tokens", num_tokens, 0)
+    topk = arguments.integer(op, "topk", topk, 0)
+    num_experts = arguments.integer(op, "num_experts", num_experts, 0)
+    hidden_size = arguments.integer(op, "hidden_size", hidden_size)
+    intermediate_size = arguments.integer(op, "intermediate_size", intermediate_size)
     for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
         if limits.refuse_k(size):
             raise ArgumentError(op, name, "a positive multiple of 128", size)

@@ -86,8 +86,7 @@ def moe_permute(
     if x.dim() != 2 or topk_ids.dim() != 2:
         arguments.rank("moe_permute", "x", x, "[T, K]", 2)
         arguments.rank("moe_permute", "topk_ids", topk_ids, "[T, k]", 2)
-    if type(num_experts) is not int:
-        (num_experts,) = arguments.integers("moe_permute", num_experts=num_experts)
+    num_experts = arguments.integer("moe_permute", "num_experts", num_experts)
     if out is None:
         if not 1 <= num_experts <= MAX_EXPERTS:
             raise ArgumentError("moe_permute", "num_experts", f"1 to {MAX_EXPERTS}", num_experts)
@@ -198,7 +197,7 @@ def route_topk(
     """
     if out is None:
         arguments.rank("route_topk", "logits", logits, "[T, E]", 2)
-        (topk,) = arguments.integers("route_topk", topk=topk)
+        topk = arguments.integer("route_topk", "topk", topk)
         if not 1 <= topk <= MAX_ROUTED_EXPERTS:
             raise ArgumentError("route_topk", "topk", f"1 to {MAX_ROUTED_EXPERTS}", topk)
         if ids_dtype is not torch.int32 and ids_dtype is not torch.int64:

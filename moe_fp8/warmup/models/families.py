@@ -221,10 +221,9 @@ def _deepseek_v4(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer
     groups, o_lora = fields.number("o_groups"), fields.number("o_lora_rank")
     ratios = fields.numbers("compress_ratios")
     if ratios is not None:
-        if len(ratios) < _model_layers(fields) or not {0, 4, 128}.issuperset(ratios):
-            raise ModelError(
-                "compress_ratios", f"0, 4 or 128 for each of {_model_layers(fields)} layers", ratios
-            )
+        num_layers = _model_layers(fields)
+        if len(ratios) < num_layers or not {0, 4, 128}.issuperset(ratios):
+            raise ModelError("compress_ratios", f"0, 4 or 128 for each of {num_layers} layers", ratios)
         sparse = tuple(i for i in layers if i < len(ratios) and ratios[i] == 4)
         coarse = tuple(i for i in layers if i < len(ratios) and ratios[i] > 4)
     elif fields.has("layer_types"):
