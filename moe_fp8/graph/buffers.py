@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_fp8.errors import ArgumentError
+from moe_fp8.ops.arguments import same_storage
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,6 @@ class StaticBuffers:
                 name: torch.full(spec.shape(capacity), spec.pad, dtype=spec.dtype, device=self.device)
                 for name, spec in self.specs.items()
             }
-        self._addresses = {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()}
 
     @property
     def num_bytes(self) -> int:
@@ -136,4 +136,5 @@ class StaticBuffers:
         """
         if self.device.type == "cuda" and value.device.type == "cpu":
             return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
-        return value.clone() if value.untyped_storage().data_ptr() in self._addresses else value
+        shared = any(same_storage(value, tensor) for tensor in self._tensors.values())
+        return value.clone() if shared else value

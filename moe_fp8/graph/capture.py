@@ -59,7 +59,8 @@ def capture(name: str, call: Callable[[], _Result], pool: Pool) -> tuple[torch.c
     graph = torch.cuda.CUDAGraph()
     failed: Exception | None = None
     # If the end of a capture fails, torch.cuda.graph leaves its own stream current.
-    with torch.cuda.stream(torch.cuda.current_stream()), _named(name), _collector_off():
+    current = torch.cuda.stream(torch.cuda.current_stream())
+    with current, _named(name), _collector_off(), _no_kept_casts():
         try:
             with torch.cuda.graph(graph, pool=pool, stream=_stream(torch.cuda.current_device())):
                 try:
@@ -96,6 +97,17 @@ def _collector_off() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _no_kept_casts() -> Iterator[None]:
+    """Autocast casts every weight anew: casts that it keeps are not in the graph, and end with autocast."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 @contextlib.contextmanager

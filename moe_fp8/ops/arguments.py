@@ -29,6 +29,7 @@ IN_DTYPES: dict[torch.dtype, InDtype] = {BF16: "bfloat16", torch.float16: "float
 
 same_storage = torch._C._is_alias_of  # type: ignore[attr-defined]
 _tracing, _dispatch_modes = torch.compiler.is_dynamo_compiling, torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
 
 #: Kernels count rows, columns and coordinates in signed 32 bits. The last tile may reach 2^17 further.
 MAX_EXTENT = 2**31 - 2**17
@@ -57,11 +58,11 @@ def refuse_address(op: str, name: str, tensor: Tensor) -> NoReturn:
 
 
 def traced() -> bool:
-    """Whether calls are traced now: by torch.compile, or by an exporter, each of which has a dispatch mode.
+    """Whether calls are traced now: by torch.compile, by an exporter (a dispatch mode) or by `torch.func`.
 
     Traced tensors have no address and no contents. They are checked when the op runs.
     """
-    return _tracing() or _dispatch_modes() > 0
+    return _tracing() or _dispatch_modes() > 0 or _transform() is not None
 
 
 def unaligned(tensor: Tensor) -> bool:

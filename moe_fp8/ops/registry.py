@@ -263,14 +263,15 @@ def register(
             if scales_at is not None and not is_mn_major(scales := arguments[scales_at]):
                 padded = to_mn_major(scales)  # rows that the kernel does not write keep their values
                 run(*arguments[:scales_at], padded, *arguments[scales_at + 1 :])
-                scales.copy_(padded)  # also within `compile_only`
+                scales.detach().copy_(padded)  # also within `compile_only`
                 return None
             device = first.get_device()
             launched: Launched | None = launcher().first(resolve(cuda), arguments, device, call, form)
             return launched if others is None else None
-        # As on a GPU, where nothing is recorded and no operand is rounded.
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            reference(*arguments)
+        # As on a GPU, no derivative is computed and no operand is rounded.
+        plain = (one.detach() if isinstance(one, Tensor) else one for one in arguments)
+        with torch.autocast("cpu", enabled=False):
+            reference(*plain)
         return None
 
     def examine_contents(given: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:

@@ -78,7 +78,7 @@ def to_mn_major(scale: Tensor) -> Tensor:
         raise ArgumentError("to_mn_major", "scale", "dtype float32", scale.dtype, "call .float() on it")
     if is_mn_major(scale):
         return scale
-    return empty_mn_major(scale.shape, scale).copy_(scale)
+    return empty_mn_major(scale.shape, scale).copy_(scale.detach())
 
 
 def row_scaled(b: Tensor, b_scale: Tensor) -> bool:

@@ -183,7 +183,7 @@ def refit(timings_file: Path, out: Path | None = None) -> str:
     it. Raises ConfigError for a file that cannot be read or written.
     """
     machine, timings = read_timings(timings_file)
-    path = out or gemm_costs.FILE
+    path = out or Path(str(gemm_costs.FILE))
     check_writable(path)
     fitted_to, tested_on = held_out(timings)
     before = regret(tested_on, partial(_choice, gemm_costs.constants()))
@@ -295,7 +295,7 @@ def table_path(out: Path | None, device: str) -> Path:
     if not name:
         words = ", ".join(gemm_table.DEVICES.values())
         raise ConfigError("--out", f"a file, as this is none of {words}", device, "give one with --out")
-    return gemm_table.table_file(name)
+    return Path(str(gemm_table.table_file(name)))
 
 
 def about(device: DeviceInfo) -> dict[str, Any]:

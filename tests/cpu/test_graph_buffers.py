@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,6 +91,23 @@ def test_only_views_of_the_buffers_are_copied_before_the_load() -> None:
     assert buffers._staged(value) is value
     view = buffers.view(4)["tokens"][2:]
     assert buffers._staged(view).data_ptr() != view.data_ptr()
+
+
+def _moved(tensor: torch.Tensor) -> None:
+    """Move the tensor's memory, as `multiprocessing.Queue.put` does."""
+    tensor.share_memory_()
+
+
+@pytest.mark.parametrize("moved", [_moved, lambda tensor: None])
+def test_buffers_know_their_memory_in_a_copy_and_after_a_move(moved: Callable[[torch.Tensor], None]) -> None:
+    first, last = torch.tensor([1, 2]), torch.tensor([3, 4])
+    specs = {name: BufferSpec((), torch.int64) for name in ("first", "last")}
+    buffers = copy.deepcopy(StaticBuffers(specs, 2, "cpu"))
+    buffers.load({"first": first, "last": last}, 2)
+    held = buffers.view(2)
+    moved(held["first"])
+    buffers.load({"first": held["last"], "last": held["first"]}, 2)
+    assert (held["first"].tolist(), held["last"].tolist()) == ([3, 4], [1, 2])
 
 
 def test_load_copies_and_pads_in_place() -> None:

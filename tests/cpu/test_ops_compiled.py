@@ -231,9 +231,11 @@ def test_a_compiled_selection_takes_any_number_of_queries(name: str, own_workspa
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
-def test_an_exporter_traces_a_selection(name: str) -> None:
+@pytest.mark.parametrize("mode", ["fake", "real"])
+@pytest.mark.usefixtures("checked_mode")
+def test_an_exporter_traces_a_selection(name: str, mode: str) -> None:
     selection, tensors = _selections()[name]
-    traced = make_fx(selection, tracing_mode="fake")(*tensors)
+    traced = make_fx(selection, tracing_mode=mode)(*tensors)
     assert torch.equal(traced(*tensors), selection(*tensors))
 
 

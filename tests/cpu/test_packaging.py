@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import email
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import venv
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,6 +100,29 @@ def test_what_is_imported_is_declared(folder: str, extra: str | None, loaded_by_
     # Plug-ins run inside an engine.
     assert imported - base - own - {"vllm", "sglang"} == set(), "imported but not declared"
     assert own - imported - loaded_by_others == set(), "declared but not imported"
+
+
+def test_an_archive_chooses_and_compiles_as_a_folder_does(wheel: Path) -> None:
+    program = (
+        "import json, moe_fp8\n"
+        "from moe_fp8.heuristics.gemm import table\n"
+        "from moe_fp8.jit.key import kernel_key\n"
+        "from moe_fp8.problems import GemmProblem\n"
+        "from moe_fp8.specs import kernel_spec\n"
+        "specs = {kernel_spec(GemmProblem('dense', 64, 4096, 7168, device=d)) for d in table.devices()}\n"
+        "keys = sorted(map(kernel_key, specs))\n"
+        "print(json.dumps([moe_fp8.__file__, table.devices(), keys]))\n"
+    )
+
+    def run(place: Path) -> list[Any]:
+        command = [sys.executable, "-c", program]
+        environment = {**os.environ, "PYTHONPATH": str(place)}
+        done = subprocess.run(command, env=environment, cwd=place.parent, capture_output=True, check=True)
+        found: list[Any] = json.loads(done.stdout)
+        assert found.pop(0).startswith(f"{place}{os.sep}")
+        return found
+
+    assert run(wheel) == run(ROOT)  # a wheel is a zip archive, from which Python can import
 
 
 def test_a_fresh_environment_compiles_a_kernel(wheel: Path, tmp_path: Path) -> None:

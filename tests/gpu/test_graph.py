@@ -145,6 +145,23 @@ def test_garbage_does_not_end_a_capture() -> None:
     assert not kept and gc.isenabled()
 
 
+def test_a_graph_has_the_casts_of_autocast() -> None:
+    layer = torch.nn.Linear(256, 256, device="cuda")
+    given = {"x": BufferSpec((256,), torch.float32)}
+    runner = GraphRunner(lambda tensors: {"y": layer(tensors["x"])}, given, BatchBuckets([2, 4]), "cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        runner.capture()
+    torch.cuda.empty_cache()
+    x = torch.randn(4, 256, device="cuda")
+    for scale in (1.0, -2.0):
+        with torch.no_grad():
+            layer.weight.mul_(scale)
+        for rows in (2, 4):
+            with torch.autocast("cuda", torch.bfloat16):
+                expected = layer(x[:rows])
+            assert torch.equal(runner.run({"x": x[:rows]})["y"], expected)
+
+
 def test_a_step_may_write_to_its_inputs_and_to_their_names() -> None:
     def step(given: Any) -> dict[str, Tensor]:
         given["x"].add_(1)

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
-from pathlib import Path
+from importlib import resources
 from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from moe_fp8.limits import SCALE_BLOCK
 from moe_fp8.problems import SEGMENT_ALIGNMENT, GemmLayout, GemmProblem
 
 #: Where the fitted constants are.
-FILE = Path(__file__).with_name("costs.json")
+FILE = resources.files(__package__) / "costs.json"
 
 #: Clusters of a size that the 132 SMs of an H200 hold at once, as timings show. A GPC has 16 or 18 SMs, and a
 #: cluster lies within one GPC.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from functools import cache
-from pathlib import Path
+from importlib import resources
 from typing import Any
 
 from moe_fp8.errors import TileError
@@ -26,7 +26,7 @@ DEVICES = {"h100": "H100", "h200": "H200"}
 #: choice. Grouped GEMMs lose 0 to 5% on any number but that of the measurement.
 _LEAST_DENSE_SMS = 96
 
-_FOLDER = Path(__file__).parent / "tuned"
+_FOLDER = resources.files(__package__) / "tuned"
 
 #: Whether it is grouped, N, K, experts, and the SMs that the row was measured on.
 Key = tuple[bool, int, int, int, int]
@@ -41,7 +41,7 @@ def device_of(name: str) -> str:
     return next((device for device, word in DEVICES.items() if word in words), "")
 
 
-def table_file(device: str) -> Path:
+def table_file(device: str) -> resources.abc.Traversable:
     """Where the package keeps the device's table, be it there or not."""
     return _FOLDER / f"{device}.json"
 

@@ -134,7 +134,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     if ensure_zero_padding and launches(d):
         # A kernel may store a whole tile, so padding is zeroed after it.
         rows = _psum_padding(grouped_layout, len(d), alignment) if use_psum_layout else grouped_layout < 0
-        d.masked_fill_(rows[:, None], 0)
+        d.detach().masked_fill_(rows[:, None], 0)
 
 
 def _demand_layout(grouped_layout: Tensor, length: int) -> None:
@@ -317,9 +317,9 @@ def _sum_of_nothing(op: str, c: Tensor | None, d: Tensor) -> None:
     if not launches(d) or c is d:
         return
     if c is None:
-        d.zero_()
+        d.detach().zero_()
     else:
-        d.copy_(c)
+        d.detach().copy_(c.detach())
 
 
 def _demand(

@@ -97,7 +97,7 @@ def fp8_paged_mqa_logits(
     values = _values(q)
     out = _rows(values, 4, max_context_len, logits_dtype)
     if clean_logits and out is not None:
-        out.fill_(float("-inf"))
+        out.detach().fill_(float("-inf"))
     return paged_mqa_logits_fp8(
         values, kv_cache, weights, context_lens.contiguous(), block_table, schedule_meta,
         max_context_len=max_context_len, out=out, out_dtype=logits_dtype,

@@ -75,7 +75,9 @@ def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
         raise ArgumentError(
             "get_mn_major_tma_aligned_tensor", "sf", "fp32 [MN, G] or [E, MN, G]", [*sf.shape, sf.dtype]
         )
-    return sf if sf.stride() == mn_major_stride(sf.shape) else empty_mn_major(sf.shape, sf).copy_(sf)
+    if sf.stride() == mn_major_stride(sf.shape):
+        return sf
+    return empty_mn_major(sf.shape, sf).copy_(sf.detach())
 
 
 @or_vendored

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_fp8.ops import arguments
@@ -34,6 +33,5 @@ def add_to(
         if not traced:
             OPS[name].examine(given, operands)
         if launches(out) and not in_place:
-            with torch.no_grad():
-                out.copy_(c)
+            out.detach().copy_(c.detach())
     op(*operands)

@@ -20,7 +20,7 @@ from moe_fp8.ops.registry import register
 def _empty(a: Tensor, out: Tensor, accumulate: bool) -> bool:
     """Without columns of any expert, no kernel runs, and products are zero."""
     if a.shape[1] == 0 and not accumulate and launches(out):
-        out.zero_()
+        out.detach().zero_()
     return a.shape[1] == 0 or out.numel() == 0
 
 

@@ -20,7 +20,7 @@ from moe_fp8.ops.registry import register
 def _no_scores(k: Tensor, fill: bool, out: Tensor) -> bool:
     """Without keys, no kernel runs, and `fill` fills all of out."""
     if k.shape[0] == 0 and fill and launches(out):
-        out.fill_(float("-inf"))
+        out.detach().fill_(float("-inf"))
     return k.shape[0] == 0 or out.numel() == 0
 
 

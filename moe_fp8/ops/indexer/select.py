@@ -213,7 +213,7 @@ def _select(
 
 def _checked(q: Tensor) -> bool:
     """Whether to check contents now; a traced call has none."""
-    return not torch.compiler.is_compiling() and checked(q)
+    return not arguments.traced() and checked(q)
 
 
 #: The tensors among the arguments of the selections, but for the workspace.

@@ -124,7 +124,6 @@ def silu_mul_quantize(
     return out
 
 
-@torch.no_grad()
 def quantize_fp8_blocks(w: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
     """Quantize weights to FP8 with one scale per 128 x 128 block, in plain torch, for offline use.
 
@@ -142,6 +141,7 @@ def quantize_fp8_blocks(w: Tensor, *, power_of_two: bool = False) -> tuple[Tenso
         raise ArgumentError("quantize_fp8_blocks", "w", "dtype bfloat16, float16 or float32", w.dtype)
     if w.shape[-2] == 0 or w.shape[-1] == 0:
         raise ArgumentError("quantize_fp8_blocks", "w", "N and K of at least 1", list(w.shape))
+    w = w.detach()
     if w.dim() == 2:
         return reference.quantize_blocks(w, power_of_two)
     num_experts, n, k = w.shape
