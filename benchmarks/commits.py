@@ -2,7 +2,7 @@
 
 Each commit is a folder with its `moe_fp8` and its `benchmarks` (`git archive COMMIT | tar x -C FOLDER`). Each
 folder has a process of its own, which checks and captures one shape after the other. The processes then take
-turns: while one replays, the other waits. Of two processes of the same commit, the process that was started
+turns: while one replays, the other waits. If two processes run the same commit, the process that was started
 first is up to 12% faster on kernels of 2 us. So everything is timed twice, each commit first once, and the
 times are geometric means of both passes. A shape on which either commit fails has no times; it is listed as
 failed, and the exit code is 1.

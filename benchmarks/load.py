@@ -78,7 +78,7 @@ class Seen:
         """How many bytes the memory grew from an eighth of the time to the next: the second least.
 
         A leak grows in every eighth. A server that warms up, or an allocator that takes a new arena, grows in
-        some. Of each eighth, the least counts, so that what a step holds for a moment does not.
+        some. The least of each eighth counts, so that what a step holds for a moment does not.
         """
         eighth = len(self.memory) // 8
         least = [min(self.memory[first : first + eighth]) for first in range(0, 8 * eighth, eighth)]

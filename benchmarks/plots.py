@@ -33,7 +33,7 @@ _OURS = "moe_fp8"
 _COLOURS = ["#0b62a4", "#e07b00", "#8a8a8a"]
 _MARKERS = ["o", "x", "+"]
 
-#: Of kinds of kernels; there are at least as many as kinds.
+#: The colours of kinds of kernels; there are at least as many as kinds.
 _OURS_COLOURS = [
     "#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f", "#ff9da7",
     "#86bcb6", "#d4a6c8", "#8cd17d", "#a0cbe8", "#ffbe7d",

@@ -69,10 +69,10 @@ def summary(results: Results) -> str:
         if not (headlines := targets.headlines(device)):
             continue
         parts.append(
-            f"On one {_name(device)}. A figure is the time of DeepGEMM, or of the peer that the line names, "
-            "over ours: above 1 we are faster. (For `gemm_fp8` it is the time of the faster of DeepGEMM and "
-            "torch's `scaled_mm`, whose rows are padded to a multiple of 4.) A class has targets for its "
-            "mean and for its worst shape, so that a mean above 1 may still miss a target."
+            f"These are measurements on one {_name(device)}. A figure is the time of DeepGEMM, or of the "
+            "peer that the line names, over ours: above 1 we are faster. (For `gemm_fp8` it is the time of the "
+            "faster of DeepGEMM and torch's `scaled_mm`, whose rows are padded to a multiple of 4.) A class has "
+            "targets for its mean and for its worst shape, so that a mean above 1 may still miss a target."
         )
         parts += [headlines, _sets(device)]
         if others := targets.others(device):
@@ -97,7 +97,7 @@ def repetition(results: Results) -> str:
 
 
 def _sets(device: dict[str, Any]) -> str:
-    """A sentence that explains the sets of shapes in the six lines."""
+    """A sentence that explains the sets of shapes in the headlines."""
     listed = "Listed shapes were chosen by hand, and the kernels were tuned on them."
     if not any(set_of(row["shape"]) == UNSEEN for row in device["rows"]):
         return f"{listed} No unseen shapes have been measured yet."

@@ -51,7 +51,7 @@ class Settings:
 
     @cached_property
     def past_dispatcher(self) -> bool:
-        """Whether an eager call may skip torch's dispatcher, and, if one like it was made, its checks."""
+        """Whether an eager call may skip torch's dispatcher, and after an equal call also its checks."""
         return not (self.dispatch or self.checked)
 
 

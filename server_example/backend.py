@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.warmup import Plan, PlanOptions, build_plan, load_model, load_plan, plan
+from moe_fp8.warmup import Plan, PlanOptions, load_model, load_plan, plan
 from server_example.cache import PAGE_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,6 @@ def plan_kernels(folder: Path, max_tokens: int, max_batch: int, num_sms: int) ->
 
 def load_kernels(kernels: Plan) -> int:
     """Builds the kernels that the disk store lacks (with progress) and loads all; returns their number."""
-    build_plan(kernels, progress=True)
-    loaded = load_plan(kernels)
+    loaded = load_plan(kernels, progress=True)
     logger.info("%d kernels loaded", loaded)
     return loaded

@@ -93,7 +93,7 @@ def main() -> int:
     parser.add_argument("--once", action="store_true", help="stop the server after one completion")
     parser.add_argument("--model", type=Path, default=SHAKESPEARE, help="default: the small trained model")
     parser.add_argument(
-        "--port", type=int, default=None, help="0: any free one; default: 8000, or 0 with --once"
+        "--port", type=int, default=None, help="0: any free port; default: 8000, or 0 with --once"
     )
     parser.add_argument("--max-tokens", type=int, default=64)
     arguments = parser.parse_args()

@@ -78,7 +78,7 @@ class Metrics:
         )
         self.generated_tokens = Counter("server_generated_tokens", "Tokens generated", registry=registry)
         self.preemptions = Counter(
-            "server_preemptions", "Requests that gave their pages to older ones", registry=registry
+            "server_preemptions", "Requests that gave their pages to older requests", registry=registry
         )
         self.step_seconds = Histogram(
             "server_step_seconds",

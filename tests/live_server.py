@@ -1,10 +1,11 @@
-"""The server as a process on the reference backend, and a client of it."""
+"""The server as a process on the reference backend, a client of it, and waiting for what it does."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -47,3 +48,13 @@ def children(pid: int) -> dict[int, str]:
         with suppress(FileNotFoundError, ProcessLookupError):  # it may have ended
             found[int(number)] = Path(f"/proc/{number}/cmdline").read_text()
     return found
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20) -> bool:
+    """Whether `condition` becomes true within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return condition()

@@ -59,6 +59,9 @@ def build(
     CompileError with all failures. It raises ToolchainError if there is no compiler. Processes that build
     into one store at the same time share the work: each kernel is compiled once in all, by as many compiler
     processes in all as the machine has cores, or by `jobs` if this is more.
+
+    `progress`: None or True shows a bar on a terminal, else a line for each compiled kernel, on stderr; False
+    shows nothing. A function gets, after each kernel, the kernels that are done, those in all and the row.
     """
     started = time.perf_counter()
     store = store or default_store()

@@ -20,7 +20,7 @@ _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _STATIC_SMEM = re.compile(r"(\d+) bytes smem")
-# This matches only the known lines of the resource report: ptxas also prints "info" for serialised wgmma
+# This matches only the known lines of the resource report: ptxas also prints "info" for serialized wgmma
 # and for an ignored setmaxnreg, and these messages must count as warnings.
 _REPORT_LINE = re.compile(
     r"^ptxas (?:info)?\s*[:.]\s*"

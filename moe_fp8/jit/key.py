@@ -1,6 +1,6 @@
 """The key of a compiled kernel: a digest of its sources, options and compiler, but of no path.
 
-Of the compiler, the key has only "major.minor", because NVRTC does not tell its patch release. So the patch
+The key has only "major.minor" of the compiler, because NVRTC does not tell its patch release. So the patch
 releases of a version share keys. The kernels of those that were compared differ in notes and attributes of
 the cubin, but not in machine code.
 """

@@ -1,8 +1,14 @@
-"""Launches of loaded kernels on the current stream.
+"""Launches of loaded kernels on the current stream, and what is remembered of earlier launches.
 
-The launches of a call are remembered: of an op one kernel, of a `sequence` the kernels of its ops. `repeat`
-makes them again without checks or preparation, and `move` makes them with other addresses. Nothing here waits
-for the device, reads device data or allocates device memory.
+  call      an op's arguments: a key, and the tensors (`keys`)
+  launch    the kernels of a call with their parameters; `repeat` makes it again for an equal call
+  form      what calls have in common that differ only in the addresses of their tensors (`form_of`)
+  template  the launch of one call of a form; `move` copies its parameters and writes other addresses there
+  places    where in the parameters the address of which tensor stands
+
+A call tries `repeat`, then `move`, and then, after its checks, `first`, which prepares it. A `sequence`
+remembers the kernels of its ops as one launch. Nothing here waits for the device, reads device data or
+allocates device memory.
 """
 
 from __future__ import annotations

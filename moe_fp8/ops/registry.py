@@ -45,10 +45,10 @@ class Op(NamedTuple):
     remembers nothing of the call. It returns the launch, or None if the call is not the launch of one kernel
     with these arguments. With `own_memory`, outputs are known to share no memory with other arguments.
     `arguments` are the argument names of the schema, in order; `cuda` names the function that prepares the
-    launch, as "module:function". `apart` raises ArgumentError if an output shares memory with another
-    argument. `examine` checks contents in checked mode, given the caller's arguments and those that the
-    check made of them. `converts` tells whether torch's dispatcher would convert an argument that is no
-    tensor, such as a tensor in the place of a number.
+    launch, as "module:function". `check` is that of `register`. `apart` raises ArgumentError if an output
+    shares memory with another argument. `examine` checks contents in checked mode, given the caller's
+    arguments and those that the check made of them. `converts` tells whether torch's dispatcher would convert
+    an argument that is no tensor, such as a tensor in the place of a number.
     """
 
     call: Callable[..., None]
@@ -56,6 +56,7 @@ class Op(NamedTuple):
     fresh: Callable[..., Launched | None]
     arguments: tuple[str, ...]
     cuda: str
+    check: Callable[..., tuple[Any, ...] | None]
     apart: Callable[[tuple[Any, ...]], None]
     examine: Callable[[tuple[Any, ...], tuple[Any, ...]], None]
     converts: Callable[[tuple[Any, ...]], bool]
@@ -65,25 +66,10 @@ class Op(NamedTuple):
 OPS: dict[str, Op] = {}
 
 
-class _Launcher:
-    """Holds `repeat` of `moe_fp8.ops.launch`, which is imported at the first CUDA call.
-
-    Therefore importing the ops loads no CUDA binding.
-    """
-
-    repeat: Callable[[Call], bool] | None = None
-
-
 @cache
 def launcher() -> ModuleType:
-    """The module `moe_fp8.ops.launch`."""
+    """The module `moe_fp8.ops.launch`. The first CUDA call imports it; the ops alone load no CUDA binding."""
     return importlib.import_module("moe_fp8.ops.launch")
-
-
-def _load_repeat() -> Callable[[Call], bool]:
-    repeat: Callable[[Call], bool] = launcher().repeat
-    _Launcher.repeat = repeat
-    return repeat
 
 
 @cache
@@ -294,7 +280,7 @@ def register(
         call = form = None
         if first.is_cuda and (contract is None or not checked(first)):
             call = call_of(arguments, tensors_of(arguments))
-            if (_Launcher.repeat or _load_repeat())(call):
+            if launcher().repeat(call):
                 return
             form = launcher().form_of(call)
             if launcher().move(call, form, partial(check_apart, arguments)):
@@ -308,7 +294,7 @@ def register(
             except RuntimeError:  # the tensors of a function transform have no address
                 op(*arguments)
                 return
-            if (_Launcher.repeat or _load_repeat())(call):
+            if launcher().repeat(call):
                 return
             form = launcher().form_of(call)
             if launcher().move(call, form, partial(check_apart, arguments)):
@@ -330,7 +316,7 @@ def register(
 
     for key, implementation in (("CPU", run), ("CUDA", run), ("Meta", meta)):
         _library.impl(name, implementation, key)
-    OPS[name] = Op(eager, run, fresh, names, cuda, check_apart, examine_contents, converts)
+    OPS[name] = Op(eager, run, fresh, names, cuda, check, check_apart, examine_contents, converts)
     return eager
 
 

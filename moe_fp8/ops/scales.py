@@ -96,11 +96,13 @@ def _count_conversion() -> Callable[[str], None]:
     return count
 
 
-def converted(op: str, scale: Tensor, kernel: str, name: str = "a_scale") -> Tensor:
-    """Convert `scale`, which `op` got in another layout, by `to_mn_major`; count and log the conversion.
+def mn_major(op: str, scale: Tensor, kernel: str, name: str = "a_scale") -> Tensor:
+    """`scale` if it is MN-major, else `to_mn_major` of it, which is counted and logged.
 
-    `name`: the argument. `kernel`: the kernel that reads the scales, for the count.
+    `op` and `name`: the op and its argument. `kernel`: the kernel that reads the scales, for the count.
     """
+    if is_mn_major(scale):
+        return scale
     _count_conversion()(kernel)
     _log.debug(
         "%s: %s %s with stride %s converted to MN-major; quantize_fp8 writes that layout itself",

@@ -27,16 +27,16 @@ class EngineCalls:
     """The calls of one engine.
 
     `contiguous` are its layouts of grouped GEMMs beside "masked". `further` are our ops that it calls besides
-    GEMMs and logits; engines mostly have kernels of their own for these. `logits` are its forms of prefill
-    logits. `bf16` are linear layers that it computes in bf16 although the checkpoint has FP8 weights.
-    `least_heads`: the engine pads fewer heads of an indexer with zeros; `least_prefill_heads`: in prefill
+    GEMMs and logits ("moe_permute" stands for `moe_combine` too); engines mostly have kernels of their own
+    for these. `logits` are its forms of prefill logits. `bf16` are linear layers that it computes in bf16
+    although the checkpoint has FP8 weights. `least_heads`: the engine pads fewer heads of an indexer with
+    zeros; `least_prefill_heads`: in prefill
     alone. `pooled_pages`: the pages of the indexer's cache that it may choose if the model pools the
     indexer's keys. `masked_step`: an expert's buffer in the masked layout has room for all tokens of a pass,
     and is longer than they are, by up to this number of rows; None if the layout serves decode steps only.
     """
 
     name: str
-    version: str
     contiguous: tuple[GemmLayout, ...]
     further: tuple[str, ...]
     logits: tuple[Logits, ...]
@@ -64,13 +64,12 @@ _DTYPES: tuple[OutDtype, ...] = ("float32", "bfloat16")
 
 #: Every call that the ops serve.
 ANY = EngineCalls(
-    "", "", ("m_indices", "psum", "offsets"),
+    "", ("m_indices", "psum", "offsets"),
     (
         "quantize_fp8",
         "silu_mul_quantize",
         "grouped_gemm_silu_mul_fp8",
         "moe_permute",
-        "moe_combine",
         "route_topk",
         "indexer_quantize_and_cache",
         "indexer_topk",
@@ -87,9 +86,8 @@ _ENGINES = (
     # With low-latency dispatch, its masked layout serves prefill too.
     EngineCalls(
         "vllm",
-        "0.33.0",
         ("m_indices", "psum", "offsets"),
-        ("quantize_fp8", "silu_mul_quantize", "moe_permute", "moe_combine"),
+        ("quantize_fp8", "silu_mul_quantize", "moe_permute"),
         (_FULL, _COMPRESSED),
         ("indexer.wk",),
         least_heads=32,
@@ -100,7 +98,6 @@ _ENGINES = (
     # Its masked layout serves prefill too.
     EngineCalls(
         "sglang",
-        "0.5.23",
         ("m_indices",),
         (),
         (_FULL, _COMPRESSED, _FILLED),

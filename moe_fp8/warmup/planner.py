@@ -138,16 +138,16 @@ def plan(
     computed = replace(model, dtype="bfloat16") if in_fp32 else model
     rows = list(gemm_rows(shapes, bounds, options))
     serves = bool(rows)
-    if "quantize_fp8" in options.calls.further:
-        rows += quantize_rows(computed, shapes, indexer, bounds, options)
-    if "silu_mul_quantize" in options.calls.further:
-        rows += silu_mul_rows(shapes, bounds, options)
-    if "grouped_gemm_silu_mul_fp8" in options.calls.further:
-        rows += gemm_silu_mul_rows(shapes, bounds, options)
-    if "moe_permute" in options.calls.further:
-        rows += moe_rows(computed, shapes, bounds, options)
-    if "route_topk" in options.calls.further:
-        rows += route_rows(computed, bounds, options)
+    further = {  # generators: an op's rows are made only if the engine calls it
+        "quantize_fp8": quantize_rows(computed, shapes, indexer, bounds, options),
+        "silu_mul_quantize": silu_mul_rows(shapes, bounds, options),
+        "grouped_gemm_silu_mul_fp8": gemm_silu_mul_rows(shapes, bounds, options),
+        "moe_permute": moe_rows(computed, shapes, bounds, options),
+        "route_topk": route_rows(computed, bounds, options),
+    }
+    for op, more in further.items():
+        if op in options.calls.further:
+            rows += more
     if options.weight_gradients:
         rows += weight_gradient_rows(shapes, bounds, options)
     if indexer is not None:

@@ -31,9 +31,10 @@ def build_plan(
 def load_plan(plan: Plan, jobs: int | None = None, progress: Progress = False) -> int:
     """Load every kernel of `plan` into this process, and build missing kernels first.
 
-    Returns the number of newly loaded kernels. A later `moe_fp8.jit.freeze()` ensures that no call compiles.
-    Launches nothing and allocates no tensor; do not call it during stream capture. Raises ToolchainError if
-    there is no GPU, and DriverError.
+    `jobs` and `progress` are as in `moe_fp8.jit.build.build`, but by default nothing is shown. Returns the
+    number of newly loaded kernels. A later `moe_fp8.jit.freeze()` ensures that no call compiles. Launches
+    nothing and allocates no tensor; do not call it during stream capture. Raises CompileError,
+    ToolchainError, also if there is no GPU, and DriverError.
     """
     return runtime.preload(plan.specs, jobs, progress)
 

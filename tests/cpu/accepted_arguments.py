@@ -1,4 +1,4 @@
-"""Arguments that every public op accepts, by name, for tests that change one of them."""
+"""Arguments that GEMMs, quantizers, the cache and logits accept, by name, for tests that change one."""
 
 from __future__ import annotations
 

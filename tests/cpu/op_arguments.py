@@ -17,25 +17,25 @@ I32 = torch.int32
 def _quantize() -> dict[str, Any]:
     q = torch.zeros(5, 256, dtype=torch.float8_e4m3fn)
     scale = torch.empty_strided((5, 2), (1, 8)).zero_()
-    return {"x": torch.zeros(5, 256), "q": q, "scale": scale, "power_of_two": False}
+    return {"x": torch.randn(5, 256), "q": q, "scale": scale, "power_of_two": False}
 
 
 def _silu_mul() -> dict[str, Any]:
-    x = torch.zeros(2, 5, 512, dtype=torch.bfloat16)
+    x = torch.randn(2, 5, 512).bfloat16()
     outputs = {
         "q": torch.zeros(2, 5, 256, dtype=torch.float8_e4m3fn),
         "scale": torch.zeros(2, 2, 8).mT[:, :5],
     }
     named = {"power_of_two": False, "limit": None, "rounded": False}
-    return {"x": x, "masked_m": torch.zeros(2, dtype=I32), **outputs, **named}
+    return {"x": x, "masked_m": torch.tensor([2, 5], dtype=I32), **outputs, **named}
 
 
 def _permute() -> dict[str, Any]:
     return {
-        "x": torch.zeros(3, 256, dtype=torch.float8_e4m3fn),
-        "x_scale": torch.zeros(3, 2),
-        "topk_ids": torch.zeros(3, 2, dtype=I32),
-        "expert_map": torch.zeros(8, dtype=I32),
+        "x": torch.randn(3, 256).to(torch.float8_e4m3fn),
+        "x_scale": torch.rand(3, 2),
+        "topk_ids": torch.tensor([[0, 7], [5, 2], [4, 1]], dtype=I32),
+        "expert_map": torch.tensor([-1, 0, 1, -1, 2, 3, -1, 0], dtype=I32),
         "a": torch.zeros(6, 256, dtype=torch.float8_e4m3fn),
         "a_scale": torch.zeros(2, 8).T[:6],
         "offsets": torch.zeros(5, dtype=I32),
@@ -47,15 +47,15 @@ def _permute() -> dict[str, Any]:
 def _combine() -> dict[str, Any]:
     bf16 = torch.bfloat16
     return {
-        "y": torch.zeros(6, 64, dtype=bf16),
-        "rows": torch.zeros(3, 2, dtype=I32),
-        "weights": torch.zeros(3, 2),
+        "y": torch.randn(6, 64).to(bf16),
+        "rows": torch.tensor([[0, 3], [-1, 2], [1, -1]], dtype=I32),
+        "weights": torch.rand(3, 2),
         "out": torch.zeros(3, 64, dtype=bf16),
     }
 
 
 def _route() -> dict[str, Any]:
-    tensors = {"logits": torch.zeros(3, 64), "correction_bias": torch.zeros(64)}
+    tensors = {"logits": torch.randn(3, 64), "correction_bias": torch.randn(64)}
     outputs = {"weights": torch.zeros(3, 4), "ids": torch.zeros(3, 4, dtype=I32)}
     groups = {"num_expert_group": 8, "topk_group": 4}
     named = {"scoring": "sigmoid", "renormalize": True, "scaling_factor": 2.5}
@@ -70,10 +70,11 @@ def _cache() -> dict[str, Any]:
 
 def _topk() -> dict[str, Any]:
     names = ("ks", "ke", "out", "values")
-    tensors = (torch.zeros(3, dtype=I32), torch.full((3,), 9, dtype=I32), torch.zeros(3, 4, dtype=I32))
-    arguments = dict(zip(names, (*tensors, torch.zeros(3, 4)), strict=True))
+    ks, ke = torch.tensor([[0, 3, 5], [9, 7, 5]], dtype=I32)
+    tensors = ks, ke, torch.zeros(3, 4, dtype=I32), torch.zeros(3, 4)
+    arguments = dict(zip(names, tensors, strict=True))
     named = {"first_column": 0, "carried": torch.zeros(3, 2, dtype=I32)}
-    return {"logits": torch.zeros(3, 9), "topk": 4, "sorted": False, **arguments, **named}
+    return {"logits": torch.randn(3, 9), "topk": 4, "sorted": False, **arguments, **named}
 
 
 def _gemm() -> dict[str, Any]:

@@ -48,7 +48,7 @@ def _variants(value: Any) -> dict[str, Any]:
 @pytest.mark.usefixtures("either_comparison")
 def test_every_attribute_of_every_argument_is_told_apart(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = _Recorder()
-    monkeypatch.setattr(registry._Launcher, "repeat", recorder.repeat)
+    monkeypatch.setattr(registry, "launcher", lambda: recorder)
 
     def called(arguments: dict[str, Any]) -> Call:
         run(op, arguments)
@@ -73,7 +73,7 @@ def test_every_attribute_of_every_argument_is_told_apart(op: str, monkeypatch: p
 @pytest.mark.parametrize("name", ["ks", "ke", "values", "carried"])
 def test_which_tensors_are_given_is_told_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = _Recorder()
-    monkeypatch.setattr(registry._Launcher, "repeat", recorder.repeat)
+    monkeypatch.setattr(registry, "launcher", lambda: recorder)
     tensor = torch.zeros(3, dtype=I32)
     none = dict.fromkeys(("ks", "ke", "values", "carried"))
     arguments = {**OPS["_indexer_topk_chunk"](), **none, "logits": torch.zeros(3, 9).as_subclass(_OnGpu)}

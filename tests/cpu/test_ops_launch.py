@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,7 +141,8 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """CPU tensors claim to be on a GPU; returns the calls that bypass torch's dispatcher."""
     calls: list[Call] = []
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(registry._Launcher, "repeat", lambda call: calls.append(call) or True)
+    launch = SimpleNamespace(repeat=lambda call: calls.append(call) or True)
+    monkeypatch.setattr(registry, "launcher", lambda: launch)
     return calls
 
 

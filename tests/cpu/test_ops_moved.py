@@ -51,7 +51,6 @@ class _Launches(_Cuda):
         patch.setattr(self.launch, "get_kernel", lambda spec: _Kernel(str(spec), self.made))
         patch.setattr(self.launch, "starts_with_address", lambda: True)
         patch.setattr(PARAMETERS_ENCODE, _encode)
-        patch.setattr(registry._Launcher, "repeat", None)
         patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
 
     def forget(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.demo_model import demo_folder
-from tests.live_server import live_server
+from tests.live_server import eventually, live_server
 
 __all__ = ["demo_folder"]
 
@@ -44,15 +44,6 @@ def events(server: httpx.Client, **body: Any) -> list[dict[str, Any]]:
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return condition()
 
 
 def health(server: httpx.Client) -> dict[str, Any]:
@@ -178,7 +169,7 @@ def test_stop_ends_the_text_before_it(server: httpx.Client) -> None:
 
 
 def test_a_seed_repeats_the_text_of_a_request_that_runs_alone(server: httpx.Client) -> None:
-    """Beside others, the probabilities round differently; `test_server_engine.py` has the draws alone."""
+    """In a batch of several, probabilities round differently; `test_server_engine.py` has the draws alone."""
     body = {"prompt": "In the evening", "max_tokens": 12, "temperature": 1.0, "top_p": 0.9}
     texts = [
         [complete(server, **body, seed=seed)["choices"][0]["text"] for seed in range(11, 15)] for _ in "ab"

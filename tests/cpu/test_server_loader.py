@@ -76,7 +76,7 @@ def test_the_published_config_is_read(name: str) -> None:
     assert yarn.rotation_scale == 1
     assert yarn.softmax_scale == pytest.approx((0.1 * math.log(40) + 1) ** 2)
     assert config.num_nextn_predict_layers == 1 and config.power_of_two_scales
-    # Of 32 pairs, those up to 10 turn more than 32 times in 4096 tokens, and those from 23 on less than once.
+    # Among 32 pairs, those up to 10 turn more than 32 times in 4096 tokens; those from 23 on, less than once.
     frequency = 10000.0 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)
     ratio = yarn.frequencies(frequency, 10000.0) / frequency
     assert ratio[:11].eq(1).all() and ratio[10:24].diff().lt(0).all()

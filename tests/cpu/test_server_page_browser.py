@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from tests.demo_model import demo_folder
-from tests.live_server import live_server
+from tests.live_server import eventually, live_server
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright (extra: test)")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
@@ -99,15 +99,6 @@ def type_into(page: sync_api.Page, field: str, text: str) -> None:
     assert focused(page) == field
     page.keyboard.press("Control+a")
     page.keyboard.type(text)
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return condition()
 
 
 def test_a_prompt_by_keyboard_gives_tokens_one_after_another(

@@ -66,7 +66,6 @@ class Server:
         forget_launches(launch, patch)
         parameters = import_cuda_side("moe_fp8.ops.parameters", patch)
         patch.setattr(parameters, "encode_tiled", lambda *described: bytes(128))
-        patch.setattr("moe_fp8.ops.registry._Launcher.repeat", None)
         patch.setattr("moe_fp8.ops.arguments.get_num_sms", lambda device: self.sms)
         patch.setattr("moe_fp8.ops.arguments.workers", lambda op, tensor, num_sms: num_sms or self.sms)
         patch.setattr(torch.Tensor, "is_cuda", True, raising=False)

@@ -147,7 +147,7 @@ def test_every_linear_layer_is_planned_or_listed() -> None:
 
 
 def test_attention_is_cut_apart_from_mlps() -> None:
-    """Of eight ranks with data-parallel attention each has all heads, and an eighth of MLPs and experts."""
+    """With data-parallel attention on eight ranks, each has all heads, and an eighth of MLPs and experts."""
     dp_attention = Parallelism(tp=8, ep=8, attention_tp=1, shared_tp=1)
     found = {shape.what: shape for shape in gemm_shapes(MODELS["deepseek_v32"], dp_attention)}
     assert found["q_b"].n == 128 * 192 and found["o"].k == 128 * 128

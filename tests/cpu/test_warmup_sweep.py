@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from moe_fp8.errors import ConfigError
 from moe_fp8.heuristics.gemm import table as gemm_table
-from moe_fp8.problems import GemmLayout, GemmProblem
+from moe_fp8.problems import GemmLayout, gemm_selection
 from moe_fp8.settings import settings as package_settings
-from moe_fp8.specs import kernel_spec
 from moe_fp8.warmup import GemmShape, Parallelism, Plan, PlanOptions, describe, gemm_shapes, load_model, plan
 from tests.cpu.cuda_side import import_cuda_side
 
@@ -60,8 +59,8 @@ def most_rows(planned: Plan, layout: str, shape: GemmShape) -> int:
     return tokens * parallelism.dp * model.experts_per_token + model.num_experts // options.ep * 127
 
 
-def uncovered(planned: Plan, launcher: ModuleType) -> Iterator[GemmProblem]:
-    """The problems of allowed calls whose kernel is not in the plan, each problem once.
+def uncovered(planned: Plan, launcher: ModuleType) -> Iterator[tuple[Any, ...]]:
+    """The arguments of `_gemm_plan` in allowed calls whose kernel is not in the plan, each once.
 
     The calls have every M without a hint and, in the largest buffer, every hint.
     """
@@ -69,7 +68,7 @@ def uncovered(planned: Plan, launcher: ModuleType) -> Iterator[GemmProblem]:
     specs, devices = set(planned.specs), range(len(gemm_table.devices()))
     given = replace(package_settings(), batch_invariant=options.batch_invariant)
     launcher.settings = lambda: given  # type: ignore[attr-defined]
-    make = launcher._gemm_problem
+    select = launcher._gemm_plan.__wrapped__
     parallelism = Parallelism(options.tp, options.ep)
     for shape in gemm_shapes(planned.model, parallelism, pad_intermediate=options.pad_intermediate):
         n, k, experts = shape.n, shape.k, shape.num_experts or 1
@@ -80,17 +79,14 @@ def uncovered(planned: Plan, launcher: ModuleType) -> Iterator[GemmProblem]:
                 calls += [(most, hint) for hint in range(most + 2)]
             seen: set[tuple[int, int | None]] = set()
             for m, hint in calls:
-                problem = make(layout, m, n, k, experts, hint, False, None, 0, options.num_sms)
-                # The selector looks only at these rows of a call.
-                selected = problem.for_selection()
-                rows = (selected.m, selected.expected_m)
+                rows = gemm_selection(layout, m, experts, hint)  # the selector looks only at these
                 if rows in seen:
                     continue
                 seen.add(rows)
                 for device in devices:
-                    other = make(layout, m, n, k, experts, hint, False, None, device, options.num_sms)
-                    if kernel_spec(other) not in specs:
-                        yield other
+                    call = (layout, rows[0], n, k, experts, rows[1], False, None, device, options.num_sms)
+                    if select(*call).spec not in specs:
+                        yield call
 
 
 @pytest.mark.parametrize("name", REAL)

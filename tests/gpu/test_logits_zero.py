@@ -9,7 +9,7 @@ from moe_fp8 import mqa_logits_fp8
 from moe_fp8.ops.indexer.logits import mqa_logits_chunk_op
 from tests import cases
 
-#: Of k_scale * sum_h |weights| * sum_d |q * k|, as the docstring of `mqa_logits_fp8` says.
+#: A share of k_scale * sum_h |weights| * sum_d |q * k|, as the docstring of `mqa_logits_fp8` says.
 BOUND = 1e-3
 
 

@@ -186,7 +186,7 @@ _DRAWN_EXPERTS = 64
 def _draws(experts: int, rows: int) -> Iterator[list[float]]:
     """Draws from log-normal distributions: the rows of experts, in parts of their mean, which is `rows`.
 
-    Of few experts there are several draws, since the number of their tiles is uncertain. Chance adds to a
+    Few experts have several draws, since the number of their tiles is uncertain. Chance adds to a
     spread: a mean of few rows leaves some experts without any. Equal arguments give equal draws.
     """
     if experts == 1:

@@ -10,7 +10,7 @@ namespace moe_fp8::mma {
 constexpr int kSumRows = 64, kSumColumns = 32, kSumBoxBytes = kSumRows * kSumColumns * sizeof(float);
 
 // Weights with a scale for each row lie in a stage in another order, so that a thread has four consecutive weight rows and not twice
-// two. Of each kWoven rows the even rows come first. So a thread's columns of wgmma, 2q and 2q + 1 of group j and of the group that lies
+// two. The even rows of each kWoven rows come first. So a thread's columns of wgmma, 2q and 2q + 1 of group j and of the group that lies
 // kWoven/2 columns further on, are the rows 16j + 4q to 16j + 4q + 3, where q is lane % 4.
 constexpr int kWoven = 128, kQuadRows = 16;
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -13,25 +12,19 @@ from moe_fp8.ops.modes import launches
 from moe_fp8.ops.registry import OPS
 
 
-def add_to(
-    c: Tensor,
-    out: Tensor,
-    name: str,
-    op: Callable[..., None],
-    check: Callable[..., checks.Others],
-    *operands: Any,
-) -> None:
-    """Call `op`, which adds to `out`, after `out` got `c`. `check` checks the `operands`."""
+def add_to(c: Tensor, out: Tensor, name: str, *operands: Any) -> None:
+    """Call the op `name` with `operands`, so that it adds to `out`, after `out` got `c`."""
+    op = OPS[name]
     if c is not out:
         # Wrong operands must leave `out` as it was. (Operands of a traced call are checked when the op runs.)
         traced = arguments.traced()
         if not traced:
-            given, operands = operands, check(*operands) or operands
-            OPS[name].apart(operands)
+            given, operands = operands, op.check(*operands) or operands
+            op.apart(operands)
         checks.addend(name, c, out)
         in_place = not traced and checks.addend_memory(name, c, out)
         if not traced:
-            OPS[name].examine(given, operands)
+            op.examine(given, operands)
         if launches(out) and not in_place:
             out.detach().copy_(c.detach())
-    op(*operands)
+    op.call(*operands)

@@ -100,9 +100,7 @@ def _gemm_operands(
     # Test the usual layout of the dense and contiguous ops without a function call, which saves time.
     if a_scale.stride() == (1, (leading[-1] + 3) & -4) and not unaligned(a_scale):
         return a_scale
-    if scales.is_mn_major(a_scale):
-        return a_scale
-    return scales.converted(op, a_scale, _ROWS_KERNEL if block == 1 else "gemm_fp8")
+    return scales.mn_major(op, a_scale, _ROWS_KERNEL if block == 1 else "gemm_fp8")
 
 
 #: Result of a check: other arguments to run with, or None to run with the given arguments.
@@ -130,9 +128,7 @@ def gemm(
     found = _gemm_operands("gemm_fp8", a, a_scale, b, b_scale, out, (m,), (), n, k, accumulate, block)
     if config is not None:
         _config("dense", a, b, b_scale, config)
-    found_b = b_scale
-    if row_scaled and not scales.is_mn_major(b_scale):
-        found_b = scales.converted("gemm_fp8", b_scale, _ROWS_KERNEL, "b_scale")
+    found_b = scales.mn_major("gemm_fp8", b_scale, _ROWS_KERNEL, "b_scale") if row_scaled else b_scale
     if found is a_scale and found_b is b_scale:
         return None
     # The kernel that converts scales may still run.
@@ -250,15 +246,13 @@ def k_grouped_gemm(
     extent(op, "b", n, "rows")
     extent(op, "out", out.shape[0] * m, "rows, those of all experts together")
     rows(op, a=a, b=b, out=out)
-    found = {
-        name: scale
-        if k == 0 or scales.is_mn_major(scale)
-        else scales.converted(op, scale, _ROWS_KERNEL, name)
-        for name, scale in (("a_scale", a_scale), ("b_scale", b_scale))
-    }
-    if found["a_scale"] is a_scale and found["b_scale"] is b_scale:
+    if k == 0:  # no kernel reads the scales
         return None
-    return a, found["a_scale"], b, found["b_scale"], offsets, out, accumulate
+    found_a = scales.mn_major(op, a_scale, _ROWS_KERNEL)
+    found_b = scales.mn_major(op, b_scale, _ROWS_KERNEL, "b_scale")
+    if found_a is a_scale and found_b is b_scale:
+        return None
+    return a, found_a, b, found_b, offsets, out, accumulate
 
 
 def addend(op: str, c: Tensor, out: Tensor) -> None:

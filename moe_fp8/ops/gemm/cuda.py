@@ -21,33 +21,6 @@ from moe_fp8.settings import settings
 from moe_fp8.specs import Selection, select_gemm, select_k_grouped_gemm
 
 
-def _gemm_problem(
-    layout: GemmLayout,
-    m: int,
-    n: int,
-    k: int,
-    num_experts: int,
-    expected_m: int | None,
-    fp32: bool,
-    config_text: str | None,
-    device: int,
-    num_sms: int,
-) -> GemmProblem:
-    return GemmProblem(
-        layout,
-        m,
-        n,
-        k,
-        num_experts,
-        expected_m,
-        "float32" if fp32 else "bfloat16",
-        num_sms,
-        launch.table(device),
-        settings().batch_invariant,
-        config_text,
-    )
-
-
 @lru_cache(maxsize=65536)
 def _gemm_plan(
     layout: GemmLayout,
@@ -66,9 +39,20 @@ def _gemm_plan(
     The grid is not theirs, since it follows a call's own `m`. Raises TileError if `config_text` names no
     config that such a call may use.
     """
-    return select_gemm(
-        _gemm_problem(layout, m, n, k, num_experts, expected_m, fp32, config_text, device, num_sms)
+    problem = GemmProblem(
+        layout,
+        m,
+        n,
+        k,
+        num_experts,
+        expected_m,
+        "float32" if fp32 else "bfloat16",
+        num_sms,
+        launch.table(device),
+        settings().batch_invariant,
+        config_text,
     )
+    return select_gemm(problem)
 
 
 def dense(

@@ -79,7 +79,7 @@ def gemm_fp8(
         gemm_op(a, a_scale, b, b_scale, out, config, constant_weights, False)
     else:
         operands = a, a_scale, b, b_scale, out, config, constant_weights, True
-        add_to(c, out, "gemm_fp8", gemm_op, checks.gemm, *operands)
+        add_to(c, out, "gemm_fp8", *operands)
     return out
 
 
@@ -172,7 +172,7 @@ def grouped_gemm_fp8_contiguous(
     if c is None:
         contiguous_op(*operands, False)
     else:
-        add_to(c, out, op, contiguous_op, checks.gemm_contiguous, *operands, True)
+        add_to(c, out, op, *operands, True)
     return out
 
 
@@ -235,5 +235,5 @@ def grouped_gemm_fp8_masked(
     if c is None:
         masked_op(*operands, False)
     else:
-        add_to(c, out, op, masked_op, checks.gemm_masked, *operands, True)
+        add_to(c, out, op, *operands, True)
     return out

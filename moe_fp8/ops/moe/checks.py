@@ -145,9 +145,9 @@ def gemm_silu_mul(
     swiglu_limit(op, limit)
     int32_vector(op, "offsets", offsets, num_experts + 1, "the start of each expert's rows, then the end")
     same_device(op, a, a_scale=a_scale, w13=w13, w13_scale=w13_scale, offsets=offsets, q=q, scale=scale)
-    if scales.is_mn_major(a_scale):
+    mn_major = scales.mn_major(op, a_scale, "gemm_silu_mul_fp8")
+    if mn_major is a_scale:
         return None
-    mn_major = scales.converted(op, a_scale, "gemm_silu_mul_fp8")
     return a, mn_major, w13, w13_scale, offsets, expected_m, limit, power_of_two, rounded, q, scale
 
 
