@@ -70,9 +70,10 @@ def summary(results: Results) -> str:
             continue
         parts.append(
             f"These are measurements on one {_name(device)}. A figure is the time of DeepGEMM, or of the "
-            "peer that the line names, over ours: above 1 we are faster. (For `gemm_fp8` it is the time of the "
-            "faster of DeepGEMM and torch's `scaled_mm`, whose rows are padded to a multiple of 4.) A class has "
-            "targets for its mean and for its worst shape, so that a mean above 1 may still miss a target."
+            "peer that the line names, over ours: above 1 we are faster. (For `gemm_fp8` it is the time of "
+            "the faster of DeepGEMM and torch's `scaled_mm`, whose rows are padded to a multiple of 4.) A "
+            "class has targets for its mean and for its worst shape, so that a mean above 1 may still miss a "
+            "target."
         )
         parts += [headlines, _sets(device)]
         if others := targets.others(device):

@@ -115,7 +115,7 @@ def __getattr__(name: str) -> object:
     if name == "jit":
         return importlib.import_module("moe_fp8.jit")
     home = "moe_fp8.errors" if name.endswith("Error") else "moe_fp8.ops"
-    with importlib.import_module("moe_fp8.errors").torch_needed():
+    with importlib.import_module("moe_fp8.errors").requirements_needed():
         value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

@@ -42,12 +42,10 @@ from moe_fp8.warmup.arguments import (
     store_from,
 )
 from moe_fp8.warmup.bundle import build_bundle
-from moe_fp8.warmup.explain import explain, explanation_table
 from moe_fp8.warmup.misses import Difference, Miss, explain_miss
 from moe_fp8.warmup.models import read_config
 from moe_fp8.warmup.options import every
 from moe_fp8.warmup.run import build_plan, demand_kept, missing_kernels
-from moe_fp8.warmup.tables import build_table, console, plan_table, rows_table
 
 #: Commands that only a source checkout has: package that runs, and help.
 _IN_A_CHECKOUT = {
@@ -185,6 +183,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(plan.to_dict(keys, cached))
         return EXIT_OK
+    from moe_fp8.warmup.tables import console, plan_table, rows_table  # which need rich
+
     out = console()
     out.print(plan_table(plan, keys, cached))
     if arguments.rows:
@@ -193,6 +193,9 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    from moe_fp8.warmup.explain import explain, explanation_table
+    from moe_fp8.warmup.tables import console
+
     used = "explain", *_EXPLAIN, "num_sms", "batch_invariant", "cache_dir", "json"
     _only(arguments, ["plan", "--explain", "1", "1", "1"], *used)
     m, n, k = arguments.explain
@@ -269,6 +272,8 @@ def _build(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json({**_build_dict(report), "bundle": None if bundle is None else bundle.to_dict()})
     else:
+        from moe_fp8.warmup.tables import build_table, console
+
         console().print(build_table(report))
         if bundle is not None:
             print(f"\nbundle {bundle.path}: {bundle.summary()}")

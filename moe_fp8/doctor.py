@@ -19,7 +19,7 @@ from moe_fp8.jit import driver
 from moe_fp8.jit.bundle import Bundle
 from moe_fp8.jit.files import distrust
 from moe_fp8.jit.sources import package_sources
-from moe_fp8.jit.toolchain import nvrtc, nvrtc_version
+from moe_fp8.jit.toolchain import nvrtc_version, try_nvrtc
 from moe_fp8.settings import settings
 
 Status = Literal["ok", "warn", "fail"]
@@ -68,6 +68,7 @@ def diagnose(
         ("kernel sources", _sources),
         ("kernel bundle", bundled),
         ("kernel store", store),
+        ("rich", _rich),
         ("torch", _torch),
         ("GPU", _gpu),
         *(() if engine is None else _engine_checks(ENGINES[engine])),
@@ -104,7 +105,7 @@ def _python() -> Finding:
 
 def _nvrtc(bundle: Path | None) -> Finding:
     try:
-        nvrtc()
+        try_nvrtc()
     except ToolchainError as error:
         if (bundle or settings().bundle) is None:
             raise
@@ -159,6 +160,14 @@ def _nearest(folder: Path) -> Path:
             path.lstat()  # a link to nothing exists, and no folder can be created in its place
             return path
     return folder
+
+
+def _rich() -> Finding:
+    try:
+        return Finding("rich", "ok", _installed("rich"))
+    except metadata.PackageNotFoundError:
+        detail = "not installed: the commands show no tables, and on a terminal nothing is built"
+        return Finding("rich", "fail", detail, f"pip install '{_requirement('rich')}'")
 
 
 def _torch() -> Finding:

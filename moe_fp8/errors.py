@@ -82,16 +82,21 @@ class UnsupportedError(MoeFp8Error, NotImplementedError):
     """The request is well formed but not supported; the message names a supported request."""
 
 
+#: Requirements without which a part of the package works: title, and what works.
+_REQUIREMENTS = {"torch": ("PyTorch", "planning and building"), "rich": ("rich", "--json and the ops")}
+
+
 @contextmanager
-def torch_needed() -> Iterator[None]:
-    """Within it, an import that fails without PyTorch is an UnsupportedError."""
+def requirements_needed() -> Iterator[None]:
+    """Within it, an import that fails without PyTorch or rich is an UnsupportedError."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if error.name not in _REQUIREMENTS:
             raise
+        title, others = _REQUIREMENTS[error.name]
         raise UnsupportedError(
-            "PyTorch is not installed; `moe-fp8 doctor` says which one fits (planning and building need none)"
+            f"{title} is not installed; `moe-fp8 doctor` says which version fits ({others} do not need it)"
         ) from None
 
 

@@ -173,10 +173,12 @@ def create_app(service: Service) -> FastAPI:
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
         return await generate(body, http)
 
+    @app.head("/v1/models", dependencies=secured, include_in_schema=False)
     @app.get("/v1/models", dependencies=secured, responses=errors)
     async def models() -> ModelList:
         return ModelList(data=[_model(service.ready_engine())])
 
+    @app.head("/v1/models/{model:path}", dependencies=secured, include_in_schema=False)
     @app.get("/v1/models/{model:path}", dependencies=secured, responses=errors)
     async def model(model: str) -> Model:
         engine = service.ready_engine()
@@ -198,6 +200,7 @@ def create_app(service: Service) -> FastAPI:
         status, _ = await service.look()
         return JSONResponse({"status": status}, status_code=200 if status == "ok" else 503)
 
+    @app.head("/metrics", include_in_schema=False)
     @app.get(
         "/metrics",
         response_class=Response,

@@ -52,8 +52,8 @@ def wait_until_ready(
         if server.poll() is not None:
             raise RuntimeError(f"the server exited with {server.returncode} before it was ready")
         try:
-            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
-                return dict(httpx.get(f"{url}/health", timeout=5).json())
+            if httpx.get(f"{url}/ready", timeout=5, trust_env=False).status_code == 200:
+                return dict(httpx.get(f"{url}/health", timeout=5, trust_env=False).json())
         except httpx.TransportError:
             pass
         time.sleep(0.1)
@@ -124,7 +124,7 @@ def main() -> int:
         health = wait_until_ready(server, url)
         body = {"prompt": PROMPT, "max_tokens": arguments.max_tokens, **SAMPLING}
         start = time.perf_counter()
-        response = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+        response = httpx.post(f"{url}/v1/completions", json=body, timeout=120, trust_env=False)
         seconds = time.perf_counter() - start
         answer = response.json()
         if response.status_code != 200:

@@ -44,6 +44,9 @@ class Gate:
             return
         try:
             headers = dict(scope["headers"])
+            if b"transfer-encoding" in headers and b"content-length" in headers:
+                # A proxy that goes by the length would take what follows for another request (RFC 9112, 6.1).
+                raise ApiError(400, "Content-Length and Transfer-Encoding exclude each other")
             self._check_key(scope["path"], headers)
             body = await self._body(scope, headers, receive)
         except ApiError as error:

@@ -187,8 +187,9 @@ def main() -> int:
     try:
         process.start()
         engine = service.engine = process.load()
+        key = "without a key" if settings.api_key is None else "with a key"
         print(
-            f"serving {engine.served.name} on {url} (interface: {url}/openapi.json); stop with Ctrl-C",
+            f"serving {engine.served.name} on {url} {key} (interface: {url}/openapi.json); stop with Ctrl-C",
             flush=True,
         )
         in_order = process.wait(engine)

@@ -17,6 +17,9 @@ _ENGINE = EngineOptions()
 
 Origin = Annotated[str, StringConstraints(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\"]+)$")]
 
+#: No memory holds more pages or requests, and torch takes no size beyond 64 bits.
+MOST = 2**31 - 1
+
 #: The trained model that comes with the example.
 SHAKESPEARE = Path(__file__).parent / "shakespeare"
 
@@ -31,6 +34,7 @@ class Settings(BaseSettings):
         cli_kebab_case=True,
         cli_hide_none_type=True,
         cli_avoid_json=True,
+        cli_parse_none_str="\0",  # no argument is this text, so that "None" is a text, as in the environment
         extra="forbid",
         protected_namespaces=(),
     )
@@ -43,10 +47,13 @@ class Settings(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: a Hopper GPU if there is one, else the reference backend"
     )
-    max_batch: int = Field(_ENGINE.max_batch, ge=1, description="requests decoded together")
+    max_batch: int = Field(_ENGINE.max_batch, ge=1, le=MOST, description="requests decoded together")
     max_context: int = Field(_ENGINE.max_context, ge=2, description="tokens of a request, prompt included")
     cache_pages: int = Field(
-        _ENGINE.cache_pages, ge=2, description=f"cache pages of {PAGE_TOKENS} tokens; one is for padding"
+        _ENGINE.cache_pages,
+        ge=2,
+        le=MOST,
+        description=f"cache pages of {PAGE_TOKENS} tokens; one is for padding",
     )
     prefill_chunk: int = Field(_ENGINE.prefill_chunk, ge=1, description="tokens prefilled at once")
     max_waiting: int = Field(
@@ -54,18 +61,18 @@ class Settings(BaseSettings):
     )
     load_format: LoadFormat = Field(_ENGINE.load_format, description="dummy: random weights, for timing")
     num_hidden_layers: int | None = Field(
-        None, ge=1, description="number of layers; None: as many as the checkpoint has"
+        None, ge=1, description="number of layers; default: as many as the checkpoint has"
     )
     decode: Literal["graph", "eager"] = Field(_ENGINE.decode, description="eager: no graphs, to compare")
     api_key: SecretStr | None = Field(
         None,
         min_length=1,
-        description="key that /v1 asks for; None: no key; better set by environment, since ps shows options",
+        description="key that /v1 asks for; default: none; better set by environment, since ps shows options",
     )
     max_body_bytes: int | None = Field(
         None,
         ge=1,
-        description="largest body in bytes; None: enough for a full queue of full contexts, at most 2 MiB",
+        description="largest body in bytes; default: enough for a full queue of full contexts, at most 2 MiB",
     )
     receive_seconds: float = Field(
         30.0, gt=0, description="seconds for a request to arrive, and for a client to take more"
@@ -81,6 +88,14 @@ class Settings(BaseSettings):
     cors_origins: Annotated[list[Origin], NoDecode] = Field(
         [], description="origins such as https://a.example that browsers may call from, separated by commas"
     )
+
+    @field_validator("api_key")
+    @classmethod
+    def _sendable(cls, value: SecretStr | None) -> SecretStr | None:
+        key = "" if value is None else value.get_secret_value()
+        if not key.isascii() or not key.isprintable() or key != key.strip():
+            raise ValueError("expected printable ASCII without a space at either end, as a header has it")
+        return value
 
     @field_validator("cors_origins", mode="before")
     @classmethod

@@ -37,6 +37,17 @@ def nvrtc() -> Any:
     return module
 
 
+def try_nvrtc() -> None:
+    """Compile an empty kernel. Raises ToolchainError if NVRTC cannot, as without its `libnvrtc-builtins`."""
+    api = nvrtc()
+    status, program = api.nvrtcCreateProgram(b'extern "C" __global__ void empty() {}', b"empty.cu", 0, [], [])
+    if status == api.nvrtcResult.NVRTC_SUCCESS:
+        (status,) = api.nvrtcCompileProgram(program, 1, [b"--gpu-architecture=sm_90a"])
+        api.nvrtcDestroyProgram(program)
+    if status != api.nvrtcResult.NVRTC_SUCCESS:
+        raise ToolchainError(f"NVRTC compiles nothing ({status.name}): it is not whole; {_REMEDY}")
+
+
 def _query_version(module: Any) -> tuple[int, int]:
     # cuda.bindings opens libnvrtc at the first call; if it cannot, it raises exceptions of its own types.
     try:
@@ -52,9 +63,9 @@ def _query_version(module: Any) -> tuple[int, int]:
 
 @cache
 def installed_nvrtc() -> tuple[int, int] | None:
-    """(major, minor) of the installed NVRTC, even if it is too old; None if no NVRTC can be loaded."""
+    """(major, minor) of the installed NVRTC; None if no NVRTC can be loaded that compiles the kernels."""
     try:
-        return _query_version(import_bindings("nvrtc", _REMEDY))
+        return nvrtc_version()
     except ToolchainError:
         return None
 

@@ -9,7 +9,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TypeAlias
 
-from moe_fp8.errors import BundleError, CompileError, ConfigError, JitError, MoeFp8Error, ToolchainError
+from moe_fp8.errors import (
+    BundleError,
+    CompileError,
+    ConfigError,
+    JitError,
+    MoeFp8Error,
+    ToolchainError,
+    requirements_needed,
+)
 from moe_fp8.jit.bundle import bundle_in_use
 from moe_fp8.jit.progress import lossy_output
 from moe_fp8.jit.store import KernelStore, default_store
@@ -297,7 +305,8 @@ def run_command(command: Callable[[], int]) -> int:
     """
     with lossy_output() as out:
         try:
-            code = command()
+            with requirements_needed():
+                code = command()
         except (MoeFp8Error, OSError, KeyboardInterrupt) as failure:
             code = complain(failure)
         out.flush()

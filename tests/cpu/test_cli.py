@@ -325,7 +325,7 @@ def test_doctor_fails_without_a_compiler(
     def missing() -> None:
         raise ToolchainError("libnvrtc cannot be loaded; pip install nvidia-cuda-nvrtc")
 
-    monkeypatch.setattr(doctor, "nvrtc", missing)
+    monkeypatch.setattr(doctor, "try_nvrtc", missing)
     assert cli.main(["doctor"]) == 1
     assert "pip install nvidia-cuda-nvrtc" in capsys.readouterr().out
 

@@ -12,7 +12,7 @@ from tests.cpu.cli_runs import no_gpu
 
 __all__ = ["no_gpu"]
 
-NAMES = ["python", "NVRTC", "kernel sources", "kernel bundle", "kernel store", "torch", "GPU"]
+NAMES = ["python", "NVRTC", "kernel sources", "kernel bundle", "kernel store", "rich", "torch", "GPU"]
 
 
 def cache(folder: Path) -> doctor.Finding:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from types import ModuleType
 
 import pytest
 
-from moe_fp8 import doctor
+from moe_fp8 import cli, doctor
 from moe_fp8.errors import ToolchainError
 from moe_fp8.jit import driver, toolchain
+from moe_fp8.warmup.arguments import EXIT_FAILED
+from tests.cpu.cli_runs import SMALL, no_gpu
+
+__all__ = ["no_gpu"]
 
 _CACHES = (toolchain.nvrtc, toolchain.installed_nvrtc, toolchain.nvrtc_version, driver._driver)
 
@@ -49,6 +54,58 @@ def test_the_error_is_typed_and_has_its_cause(cause: Exception) -> None:
     assert caught.value.__cause__ is cause
     assert toolchain.installed_nvrtc() is None
     assert driver.device_count() == 0
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Nothing is kept of NVRTC, neither before the test nor after it."""
+    for cached in _CACHES:
+        cached.cache_clear()
+    yield
+    for cached in _CACHES:
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_an_nvrtc_that_is_too_old_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a process compiles nothing, so a bundle's version counts."""
+    monkeypatch.setattr(toolchain, "_query_version", lambda module: (12, 9))
+    assert toolchain.installed_nvrtc() is None
+    found = {finding.name: finding for finding in doctor.diagnose()}["NVRTC"]
+    assert found.status == "fail" and "12.9 is too old" in found.detail
+
+
+def test_an_nvrtc_that_lacks_a_library_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an image to which only libnvrtc itself was copied."""
+    api = toolchain.nvrtc()
+    failure = api.nvrtcResult.NVRTC_ERROR_BUILTIN_OPERATION_FAILURE
+    monkeypatch.setattr(api, "nvrtcCompileProgram", lambda *_: (failure,))
+    found = {finding.name: finding for finding in doctor.diagnose()}["NVRTC"]
+    assert found.status == "fail" and "BUILTIN_OPERATION_FAILURE" in found.detail
+    assert "pip install" in found.detail
+
+
+def test_a_missing_rich_is_a_finding_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, modules = metadata.version, [name for name in sys.modules if name.split(".")[0] == "rich"]
+    for name in (*modules, "moe_fp8.warmup.tables", "moe_fp8.warmup.explain"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "rich", None)
+
+    def version(name: str) -> str:
+        if name == "rich":
+            raise metadata.PackageNotFoundError(name)
+        return found(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    told = {finding.name: finding for finding in doctor.diagnose()}["rich"]
+    assert told.status == "fail" and "pip install 'rich>=" in told.remedy
+    assert cli.main(["plan", *SMALL]) == EXIT_FAILED
+    assert (
+        capsys.readouterr().err.splitlines()[-1].startswith("error: rich is not installed; `moe-fp8 doctor`")
+    )
+    assert cli.main(["plan", *SMALL, "--json"]) == 0
 
 
 @pytest.mark.parametrize(("name", "engine"), [("torch", None), ("vllm", "vllm"), ("sglang", "sglang")])

@@ -107,6 +107,17 @@ def test_a_wrong_head_is_refused_in_the_same_form(server: httpx.Client, head: st
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
+def test_a_length_beside_chunks_is_refused_and_its_connection_closed(server: httpx.Client) -> None:
+    """A proxy that goes by the length would take the second request for a part of the first."""
+    with connect(server) as sock:
+        sock.sendall(
+            f"{HEAD}content-length: 36\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+            "GET /ready HTTP/1.1\r\nhost: a\r\n\r\n".encode()
+        )
+        got = answer(sock)
+    assert got.startswith(b"HTTP/1.1 400 ") and got.count(b"HTTP/1.1 ") == 1
+
+
 @pytest.mark.parametrize("part", ["head", "body"])
 def test_a_request_that_trickles_is_ended(server: httpx.Client, part: str) -> None:
     """Each byte comes in time, but the request does not."""

@@ -51,12 +51,12 @@ def test_a_key_is_needed_under_v1_only(server: httpx.Client) -> None:
         assert response.status_code == 401
         assert response.headers["www-authenticate"] == "Bearer"
         assert response.json()["error"]["code"] == "invalid_api_key"
-    assert server.get("/v1/models").status_code == 200
+    assert server.get("/v1/models").status_code == server.head("/v1/models").status_code == 200
     lower = server.get("/v1/models", headers={"authorization": f"bearer {KEY}"})
     assert lower.status_code == 200, "the scheme has no case"
     for open_path in ("/health", "/ready", "/metrics", "/openapi.json"):
         assert httpx.get(f"{server.base_url}{open_path}").status_code == 200
-    for path in ("/", "/health", "/ready"):
+    for path in ("/", "/health", "/ready", "/metrics"):
         assert httpx.head(f"{server.base_url}{path}").status_code == 200
     for path in ("/docs", "/redoc"):
         assert httpx.get(f"{server.base_url}{path}").status_code == 404, "it loads scripts from elsewhere"

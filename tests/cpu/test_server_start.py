@@ -135,6 +135,24 @@ def test_options_come_from_the_environment_too(tmp_path: Path, monkeypatch: pyte
     assert settings.engine_options() == EngineOptions(max_waiting=9)
 
 
+@pytest.mark.parametrize("key", ["k\n", " k", "k ", "ä", "\udcff", "a\x7fb"])
+def test_a_key_that_no_header_carries_is_refused(key: str) -> None:
+    with pytest.raises(ValidationError, match="as a header has it"):
+        read_settings(["--api-key", key])
+
+
+def test_none_is_a_text_on_the_command_line_as_in_the_environment() -> None:
+    key = read_settings(["--api-key", "None"]).api_key
+    assert key is not None and key.get_secret_value() == "None"
+    with pytest.raises(ValidationError):
+        read_settings(["--num-hidden-layers", "None"])
+
+
+@pytest.mark.parametrize("option", ["--max-batch", "--cache-pages"])
+def test_a_size_beyond_all_memory_is_refused_by_its_name(option: str) -> None:
+    assert refused(option, "1000000000000000000000").startswith(f"error: {option} (or ")
+
+
 def test_the_wait_for_the_engine_has_an_end() -> None:
     said = refused("--engine-seconds", "inf")
     assert said.startswith("error: --engine-seconds (or SERVER_EXAMPLE_ENGINE_SECONDS): ")
@@ -291,7 +309,7 @@ def test_the_start_prints_the_url(demo_folder: Path) -> None:
         found = re.search(r"http://127\.0\.0\.1:\d+", line)
         assert found is not None, line
         assert httpx.get(f"{found[0]}/ready").status_code == 200
-        assert f"{found[0]}/openapi.json" in line
+        assert f"{found[0]}/openapi.json" in line and "without a key" in line
         process.terminate()
         _, said = process.communicate(timeout=40)
         assert process.returncode == 0

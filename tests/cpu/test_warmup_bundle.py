@@ -170,7 +170,7 @@ def test_doctor_wants_no_compiler_beside_a_bundle(
     def missing() -> None:
         raise ToolchainError("libnvrtc cannot be loaded; pip install nvidia-cuda-nvrtc")
 
-    monkeypatch.setattr(doctor, "nvrtc", missing)
+    monkeypatch.setattr(doctor, "try_nvrtc", missing)
     monkeypatch.setattr(bundle_module, "installed_nvrtc", lambda: None)
     assert findings()["NVRTC"].status == "fail"
     in_use(bundle)
