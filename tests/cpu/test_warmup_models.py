@@ -54,6 +54,35 @@ def layers_of(description: ModelDescription, what: str) -> list[int]:
     return [layer for linear in description.linears if linear.what == what for layer in linear.layers]
 
 
+def test_qwen3_may_have_a_shared_expert() -> None:
+    assert not any(what.startswith("shared") for what in shapes("qwen3_30b", 1, 1))
+    assert shapes("qwen3_30b", 1, 1, shared_expert_intermediate_size=0) == shapes("qwen3_30b", 1, 1)
+    found = shapes("qwen3_30b", 2, 1, shared_expert_intermediate_size=768)
+    assert (found["shared.gate_up"], found["shared.down"]) == ((768, 2048, None), (2048, 384, None))
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("qwen3_30b", "num_shared_experts"),
+        ("glm_45", "moe_shared_expert_intermediate_size"),
+        ("hy_v3", "moe_shared_expert_intermediate_size"),
+        ("kimi_k2", "shared_intermediate_size"),
+    ],
+)
+def test_shared_experts_of_another_spelling_are_not_dropped(name: str, field: str) -> None:
+    assert describe(in_blocks(name) | {field: 0}) == describe(in_blocks(name))
+    with pytest.raises(ModelError, match=f"{field}: expected 0"):
+        describe(in_blocks(name) | {field: 1024})
+
+
+def test_the_prediction_layers_of_mimo_have_dense_mlps() -> None:
+    description = describe(in_blocks("mimo_v2_flash") | {"num_nextn_predict_layers": 2})
+    last = description.num_layers
+    assert {last, last + 1} <= {*layers_of(description, "mlp.gate_up")}
+    assert not {last, last + 1} & {*layers_of(description, "experts.gate_up")}
+
+
 def test_deepseek_v32_is_described() -> None:
     description = load_model(CONFIGS / "deepseek_v32.json")
     assert description.indexer == Indexer(64, 128, 2048)

@@ -135,8 +135,8 @@ def test_the_experts_of_deepseek_v4_are_of_the_named_format() -> None:
     quantized = config["quantization_config"] | {"expert_dtype": "fp8"}
     config.pop("expert_dtype", None)
     assert describe(config | {"quantization_config": quantized}) == describe(config | {"expert_dtype": "fp8"})
-    for unknown in ("mxfp4", "int4", 5, []):
-        with pytest.raises(ModelError, match="expert_dtype: expected fp4 or fp8"):
+    for unknown in ("mxfp8", "int4", 5, []):
+        with pytest.raises(ModelError, match="expert_dtype: expected fp4, mxfp4 or fp8"):
             describe(config | {"expert_dtype": unknown})
 
 

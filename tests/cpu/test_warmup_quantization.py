@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from moe_fp8.errors import ModelError
 from moe_fp8.warmup import ModelDescription, PlanOptions, describe, load_model, plan, read_config
+from moe_fp8.warmup.models import Linear, Part
+from moe_fp8.warmup.shapes import Parallelism, gemm_shapes
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -49,7 +52,7 @@ def in_bf16(description: ModelDescription) -> set[str]:
         tensors(),
         tensors(weights_block_structure="128x128"),
         {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "exclude_modules": ["lm_head"]},
-        {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8_PB_WO", "exclude_modules": []}},
+        {"quant_method": "modelopt", "quantization": {"quant_algo": "fp8_pb_wo", "exclude_modules": []}},
     ],
 )
 def test_blocks_of_three_forms_are_one_plan(quantization: dict[str, Any]) -> None:
@@ -88,8 +91,23 @@ def test_other_forms_are_refused_by_name(named: str, quantization: Any) -> None:
     assert caught.value.field.startswith("quantization_config")
 
 
+def unpadded(description: ModelDescription) -> tuple[Linear, ...]:
+    """The linear layers as if engines padded none."""
+
+    def plain(part: Part) -> Part:
+        return part._replace(padded=False)
+
+    return tuple(
+        replace(linear, n=tuple(map(plain, linear.n)), k=plain(linear.k)) for linear in description.linears
+    )
+
+
 def test_a_bf16_checkpoint_is_planned_if_the_engine_quantizes_it() -> None:
-    assert model(None, "fp8-block").linears == model(FP8).linears
+    quantized = model(None, "fp8-block")
+    assert unpadded(quantized) == model(FP8).linears
+    # A rank's share of the experts' 768 columns would be 96; vLLM pads it.
+    found = {shape.what: (shape.n, shape.k) for shape in gemm_shapes(quantized, Parallelism(8, 1))}
+    assert (found["experts.gate_up"], found["experts.down"]) == ((256, 2048), (2048, 128))
     with pytest.raises(ModelError, match="quantize"):
         model(None, "int8")
     with pytest.raises(ModelError, match="no quantization_config"):
@@ -226,7 +244,46 @@ def test_the_modules_that_longcat_disables_are_bf16() -> None:
             linear.what for linear in description.linears if "disable_quant_module" in linear.reason
         } == expected
         quantized = read_config(CONFIGS / "longcat_flash.json") | {"disable_quant_module": names}
-        assert describe(quantized, quantize="fp8-block").linears == description.linears
+        assert unpadded(describe(quantized, quantize="fp8-block")) == description.linears
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("mimo_v2_flash", {"quantization_config": {**FP8, "store_dtype": "mxfp4", "mxfp4_block_size": 32}}),
+        ("qwen3_30b", {"quantization_config": {**FP8, "routed_experts_quant_method": "mxfp4"}}),
+        ("glm_5", {"quantization_config": FP8, "expert_dtype": "fp4"}),
+        ("glm_5", {"quantization_config": {**FP8, "expert_dtype": "mxfp4"}}),
+    ],
+)
+def test_experts_in_fp4_are_told_in_any_model(name: str, fields: dict[str, Any]) -> None:
+    """Engines read these fields whatever the architecture is."""
+    config = read_config(CONFIGS / f"{name}.json")
+    eight, four = describe(config | {"quantization_config": FP8}), describe(config | fields)
+    served = {linear.what for linear in eight.linears if not linear.reason}
+    assert served - {linear.what for linear in four.linears if not linear.reason} == {
+        "experts.gate_up", "experts.down",
+    }  # fmt: skip
+    with pytest.raises(ModelError, match="experts in FP4 are not served yet"):
+        plan(four, PlanOptions(max_tokens=8, max_batch=1), strict=True)
+
+
+def test_the_names_of_hys_shared_experts_are_understood() -> None:
+    """The hub and vLLM have another name than transformers."""
+    config = read_config(CONFIGS / "hy_v3.json")
+    for name in ("shared_mlp", "shared_experts"):
+        names = [
+            f"model.layers.{i}.mlp.{name}.{part}_proj" for i in range(100) for part in ("gate", "up", "down")
+        ]
+        found = describe(config | {"quantization_config": {**FP8, "ignored_layers": names}})
+        assert in_bf16(found) == {"shared.gate_up", "shared.down"}
+        quantization = tensors()
+        quantization["config_groups"]["group_0"]["targets"] = [rf"re:.*mlp\.{name}\..*_proj$"]
+        found = describe(config | {"quantization_config": quantization})
+        assert {linear.what for linear in found.linears if not linear.reason} == {
+            "shared.gate_up",
+            "shared.down",
+        }
 
 
 def test_the_names_of_longcats_dense_mlps_are_understood() -> None:

@@ -14,7 +14,7 @@ from moe_fp8.errors import ModelError
 from moe_fp8.problems import InDtype
 from moe_fp8.warmup.models import blocks
 from moe_fp8.warmup.models.description import Indexer, Linear, ModelDescription, Part
-from moe_fp8.warmup.models.families import Family, family_of, known
+from moe_fp8.warmup.models.families import Family, family_of, known, shared_fields
 from moe_fp8.warmup.models.fields import Fields, read_config
 from moe_fp8.warmup.models.layers import expert_layers
 from moe_fp8.warmup.models.quantization import has_quantization, read_quantization
@@ -76,7 +76,8 @@ def describe(
     )
     layers = tuple(range(num_layers + predictors))
     attention, indexer = family.attention(fields, layers)
-    mlps, num_shared = _mlps(fields, family, num_layers, layers)
+    # An engine that quantizes experts pads a rank's width to whole blocks (vLLM).
+    mlps, num_shared = _mlps(fields, family, num_layers, layers, padded_experts=quantize is not None)
     linears = [*attention, *mlps, *_outer(fields, family, layers[num_layers:])]
     dtype = _dtype(fields)
     fields.complete()
@@ -87,7 +88,7 @@ def describe(
         num_layers=num_layers,
         max_positions=max_positions,
         dtype=dtype,
-        linears=tuple(part for linear in linears for part in quantization.apply(linear)),
+        linears=tuple(part for linear in linears for part in quantization.apply(family.spelled(linear))),
         indexer=indexer,
         num_experts=num_experts,
         experts_per_token=experts_per_token,
@@ -145,7 +146,7 @@ def _first(fields: Fields, names: tuple[str, ...]) -> int:
 
 
 def _mlps(
-    fields: Fields, family: Family, num_layers: int, layers: tuple[int, ...]
+    fields: Fields, family: Family, num_layers: int, layers: tuple[int, ...], *, padded_experts: bool
 ) -> tuple[list[Linear], int]:
     """The linear layers of MLPs, experts and routers, and the number of shared experts."""
     sparse = expert_layers(fields, num_layers)
@@ -165,6 +166,12 @@ def _mlps(
         names = blocks.projections(family.dense)
         found += blocks.mlp(fields, "mlp", dense, dense_width, "mlp", names, padded=family.padded)
     moe = family.moe
+    for name in sorted(shared_fields() - {*family.shared_count, *family.shared_width}):
+        if fields.has(name) and fields.most(name):
+            raise ModelError(
+                name, f"0, since a {fields.raw('model_type')} model names its shared experts otherwise",
+                fields.raw(name), "name an architecture whose shared experts have this field with read_as",
+            )  # fmt: skip
     shared_count = _shared_count(fields, family)
     shared = shared_count * width
     if family.shared_width and any(fields.has(name) for name in family.shared_width):
@@ -176,8 +183,8 @@ def _mlps(
             name = f"{moe}.{family.shared}_gate"
             found.append(blocks.whole("shared.gate", 1, hidden, sparse, name, blocks.GATE))
     modules = tuple(f"{moe}.experts.{name}" for name in family.projections)
-    experts = blocks.mlp(fields, "experts", sparse, width, "experts", modules)
-    if family.fp4_experts and _expert_dtype(fields) == "fp4":
+    experts = blocks.mlp(fields, "experts", sparse, width, "experts", modules, padded=padded_experts)
+    if _expert_dtype(fields, family) == "fp4":
         experts = [linear.because("experts in FP4 are not served yet", lacking=True) for linear in experts]
     found += experts
     num_experts = fields.number("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
@@ -186,15 +193,16 @@ def _mlps(
     return found, shared_count if shared else 0
 
 
-def _expert_dtype(fields: Fields) -> str:
-    """The format of the experts of a family whose experts are FP4 by default: "fp4" or "fp8"."""
-    quantized = fields.within("quantization_config")
-    value = fields.raw("expert_dtype")
-    if value is None and quantized is not None:
-        value = quantized.raw("expert_dtype")
-    if value not in (None, "fp4", "fp8"):
-        raise ModelError("expert_dtype", "fp4 or fp8", value)
-    return value or "fp4"
+def _expert_dtype(fields: Fields, family: Family) -> str:
+    """The format of the experts, "fp4" or "fp8": as the config says, else that of the family."""
+    quantized = fields.within("quantization_config") or fields
+    # `store_dtype` is MiMo's name, and the last name is Ling's; engines read them in any model.
+    for name in ("expert_dtype", "store_dtype", "routed_experts_quant_method"):
+        if (value := quantized.raw(name)) is not None:
+            if value not in ("fp4", "mxfp4", "fp8"):
+                raise ModelError(name, "fp4, mxfp4 or fp8", value)
+            return "fp8" if value == "fp8" else "fp4"
+    return "fp4" if family.fp4_experts else "fp8"
 
 
 def _shared_count(fields: Fields, family: Family) -> int:

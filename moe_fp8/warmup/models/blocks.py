@@ -131,15 +131,15 @@ def gated_delta_net(fields: Fields, layers: Numbers) -> list[Linear]:
     key_dim, value_dim = (fields.number(f"linear_{name}_head_dim") for name in ("key", "value"))
     keys, values = Part(key_heads, key_dim, "heads"), Part(value_heads, value_dim, "heads")
 
-    def linear(name: str, n: tuple[Part, ...], k: Part, names: tuple[str, ...], reason: str = "") -> Linear:
+    def linear(name: str, n: tuple[Part, ...], k: Part, names: tuple[str, ...]) -> Linear:
         modules = tuple(f"linear_attn.{each}" for each in names)
-        return Linear(f"linear_attn.{name}", n, k, "attention", modules, layers, reason=reason)
+        return Linear(f"linear_attn.{name}", n, k, "attention", modules, layers)
 
     inputs = ("in_proj_qkvz",) if fields.raw("model_type") == "qwen3_next" else ("in_proj_qkv", "in_proj_z")
     gates = ("in_proj_ba",) if fields.raw("model_type") == "qwen3_next" else ("in_proj_b", "in_proj_a")
     return [
         linear("in_proj_qkvz", (keys, keys, values, values), Part(hidden), inputs),
-        linear("in_proj_ba", (Part(value_heads, 2, "heads"),), Part(hidden), gates, GATE),
+        linear("in_proj_ba", (Part(value_heads, 2, "heads"),), Part(hidden), gates),
         linear("out_proj", (Part(hidden),), values, ("out_proj",)),
     ]
 

@@ -30,7 +30,8 @@ class Family:
     `padded`: engines round a rank's width of dense MLPs and shared experts up to whole blocks. `fp4_experts`:
     the experts are FP4 unless the config says otherwise. `predictor` gives what a prediction layer (MTP) has
     beside a layer of the model; its MLP is dense if `dense_predictors`. `predictor_count` are names of the
-    field that counts prediction layers; without the field there are `num_predictors`.
+    field that counts prediction layers; without the field there are `num_predictors`. `spellings` are parts
+    of modules' names, each with another word that checkpoints have for it.
     """
 
     attention: Attention
@@ -52,6 +53,12 @@ class Family:
         "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_num_layers",
     )  # fmt: skip
     num_predictors: int = 0
+    spellings: tuple[tuple[str, str], ...] = ()
+
+    def spelled(self, linear: Linear) -> Linear:
+        """The layer with all names that checkpoints have for its modules."""
+        others = [name.replace(*pair) for pair in self.spellings for name in linear.modules]
+        return replace(linear, modules=tuple(dict.fromkeys((*linear.modules, *others))))
 
 
 def family_of(model_type: str) -> Family | None:
@@ -62,6 +69,12 @@ def family_of(model_type: str) -> Family | None:
 def known() -> tuple[str, ...]:
     """The `model_type`s that are known."""
     return tuple(sorted(_FAMILIES))
+
+
+def shared_fields() -> frozenset[str]:
+    """The fields that tell the number or the width of shared experts, in any family."""
+    families = _FAMILIES.values()
+    return frozenset(name for family in families for name in (*family.shared_count, *family.shared_width))
 
 
 def _select(fields: Fields, name: str, word: str, layers: Numbers, *, predictors: bool) -> Numbers | None:
@@ -314,7 +327,9 @@ _FAMILIES: dict[str, Family] = {
         _GROUPED, expert_width=("moe_intermediate_size", "intermediate_size"), shared="shared_mlp",
         shared_count=("num_shared_expert",),
     ),
-    "hy_v3": replace(_GROUPED, shared_count=("num_shared_experts",)),
+    "hy_v3": replace(
+        _GROUPED, shared_count=("num_shared_experts",), spellings=(("shared_experts", "shared_mlp"),)
+    ),
     "hy_v4": Family(_gated_latent),
     "kimi_k2": _LATENT,
     "kimi_k25": _LATENT,
@@ -322,7 +337,7 @@ _FAMILIES: dict[str, Family] = {
         _doubled_latent, expert_width=("expert_ffn_hidden_size", "moe_intermediate_size"),
         dense_width=("ffn_hidden_size", "intermediate_size"), dense="mlps", dense_everywhere=True,
     ),
-    "mimo_v2_flash": Family(_grouped_and_sliding),
+    "mimo_v2_flash": Family(_grouped_and_sliding, dense_predictors=True),
     "minimax_m2": _ONE_WIDTH,
     "minimax_m3": replace(
         _ONE_WIDTH, attention=_minimax_m3, dense_width=("dense_intermediate_size",),
@@ -331,7 +346,9 @@ _FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5_moe": _QWEN_NEXT,
     "qwen3_5_moe_text": _QWEN_NEXT,
-    "qwen3_moe": _GROUPED,
+    "qwen3_moe": replace(
+        _GROUPED, shared_width=("shared_expert_intermediate_size",), shared="shared_expert", shared_gate=True
+    ),
     "qwen3_next": replace(_QWEN_NEXT, num_predictors=1),
 }  # fmt: skip
 _FAMILIES["minimax_m3_vl"] = _FAMILIES["minimax_m3_vl_text"] = _FAMILIES["minimax_m3"]

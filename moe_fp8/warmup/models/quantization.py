@@ -246,7 +246,9 @@ def _modelopt(name: str, value: dict[str, Any]) -> Quantization:
     if isinstance(inner, dict):
         name, value = f"{name}.quantization", {**value, **inner}
     algorithm = value.get("quant_algo")
-    _demand(name, "quant_algo", algorithm, "'FP8_PB_WO' (FP8 in blocks)", _is("FP8_PB_WO"))
+    # ModelOpt writes it in small letters too.
+    in_blocks = isinstance(algorithm, str) and algorithm.upper() == "FP8_PB_WO"
+    _demand(name, "quant_algo", algorithm, "'FP8_PB_WO' (FP8 in blocks)", lambda given: in_blocks)
     return Quantization(*_skipped(name, value, "exclude_modules", "ignore"))
 
 
