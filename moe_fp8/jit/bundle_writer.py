@@ -46,10 +46,11 @@ def existing_bundle(path: Path, *, force: bool = False, sources: SourceTree | No
     """The bundle in `path`, to which kernels can be added; None if there is no bundle or `force` is set.
 
     What an interrupted build has left in a folder is no bundle, and counts as nothing. Raises BundleError if
-    the folder holds something else or if other users may write it, and, without `force`, for a bundle that is
-    damaged or that this process may not use.
+    the folder holds something else, if this process cannot write it or other users may, and, without `force`,
+    for a bundle that is damaged or that this process may not use.
     """
     try:
+        _demand_writable(path)
         if not path.exists():
             return None
         names, status = sorted(entry.name for entry in path.iterdir()), path.stat()
@@ -174,6 +175,16 @@ def _update(
 
 def _text(manifest: Manifest) -> bytes:
     return json.dumps(manifest.to_dict(), indent=1, sort_keys=True).encode() + b"\n"
+
+
+def _demand_writable(path: Path) -> None:
+    """Raise OSError unless the folder, or the nearest folder above it that exists, can be written."""
+    folder = Path(os.path.realpath(path))
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def _unwritable(path: Path, error: OSError) -> BundleError:

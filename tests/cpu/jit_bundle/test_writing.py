@@ -174,6 +174,21 @@ def test_a_folder_that_others_can_write_is_not_filled(make: Make, tmp_path: Path
     assert sorted(folder.iterdir()) == before
 
 
+@pytest.mark.parametrize("name", ["", "new", "new/er"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    assert existing_bundle(place / name) is None
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != place)
+    with pytest.raises(BundleError, match="a folder that can be written, got Permission denied"):
+        existing_bundle(place / name)
+    (tmp_path / "file").touch()
+    with pytest.raises(BundleError, match="Not a directory"):
+        existing_bundle(tmp_path / "file" / name)
+
+
 def test_only_own_files_are_removed(make: Make) -> None:
     bundle = make(2)
     (bundle.path / "notes.tmp").write_text("keep")
