@@ -1,7 +1,8 @@
 """FP8 MoE operators for NVIDIA Hopper: JIT-compiled kernels behind CUDA-graph-safe PyTorch ops.
 
-The top level holds the ops and the errors; `moe_fp8.jit` holds `freeze` and the counters. Names load on first
-use, so that planning and compiling (`moe_fp8.warmup`, `moe-fp8`) need no torch.
+The top level holds the ops and the errors; `moe_fp8.jit` holds `freeze` and the counters, `moe_fp8.graph` the
+helpers of CUDA graphs, and `moe_fp8.warmup` the planner. Names load on first use, so that planning and
+compiling (`moe_fp8.warmup`, `moe-fp8`) need no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moe_fp8 import jit
+    from moe_fp8 import errors, graph, jit, warmup
     from moe_fp8.errors import (
         ArgumentError,
         BundleError,
@@ -79,9 +80,11 @@ __all__ = [
     "ToolchainError",
     "UnsupportedError",
     "compile_only",
+    "errors",
     "fused_moe",
     "gemm_fp8",
     "get_num_sms",
+    "graph",
     "grouped_gemm_fp8_contiguous",
     "grouped_gemm_fp8_masked",
     "grouped_gemm_silu_mul_fp8",
@@ -106,20 +109,24 @@ __all__ = [
     "set_num_sms",
     "silu_mul_quantize",
     "to_mn_major",
+    "warmup",
 ]
 
+_MODULES = ("errors", "graph", "jit", "warmup")
 
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "jit":
-        return importlib.import_module("moe_fp8.jit")
-    home = "moe_fp8.errors" if name.endswith("Error") else "moe_fp8.ops"
-    with importlib.import_module("moe_fp8.errors").requirements_needed():
-        value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a checker would take any name to exist
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        with importlib.import_module("moe_fp8.errors").requirements_needed():
+            if name in _MODULES:
+                return importlib.import_module(f"moe_fp8.{name}")
+            home = "moe_fp8.errors" if name.endswith("Error") else "moe_fp8.ops"
+            value = getattr(importlib.import_module(home), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -259,7 +259,7 @@ def _build(arguments: argparse.Namespace) -> int:
     store = None
     if arguments.bundle is None:
         store = store_from(arguments)
-        report = build_plan(plan, store, arguments.jobs, progress)
+        report = build_plan(plan, store, jobs=arguments.jobs, progress=progress)
     else:
         report, bundle = build_bundle(
             plan,

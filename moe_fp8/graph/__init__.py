@@ -7,7 +7,7 @@ The same `GraphRunner` calls the step eagerly on a CPU device, so that an engine
 from moe_fp8.graph.buckets import BatchBuckets
 from moe_fp8.graph.buffers import BufferSpec, StaticBuffers
 from moe_fp8.graph.memory import GraphMemory
-from moe_fp8.graph.runner import GraphRunner
+from moe_fp8.graph.runner import GraphRunner, Step, Tensors
 from moe_fp8.graph.verify import CaptureReport, verify_capture_safe
 
 __all__ = [
@@ -17,5 +17,7 @@ __all__ = [
     "GraphMemory",
     "GraphRunner",
     "StaticBuffers",
+    "Step",
+    "Tensors",
     "verify_capture_safe",
 ]

@@ -17,6 +17,9 @@ class BatchBuckets:
     """
 
     def __init__(self, sizes: Iterable[int]) -> None:
+        if not isinstance(sizes, Iterable):
+            remedy = "BatchBuckets.up_to(largest) makes them of one number"
+            raise ArgumentError("BatchBuckets", "sizes", "several sizes", sizes, remedy)
         self.sizes: tuple[int, ...] = tuple(
             sorted({integer("BatchBuckets", "sizes", size) for size in sizes})
         )
@@ -51,6 +54,15 @@ class BatchBuckets:
                 "split the batch or add a larger bucket",
             )
         return self.sizes[bisect_left(self.sizes, requests)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BatchBuckets) and self.sizes == other.sizes
+
+    def __hash__(self) -> int:
+        return hash(self.sizes)
+
+    def __repr__(self) -> str:
+        return f"BatchBuckets({list(self.sizes)})"
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.sizes)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.ops.arguments import same_storage
+from moe_fp8.ops.arguments import integer, same_storage
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,17 @@ class BufferSpec:
     pad: int | float = 0
     rows: int = 1
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.row_shape, (tuple, list)):
+            raise ArgumentError("BufferSpec", "row_shape", "a tuple of sizes", self.row_shape)
+        sizes = tuple(integer("BufferSpec", "row_shape", size, 0) for size in self.row_shape)
+        object.__setattr__(self, "row_shape", sizes)
+        if not isinstance(self.dtype, torch.dtype):
+            raise ArgumentError("BufferSpec", "dtype", "a torch dtype", self.dtype)
+        if not _holds(self.dtype, self.pad):
+            raise ArgumentError("BufferSpec", "pad", f"a number that {self.dtype} holds", self.pad)
+        object.__setattr__(self, "rows", integer("BufferSpec", "rows", self.rows, 1))
+
     def shape(self, requests: int) -> tuple[int, ...]:
         """The shape of the input for so many requests."""
         return (requests * self.rows, *self.row_shape)
@@ -32,10 +44,15 @@ class BufferSpec:
 
 def _holds(dtype: torch.dtype, pad: float) -> bool:
     """Whether a tensor of `dtype` holds `pad`, but for the rounding of floats."""
+    if not isinstance(pad, (int, float)):
+        return False
     if dtype is torch.bool:
         return pad in (0, 1)
     if dtype.is_floating_point or dtype.is_complex:
-        return True
+        if math.isfinite(pad):
+            return abs(pad) <= torch.finfo(dtype).max
+        # (float8_e4m3fn has no infinity.)
+        return math.isnan(pad) or dtype.is_complex or bool(torch.tensor(pad).to(dtype).float().isinf())
     info = torch.iinfo(dtype)
     return info.min <= pad <= info.max and pad == int(pad)
 
@@ -48,16 +65,10 @@ class StaticBuffers:
     """
 
     def __init__(self, specs: Mapping[str, BufferSpec], capacity: int, device: torch.device | str) -> None:
-        if not specs or capacity < 1 or any(spec.rows < 1 for spec in specs.values()):
-            got = f"{len(specs)} buffers of {capacity} requests"
-            raise ArgumentError(
-                "StaticBuffers", "specs, capacity", "at least one buffer, request and row of a request", got
-            )
-        for name, spec in specs.items():
-            if not _holds(spec.dtype, spec.pad):
-                raise ArgumentError("StaticBuffers", name, f"a pad that {spec.dtype} holds", spec.pad)
+        if not specs:
+            raise ArgumentError("StaticBuffers", "specs", "at least one buffer", specs)
         self.specs = dict(specs)
-        self.capacity = capacity
+        self.capacity = integer("StaticBuffers", "capacity", capacity, 1)
         self.device = torch.device(device)
         with torch.inference_mode(False):
             self._tensors = {

@@ -13,9 +13,10 @@ from moe_fp8.graph.buckets import BatchBuckets
 from moe_fp8.graph.buffers import BufferSpec, StaticBuffers
 from moe_fp8.graph.capture import capture, warm_up
 from moe_fp8.graph.memory import GraphMemory, Pool
+from moe_fp8.ops.arguments import integer
 
 Tensors = Mapping[str, torch.Tensor]
-Step = Callable[[Tensors], Tensors]
+Step = Callable[[dict[str, torch.Tensor]], Tensors]
 
 
 class GraphRunner:
@@ -49,12 +50,16 @@ class GraphRunner:
         warmup_runs: int = 2,
         pool: Pool = None,
     ) -> None:
+        if not isinstance(buckets, BatchBuckets):
+            raise ArgumentError(
+                "GraphRunner", "buckets", "BatchBuckets", type(buckets).__name__, "BatchBuckets(sizes)"
+            )
         self.step = step
         self.buckets = buckets
         self.device = torch.device(device)
         if self.uses_graphs and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.warmup_runs = warmup_runs
+        self.warmup_runs = integer("GraphRunner", "warmup_runs", warmup_runs, 0)
         self.pool = pool
         self.buffers = StaticBuffers(inputs, buckets.largest, self.device)
         self.replays = 0
@@ -65,6 +70,7 @@ class GraphRunner:
 
     @property
     def uses_graphs(self) -> bool:
+        """Whether steps are graphs, as on a GPU; on a CPU they are calls."""
         return self.device.type == "cuda"
 
     @property
@@ -110,7 +116,7 @@ class GraphRunner:
         self._graphs[bucket] = graph, dict(outputs)  # the step may use its dict again for the next bucket
         self._grown[bucket] = memory.pool_bytes(self._captured_pool) - before
 
-    def _padding(self, bucket: int) -> Tensors:
+    def _padding(self, bucket: int) -> dict[str, torch.Tensor]:
         """Padded inputs for one call: a step may write to them, and bind other tensors to their names.
 
         Padding also keeps a step from writing the last run's rows into its state again.
@@ -119,7 +125,7 @@ class GraphRunner:
         return self.buffers.view(bucket)
 
     @torch.no_grad()
-    def _call(self, inputs: Tensors, bucket: int) -> Tensors:
+    def _call(self, inputs: dict[str, torch.Tensor], bucket: int) -> Tensors:
         outputs = self.step(inputs)
         self._check_outputs(outputs, bucket)
         return outputs

@@ -14,8 +14,8 @@ _served: tuple[str, ...] = KINDS
 
 
 def checked(kinds: Iterable[str]) -> tuple[str, ...]:
-    """`kinds`, each once. Raises ConfigError for an unknown kind."""
-    given = tuple(dict.fromkeys(kinds))
+    """`kinds`, each once; a text is one kind. Raises ConfigError for an unknown kind."""
+    given = (kinds,) if isinstance(kinds, str) else tuple(dict.fromkeys(kinds))
     unknown = [kind for kind in given if kind not in KINDS]
     if unknown:
         raise ConfigError("serve", f"some of {', '.join(KINDS)}", unknown[0])

@@ -4,5 +4,6 @@ Importing this module loads neither torch nor NVRTC nor libcuda.
 """
 
 from moe_fp8.jit.runtime import JitCounters, counters, freeze, is_frozen, unfreeze
+from moe_fp8.settings import MissPolicy
 
-__all__ = ["JitCounters", "counters", "freeze", "is_frozen", "unfreeze"]
+__all__ = ["JitCounters", "MissPolicy", "counters", "freeze", "is_frozen", "unfreeze"]

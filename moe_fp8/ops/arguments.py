@@ -7,7 +7,7 @@ attributes; a message is built only for an error.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NoReturn
 
@@ -31,8 +31,19 @@ same_storage = torch._C._is_alias_of  # type: ignore[attr-defined]
 _tracing, _dispatch_modes = torch.compiler.is_dynamo_compiling, torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 
+#: Remedies for the layout of an argument that may be an output, of which a copy would not do.
+MAKE_CONTIGUOUS = "call .contiguous() on it; allocate it contiguous if it is an output"
+CLONE = "clone it; give an output memory of its own"
+
 #: Kernels count rows, columns and coordinates in signed 32 bits. The last tile may reach 2^17 further.
 MAX_EXTENT = 2**31 - 2**17
+
+
+def demand_tensors(op: str, named: Mapping[str, object]) -> None:
+    """Raise ArgumentError for the first argument that is no tensor."""
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise ArgumentError(op, name, "a tensor", type(value).__name__)
 
 
 def refuse_shape(op: str, name: str, tensor: Tensor, expected: str, remedy: str = "") -> NoReturn:
@@ -45,15 +56,13 @@ def refuse_dtype(op: str, name: str, tensor: Tensor, expected: str, remedy: str 
 
 def refuse_layout(op: str, name: str, tensor: Tensor) -> NoReturn:
     if not tensor.is_contiguous():
-        raise ArgumentError(
-            op, name, "a contiguous tensor", f"stride {tensor.stride()}", "call .contiguous() on it"
-        )
+        raise ArgumentError(op, name, "a contiguous tensor", f"stride {tensor.stride()}", MAKE_CONTIGUOUS)
     refuse_address(op, name, tensor)
 
 
 def refuse_address(op: str, name: str, tensor: Tensor) -> NoReturn:
     raise ArgumentError(
-        op, name, "a 16-byte aligned address", hex(tensor.data_ptr()), "do not slice inside a row; clone it"
+        op, name, "a 16-byte aligned address", hex(tensor.data_ptr()), f"do not slice inside a row; {CLONE}"
     )
 
 
@@ -113,7 +122,7 @@ def rows(op: str, **tensors: Tensor) -> None:
                     f"contiguous rows that start {columns} elements or more, and a multiple of 16 bytes, "
                     f"apart{evenly}",
                     f"stride {tensor.stride()} of shape {list(tensor.shape)}",
-                    "call .contiguous() on it",
+                    MAKE_CONTIGUOUS,
                 )
         if unaligned(tensor):
             refuse_address(op, name, tensor)
@@ -131,7 +140,7 @@ def spaced_rows(op: str, name: str, tensor: Tensor) -> None:
     ):
         got = f"stride {tensor.stride()} of {tensor.dtype}"
         expected = "contiguous rows that are a multiple of 16 bytes apart"
-        raise ArgumentError(op, name, expected, got, "call .contiguous() on it")
+        raise ArgumentError(op, name, expected, got, MAKE_CONTIGUOUS)
 
 
 def end_of(tensor: Tensor) -> int:
@@ -312,4 +321,4 @@ def int32_vector(op: str, name: str, index: Tensor, length: int, expected: str) 
     if index.dtype is not I32:
         refuse_dtype(op, name, index, "int32", "call .int() on it")
     if not index.is_contiguous():
-        raise ArgumentError(op, name, "a contiguous tensor", f"stride {index.stride()}", "call .contiguous()")
+        raise ArgumentError(op, name, "a contiguous tensor", f"stride {index.stride()}", MAKE_CONTIGUOUS)

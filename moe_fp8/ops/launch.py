@@ -132,7 +132,7 @@ class _Spans:
 # Allocators usually hand out the same addresses again. If they do not, launches are remembered in vain, and
 # they must not grow without end. A kernel of a launch takes up to 3.5 KiB.
 _MAX_KERNELS = 8192
-_remembering = threading.Lock()
+_remembering = threading.RLock()
 
 _Remembered = TypeVar("_Remembered")
 
@@ -145,23 +145,24 @@ class _Memory(OrderedDict[Key, _Remembered]):
 
     def __init__(self, kernels: Callable[[_Remembered], int]) -> None:
         super().__init__()
-        self._kernels, self._total = kernels, 0
+        self._kernels, self._total, self._busy = kernels, 0, False
 
     def put(self, key: Key, one: _Remembered) -> None:
-        """Remember `one` in place of what `key` had, unless another call is remembered at this moment."""
+        """Remember `one` in place of what `key` had."""
         count = self._kernels(one)
-        # A finalizer or a signal handler may make a call while its own thread is in here.
-        if not _remembering.acquire(blocking=False):
-            return
-        try:
-            if key in self:
-                self._total -= self._kernels(self.pop(key))
-            while self and self._total + count > _MAX_KERNELS:
-                self._total -= self._kernels(self.popitem(last=False)[1])
-            self[key] = one
-            self._total += count
-        finally:
-            _remembering.release()
+        with _remembering:
+            if self._busy:  # a finalizer or a signal handler makes a call while its own thread is in here
+                return
+            try:
+                self._busy = True
+                if key in self:
+                    self._total -= self._kernels(self.pop(key))
+                while self and self._total + count > _MAX_KERNELS:
+                    self._total -= self._kernels(self.popitem(last=False)[1])
+                self[key] = one
+                self._total += count
+            finally:
+                self._busy = False
 
 
 class _Seen:
@@ -280,6 +281,8 @@ def move(call: Call, form: Key, check: Callable[[], None]) -> bool:
         return False
     key, tensors = call
     addresses: Any = key[-len(tensors) :]
+    if not all(addresses):  # empty, or without memory, which `prepared` refuses
+        return False
     low_bits = tuple(map(_low_bits, addresses))
     for template in templates:
         if template.low == low_bits and template.launch.same(*tensors):

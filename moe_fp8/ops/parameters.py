@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from moe_fp8.errors import ArgumentError
 from moe_fp8.jit.driver import ParamBlock
 from moe_fp8.jit.tensor_map import MapDtype, encode_tiled
 from moe_fp8.params import ParamStruct
@@ -46,6 +47,15 @@ class Prepared(NamedTuple):
     offsets: tuple[tuple[int, int], ...] = ()
 
 
+def _address(spec: KernelSpec, tensor: Tensor) -> int:
+    """The tensor's address. Raises ArgumentError for a tensor whose memory was given up, as FSDP does."""
+    address = tensor.data_ptr()
+    if address == 0 and tensor.numel():
+        got = f"shape {list(tensor.shape)} of a storage that is empty"
+        raise ArgumentError(spec.name, "a tensor", "memory for all elements", got, "bring its memory back")
+    return address
+
+
 def prepared(params: ParamStruct, spec: KernelSpec, grid: int, *values: Any) -> Prepared:
     """Pack `values`, one for each field of `params`: a `Tiled`, a tensor for a pointer, or a number.
 
@@ -59,12 +69,12 @@ def prepared(params: ParamStruct, spec: KernelSpec, grid: int, *values: Any) -> 
             fields[number] = b""
         else:
             tensor, *described, offset = tiled
-            fields[number] = encode_tiled(tensor.data_ptr() + offset, *described)
+            fields[number] = encode_tiled(_address(spec, tensor) + offset, *described)
             if offset:
                 offsets.append((word, offset))
     for number, _ in params.pointers:
         tensor = values[number]
-        fields[number] = 0 if tensor is None else tensor.data_ptr()
+        fields[number] = 0 if tensor is None else _address(spec, tensor)
     block = ParamBlock(-(-params.size // 64) * 64)
     params.pack_into(block.words, 0, *fields)
     return Prepared(spec, grid, block, params, tuple(offsets))

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.ops.arguments import apart
+from moe_fp8.ops.arguments import apart, demand_tensors, traced
 from moe_fp8.ops.examine import examine
 from moe_fp8.ops.keys import Call, Key
 from moe_fp8.ops.scales import is_mn_major, to_mn_major
@@ -140,10 +140,12 @@ def needs_dispatcher(tensors: tuple[Tensor, ...]) -> bool:
     """Whether a call on these tensors needs torch's dispatcher although `past_dispatcher` lets it pass.
 
     What is remembered never matches such a call: functional tensors, zero tensors and tensors with a negative
-    bit have other dispatch keys, and the sizes of tensors that `torch.jit.trace` traces are tensors.
+    bit have other dispatch keys, and the sizes of tensors that `torch.jit.trace` traces are tensors. Within a
+    transform of `torch.func`, layers allocate otherwise.
     """
     return (
-        torch._C._get_tracing_state() is not None
+        traced()
+        or torch._C._get_tracing_state() is not None
         or any(map(torch._is_functional_tensor, tensors))
         or any(map(Tensor.is_neg, tensors))
         or any(map(Tensor._is_zerotensor, tensors))
@@ -221,6 +223,7 @@ def register(
     written = tuple(at for at in tensors if (alias := parameters[at].alias_info) and alias.is_write)
     check_apart = partial(apart, name, names, tensors, written)
     tensors_of = _getter(tensors)
+    optional = tuple(at for at in tensors if "Optional" in kinds[at])
     scales_at = None if mn_major is None else names.index(mn_major)
     integers = tuple(at for at, kind in enumerate(kinds) if "int" in kind)
     call_of, converts = _call_of(name, names, kinds, varying), _converts(kinds)
@@ -288,24 +291,30 @@ def register(
         fresh(arguments, call, form)
 
     def eager(*arguments: Any) -> None:
-        if not tracing() and past_dispatcher(tensors := tensors_of(arguments)):
-            try:
-                call = call_of(arguments, tensors)
-            except RuntimeError:  # the tensors of a function transform have no address
-                op(*arguments)
-                return
-            if launcher().repeat(call):
-                return
-            form = launcher().form_of(call)
-            if launcher().move(call, form, partial(check_apart, arguments)):
-                return
-            if not converts(arguments) and not needs_dispatcher(call[1]):
-                fresh(arguments, call, form)
-                return
-        for at in integers:
-            if isinstance(arguments[at], float):
-                raise ArgumentError(name, names[at], "an integer", arguments[at])
-        op(*arguments)
+        try:
+            if not tracing() and past_dispatcher(given := tensors_of(arguments)):
+                try:
+                    call = call_of(arguments, given)
+                except RuntimeError:  # the tensors of a function transform have no address
+                    op(*arguments)
+                    return
+                if launcher().repeat(call):
+                    return
+                form = launcher().form_of(call)
+                if launcher().move(call, form, partial(check_apart, arguments)):
+                    return
+                if not converts(arguments) and not needs_dispatcher(call[1]):
+                    fresh(arguments, call, form)
+                    return
+            for at in integers:
+                if isinstance(arguments[at], float):
+                    raise ArgumentError(name, names[at], "an integer", arguments[at])
+            op(*arguments)
+        except (AttributeError, TypeError, RuntimeError):
+            # Nothing has looked whether tensors are tensors, which would take time.
+            needed = [at for at in tensors if at not in optional or arguments[at] is not None]
+            demand_tensors(name, {names[at]: arguments[at] for at in needed})
+            raise
 
     def meta(*arguments: Any) -> None:
         # Torch also comes here if only some of the tensors are on the meta device.

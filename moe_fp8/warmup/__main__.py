@@ -58,7 +58,7 @@ def _warm(arguments: argparse.Namespace, summary: dict[str, Any]) -> None:
     summary["kernels"] = len(plan.specs)
     summary["plan_seconds"] = round(time.perf_counter() - started, 3)
 
-    report = build_plan(plan, store, arguments.jobs, False if arguments.quiet else None)
+    report = build_plan(plan, store, jobs=arguments.jobs, progress=False if arguments.quiet else None)
     summary["compiled"] = report.compiled
     summary["cached"] = report.cached
     summary["spilling"] = sum(row.spill_bytes > 0 for row in report.rows)

@@ -59,7 +59,7 @@ def build_bundle(
     """
     there = existing_bundle(path, force=force)
     store = KernelStore(settings().cache_dir if cache_dir is None else cache_dir, bundle=there)
-    report = build_plan(plan, store, jobs, progress)
+    report = build_plan(plan, store, jobs=jobs, progress=progress)
     artifacts: dict[KernelSpec, Artifact] = {}
     for spec in plan.specs:
         artifact, _ = store.get_or_compile(spec)

@@ -12,12 +12,14 @@ from moe_fp8.warmup.planner import Plan
 
 
 def build_plan(
-    plan: Plan, store: KernelStore | None = None, jobs: int | None = None, progress: Progress = None
+    plan: Plan, store: KernelStore | None = None, *, jobs: int | None = None, progress: Progress = None
 ) -> BuildReport:
     """Make sure that `store` (default: the process's store) holds every kernel of `plan`; needs no GPU.
 
-    `jobs` and `progress` are as in `moe_fp8.jit.build.build`. Raises CompileError after it has tried all
-    kernels, and ToolchainError. A KeyboardInterrupt says where the finished kernels are.
+    `jobs`: compiler processes, by default MOE_FP8_JOBS, else the available cores. `progress`: None or True
+    shows a bar on a terminal, else a line for each compiled kernel, on stderr; False shows nothing; a
+    function gets the kernels that are done, those in all and the row of the last. Raises CompileError after
+    it has tried all kernels, and ToolchainError. A KeyboardInterrupt says where the finished kernels are.
     """
     store = store or default_store()
     try:
@@ -28,10 +30,10 @@ def build_plan(
         raise KeyboardInterrupt(kept) from None
 
 
-def load_plan(plan: Plan, jobs: int | None = None, progress: Progress = False) -> int:
+def load_plan(plan: Plan, *, jobs: int | None = None, progress: Progress = False) -> int:
     """Load every kernel of `plan` into this process, and build missing kernels first.
 
-    `jobs` and `progress` are as in `moe_fp8.jit.build.build`, but by default nothing is shown. Returns the
+    `jobs` and `progress` are as in `build_plan`, but by default nothing is shown. Returns the
     number of newly loaded kernels. A later `moe_fp8.jit.freeze()` ensures that no call compiles. Launches
     nothing and allocates no tensor; do not call it during stream capture. Raises CompileError,
     ToolchainError, also if there is no GPU, and DriverError.

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import moe_fp8
 from moe_fp8 import cli, settings
@@ -33,6 +34,21 @@ def test_the_first_example_of_the_readme_runs() -> None:
     check += "\nexact = x.float() @ w.float().t()\nassert (y - exact).norm() / exact.norm() < 0.06"
     done = subprocess.run([sys.executable, "-c", small + check], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def _blocks_of_ops() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ops.md").read_text(), re.S)
+
+
+def test_the_example_of_the_indexer_runs() -> None:
+    (code,) = [block for block in _blocks_of_ops() if "indexer_select" in block]
+    q, k, weights = torch.randn(40, 8, 128), torch.randn(40, 128), torch.rand(40, 8)
+    names = {"torch": torch, "moe_fp8": moe_fp8, "q": q, "k": k, "weights": weights}
+    exec(code.replace("2048", "5"), names)
+    exact = torch.einsum("mhn,mh->mn", torch.einsum("mhd,nd->mhn", q, k).relu(), weights)
+    best = exact.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf).argmax(1)
+    found = (names["chosen"] == best[:, None].int()).any(1)
+    assert found.float().mean() > 0.95  # rounding may let another key win
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -93,7 +109,7 @@ def test_the_example_of_graphs_runs() -> None:
 
 
 def test_the_example_of_weight_gradients_runs() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ops.md").read_text(), re.S)
+    (code,) = [block for block in _blocks_of_ops() if "k_grouped_gemm_fp8" in block]
     check = "\nexact = torch.stack([dy[:256].T @ x[:256], 0 * gradient[1].bfloat16(), dy[256:].T @ x[256:]])"
     check += "\nassert (gradient / 2 - exact).norm() / exact.norm() < 0.06"
     done = subprocess.run([sys.executable, "-c", code + check], cwd=ROOT, capture_output=True, text=True)

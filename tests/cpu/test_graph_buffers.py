@@ -51,11 +51,15 @@ def test_up_to_needs_a_positive_integer(largest: int) -> None:
         (torch.int8, float("nan")),
         (torch.int32, float("inf")),
         (torch.bool, 2),
+        (torch.float16, 1e6),
+        (torch.float8_e4m3fn, float("inf")),
+        (torch.float32, 1e39),
+        (torch.int32, None),
     ],
 )
 def test_a_pad_that_the_dtype_does_not_hold_is_refused(dtype: torch.dtype, pad: float) -> None:
-    with pytest.raises(ArgumentError, match=f"x: expected a pad that {dtype} holds"):
-        StaticBuffers({"x": BufferSpec((), dtype, pad=pad)}, 2, "cpu")
+    with pytest.raises(ArgumentError, match=f"BufferSpec: pad: expected a number that {dtype} holds"):
+        BufferSpec((), dtype, pad=pad)
     for held in (BufferSpec((), torch.bfloat16, pad=0.1), BufferSpec((), dtype, pad=1)):
         for device in ("cpu", "meta"):
             assert StaticBuffers({"x": held}, 2, device).view(2)["x"].shape == (2,)

@@ -13,7 +13,7 @@ from torch import Tensor
 import moe_fp8
 from moe_fp8.ops import registry
 from tests.cpu.op_arguments import OPS
-from tests.cpu.test_ops_moved import _Launches, launches
+from tests.cpu.test_ops_moved import _call, _elsewhere, _Launches, launches
 from tests.cpu.test_ops_sequence import _layer
 
 __all__ = ["launches"]
@@ -43,6 +43,45 @@ def test_a_layers_number_that_is_a_tensor_is_read_at_each_call(launches: _Launch
         moe_fp8.fused_moe(**given, limit=limit)
         silu = [block for spec, _, block in launches.made[-5:] if spec.startswith("silu")]
         assert [_last("<7q3if", block) for block in silu] == [expected]
+
+
+def test_a_flag_of_a_layer_that_is_a_tensor_is_read_at_each_call(launches: _Launches) -> None:
+    given, flag = _layer(interleaved=True), torch.tensor(True)
+    for interleaved, kernels in ((True, 4), (False, 5)):
+        flag.fill_(interleaved)
+        launches.made.clear()
+        moe_fp8.fused_moe(**{**given, "interleaved": flag})
+        assert len(launches.made) == kernels
+
+
+def test_a_layer_within_a_transform_is_not_remembered(launches: _Launches) -> None:
+    """There its buffers are new tensors, which nobody keeps."""
+    given = _layer()
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        moe_fp8.fused_moe(**given)
+        return x
+
+    for _ in range(2):
+        torch.vmap(layer)(torch.zeros(2))
+    assert not [key for key in launches.launch._launches if "fused_moe" in key]
+
+
+@pytest.mark.parametrize(("op", "name"), [("moe_combine", "weights"), ("gemm_fp8", "b"), ("gemm_fp8", "out")])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_tensor_whose_memory_was_given_up_is_refused(
+    op: str, name: str, before: bool, launches: _Launches
+) -> None:
+    """As FSDP does with weights. For an optional tensor, address 0 would stand for none."""
+    given = OPS[op]()
+    if before:
+        _call(op, given)
+    freed = {**{key: _elsewhere(value) for key, value in given.items()}}
+    freed[name].untyped_storage().resize_(0)
+    made = len(launches.made)
+    with pytest.raises(moe_fp8.ArgumentError, match="memory for all elements"):
+        _call(op, freed)
+    assert len(launches.made) == made
 
 
 def test_a_number_in_the_place_of_a_bool_makes_no_other_kernel(launches: _Launches) -> None:

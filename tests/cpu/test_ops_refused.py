@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,6 +44,34 @@ def test_ranks_are_checked_before_the_output_is_allocated(op: str, argument: str
     with pytest.raises(ArgumentError) as caught:
         function(**arguments)
     assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("value", [None, [1, 2], np.zeros(3, np.float32)], ids=["None", "list", "numpy"])
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_no_tensor_is_named(op: str, value: Any) -> None:
+    function, make = OPS[op]
+    arguments = make()
+    first = next(iter(arguments))
+    tensors = [name for name, one in arguments.items() if isinstance(one, torch.Tensor)]
+    for name in set(tensors) - {first, "b", "out", "masked_m", "offsets"}:
+        with pytest.raises(ArgumentError, match=f"{name}: expected a tensor, got {type(value).__name__}"):
+            function(**{**arguments, name: value})
+
+
+def test_a_layer_names_a_scale_that_is_none() -> None:
+    x, ids = torch.zeros(3, 128).bfloat16(), torch.zeros(3, 2, dtype=torch.int32)
+    w13, w2 = (torch.zeros(2, n, 128).to(torch.float8_e4m3fn) for n in (256, 128))
+    for name in ("w13_scale", "w2_scale"):
+        scales = {"w13_scale": torch.ones(2, 2, 1), "w2_scale": torch.ones(2, 1, 1), name: None}
+        with pytest.raises(ArgumentError, match=f"fused_moe: {name}: expected a tensor, got NoneType"):
+            moe_fp8.fused_moe(x, ids, None, w13, scales["w13_scale"], w2, scales["w2_scale"])
+
+
+def test_a_remedy_fits_an_output_too() -> None:
+    arguments = accepted.dense()
+    wide = torch.zeros(4, 128, dtype=torch.bfloat16)[:, ::2]
+    with pytest.raises(ArgumentError, match="allocate it contiguous if it is an output"):
+        moe_fp8.gemm_fp8(**{**arguments, "out": wide})
 
 
 def test_unaligned_addresses_are_refused() -> None:

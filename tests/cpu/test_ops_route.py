@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,6 +22,20 @@ def test_choices_and_weights(case: route_cases.Case) -> None:
 def test_equal_and_undefined_logits() -> None:
     route_cases.check_odd(ON_CPU)
     route_cases.check_equal_groups(ON_CPU)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("experts", [3, 7, 12, 33, 64])
+def test_a_token_has_the_same_result_in_any_batch(
+    scoring: Literal["softmax", "sigmoid"], experts: int
+) -> None:
+    logits = torch.randn(40, experts, generator=torch.Generator().manual_seed(1))
+    logits[:, -1] = logits[:, 0]
+    bias = torch.zeros(experts)
+    weights, ids = route_topk(logits, 3, scoring=scoring, correction_bias=bias)
+    for i in range(40):
+        alone, its = route_topk(logits[i : i + 1], 3, scoring=scoring, correction_bias=bias)
+        assert torch.equal(its[0], ids[i]) and torch.equal(alone[0], weights[i])
 
 
 def test_no_tokens() -> None:

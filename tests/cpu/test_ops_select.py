@@ -113,6 +113,21 @@ def test_a_million_keys_fit_64_mib() -> None:
     )
 
 
+def test_equal_keys_have_equal_logits() -> None:
+    """Among these the lower column wins, in any workspace and at any place of a call."""
+    queries, heads, keys = 4, 64, 1001
+    for seed in range(20):
+        gen = torch.Generator().manual_seed(seed)
+        q = torch.randn(queries, heads, 128, generator=gen).to(torch.float8_e4m3fn)
+        k = torch.randn(keys, 128, generator=gen).to(torch.float8_e4m3fn)
+        k.view(torch.uint8)[700] = k.view(torch.uint8)[0]
+        k_scale, weights = torch.ones(keys), torch.rand(queries, heads, generator=gen)
+        k_scale[0] = k_scale[700] = 8.0
+        ks = torch.zeros(queries, dtype=torch.int32)
+        chosen = indexer_select(q, k, k_scale, weights, ks, ks + keys, topk=1)
+        assert chosen.flatten().tolist() == [0] * queries
+
+
 def test_no_queries_and_no_keys() -> None:
     q, k, k_scale, weights, ks, ke = exact_cases.mqa(4, 5, 8, "causal").arguments()
     assert indexer_select(q[:0], k, k_scale, weights[:0], ks[:0], ke[:0], topk=3).shape == (0, 3)

@@ -57,7 +57,7 @@ def k_grouped_gemm_fp8(
     is converted and counted. `quantize_fp8` of `[M, K]` and of `[N, K]` makes values and scales.
     offsets: int32 `[E+1]`, contiguous, on a's device: expert e has the columns `offsets[e]` to
     `offsets[e+1]`. They do not fall, and each is a multiple of 128: pad an expert's tokens with zeros, whose
-    scales may be any finite number. An expert may have no columns.
+    scales may be any numbers of up to 1e19. An expert may have no columns.
     c: fp32 `[E, M, N]`, or None for zeros. It may be `out`, which then accumulates in place; any other c
     shares no memory with out.
     out: fp32 `[E, M, N]`, stride `(M*S, S, 1)`, S a multiple of 4, or None to allocate it.

@@ -48,9 +48,21 @@ def linear_fp8(
         (power_of_two, constant_weights),
         # The other tensors are new, or may share memory.
         partial(arguments.out_apart, "linear_fp8", _TENSORS[1:4], (weight, weight_scale, out)),
-        lambda: [
-            ("quantize_fp8", (x, q, scale, power_of_two)),
-            ("gemm_fp8", (q, scale, weight, weight_scale, out, None, constant_weights, False)),
-        ],
+        partial(_steps, (x, weight, weight_scale, out, q, scale), power_of_two, constant_weights),
     )
     return out
+
+
+def _steps(
+    tensors: tuple[Tensor, ...], power_of_two: bool, constant_weights: bool
+) -> tuple[sequence.Step, sequence.Step]:
+    """`tensors`: those of _TENSORS."""
+    x, weight, weight_scale, out, q, scale = tensors
+    arguments.demand_tensors("linear_fp8", {"weight_scale": weight_scale})
+    if x.shape[1] != weight.shape[1]:
+        expected = f"[M, {weight.shape[1]}], with the K of weight [N, K]"
+        arguments.refuse_shape("linear_fp8", "x", x, expected)
+    return (
+        ("quantize_fp8", (x, q, scale, power_of_two)),
+        ("gemm_fp8", (q, scale, weight, weight_scale, out, None, constant_weights, False)),
+    )

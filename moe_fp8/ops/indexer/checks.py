@@ -9,10 +9,12 @@ from moe_fp8 import heuristics, limits
 from moe_fp8.errors import ArgumentError, UnsupportedError
 from moe_fp8.ops.arguments import (
     BF16,
+    CLONE,
     F32,
     FP8,
     I32,
     IN_DTYPES,
+    MAKE_CONTIGUOUS,
     MAX_EXTENT,
     contiguous,
     extent,
@@ -166,7 +168,7 @@ def mqa_inputs(
         refuse_dtype(op, "k", k, "float8_e4m3fn")
     _heads(op, q)
     if k_scale.shape != (n,):
-        refuse_shape(op, "k_scale", k_scale, f"[{n}]")
+        refuse_shape(op, "k_scale", k_scale, f"[{n}]", "pass k_scale[:, 0] of quantize_fp8(k)")
     if weights.shape != (m, heads):
         refuse_shape(op, "weights", weights, f"[{m}, {heads}]")
     if k_scale.dtype is not F32:
@@ -198,7 +200,7 @@ def _context_lens(op: str, context_lens: Tensor, batch: int, next_n: int) -> Non
 def _pair_aligned(op: str, name: str, schedule: Tensor) -> None:
     # The kernels read and write each row of the schedule as a pair.
     if schedule.data_ptr() & 7:
-        raise ArgumentError(op, name, "an 8-byte aligned address", hex(schedule.data_ptr()), "clone it")
+        raise ArgumentError(op, name, "an 8-byte aligned address", hex(schedule.data_ptr()), CLONE)
 
 
 def paged_mqa_logits_metadata(context_lens: Tensor, block_size: int, next_n: int, out: Tensor) -> None:
@@ -293,7 +295,7 @@ def _topk_operand(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torc
     if tensor.dtype is not dtype:
         refuse_dtype(TOPK, name, tensor, f"{dtype}", remedy)
     if not tensor.is_contiguous():
-        raise ArgumentError(TOPK, name, "a contiguous tensor", f"stride {tensor.stride()}", "clone it")
+        raise ArgumentError(TOPK, name, "a contiguous tensor", f"stride {tensor.stride()}", MAKE_CONTIGUOUS)
 
 
 def indexer_topk(
@@ -319,7 +321,7 @@ def indexer_topk(
     row_stride, column_stride = logits.stride()
     if (column_stride != 1 and columns > 1) or (row_stride < 0 and rows > 1):
         got = f"stride {logits.stride()}"
-        raise ArgumentError(TOPK, "logits", "contiguous rows", got, "call .contiguous() on it")
+        raise ArgumentError(TOPK, "logits", "contiguous rows", got, MAKE_CONTIGUOUS)
     topk_width(TOPK, topk)
     ints = "call .int() on it"
     _topk_operand("out", out, (rows, topk), torch.int32, "allocate it as int32")

@@ -36,8 +36,9 @@ def _scores(q: Tensor, k: Tensor, k_scale: Tensor, weights: Tensor, compute_dtyp
     """Return sum_h relu(q.k) * k_scale * weights, [M,N]; q [M,H,D], k [N,D], k_scale [N], weights [M,H]."""
     m, heads, dim = q.shape
     dots = (fp8_values(q, compute_dtype).view(m * heads, dim) @ fp8_values(k, compute_dtype).T).relu_()
-    weighted = torch.bmm(weights.to(compute_dtype)[:, None, :], dots.view(m, heads, -1))
-    return weighted[:, 0] * k_scale.to(compute_dtype)
+    # (A product of matrices rounds equal columns differently.)
+    weighted = dots.view(m, heads, -1) * weights.to(compute_dtype)[..., None]
+    return weighted.sum(1) * k_scale.to(compute_dtype)
 
 
 def mqa_logits(

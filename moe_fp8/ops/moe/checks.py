@@ -22,7 +22,9 @@ from moe_fp8.ops.arguments import (
     FP8,
     I32,
     IN_DTYPES,
+    MAKE_CONTIGUOUS,
     contiguous,
+    demand_tensors,
     extent,
     int32_vector,
     refuse_address,
@@ -71,7 +73,8 @@ def permute(
     if not 1 <= topk_ids.shape[1] <= MAX_EXPERTS_PER_TOKEN:
         refuse_shape(op, "topk_ids", topk_ids, f"[T, k] with k from 1 to {MAX_EXPERTS_PER_TOKEN}")
     if topk_ids.dtype is not I32 and topk_ids.dtype is not torch.int64:
-        refuse_dtype(op, "topk_ids", topk_ids, "int32 or int64")
+        remedy = "route_topk returns (weights, ids)" if topk_ids.is_floating_point() else "call .int() on it"
+        refuse_dtype(op, "topk_ids", topk_ids, "int32 or int64", remedy)
     if topk_ids.stride(1) != 1 and topk_ids.shape[1] > 1 and tokens:
         refuse_layout(op, "topk_ids", topk_ids)
     extent(op, "x", topk_ids.numel(), "rows, those of all places together")
@@ -173,7 +176,7 @@ def combine(y: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> Non
         if weights.shape != rows.shape:
             refuse_shape(op, "weights", weights, f"{list(rows.shape)}")
         if weights.dtype is not F32:
-            refuse_dtype(op, "weights", weights, "float32")
+            refuse_dtype(op, "weights", weights, "float32", "call .float() on it")
         if weights.stride(1) != 1 and weights.shape[1] > 1 and weights.shape[0]:
             refuse_layout(op, "weights", weights)
     same_device(op, y, rows=rows, out=out, weights=weights)
@@ -185,6 +188,7 @@ def layer_weights(x: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scal
     The GEMMs check the rest.
     """
     op, k = "fused_moe", x.shape[1]
+    demand_tensors(op, {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale})
     if w13.dim() != 3 or w13.shape[2] != k or w13.shape[1] % 256 or not w13.numel():
         refuse_shape(op, "w13", w13, f"[E, 2I, {k}] with I a positive multiple of 128")
     num_experts, width = w13.shape[0], w13.shape[1] // 2
@@ -241,7 +245,7 @@ def route(
         if (columns > 1 and tensor.stride(1) != 1) or (tokens > 1 and tensor.stride(0) < columns * apart):
             overlap = " that do not overlap" if apart else ""
             got = f"stride {tensor.stride()}"
-            raise ArgumentError(op, name, f"contiguous rows{overlap}", got, "call .contiguous() on it")
+            raise ArgumentError(op, name, f"contiguous rows{overlap}", got, MAKE_CONTIGUOUS)
     _groups(op, num_experts, ids.shape[1], num_expert_group, topk_group)
     same_device(op, logits, weights=weights, ids=ids, correction_bias=correction_bias)
 

@@ -125,6 +125,7 @@ def fused_moe(
     if x.dim() != 2 or topk_ids.dim() != 2:
         arguments.rank("fused_moe", "x", x, "[T, K]", 2)
         arguments.rank("fused_moe", "topk_ids", topk_ids, "[T, k]", 2)
+    interleaved = bool(interleaved)  # no op reads this number, which may be a tensor
     if limit is not None:  # before any step has run
         arguments.swiglu_limit("fused_moe", limit)
     if out is None:

@@ -177,7 +177,7 @@ def route_topk(
     token keeps `topk_group`; None keeps all. The sum of a group's two greatest scores, with bias, counts.
     renormalize: divide each weight by the sum of the token's weights plus 1e-20.
     scaling_factor: multiplies each weight at the end.
-    ids_dtype: int32 or int64, for ids that are allocated here.
+    ids_dtype: int32 or int64, for ids that are allocated here; ids in `out` have their own dtype.
     out: tensors `(weights, ids)` to write to, as returned, or None. Their rows are contiguous, at any
     distance of a row or more.
 
@@ -209,6 +209,9 @@ def route_topk(
         arguments.outputs("route_topk", out, "weights", "ids")
         if out[1].shape[1:] != (topk,):
             raise ArgumentError("route_topk", "ids", f"[T, {topk}]", list(out[1].shape))
-    kept = num_expert_group if topk_group is None else topk_group
+    num_expert_group = arguments.integer("route_topk", "num_expert_group", num_expert_group)
+    kept = (
+        num_expert_group if topk_group is None else arguments.integer("route_topk", "topk_group", topk_group)
+    )
     route_op(logits, correction_bias, *out, scoring, num_expert_group, kept, renormalize, scaling_factor)
     return out

@@ -104,7 +104,8 @@ def route(
     """weights [T,k] and ids [T,k] of the experts with the greatest scores, in descending order."""
     # Softmax over infinities is NaN; over the largest numbers it is not.
     logits = _finite(logits.float())
-    scores = logits.softmax(dim=-1) if scoring == "softmax" else logits.sigmoid()
+    # (torch.sigmoid rounds equal numbers differently at different places of a tensor.)
+    scores = logits.softmax(dim=-1) if scoring == "softmax" else 1 / (1 + torch.exp(-logits))
     in_groups = topk_group < num_expert_group
     choices = logits
     if in_groups or correction_bias is not None:
