@@ -38,7 +38,10 @@ from moe_fp8.ops.parameters import Prepared
 _shape, _low_bits = attrgetter("shape"), (15).__and__
 
 _raw_stream = torch._C._cuda_getCurrentRawStream
-_current_device = torch._C._cuda_getDevice
+# They make a device current, and return the device that was current. (torch.cuda.current_device may tell a
+# device that torch would only make current at its next use.)
+_exchange_device = torch.cuda._exchange_device
+_restore_device = torch.cuda._maybe_exchange_device
 
 
 #: A kernel, its grid and its parameters.
@@ -254,12 +257,14 @@ def repeat(call: Call) -> bool:
 
 
 def _start(device: int, kernels: tuple[_Kernel, ...]) -> None:
-    if device != _current_device():
-        with torch.cuda.device(device):
-            return _start(device, kernels)
-    stream = _raw_stream(device)
-    for kernel, grid, block in kernels:
-        kernel.launch(grid, stream, block, device)
+    before = _exchange_device(device)
+    try:
+        stream = _raw_stream(device)
+        for kernel, grid, block in kernels:
+            kernel.launch(grid, stream, block, device)
+    finally:
+        if before != device:
+            _restore_device(before)
 
 
 def form_of(call: Call) -> Key:
@@ -350,13 +355,15 @@ def first(
 
     It is remembered for `call` and its `form`, if they are given. Returns None if nothing was launched.
     """
-    if device != _current_device():
-        with torch.cuda.device(device):
-            return first(prepare, arguments, device, call, form)
-    changes = Modes.changes
-    # A thread that has not called the CUDA runtime yet has no context, and tensor maps need one.
-    ensure_context(device)
-    return launch(prepare(*arguments), device, call, form, changes)
+    before = _exchange_device(device)
+    try:
+        changes = Modes.changes
+        # A thread that has not called the CUDA runtime yet has no context, and tensor maps need one.
+        ensure_context(device)
+        return launch(prepare(*arguments), device, call, form, changes)
+    finally:
+        if before != device:
+            _restore_device(before)
 
 
 def launch(

@@ -51,9 +51,34 @@ def launch(fake: StrictDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modu
     kernel = driver.load(_ARTIFACT, 100_000, 128)
     monkeypatch.setattr(module, "get_kernel", lambda spec: kernel)
     monkeypatch.setattr(module, "_raw_stream", lambda device: 0x7000)
-    monkeypatch.setattr(module, "_current_device", lambda: max(fake._current() - 100, 0))
+    monkeypatch.setattr(module, "_exchange_device", lambda device: device)
     forget_launches(module, monkeypatch)
     yield module
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_the_device_is_made_current_and_then_as_it_was(
+    launch: ModuleType, current: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if torch only says so: it tells the device that it would make current at its next use."""
+    devices: list[int] = []
+
+    def exchange(device: int) -> int:
+        devices.append(device)
+        return current
+
+    monkeypatch.setattr(launch, "_exchange_device", exchange)
+    monkeypatch.setattr(launch, "_restore_device", devices.append)
+    launch.first(launch_of_nothing, (), 0, None, None)
+    assert devices == ([0] if current == 0 else [0, 1])
+    devices.clear()
+
+    def fail() -> Prepared:
+        raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        launch.first(fail, (), 0, None, None)
+    assert devices == ([0] if current == 0 else [0, 1])
 
 
 def launch_of_nothing() -> Prepared:

@@ -55,7 +55,7 @@ class Cuda:
         info = SimpleNamespace(name="NVIDIA H100", cc=(9, 0), num_sms=132)
         patch.setattr(self.launch, "device_info", lambda device: info)
         patch.setattr(self.launch, "_raw_stream", lambda device: 0)
-        patch.setattr(self.launch, "_current_device", lambda: 0)
+        patch.setattr(self.launch, "_exchange_device", lambda device: device)
         patch.setattr(self.launch, "get_kernel", self.load)
         forget_launches(self.launch, patch)
         self.tensor = torch.zeros(3)

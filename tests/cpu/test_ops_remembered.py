@@ -50,7 +50,7 @@ class _Cuda:
         self.kernel = _Kernel()
         self.repeat = self.launch.repeat
         monkeypatch.setattr(self.launch, "_raw_stream", lambda device: 0x7000)
-        monkeypatch.setattr(self.launch, "_current_device", lambda: -1)
+        monkeypatch.setattr(self.launch, "_exchange_device", lambda device: device)
         monkeypatch.setattr(self.launch, "num_sms", lambda device: 132)
         monkeypatch.setattr(self.launch, "table", lambda device: "")
         monkeypatch.setattr(self.launch, "get_kernel", lambda spec: self.kernel)

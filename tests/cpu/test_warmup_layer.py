@@ -60,12 +60,13 @@ class Server:
             "num_sms": lambda device: self.sms,
             "table": lambda device: self.device,
             "_raw_stream": lambda device: 0,
-            "_current_device": lambda: -1,
+            "_exchange_device": lambda device: device,
         }.items():
             patch.setattr(launch, name, replaced)
         forget_launches(launch, patch)
         parameters = import_cuda_side("moe_fp8.ops.parameters", patch)
         patch.setattr(parameters, "encode_tiled", lambda *described: bytes(128))
+        patch.setattr(parameters, "_address", lambda spec, tensor: 0)  # of tensors that are never read
         patch.setattr("moe_fp8.ops.arguments.get_num_sms", lambda device: self.sms)
         patch.setattr("moe_fp8.ops.arguments.workers", lambda op, tensor, num_sms: num_sms or self.sms)
         patch.setattr(torch.Tensor, "is_cuda", True, raising=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -69,6 +71,40 @@ def test_the_first_use_on_a_second_device_inside_a_capture() -> None:
         graph.replay()
         torch.cuda.synchronize()
     assert torch.equal(out.cpu(), expected.cpu())
+
+
+_TWO_DEVICES = """
+import threading, torch, moe_fp8
+from tests import cases
+
+def first_use():
+    with torch.cuda.device(1):
+        torch.zeros(1, device="cuda:1")
+    used.set(); ready.wait()
+    # torch has not made device 0 current yet, for it had no context.
+    with torch.no_grad():
+        got.append(moe_fp8.gemm_fp8(*operands, out=out))
+    torch.cuda.synchronize(0)
+
+used, ready, got = threading.Event(), threading.Event(), []
+thread = threading.Thread(target=first_use)
+thread.start(); used.wait()
+case = cases.dense_case(16, 192, 512, "cuda:0")
+operands = case.a, case.a_scale, case.b, case.b_scale
+out = torch.empty(16, 192, device="cuda:0", dtype=torch.bfloat16)
+with torch.no_grad():
+    expected = moe_fp8.gemm_fp8(*operands, out=out).clone()
+out.zero_()
+torch.cuda.synchronize(0)
+ready.set(); thread.join()
+assert torch.equal(got[0], expected)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_thread_that_has_used_only_the_second_device() -> None:
+    done = subprocess.run([sys.executable, "-c", _TWO_DEVICES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def _on(tensor: torch.Tensor, device: str) -> torch.Tensor:
