@@ -46,13 +46,8 @@ class BatchBuckets:
     def bucket(self, requests: int) -> int:
         """The smallest size >= requests. Raises `ArgumentError` below 1 or above the largest bucket."""
         if not 1 <= requests <= self.largest:
-            raise ArgumentError(
-                "BatchBuckets.bucket",
-                "requests",
-                f"1 to {self.largest}",
-                requests,
-                "split the batch or add a larger bucket",
-            )
+            remedy = "split the batch or add a larger bucket" if requests > 0 else ""
+            raise ArgumentError("BatchBuckets.bucket", "requests", f"1 to {self.largest}", requests, remedy)
         return self.sizes[bisect_left(self.sizes, requests)]
 
     def __eq__(self, other: object) -> bool:

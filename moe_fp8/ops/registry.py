@@ -318,9 +318,11 @@ def register(
 
     def meta(*arguments: Any) -> None:
         # Torch also comes here if only some of the tensors are on the meta device.
-        for argument, at in zip(arguments, names, strict=False):
-            if isinstance(argument, torch.Tensor) and not argument.is_meta:
-                raise ArgumentError(name, at, "device meta, as another argument", argument.device)
+        given = [(at, one) for at, one in zip(names, arguments, strict=False) if isinstance(one, Tensor)]
+        without = next((at for at, one in given if one.is_meta), "")
+        for at, one in given:
+            if not one.is_meta:
+                raise ArgumentError(name, without, f"device {one.device}, as {at}", "meta", "move it there")
         fake(*arguments)
 
     for key, implementation in (("CPU", run), ("CUDA", run), ("Meta", meta)):

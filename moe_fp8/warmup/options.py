@@ -27,7 +27,7 @@ _MOST_BUDGETS = 16
 
 @dataclass(frozen=True)
 class PlanOptions(Parallelism):
-    """The parallelism of a server and the limits of its calls. A server uses all values of a tuple.
+    """The parallelism of a server and the limits of its calls. A server uses all values of a tuple or list.
 
     `max_tokens`: tokens of one forward pass. `max_batch`: requests decoded together. `next_n`: the most
     tokens of a request in one decode step, or a tuple of all numbers that occur. `num_sms`: SMs that the ops
@@ -56,6 +56,9 @@ class PlanOptions(Parallelism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("next_n", "num_sms", "block_size", "out_dtypes", "batch_invariant"):
+            if isinstance(given := getattr(self, name), list):  # as JSON has several values
+                object.__setattr__(self, name, tuple(given))
         for name in ("max_tokens", "max_batch", "masked_rows"):
             value = getattr(self, name)
             if value is not None or name != "masked_rows":
@@ -75,16 +78,16 @@ class PlanOptions(Parallelism):
                     refuse(value) if is_integer(value) else "expected an integer, or a tuple of integers"
                 )
                 if refusal:
-                    raise ConfigError(name, "a number that the ops serve", value, refusal)
+                    raise ConfigError(name, refusal.removeprefix("expected ").partition(", got")[0], value)
         for value in every(self.batch_invariant, "batch_invariant"):
             if not isinstance(value, bool):
                 raise ConfigError("batch_invariant", "True, False or a tuple of them", value)
         for name in ("fuse_shared", "pad_intermediate", "weight_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, "True or False", getattr(self, name))
-        listed = isinstance(self.out_dtypes, (tuple, list)) and self.out_dtypes
+        listed = isinstance(self.out_dtypes, tuple) and self.out_dtypes
         if not listed or any(dtype not in _OUT_DTYPES for dtype in self.out_dtypes):
-            raise ConfigError("out_dtypes", f"some of {', '.join(_OUT_DTYPES)}", self.out_dtypes)
+            raise ConfigError("out_dtypes", f"a tuple of some of {', '.join(_OUT_DTYPES)}", self.out_dtypes)
         engine_calls(self.engine)
 
     @property

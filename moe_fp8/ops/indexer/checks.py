@@ -177,9 +177,10 @@ def mqa_inputs(
         refuse_dtype(op, "weights", weights, "float32", "call .float() on it")
     int32_vector(op, "ks", ks, m, "the first key of each query")
     int32_vector(op, "ke", ke, m, "one past the last key of each query")
-    device = q.get_device()
+    device = q.get_device()  # -1 for the CPU and for meta
     if (
-        not device == k.get_device() == k_scale.get_device() == weights.get_device()
+        device < 0
+        or not device == k.get_device() == k_scale.get_device() == weights.get_device()
         or not device == ks.get_device() == ke.get_device()
     ):
         same_device(op, q, k=k, k_scale=k_scale, weights=weights, ks=ks, ke=ke)
@@ -272,7 +273,8 @@ def paged_inputs(
         raise ArgumentError(op, "block_table", "contiguous rows", f"stride {block_table.stride()}")
     device = q.get_device()
     if (
-        not device == kv_cache.get_device() == weights.get_device()
+        device < 0
+        or not device == kv_cache.get_device() == weights.get_device()
         or not device == context_lens.get_device() == block_table.get_device()
     ):
         others = {"kv_cache": kv_cache, "weights": weights, "context_lens": context_lens}

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moe_fp8 import limits
 from moe_fp8.errors import ArgumentError
 from moe_fp8.ops import arguments
 from moe_fp8.ops import workspace as workspaces
@@ -135,14 +136,16 @@ def indexer_workspace_bytes(
     next_n, num_sms: those of the paged selection, whose schedule has a place for each SM; 0 SMs for prefill.
 
     A workspace of the returned size gives the same division as a workspace of `max_bytes`. Raises
-    ArgumentError for a size below 0, for a topk that `indexer_topk` does not take, and if the budget is
-    smaller than the need of one query and a chunk of 4 * topk keys.
+    ArgumentError for a size below 0, for a topk or a next_n that the selections do not take, and if the
+    budget is smaller than the need of one query and a chunk of 4 * topk keys.
     """
     op = "indexer_workspace_bytes"
     num_queries = arguments.integer(op, "num_queries", num_queries, 0)
     num_keys = arguments.integer(op, "num_keys", num_keys, 0)
     num_sms = arguments.integer(op, "num_sms", num_sms, 0)
     next_n = arguments.integer(op, "next_n", next_n, 1)
+    if limits.refuse_next_n(next_n):
+        raise ArgumentError(op, "next_n", f"1 to {limits.MAX_NEXT_N}", next_n)
     if max_bytes is not None:
         max_bytes = arguments.integer(op, "max_bytes", max_bytes)
     topk = checks.topk_width(op, topk)

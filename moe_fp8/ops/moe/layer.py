@@ -61,7 +61,8 @@ def moe_workspace_bytes(
 
     num_tokens: T, or the largest T of several calls. topk: experts of a token. num_experts: experts of this
     rank. hidden_size: K. intermediate_size: I, the width of an expert. interleaved: as in `fused_moe`.
-    Raises ArgumentError unless K and I are positive multiples of 128 and the other sizes are at least 0.
+    Raises ArgumentError unless K and I are positive multiples of 128 and the other sizes are from 0 to what
+    `fused_moe` takes.
     """
     op = "moe_workspace_bytes"
     num_tokens = arguments.integer(op, "num_tokens", num_tokens, 0)
@@ -69,6 +70,10 @@ def moe_workspace_bytes(
     num_experts = arguments.integer(op, "num_experts", num_experts, 0)
     hidden_size = arguments.integer(op, "hidden_size", hidden_size)
     intermediate_size = arguments.integer(op, "intermediate_size", intermediate_size)
+    most = limits.MAX_EXPERTS_PER_TOKEN, limits.MAX_EXPERTS
+    for name, size, bound in zip(("topk", "num_experts"), (topk, num_experts), most, strict=True):
+        if size > bound:
+            raise ArgumentError(op, name, f"at most {bound}", size)
     for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
         if limits.refuse_k(size):
             raise ArgumentError(op, name, "a positive multiple of 128", size)
