@@ -40,7 +40,7 @@ ALLOWED = {
     "cli_tune": {"errors", "warmup", "tune"},
     "cli": {"errors", "settings", "problems", "specs", "jit", "warmup", "doctor", "cli_tune", "integrations"},
     # The names of `__init__` load on first use; their modules are imported only for type checkers.
-    "__init__": {"errors", "jit", "ops"},
+    "__init__": {"errors", "graph", "jit", "ops", "warmup"},
 }
 
 MAY_IMPORT_TORCH = {"ops", "graph", "tune", "integrations"}
