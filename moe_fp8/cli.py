@@ -254,6 +254,8 @@ def _build(arguments: argparse.Namespace) -> int:
         raise ConfigError("--force", "--bundle with the folder to replace", "no --bundle")
     with show_time("planning"):
         plan = plan_from(arguments)
+    if not arguments.json:  # before the work, since it needs rich
+        from moe_fp8.warmup.tables import build_table, console
     progress = False if arguments.quiet else None
     bundle = None
     store = None
@@ -272,8 +274,6 @@ def _build(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json({**_build_dict(report), "bundle": None if bundle is None else bundle.to_dict()})
     else:
-        from moe_fp8.warmup.tables import build_table, console
-
         console().print(build_table(report))
         if bundle is not None:
             print(f"\nbundle {bundle.path}: {bundle.summary()}")

@@ -44,15 +44,17 @@ class BufferSpec:
 
 def _holds(dtype: torch.dtype, pad: float) -> bool:
     """Whether a tensor of `dtype` holds `pad`, but for the rounding of floats."""
-    if not isinstance(pad, (int, float)):
+    try:
+        number = float(pad)
+    except (OverflowError, TypeError, ValueError):
         return False
     if dtype is torch.bool:
         return pad in (0, 1)
     if dtype.is_floating_point or dtype.is_complex:
-        if math.isfinite(pad):
+        if math.isfinite(number):
             return abs(pad) <= torch.finfo(dtype).max
         # (float8_e4m3fn has no infinity.)
-        return math.isnan(pad) or dtype.is_complex or bool(torch.tensor(pad).to(dtype).float().isinf())
+        return math.isnan(number) or dtype.is_complex or bool(torch.tensor(number).to(dtype).float().isinf())
     info = torch.iinfo(dtype)
     return info.min <= pad <= info.max and pad == int(pad)
 

@@ -103,6 +103,7 @@ def _collector_off() -> Iterator[None]:
 def _no_kept_casts() -> Iterator[None]:
     """Autocast casts every weight anew: casts that it keeps are not in the graph, and end with autocast."""
     enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()  # a step may have an autocast of its own, which keeps casts again
     torch.set_autocast_cache_enabled(False)
     try:
         yield

@@ -60,8 +60,7 @@ def build(
     into one store at the same time share the work: each kernel is compiled once in all, by as many compiler
     processes in all as the machine has cores, or by `jobs` if this is more.
 
-    `progress`: None or True shows a bar on a terminal, else a line for each compiled kernel, on stderr; False
-    shows nothing. A function gets, after each kernel, the kernels that are done, those in all and the row.
+    `progress` is as in `moe_fp8.warmup.build_plan`.
     """
     started = time.perf_counter()
     store = store or default_store()

@@ -45,7 +45,7 @@ def try_nvrtc() -> None:
         (status,) = api.nvrtcCompileProgram(program, 1, [b"--gpu-architecture=sm_90a"])
         api.nvrtcDestroyProgram(program)
     if status != api.nvrtcResult.NVRTC_SUCCESS:
-        raise ToolchainError(f"NVRTC compiles nothing ({status.name}): it is not whole; {_REMEDY}")
+        raise ToolchainError(f"NVRTC compiles nothing ({status.name}): a part of it is missing; {_REMEDY}")
 
 
 def _query_version(module: Any) -> tuple[int, int]:

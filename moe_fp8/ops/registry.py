@@ -322,7 +322,7 @@ def register(
         without = next((at for at, one in given if one.is_meta), "")
         for at, one in given:
             if not one.is_meta:
-                raise ArgumentError(name, without, f"device {one.device}, as {at}", "meta", "move it there")
+                raise ArgumentError(name, without, f"device {one.device}, as {at}", "meta", "load it there")
         fake(*arguments)
 
     for key, implementation in (("CPU", run), ("CUDA", run), ("Meta", meta)):

@@ -30,10 +30,10 @@ class EngineCalls:
     GEMMs and logits ("moe_permute" stands for `moe_combine` too); engines mostly have kernels of their own
     for these. `logits` are its forms of prefill logits. `bf16` are linear layers that it computes in bf16
     although the checkpoint has FP8 weights. `least_heads`: the engine pads fewer heads of an indexer with
-    zeros; `least_prefill_heads`: in prefill
-    alone. `pooled_pages`: the pages of the indexer's cache that it may choose if the model pools the
-    indexer's keys. `masked_step`: an expert's buffer in the masked layout has room for all tokens of a pass,
-    and is longer than they are, by up to this number of rows; None if the layout serves decode steps only.
+    zeros; `least_prefill_heads`: in prefill alone. `pooled_pages`: the pages of the indexer's cache that it
+    may choose if the model pools the indexer's keys. `masked_step`: an expert's buffer in the masked layout
+    has room for all tokens of a pass, and is longer than they are, by up to this number of rows; None if the
+    layout serves decode steps only.
     """
 
     name: str

@@ -78,7 +78,7 @@ class PlanOptions(Parallelism):
                     refuse(value) if is_integer(value) else "expected an integer, or a tuple of integers"
                 )
                 if refusal:
-                    raise ConfigError(name, refusal.removeprefix("expected ").partition(", got")[0], value)
+                    raise ConfigError(name, "a number that the ops serve", value, refusal)
         for value in every(self.batch_invariant, "batch_invariant"):
             if not isinstance(value, bool):
                 raise ConfigError("batch_invariant", "True, False or a tuple of them", value)

@@ -58,6 +58,14 @@ def test_what_is_no_tensor_is_named(op: str, value: Any) -> None:
             function(**{**arguments, name: value})
 
 
+@pytest.mark.parametrize("layout", ["offsets", "psum", "m_indices"])
+def test_an_index_that_is_a_list_is_named(layout: str) -> None:
+    arguments = accepted.contiguous()
+    del arguments["offsets"]
+    with pytest.raises(ArgumentError, match=f"{layout}: expected a tensor, got list"):
+        moe_fp8.grouped_gemm_fp8_contiguous(**arguments, **{layout: [0, 5]})
+
+
 def test_a_layer_names_a_scale_that_is_none() -> None:
     x, ids = torch.zeros(3, 128).bfloat16(), torch.zeros(3, 2, dtype=torch.int32)
     w13, w2 = (torch.zeros(2, n, 128).to(torch.float8_e4m3fn) for n in (256, 128))

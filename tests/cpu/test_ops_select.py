@@ -120,9 +120,9 @@ def test_equal_keys_have_equal_logits() -> None:
         gen = torch.Generator().manual_seed(seed)
         q = torch.randn(queries, heads, 128, generator=gen).to(torch.float8_e4m3fn)
         k = torch.randn(keys, 128, generator=gen).to(torch.float8_e4m3fn)
-        k.view(torch.uint8)[700] = k.view(torch.uint8)[0]
+        k.view(torch.uint8)[[700, keys - 1]] = k.view(torch.uint8)[0].clone()
         k_scale, weights = torch.ones(keys), torch.rand(queries, heads, generator=gen)
-        k_scale[0] = k_scale[700] = 8.0
+        k_scale[[0, 700, keys - 1]] = 8.0
         ks = torch.zeros(queries, dtype=torch.int32)
         chosen = indexer_select(q, k, k_scale, weights, ks, ks + keys, topk=1)
         assert chosen.flatten().tolist() == [0] * queries

@@ -136,7 +136,7 @@ def test_the_experts_of_deepseek_v4_are_of_the_named_format() -> None:
     config.pop("expert_dtype", None)
     assert describe(config | {"quantization_config": quantized}) == describe(config | {"expert_dtype": "fp8"})
     for unknown in ("mxfp8", "int4", 5, []):
-        with pytest.raises(ModelError, match="expert_dtype: expected fp4, mxfp4 or fp8"):
+        with pytest.raises(ModelError, match="expert_dtype: expected fp4, mxfp4, fp8 or float8_e4m3fn"):
             describe(config | {"expert_dtype": unknown})
 
 

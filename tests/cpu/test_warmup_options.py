@@ -279,8 +279,6 @@ def test_lists_are_as_good_as_tuples() -> None:
     options = PlanOptions(**given)  # type: ignore[arg-type]
     assert options == PlanOptions(**{name: tuple(value) for name, value in given.items()})  # type: ignore[arg-type]
     assert hash(options)
-    with pytest.raises(ConfigError, match=r"next_n: expected 1 to 8, got 9$"):
-        PlanOptions(next_n=9)
 
 
 def test_too_many_numbers_of_sms_are_refused_with_the_reason() -> None:

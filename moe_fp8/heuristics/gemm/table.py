@@ -13,11 +13,14 @@ import json
 from bisect import bisect_left
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_fp8.errors import TileError
 from moe_fp8.heuristics.gemm.tiles import GemmConfig, parse_gemm_config
 from moe_fp8.problems import DEFAULT_NUM_SMS, GemmProblem
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
 
 #: Devices that a problem can name, and words of the driver's name for each.
 DEVICES = {"h100": "H100", "h200": "H200"}
@@ -41,7 +44,7 @@ def device_of(name: str) -> str:
     return next((device for device, word in DEVICES.items() if word in words), "")
 
 
-def table_file(device: str) -> resources.abc.Traversable:
+def table_file(device: str) -> Traversable:
     """Where the package keeps the device's table, be it there or not."""
     return _FOLDER / f"{device}.json"
 

@@ -160,6 +160,8 @@ def grouped_gemm_fp8_contiguous(
         raise ArgumentError(op, "m_indices, psum, offsets", "exactly one of the three", "none")
     if not given:
         raise ArgumentError(op, "m_indices, psum, offsets", "exactly one of the three", "several")
+    if not isinstance(index, Tensor):
+        arguments.demand_tensors(op, {layout: index})
     if out is None:
         if a.dim() != 2 or b.dim() != 3:
             arguments.rank(op, "a", a, "[M, K]", 2)

@@ -36,9 +36,11 @@ def _scores(q: Tensor, k: Tensor, k_scale: Tensor, weights: Tensor, compute_dtyp
     """Return sum_h relu(q.k) * k_scale * weights, [M,N]; q [M,H,D], k [N,D], k_scale [N], weights [M,H]."""
     m, heads, dim = q.shape
     dots = (fp8_values(q, compute_dtype).view(m * heads, dim) @ fp8_values(k, compute_dtype).T).relu_()
-    # (A product of matrices rounds equal columns differently.)
-    weighted = dots.view(m, heads, -1) * weights.to(compute_dtype)[..., None]
-    return weighted.sum(1) * k_scale.to(compute_dtype)
+    dots, weights = dots.view(m, heads, -1), weights.to(compute_dtype)
+    total = dots.new_zeros(m, dots.shape[2])
+    for head in range(heads):  # (`sum` and a product of matrices round equal columns differently.)
+        total += dots[:, head] * weights[:, head, None]
+    return total * k_scale.to(compute_dtype)
 
 
 def mqa_logits(

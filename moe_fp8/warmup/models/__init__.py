@@ -166,16 +166,17 @@ def _mlps(
         names = blocks.projections(family.dense)
         found += blocks.mlp(fields, "mlp", dense, dense_width, "mlp", names, padded=family.padded)
     moe = family.moe
-    for name in sorted(shared_fields() - {*family.shared_count, *family.shared_width}):
-        if fields.has(name) and fields.most(name):
-            raise ModelError(
-                name, f"0, since a {fields.raw('model_type')} model names its shared experts otherwise",
-                fields.raw(name), "name an architecture whose shared experts have this field with read_as",
-            )  # fmt: skip
     shared_count = _shared_count(fields, family)
     shared = shared_count * width
     if family.shared_width and any(fields.has(name) for name in family.shared_width):
         shared = _first(fields, family.shared_width) * max(1, shared_count)
+    for name in sorted(shared_fields() - {*family.shared_count, *family.shared_width}):
+        told = fields.raw(name) or 0
+        if told and fields.most(name) not in (shared_count, shared):
+            raise ModelError(
+                name, f"0, since a {fields.raw('model_type')} model names its shared experts otherwise", told,
+                "name an architecture whose shared experts have this field with read_as",
+            )  # fmt: skip
     if shared:
         names = blocks.projections(f"{moe}.{family.shared}")
         found += blocks.mlp(fields, "shared", sparse, shared, "shared", names, padded=family.padded)
@@ -195,14 +196,17 @@ def _mlps(
 
 def _expert_dtype(fields: Fields, family: Family) -> str:
     """The format of the experts, "fp4" or "fp8": as the config says, else that of the family."""
-    quantized = fields.within("quantization_config") or fields
-    # `store_dtype` is MiMo's name, and the last name is Ling's; engines read them in any model.
-    for name in ("expert_dtype", "store_dtype", "routed_experts_quant_method"):
-        if (value := quantized.raw(name)) is not None:
-            if value not in ("fp4", "mxfp4", "fp8"):
-                raise ModelError(name, "fp4, mxfp4 or fp8", value)
-            return "fp8" if value == "fp8" else "fp4"
-    return "fp4" if family.fp4_experts else "fp8"
+    stated = fields.raw("quantization_config")
+    within = stated if isinstance(stated, dict) else {}
+    # The first name is MiMo's and the second is Ling's. Engines read them in any model.
+    if "mxfp4" in (within.get("store_dtype"), within.get("routed_experts_quant_method")):
+        return "fp4"
+    value = fields.raw("expert_dtype") if fields.has("expert_dtype") else within.get("expert_dtype")
+    if value is None:
+        return "fp4" if family.fp4_experts else "fp8"
+    if value not in ("fp4", "mxfp4", "fp8", "float8_e4m3fn"):
+        raise ModelError("expert_dtype", "fp4, mxfp4, fp8 or float8_e4m3fn", value)
+    return "fp4" if value in ("fp4", "mxfp4") else "fp8"
 
 
 def _shared_count(fields: Fields, family: Family) -> int:

@@ -347,7 +347,8 @@ _FAMILIES: dict[str, Family] = {
     "qwen3_5_moe": _QWEN_NEXT,
     "qwen3_5_moe_text": _QWEN_NEXT,
     "qwen3_moe": replace(
-        _GROUPED, shared_width=("shared_expert_intermediate_size",), shared="shared_expert", shared_gate=True
+        _GROUPED, shared_width=("shared_expert_intermediate_size",), shared="shared_expert", shared_gate=True,
+        shared_count=(),
     ),
     "qwen3_next": replace(_QWEN_NEXT, num_predictors=1),
 }  # fmt: skip
