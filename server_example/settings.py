@@ -18,7 +18,7 @@ _ENGINE = EngineOptions()
 Origin = Annotated[str, StringConstraints(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\"]+)$")]
 
 #: No memory holds more pages or requests, and torch takes no size beyond 64 bits.
-MOST = 2**31 - 1
+_MOST = 2**31 - 1
 
 #: The trained model that comes with the example.
 SHAKESPEARE = Path(__file__).parent / "shakespeare"
@@ -47,12 +47,12 @@ class Settings(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: a Hopper GPU if there is one, else the reference backend"
     )
-    max_batch: int = Field(_ENGINE.max_batch, ge=1, le=MOST, description="requests decoded together")
+    max_batch: int = Field(_ENGINE.max_batch, ge=1, le=_MOST, description="requests decoded together")
     max_context: int = Field(_ENGINE.max_context, ge=2, description="tokens of a request, prompt included")
     cache_pages: int = Field(
         _ENGINE.cache_pages,
         ge=2,
-        le=MOST,
+        le=_MOST,
         description=f"cache pages of {PAGE_TOKENS} tokens; one is for padding",
     )
     prefill_chunk: int = Field(_ENGINE.prefill_chunk, ge=1, description="tokens prefilled at once")

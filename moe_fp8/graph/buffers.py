@@ -45,16 +45,16 @@ class BufferSpec:
 def _holds(dtype: torch.dtype, pad: float) -> bool:
     """Whether a tensor of `dtype` holds `pad`, but for the rounding of floats."""
     try:
-        number = float(pad)
-    except (OverflowError, TypeError, ValueError):
+        finite = math.isfinite(pad)
+    except (OverflowError, TypeError):  # an integer beyond all floats, or no number
         return False
     if dtype is torch.bool:
         return pad in (0, 1)
     if dtype.is_floating_point or dtype.is_complex:
-        if math.isfinite(number):
+        if finite:
             return abs(pad) <= torch.finfo(dtype).max
         # (float8_e4m3fn has no infinity.)
-        return math.isnan(number) or dtype.is_complex or bool(torch.tensor(number).to(dtype).float().isinf())
+        return math.isnan(pad) or dtype.is_complex or bool(torch.tensor(pad).to(dtype).float().isinf())
     info = torch.iinfo(dtype)
     return info.min <= pad <= info.max and pad == int(pad)
 
@@ -74,7 +74,7 @@ class StaticBuffers:
         self.device = torch.device(device)
         with torch.inference_mode(False):
             self._tensors = {
-                name: torch.full(spec.shape(capacity), spec.pad, dtype=spec.dtype, device=self.device)
+                name: torch.full(spec.shape(self.capacity), spec.pad, dtype=spec.dtype, device=self.device)
                 for name, spec in self.specs.items()
             }
 

@@ -55,6 +55,8 @@ def test_up_to_needs_a_positive_integer(largest: int) -> None:
         (torch.float8_e4m3fn, float("inf")),
         (torch.float32, 1e39),
         (torch.int32, None),
+        (torch.int32, "3"),
+        (torch.float32, 10**400),
     ],
 )
 def test_a_pad_that_the_dtype_does_not_hold_is_refused(dtype: torch.dtype, pad: float) -> None:

@@ -70,10 +70,12 @@ def moe_workspace_bytes(
     num_experts = arguments.integer(op, "num_experts", num_experts, 0)
     hidden_size = arguments.integer(op, "hidden_size", hidden_size)
     intermediate_size = arguments.integer(op, "intermediate_size", intermediate_size)
-    most = limits.MAX_EXPERTS_PER_TOKEN, limits.MAX_EXPERTS
-    for name, size, bound in zip(("topk", "num_experts"), (topk, num_experts), most, strict=True):
-        if size > bound:
-            raise ArgumentError(op, name, f"at most {bound}", size)
+    for name, size, most in (
+        ("topk", topk, limits.MAX_EXPERTS_PER_TOKEN),
+        ("num_experts", num_experts, limits.MAX_EXPERTS),
+    ):
+        if size > most:
+            raise ArgumentError(op, name, f"at most {most}", size)
     for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
         if limits.refuse_k(size):
             raise ArgumentError(op, name, "a positive multiple of 128", size)

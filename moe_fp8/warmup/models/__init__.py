@@ -170,13 +170,7 @@ def _mlps(
     shared = shared_count * width
     if family.shared_width and any(fields.has(name) for name in family.shared_width):
         shared = _first(fields, family.shared_width) * max(1, shared_count)
-    for name in sorted(shared_fields() - {*family.shared_count, *family.shared_width}):
-        told = fields.raw(name) or 0
-        if told and fields.most(name) not in (shared_count, shared):
-            raise ModelError(
-                name, f"0, since a {fields.raw('model_type')} model names its shared experts otherwise", told,
-                "name an architecture whose shared experts have this field with read_as",
-            )  # fmt: skip
+    _refuse_other_shared(fields, family, (shared_count, shared))
     if shared:
         names = blocks.projections(f"{moe}.{family.shared}")
         found += blocks.mlp(fields, "shared", sparse, shared, "shared", names, padded=family.padded)
@@ -207,6 +201,17 @@ def _expert_dtype(fields: Fields, family: Family) -> str:
     if value not in ("fp4", "mxfp4", "fp8", "float8_e4m3fn"):
         raise ModelError("expert_dtype", "fp4, mxfp4, fp8 or float8_e4m3fn", value)
     return "fp4" if value in ("fp4", "mxfp4") else "fp8"
+
+
+def _refuse_other_shared(fields: Fields, family: Family, read: tuple[int, int]) -> None:
+    """Refuse shared experts in fields that the family does not read, unless they agree with what was read."""
+    for name in sorted(shared_fields() - {*family.shared_count, *family.shared_width}):
+        told = fields.raw(name) or 0
+        if told and fields.most(name) not in read:
+            raise ModelError(
+                name, f"0, since a {fields.raw('model_type')} model names its shared experts otherwise", told,
+                "name an architecture whose shared experts have this field with read_as",
+            )  # fmt: skip
 
 
 def _shared_count(fields: Fields, family: Family) -> int:

@@ -246,9 +246,7 @@ def _modelopt(name: str, value: dict[str, Any]) -> Quantization:
     if isinstance(inner, dict):
         name, value = f"{name}.quantization", {**value, **inner}
     algorithm = value.get("quant_algo")
-    # ModelOpt writes it in small letters too.
-    in_blocks = isinstance(algorithm, str) and algorithm.upper() == "FP8_PB_WO"
-    _demand(name, "quant_algo", algorithm, "'FP8_PB_WO' (FP8 in blocks)", lambda given: in_blocks)
+    _demand(name, "quant_algo", algorithm, "'FP8_PB_WO' (FP8 in blocks)", _is_in_blocks)
     return Quantization(*_skipped(name, value, "exclude_modules", "ignore"))
 
 
@@ -283,6 +281,11 @@ def _demand(name: str, field: str, given: Any, expected: str, holds: Callable[[A
 
 def _is(expected: Any) -> Callable[[Any], bool]:
     return lambda given: type(given) is type(expected) and bool(given == expected)
+
+
+def _is_in_blocks(given: Any) -> bool:
+    """ModelOpt's name of FP8 in blocks, which it also writes in small letters."""
+    return isinstance(given, str) and given.upper() == "FP8_PB_WO"
 
 
 def _is_object(given: Any) -> bool:
