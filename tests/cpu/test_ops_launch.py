@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -79,6 +80,18 @@ def test_the_device_is_made_current_and_then_as_it_was(
     with pytest.raises(ValueError, match="on purpose"):
         launch.first(fail, (), 0, None, None)
     assert devices == ([0] if current == 0 else [0, 1])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_process_that_sees_one_gpu_does_not_ask_which_is_current(
+    launch: ModuleType, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "_exchange_device", exchange := lambda device: 0)
+    again = importlib.util.module_from_spec(launch.__spec__)
+    launch.__spec__.loader.exec_module(again)
+    assert (again._exchange_device is exchange) == (count == 2)
+    assert again._exchange_device(0) == 0
 
 
 def launch_of_nothing() -> Prepared:
