@@ -59,10 +59,8 @@ DEVICE void load_weights(float (&w)[kColumns / 4], const float* weights) {
 // d[64, columns] = keys @ queries^T over kHeadDim.
 template <int kColumns, int kHeadDim>
 DEVICE void score_mma(float (&d)[kColumns / 2], const void* keys, const void* queries) {
-    // (The other stride is 1 here because the logits kernels were timed so.)
-    constexpr uint64_t kOtherStride = uint64_t(1) << 16;
-    const uint64_t a = ptx::wgmma_descriptor<kHeadDim>(ptx::wgmma_address(keys)) | kOtherStride;
-    const uint64_t b = ptx::wgmma_descriptor<kHeadDim>(ptx::wgmma_address(queries)) | kOtherStride;
+    const uint64_t a = ptx::wgmma_descriptor<kHeadDim>(ptx::wgmma_address(keys));
+    const uint64_t b = ptx::wgmma_descriptor<kHeadDim>(ptx::wgmma_address(queries));
     ptx::Wgmma<kColumns>::template start<kHeadDim / 32>(d, a, b);
     ptx::wgmma_pin(d);
 }
