@@ -36,7 +36,7 @@ class Settings:
     `dispatch` (MOE_FP8_DISPATCH): every call of an op goes through torch's dispatcher, so that an observer of
     the dispatcher sees a `moe_fp8::` event. An active torch profiler has the same effect.
     `engine` (MOE_FP8_ENGINE): the kinds of calls that the plug-ins for vLLM and SGLang serve: "1" for all
-    ("dense", "experts" and "indexer"), or some of these with commas between them.
+    ("dense", "experts" and "indexer"), or some of these with commas between them; "0" or nothing for none.
     """
 
     cache_dir: Path | None
@@ -59,6 +59,15 @@ class Settings:
 def settings() -> Settings:
     """The process's settings, read at the first call; raises SettingError."""
     return parse_settings(os.environ)
+
+
+def engine_asked() -> bool:
+    """Whether MOE_FP8_ENGINE asks for a plug-in.
+
+    The other variables are not read, so that they cannot stop an engine that has the package and does not use
+    it.
+    """
+    return os.environ.get("MOE_FP8_ENGINE", "") not in ("", "0")
 
 
 def parse_settings(environ: Mapping[str, str]) -> Settings:
@@ -133,7 +142,7 @@ ENGINE_KINDS = ("dense", "experts", "indexer")
 
 
 def _parse_engine(name: str, value: str) -> tuple[str, ...]:
-    if value in ("0", "1"):
+    if value in ("", "0", "1"):
         return ENGINE_KINDS if value == "1" else ()
     given = value.split(",")
     if set(given) - set(ENGINE_KINDS):

@@ -69,6 +69,9 @@ class Backend:
     def is_deep_gemm(self) -> bool:
         return self.name == "deep_gemm"
 
+    def is_flashinfer_deepgemm(self) -> bool:
+        return self.name == "flashinfer_deepgemm"
+
 
 class ModelRunner:
     """Has loaded `model` when `load_model` returns."""

@@ -58,10 +58,10 @@ def warmed(monkeypatch: pytest.MonkeyPatch) -> list[LoadedEngine]:
 
 
 def _set(monkeypatch: pytest.MonkeyPatch, *kinds: str, **variables: str) -> None:
-    given = settings_module.parse_settings(
-        {**({"MOE_FP8_ENGINE": ",".join(kinds)} if kinds else {}), **variables}
-    )
+    engine = {"MOE_FP8_ENGINE": ",".join(kinds)} if kinds else {}
+    given = settings_module.parse_settings({**engine, **variables})
     monkeypatch.setattr(sglang, "settings", lambda: given)
+    monkeypatch.setattr(sglang, "engine_asked", lambda: bool(kinds))
 
 
 def _load(engine: StandIn, *layers: torch.nn.Module, **text: int) -> Any:
@@ -229,7 +229,10 @@ def test_limits_come_from_sglangs_arguments(engine: StandIn, warmed: list[Loaded
     engine.parallel.attn_dp_size = 8
     engine.backend = Backend("triton")
     _load(engine, Linear(64, 128))
-    first, second = warmed
+    engine.backend = Backend("flashinfer_deepgemm")  # calls deep_gemm from 32 rows on
+    _load(engine, Linear(64, 128))
+    first, second, third = warmed
+    assert third.dense == {(64, 128)}
     assert (first.max_tokens, first.max_batch, first.next_n) == (512, 16, 1)
     assert first.indexer is not None and first.indexer.num_heads == 64 and first.num_sms == (132,)
     assert (second.max_tokens, second.max_batch, second.next_n) == (4096, 4 * 4096, 1)
@@ -254,6 +257,20 @@ def test_layers_of_other_formats_are_found(engine: StandIn, warmed: list[LoadedE
     (loaded,) = warmed
     assert loaded.dense == {(192, 256)} and loaded.experts_per_token == 2
     assert loaded.experts == {(4, 256, 256), (4, 256, 128), (4, 256, 512), (4, 512, 128)}
+
+
+def test_products_of_latent_attention_are_grouped_products(
+    engine: StandIn, warmed: list[LoadedEngine]
+) -> None:
+    """With SGLANG_USE_DEEPGEMM_BMM=1, each head has the place of an expert."""
+    attention = torch.nn.Module()
+    attention.use_deep_gemm_bmm = True
+    attention.w_kc, attention.w_vc = torch.zeros(16, 512, 128), torch.zeros(16, 128, 512)
+    sglang.activate(("experts",))
+    _load(engine, attention, Experts("triton"))
+    (loaded,) = warmed
+    assert loaded.experts == {(16, 512, 128), (16, 128, 512)}
+    assert {row.layout for row in plan_loaded(loaded).rows} >= {"masked"}
 
 
 def test_the_plan_has_what_sglang_calls(engine: StandIn, warmed: list[LoadedEngine]) -> None:

@@ -13,7 +13,7 @@ from moe_fp8 import __version__, jit
 from moe_fp8.errors import ConfigError, SettingError, UnsupportedError
 from moe_fp8.integrations import installed, planning
 from moe_fp8.integrations import vllm as plug_in
-from moe_fp8.settings import parse_settings
+from moe_fp8.settings import parse_settings, settings
 from tests.cpu.vllm_stand_in import DeepGemmKernel, Fake, vllm
 
 __all__ = ["vllm"]
@@ -23,6 +23,7 @@ __all__ = ["vllm"]
     ("value", "kinds"),
     [
         (None, ()),
+        ("", ()),
         ("0", ()),
         ("1", ("dense", "experts", "indexer")),
         ("indexer,dense", ("dense", "indexer")),
@@ -33,22 +34,33 @@ def test_the_variable(value: str | None, kinds: tuple[str, ...]) -> None:
     assert parse_settings(given).engine == kinds
 
 
-@pytest.mark.parametrize("value", ["", "yes", "dense;experts", "moe"])
+@pytest.mark.parametrize("value", [",", "yes", "dense;experts", "moe"])
 def test_a_bad_variable_is_an_error(value: str) -> None:
     with pytest.raises(SettingError, match="dense, experts, indexer"):
         parse_settings({"MOE_FP8_ENGINE": value})
 
 
-def test_register_does_nothing_without_the_variable(vllm: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plug_in, "settings", lambda: parse_settings({}))
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_register_does_nothing_without_the_variable(
+    value: str | None, vllm: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the other variables say, which stop nobody who does not use the package."""
+    settings.cache_clear()
+    monkeypatch.setenv("MOE_FP8_JOBS", "many")
+    if value is not None:
+        monkeypatch.setenv("MOE_FP8_ENGINE", value)
     plug_in.register()
     assert not plug_in.active() and vllm.kernels == [DeepGemmKernel] and installed() == ()
+    monkeypatch.setenv("MOE_FP8_ENGINE", "1")
+    with pytest.raises(SettingError, match="MOE_FP8_JOBS"):
+        plug_in.register()
 
 
 def test_register_changes_vllm_and_deactivate_restores_it(
     vllm: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = vllm.oracle.backend_to_kernel_cls, vllm.loader.load_model, vllm.own_loader.load_model
+    monkeypatch.setenv("MOE_FP8_ENGINE", "1")
     monkeypatch.setattr(plug_in, "settings", lambda: parse_settings({"MOE_FP8_ENGINE": "1"}))
     plug_in.register()
     plug_in.register()  # vLLM may call it again

@@ -76,6 +76,7 @@ def layer(weights: dict[str, tuple[int, ...]], **attributes: Any) -> torch.nn.Mo
 def loaded_model(vllm: Fake) -> torch.nn.Module:
     """Layers as vLLM leaves them behind, where no kernel has been told of loaded weights."""
     kernel, other = vllm.kernels[0](), DeepGemmKernel()
+    flashinfer = SimpleNamespace(fallback=DeepGemmKernel())
     holder = SimpleNamespace
     experts = {"w13_weight": (32, 4096, 7168), "w2_weight": (32, 7168, 2048)}
     ours = vllm.oracle.backend_to_kernel_cls("triton")[0]
@@ -86,7 +87,11 @@ def loaded_model(vllm: Fake) -> torch.nn.Module:
             {"weight": (2048, 7168)},
             quant_method=holder(scheme=holder(linear_method=holder(fp8_linear=kernel))),
         ),
+        # vLLM's own kernels of `deep_gemm` call our module.
         layer({"weight": (512, 7168)}, quant_method=holder(fp8_linear=other)),
+        layer({"weight": (256, 7168)}, quant_method=holder(fp8_linear=flashinfer)),
+        layer({"weight": (100, 7168)}, quant_method=holder(fp8_linear=other)),
+        layer({"weight": (128, 7168)}, quant_method=holder(fp8_linear=BlockScaledKernel())),
         layer({"weight": (8, 1024, 4096)}, quant_method=holder(fp8_linear=kernel)),
         layer(experts, quant_method=holder(experts_cls=ours), top_k=8),
         # Its products are left to `deep_gemm`, which is ours.
@@ -122,7 +127,7 @@ def test_a_loaded_model_is_planned(vllm: Fake, monkeypatch: pytest.MonkeyPatch) 
     vllm.own_loader().load_model(config, SimpleNamespace(max_model_len=4096, hf_text_config=pooled))
     loaded, other = warmed
     assert (loaded.max_tokens, loaded.max_batch, loaded.next_n, loaded.data_parallel) == (8192, 64, 2, 4)
-    assert loaded.dense == {(4096, 7168), (1024, 7168), (2048, 7168)}
+    assert loaded.dense == {(n, 7168) for n in (4096, 2048, 1024, 512, 256)}
     batched = {(8, 512, 256), (8, 256, 256)}
     assert loaded.experts == {(32, 4096, 7168), (32, 7168, 2048), *batched}
     assert loaded.experts_per_token == 8

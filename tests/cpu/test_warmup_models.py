@@ -46,7 +46,13 @@ def model(name: str, **changes: Any) -> ModelDescription:
 
 
 def shapes(name: str, tp: int, ep: int, **changes: Any) -> dict[str, tuple[int, int, int | None]]:
-    found = gemm_shapes(model(name, **changes), Parallelism(tp, ep))
+    return shapes_of(model(name, **changes), tp, ep)
+
+
+def shapes_of(
+    description: ModelDescription, tp: int = 1, ep: int = 1
+) -> dict[str, tuple[int, int, int | None]]:
+    found = gemm_shapes(description, Parallelism(tp, ep))
     return {shape.what: (shape.n, shape.k, shape.num_experts) for shape in found}
 
 
@@ -394,6 +400,30 @@ def test_sliding_layers_may_name_only_what_differs() -> None:
     changes = {name: ... for name in usual if name.startswith("swa_")}
     found = model("dots3_note", **changes, per_layer_config={f"{first:02d}": differing})
     assert found.linears == model("dots3_note").linears
+
+
+def test_sliding_layers_have_a_gate_of_their_own_kind() -> None:
+    usual = {linear.n for linear in model("dots3_note").linears if linear.what == "gate"}
+    changed = model("dots3_note", swa_attention_gate_type="elementwise")
+    gates = {linear.n: linear.layers for linear in changed.linears if linear.what == "gate"}
+    (columns,) = gates.keys() - usual
+    assert columns[0].size == config("dots3_note")["swa_v_head_dim"]
+    sliding = [i for i, word in enumerate(config("dots3_note")["layer_types"]) if word == "sliding_attention"]
+    assert {*sliding} <= {*gates[columns]}
+
+
+def test_longcat_counts_layers_and_not_attentions() -> None:
+    """Older releases of transformers write both numbers."""
+    usual = in_blocks("longcat_flash")
+    assert describe({**usual, "num_hidden_layers": 56}) == describe(usual)
+    assert describe({**usual, "num_nextn_predict_layers": 1}) == describe(usual)
+    assert shapes_of(describe(usual))["mtp.eh_proj"] == (6144, 12288, None)
+
+
+def test_the_shared_mlp_of_hunyuan_has_a_dense_width() -> None:
+    found = shapes_of(describe({**in_blocks("hunyuan_a13b"), "intermediate_size": 6144}))
+    assert (found["shared.gate_up"], found["shared.down"]) == ((12288, 4096, None), (4096, 6144, None))
+    assert found["experts.down"] == (4096, 3072, 64)
 
 
 def test_a_null_of_the_language_model_hides_no_outer_field() -> None:

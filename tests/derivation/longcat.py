@@ -1,7 +1,8 @@
 """LongCat-Flash: each layer has two latent attentions, two plain MLPs and one set of experts.
 
 Read from vLLM 0.33.0 model_executor/models/longcat_flash.py (FlashDecoderLayer, LongcatMoe, LongcatRouter)
-and transformers 5.23.0 modeling_longcat_flash.py. The config counts no MTP layers, so none is listed.
+and longcat_flash_mtp.py, and transformers 5.23.0 modeling_longcat_flash.py. The config counts no MTP layers;
+vLLM makes one, with a single attention and a plain MLP, in FP8 with its `eh_proj`.
 """
 
 from __future__ import annotations
@@ -27,4 +28,8 @@ def pieces(config: Config, ranks: Ranks) -> Iterator[Piece]:
         yield from experts(
             hidden, config["expert_ffn_hidden_size"], config["n_routed_experts"], ranks, f"{name}.mlp.experts"
         )
+    yield Piece("mtp.eh_proj", hidden, 2 * hidden, ("model.mtp.layers.0.eh_proj",))
+    name = "model.mtp.layers.0.transformer_layer"
+    yield from attention(hidden, sizes, ranks.attention_tp, f"{name}.self_attn")
+    yield from mlp("mlp", hidden, cut(config["ffn_hidden_size"], ranks.mlp_tp), f"{name}.mlp")
     yield head(config, ranks)

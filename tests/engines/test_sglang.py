@@ -42,6 +42,7 @@ USED = {
         "get_fp8_gemm_runner_backend",
         "Fp8GemmRunnerBackend.is_auto",
         "Fp8GemmRunnerBackend.is_deep_gemm",
+        "Fp8GemmRunnerBackend.is_flashinfer_deepgemm",
     ),
     "sglang.srt.layers.moe.utils": ("_MoeRunnerBackendPredicates.is_deep_gemm",),
     "sglang.srt.layers.attention.dsa.utils": ("resolve_fp8_mqa_logits_fn",),

@@ -13,11 +13,11 @@ from typing import Any
 from moe_fp8.errors import SettingError, UnsupportedError
 from moe_fp8.integrations import alias
 from moe_fp8.integrations.kinds import KINDS, checked
-from moe_fp8.settings import settings
+from moe_fp8.settings import engine_asked, settings
 
 _logger = logging.getLogger("sglang.moe_fp8")
 
-#: A process that has this module runs a model; SGLang's other processes do not.
+#: A process that runs a model has this module. Few others have it, such as that of an offline `Engine`.
 _SCHEDULER = "sglang.srt.managers.scheduler"
 
 _LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
@@ -36,13 +36,12 @@ class _Process:
 def register() -> None:
     """What SGLang calls at the start of each process: `activate` with the kinds of MOE_FP8_ENGINE, if any.
 
-    It does nothing in processes that run no model. SGLang writes an error of a plug-in to its log and goes on
-    without the plug-in.
+    It does nothing in most processes that run no model. SGLang writes an error of a plug-in to its log and
+    goes on without the plug-in.
     """
-    kinds = settings().engine
-    if kinds and not _undo and _SCHEDULER in sys.modules:
+    if engine_asked() and not _undo and _SCHEDULER in sys.modules:
         # SGLang applies the hook after all plug-ins have been called.
-        _start(kinds)
+        _start(settings().engine)
 
 
 def activate(kinds: Iterable[str]) -> None:

@@ -48,6 +48,9 @@ def describe_loaded(model_runner: Any) -> LoadedEngine:
             loaded.dense.add((weight.shape[0], weight.shape[1]))
         if "experts" in served and _experts_call_deep_gemm(module):
             loaded.add_experts(module)
+        if "experts" in served and getattr(module, "use_deep_gemm_bmm", False):
+            # Latent attention multiplies each head as the masked layout does an expert.
+            loaded.experts |= {tuple(weight.shape) for weight in (module.w_kc, module.w_vc)}
     text = config.hf_text_config
     loaded.kv_lora_rank = getattr(text, "kv_lora_rank", None)
     if "indexer" in served and getattr(text, "index_topk", None):
@@ -95,11 +98,14 @@ def _sms_of_indexer(indexer: Any, dense: bool, logits: bool) -> Iterator[int]:
 
 
 def _dense_calls_deep_gemm() -> bool:
-    """Whether linear layers call `deep_gemm`: by default they do, `--fp8-gemm-backend` may choose another."""
+    """Whether linear layers call `deep_gemm`: by default they do, `--fp8-gemm-backend` may choose another.
+
+    "flashinfer_deepgemm" calls it from 32 rows on.
+    """
     from sglang.srt.layers.quantization.fp8_utils import get_fp8_gemm_runner_backend
 
     backend = get_fp8_gemm_runner_backend()
-    return bool(backend.is_auto() or backend.is_deep_gemm())
+    return bool(backend.is_auto() or backend.is_deep_gemm() or backend.is_flashinfer_deepgemm())
 
 
 def _is_served(module: torch.nn.Module, weight: torch.Tensor) -> bool:

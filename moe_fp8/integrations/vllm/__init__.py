@@ -14,7 +14,7 @@ from moe_fp8 import __version__
 from moe_fp8.errors import SettingError, UnsupportedError
 from moe_fp8.integrations import alias
 from moe_fp8.integrations.kinds import KINDS, checked
-from moe_fp8.settings import settings
+from moe_fp8.settings import engine_asked, settings
 
 _logger = logging.getLogger("vllm.moe_fp8")
 
@@ -31,9 +31,8 @@ _undo: list[Any] = []
 
 def register() -> None:
     """What vLLM calls at the start of each process: `activate` with the kinds of MOE_FP8_ENGINE, if any."""
-    kinds = settings().engine
-    if kinds and not _undo:
-        activate(kinds)
+    if engine_asked() and not _undo:
+        activate(settings().engine)
 
 
 def activate(kinds: Iterable[str]) -> None:

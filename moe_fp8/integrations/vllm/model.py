@@ -8,6 +8,7 @@ import torch
 
 from moe_fp8.integrations import kinds
 from moe_fp8.integrations.planning import LoadedEngine
+from moe_fp8.limits import refuse_k, refuse_n
 from moe_fp8.ops import get_num_sms
 from moe_fp8.warmup.models import Indexer
 
@@ -32,11 +33,11 @@ def describe_loaded(model: torch.nn.Module, vllm_config: Any, model_config: Any)
         data_parallel=parallel.data_parallel_size,  # ranks share experts with expert parallelism or without
     )
     for module in model.modules():
-        if "dense" in served and _has_our_kernel(module):
+        if "dense" in served and _calls_our_gemm(module):
             weight: Any = module.weight
-            if weight.dim() == 2:  # weights of batched products have three dimensions, and are not ours
-                n, k = weight.shape
-                loaded.dense.add((n, k))
+            # Weights of batched products have three dimensions, and are not ours.
+            if weight.dim() == 2 and not refuse_n(weight.shape[0]) and not refuse_k(weight.shape[1]):
+                loaded.dense.add((weight.shape[0], weight.shape[1]))
         if "experts" in served and _calls_our_experts(module):
             loaded.add_experts(module)
     text = model_config.hf_text_config
@@ -66,14 +67,21 @@ def _sms(parallel: Any) -> tuple[int, ...]:
     return all_sms, all_sms - taken
 
 
-def _has_our_kernel(holder: Any) -> bool:
-    """Whether a layer, or an object that leads to its kernel, leads to our kernel of linear layers."""
-    from moe_fp8.integrations.vllm.linear import MoeFp8LinearKernel
+def _calls_our_gemm(holder: Any) -> bool:
+    """Whether a layer, or an object that leads to its kernel, leads to a kernel that calls our GEMM.
+
+    Ours is a kernel of vLLM's class for `deep_gemm`, and the others of this class call our module. One kernel
+    of FlashInfer's has such a kernel as `fallback` and calls `deep_gemm` from 32 rows on.
+    """
+    from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
 
     held = getattr(holder, "__dict__", {})
-    if any(isinstance(value, MoeFp8LinearKernel) for value in held.values()):
-        return True
-    return any(_has_our_kernel(held[name]) for name in _HOLDERS if name in held)
+    for value in held.values():
+        if isinstance(value, DeepGemmFp8BlockScaledMMKernel):
+            return True
+        if isinstance(getattr(value, "fallback", None), DeepGemmFp8BlockScaledMMKernel):
+            return True
+    return any(_calls_our_gemm(held[name]) for name in _HOLDERS if name in held)
 
 
 def _calls_our_experts(module: torch.nn.Module) -> bool:

@@ -62,7 +62,7 @@ def describe(
     fields = Fields(config)
     family = _family(fields, read_as)
     quantization = read_quantization(config, quantize)
-    num_layers = fields.number("num_hidden_layers", "num_layers", most=_MOST_LAYERS)
+    num_layers = fields.number(*family.layer_count, most=_MOST_LAYERS)
     num_experts = fields.number("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
     experts_per_token = fields.most("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
     max_positions = fields.number("max_position_embeddings")
@@ -76,8 +76,7 @@ def describe(
     )
     layers = tuple(range(num_layers + predictors))
     attention, indexer = family.attention(fields, layers)
-    # An engine that quantizes experts pads a rank's width to whole blocks (vLLM).
-    mlps, num_shared = _mlps(fields, family, num_layers, layers, padded_experts=quantize is not None)
+    mlps, num_shared = _mlps(fields, family, num_layers, layers, quantized_by_engine=quantize is not None)
     linears = [*attention, *mlps, *_outer(fields, family, layers[num_layers:])]
     dtype = _dtype(fields)
     fields.complete()
@@ -88,7 +87,9 @@ def describe(
         num_layers=num_layers,
         max_positions=max_positions,
         dtype=dtype,
-        linears=tuple(part for linear in linears for part in quantization.apply(family.spelled(linear))),
+        linears=tuple(
+            part for linear in linears for part in quantization.apply(family.spelled(linear), num_layers)
+        ),
         indexer=indexer,
         num_experts=num_experts,
         experts_per_token=experts_per_token,
@@ -146,7 +147,7 @@ def _first(fields: Fields, names: tuple[str, ...]) -> int:
 
 
 def _mlps(
-    fields: Fields, family: Family, num_layers: int, layers: tuple[int, ...], *, padded_experts: bool
+    fields: Fields, family: Family, num_layers: int, layers: tuple[int, ...], *, quantized_by_engine: bool
 ) -> tuple[list[Linear], int]:
     """The linear layers of MLPs, experts and routers, and the number of shared experts."""
     sparse = expert_layers(fields, num_layers)
@@ -178,13 +179,15 @@ def _mlps(
             name = f"{moe}.{family.shared}_gate"
             found.append(blocks.whole("shared.gate", 1, hidden, sparse, name, blocks.GATE))
     modules = tuple(f"{moe}.experts.{name}" for name in family.projections)
-    experts = blocks.mlp(fields, "experts", sparse, width, "experts", modules, padded=padded_experts)
+    # An engine that quantizes experts pads a rank's width to whole blocks (vLLM).
+    experts = blocks.mlp(fields, "experts", sparse, width, "experts", modules, padded=quantized_by_engine)
     if _expert_dtype(fields, family) == "fp4":
         experts = [linear.because("experts in FP4 are not served yet", lacking=True) for linear in experts]
     found += experts
     num_experts = fields.number("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
     routed = num_experts + fields.number("zero_expert_num", least=0, default=0)
-    found.append(blocks.whole("router", routed, hidden, sparse, f"{moe}.gate", blocks.ROUTER))
+    reason = "" if quantized_by_engine and family.quantized_router else blocks.ROUTER
+    found.append(blocks.whole("router", routed, hidden, sparse, f"{moe}.gate", reason))
     return found, shared_count if shared else 0
 
 

@@ -28,10 +28,12 @@ class Family:
     within `moe`. `projections` are the names of gate, up and down in an expert. `shared_gate`: shared experts
     have a gate of one column. `dense_everywhere`: layers with experts have dense MLPs too.
     `padded`: engines round a rank's width of dense MLPs and shared experts up to whole blocks. `fp4_experts`:
-    the experts are FP4 unless the config says otherwise. `predictor` gives what a prediction layer (MTP) has
+    the experts are FP4 unless the config says otherwise. `quantized_router`: an engine that quantizes a bf16
+    checkpoint quantizes its router, too. `predictor` gives what a prediction layer (MTP) has
     beside a layer of the model; its MLP is dense if `dense_predictors`. `predictor_count` are names of the
-    field that counts prediction layers; without the field there are `num_predictors`. `spellings` are parts
-    of modules' names, each with another word that checkpoints have for it.
+    field that counts prediction layers; without the field there are `num_predictors`. `layer_count` are names
+    of the field that counts layers. `spellings` are parts of modules' names, each with another word that
+    checkpoints have for it.
     """
 
     attention: Attention
@@ -47,12 +49,14 @@ class Family:
     shared_gate: bool = False
     padded: bool = False
     fp4_experts: bool = False
+    quantized_router: bool = False
     predictor: Callable[[Fields, Numbers], list[Linear]] = blocks.joined_states
     dense_predictors: bool = False
     predictor_count: tuple[str, ...] = (
         "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_num_layers",
     )  # fmt: skip
     num_predictors: int = 0
+    layer_count: tuple[str, ...] = ("num_hidden_layers", "num_layers")
     spellings: tuple[tuple[str, str], ...] = ()
 
     def spelled(self, linear: Linear) -> Linear:
@@ -74,7 +78,9 @@ def known() -> tuple[str, ...]:
 def shared_fields() -> frozenset[str]:
     """The fields that tell the number or the width of shared experts, in any family."""
     families = _FAMILIES.values()
-    return frozenset(name for family in families for name in (*family.shared_count, *family.shared_width))
+    names = {name for family in families for name in (*family.shared_count, *family.shared_width)}
+    others = {name for family in families for name in (*family.expert_width, *family.dense_width)}
+    return frozenset(names - others)
 
 
 def _select(fields: Fields, name: str, word: str, layers: Numbers, *, predictors: bool) -> Numbers | None:
@@ -137,29 +143,30 @@ def _dots3(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | Non
     sliding = _layer_types(fields, "sliding_attention", layers, predictors=True)
     full = tuple(i for i in layers if i not in sliding)
     found, indexer = _sparse_latent(fields, full)
-    sizes = MlaSizes.read(fields)
-    gates = [(full, sizes)]
+    gated = [(full, fields, "")]
     if sliding:
-        small = _sliding_sizes(fields, sliding[0], sizes)
-        found += blocks.mla(fields, sliding, small)
-        gates.append((sliding, small))
+        place, prefix = _sliding_fields(fields, sliding[0])
+        found += blocks.mla(fields, sliding, MlaSizes.read(place, prefix))
+        gated.append((sliding, place, prefix))
     hidden = fields.number("hidden_size")
-    headwise = fields.raw("attention_gate_type") in (None, "headwise")
-    for where, size in gates:
-        if headwise:
-            found.append(blocks.whole("gate", size.num_heads, hidden, where, "self_attn.g_proj", ""))
+    for where, place, prefix in gated:
+        sizes = MlaSizes.read(place, prefix)
+        if place.raw(f"{prefix}attention_gate_type") in (None, "headwise"):
+            found.append(blocks.whole("gate", sizes.num_heads, hidden, where, "self_attn.g_proj", ""))
         else:
-            columns = (Part(size.num_heads, size.v_head_dim, "heads"),)
+            columns = (Part(sizes.num_heads, sizes.v_head_dim, "heads"),)
             found.append(Linear("gate", columns, Part(hidden), "attention", ("self_attn.g_proj",), where))
     return found, indexer
 
 
-def _sliding_sizes(fields: Fields, layer: int, sizes: MlaSizes) -> MlaSizes:
-    """The sizes of dots3's sliding layers: fields of their own, or what differs in `per_layer_config`."""
+def _sliding_fields(fields: Fields, layer: int) -> tuple[Fields, str]:
+    """The fields of dots3's sliding layers and the prefix of their names.
+
+    They are fields of their own, or those of the model with what differs in `per_layer_config`.
+    """
     if fields.has("swa_num_attention_heads"):
-        return MlaSizes.read(fields, "swa_")
-    own = fields.within("per_layer_config", f"{layer:02d}", str(layer))
-    return sizes if own is None else MlaSizes.read(own)
+        return fields, "swa_"
+    return fields.within("per_layer_config", f"{layer:02d}", str(layer)) or fields, ""
 
 
 def _glm5_next(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
@@ -325,7 +332,7 @@ _FAMILIES: dict[str, Family] = {
     "gpt_oss": replace(_ONE_WIDTH, moe="mlp"),
     "hunyuan_v1_moe": replace(
         _GROUPED, expert_width=("moe_intermediate_size", "intermediate_size"), shared="shared_mlp",
-        shared_count=("num_shared_expert",),
+        shared_count=("num_shared_expert",), shared_width=("intermediate_size",),
     ),
     "hy_v3": replace(
         _GROUPED, shared_count=("num_shared_experts",), spellings=(("shared_experts", "shared_mlp"),)
@@ -336,6 +343,8 @@ _FAMILIES: dict[str, Family] = {
     "longcat_flash": Family(
         _doubled_latent, expert_width=("expert_ffn_hidden_size", "moe_intermediate_size"),
         dense_width=("ffn_hidden_size", "intermediate_size"), dense="mlps", dense_everywhere=True,
+        predictor=blocks.joined_states_in_fp8, dense_predictors=True, num_predictors=1,
+        layer_count=("num_layers",),  # num_hidden_layers, where it is written, counts attentions
     ),
     "mimo_v2_flash": Family(_grouped_and_sliding, dense_predictors=True),
     "minimax_m2": _ONE_WIDTH,
@@ -348,7 +357,7 @@ _FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": _QWEN_NEXT,
     "qwen3_moe": replace(
         _GROUPED, shared_width=("shared_expert_intermediate_size",), shared="shared_expert", shared_gate=True,
-        shared_count=(),
+        shared_count=(), quantized_router=True,
     ),
     "qwen3_next": replace(_QWEN_NEXT, num_predictors=1),
 }  # fmt: skip

@@ -41,21 +41,30 @@ class Quantization:
     """The modules of a checkpoint that are not FP8, and those that are, if all others are not.
 
     Both are names, parts of names, names with `*`, or "re:" and an expression. Without `targets` all modules
-    that are not skipped are FP8. `field` is the config field that lists them.
+    that are not skipped are FP8. `field` is the config field that lists them. `disabled` are modules, also
+    not FP8, that LongCat lists; "mtp" stands for its prediction layers, and other names do not hold there.
     """
 
     field: str = ""
     skipped: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
+    disabled: tuple[str, ...] = ()
 
-    def apply(self, linear: Linear) -> list[Linear]:
-        """The layer, with a reason if its modules are skipped; both forms if some layers are skipped."""
-        if linear.reason or not (self.skipped or self.targets):
+    def apply(self, linear: Linear, num_layers: int) -> list[Linear]:
+        """The layer, with a reason if its modules are skipped; both forms if some layers are skipped.
+
+        `num_layers`: the model's layers; prediction layers follow them.
+        """
+        if linear.reason or not (self.skipped or self.targets or self.disabled):
             return [linear]
         reason = f"its weights are not FP8 ({self.field})"
         if not linear.layers:
             return [linear.because(reason) if self._skips(linear.modules, None) else linear]
-        bf16 = tuple(i for i in linear.layers if self._skips(linear.modules, i))
+        bf16 = tuple(
+            i
+            for i in linear.layers
+            if self._skips(linear.modules, i) or self._disables(linear.modules, i >= num_layers)
+        )
         fp8 = tuple(i for i in linear.layers if i not in bf16)
         parts = [replace(linear, layers=fp8)] if fp8 else []
         return [*parts, *([replace(linear, layers=bf16, reason=reason)] if bf16 else [])]
@@ -63,6 +72,11 @@ class Quantization:
     def _skips(self, modules: Iterable[str], layer: int | None) -> bool:
         skipped, targets = self._names
         return skipped.have(modules, layer) or (bool(self.targets) and not targets.have(modules, layer))
+
+    def _disables(self, modules: Iterable[str], predicts: bool) -> bool:
+        if predicts:
+            return "mtp" in self.disabled
+        return any(name in module.split(".") for module in modules for name in self.disabled)
 
     @cached_property
     def _names(self) -> tuple[_Names, _Names]:
@@ -161,8 +175,8 @@ def read_quantization(config: Mapping[str, Any], quantize: str | None = None) ->
     if quantize is not None and quantize not in QUANTIZE:
         raise ModelError("quantize", f"one of {', '.join(QUANTIZE)}", quantize)
     stated = _stated(config, quantize)
-    field, disabled = _skipped("", config, "disable_quant_module")  # LongCat lists modules outside
-    return replace(stated, field=_joined(stated.field, field), skipped=(*stated.skipped, *disabled))
+    field, disabled = _skipped("", config, "disable_quant_module")
+    return replace(stated, field=_joined(stated.field, field), disabled=disabled)
 
 
 def has_quantization(config: Mapping[str, Any]) -> bool:
