@@ -45,6 +45,7 @@ class BatchBuckets:
 
     def bucket(self, requests: int) -> int:
         """The smallest size >= requests. Raises `ArgumentError` below 1 or above the largest bucket."""
+        requests = integer("BatchBuckets.bucket", "requests", requests)
         if not 1 <= requests <= self.largest:
             remedy = "split the batch or add a larger bucket" if requests > 0 else ""
             raise ArgumentError("BatchBuckets.bucket", "requests", f"1 to {self.largest}", requests, remedy)

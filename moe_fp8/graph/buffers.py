@@ -12,6 +12,15 @@ from moe_fp8.errors import ArgumentError
 from moe_fp8.ops.arguments import integer, same_storage
 
 
+#: The dtypes that torch can fill a tensor with.
+_DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
+    torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex64,
+    torch.complex128,
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class BufferSpec:
     """One input: the shape of a row, the dtype, the value of padded rows, and the rows of a request.
@@ -33,6 +42,8 @@ class BufferSpec:
         object.__setattr__(self, "row_shape", sizes)
         if not isinstance(self.dtype, torch.dtype):
             raise ArgumentError("BufferSpec", "dtype", "a torch dtype", self.dtype)
+        if self.dtype not in _DTYPES:
+            raise ArgumentError("BufferSpec", "dtype", f"one of {', '.join(map(str, _DTYPES))}", self.dtype)
         if not _holds(self.dtype, self.pad):
             raise ArgumentError("BufferSpec", "pad", f"a number that {self.dtype} holds", self.pad)
         object.__setattr__(self, "rows", integer("BufferSpec", "rows", self.rows, 1))
@@ -50,6 +61,8 @@ def _holds(dtype: torch.dtype, pad: float) -> bool:
         return False
     if dtype is torch.bool:
         return pad in (0, 1)
+    if dtype is torch.float8_e8m0fnu and pad <= 0:  # it has powers of two only
+        return False
     if dtype.is_floating_point or dtype.is_complex:
         if finite:
             return abs(pad) <= torch.finfo(dtype).max
@@ -84,7 +97,13 @@ class StaticBuffers:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def view(self, bucket: int) -> dict[str, torch.Tensor]:
-        """The rows of the first `bucket` (at most `capacity`) requests: contiguous, at a fixed address."""
+        """The rows of the first `bucket` (at most `capacity`) requests: contiguous, at a fixed address.
+
+        Raises `ArgumentError` for a bucket out of range.
+        """
+        bucket = integer("StaticBuffers.view", "bucket", bucket, 0)
+        if bucket > self.capacity:
+            raise ArgumentError("StaticBuffers.view", "bucket", f"at most {self.capacity}", bucket)
         return {name: tensor[: bucket * self.specs[name].rows] for name, tensor in self._tensors.items()}
 
     @torch.no_grad()
@@ -95,13 +114,16 @@ class StaticBuffers:
 
     def check(self, inputs: Mapping[str, torch.Tensor]) -> int:
         """Check `inputs` as `load` does and return their number of requests. Raises `ArgumentError`."""
-        if inputs.keys() != self.specs.keys():
-            raise ArgumentError(
-                "StaticBuffers.load", "inputs", f"the names {sorted(self.specs)}", sorted(inputs)
-            )
+        if not isinstance(inputs, Mapping) or inputs.keys() != self.specs.keys():
+            got = sorted(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
+            names = f"a mapping of the names {sorted(self.specs)}"
+            raise ArgumentError("StaticBuffers.load", "inputs", names, got)
         for name, value in inputs.items():
             if not isinstance(value, torch.Tensor):
                 raise ArgumentError("StaticBuffers.load", name, "a tensor", type(value).__name__)
+            if value.layout is not torch.strided or value.is_meta:
+                found = f"layout {value.layout} on {value.device}"
+                raise ArgumentError("StaticBuffers.load", name, "a dense tensor with memory", found)
         name, first = next(iter(inputs.items()))
         requests = first.shape[0] // self.specs[name].rows if first.dim() else 0
         for name, value in inputs.items():

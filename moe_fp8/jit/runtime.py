@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -66,10 +67,13 @@ class KernelRuntime:
         self._store = store
         self._loader = loader
         self._by_spec: dict[KernelSpec, LoadedKernel] = {}
-        self._loading: dict[KernelSpec, threading.RLock] = {}
-        self._lock = threading.RLock()
+        self._renew_locks()
         self._mode: MissPolicy | None = None
         self._counts: dict[str, Counter[Event]] = {}
+
+    def _renew_locks(self) -> None:
+        self._loading: dict[KernelSpec, threading.RLock] = {}
+        self._lock = threading.RLock()
 
     def get_kernel(self, spec: KernelSpec) -> LoadedKernel:
         """Return the loaded kernel of `spec`. A kernel that is not loaded is compiled and loaded first.
@@ -180,6 +184,8 @@ class KernelRuntime:
 
 
 _RUNTIME = KernelRuntime()
+# A forked process has none of the threads that may hold the locks.
+os.register_at_fork(after_in_child=_RUNTIME._renew_locks)
 
 get_kernel = _RUNTIME.get_kernel
 preload = _RUNTIME.preload

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -55,7 +54,8 @@ class SourceClosure:
 class SourceTree:
     """A folder of device code. Includes are written relative to it: `#include "ptx/tma.cuh"`.
 
-    Each file is read once and kept, so that a process never mixes two versions of a header.
+    What was first read of a file is kept, so that a process never mixes two versions of a header. Threads may
+    read a file side by side; no lock is needed.
     """
 
     def __init__(self, root: Traversable) -> None:
@@ -63,7 +63,6 @@ class SourceTree:
         self._texts: dict[str, bytes] = {}
         self._closures: dict[str, SourceClosure] = {}
         self._whole: str | None = None
-        self._lock = threading.Lock()
 
     @property
     def folder(self) -> Path | None:
@@ -74,23 +73,20 @@ class SourceTree:
         """The sources of `<kernel>.cuh`; raises CompileError if a file is missing."""
         closure = self._closures.get(kernel)
         if closure is None:
-            with self._lock:
-                closure = self._closures.get(kernel) or self._collect(kernel)
-                self._closures[kernel] = closure
+            closure = self._closures[kernel] = self._collect(kernel)
         return closure
 
     def digest(self) -> str:
         """A SHA-256 over all device code in the folder; raises CompileError if a file cannot be read."""
-        with self._lock:
-            if self._whole is None:
-                try:
-                    names = sorted(_device_code(self._root))
-                except OSError as error:
-                    raise CompileError("all kernels", f"the folder cannot be read ({error})") from error
-                read = [(name, self._read(name, name, "the folder")) for name in names]
-                asserted = [(name, assertions(name.removesuffix(".cuh")).encode()) for name in names]
-                self._whole = _digest([*read, *asserted])
-            return self._whole
+        if self._whole is None:
+            try:
+                names = sorted(_device_code(self._root))
+            except OSError as error:
+                raise CompileError("all kernels", f"the folder cannot be read ({error})") from error
+            read = [(name, self._read(name, name, "the folder")) for name in names]
+            asserted = [(name, assertions(name.removesuffix(".cuh")).encode()) for name in names]
+            self._whole = _digest([*read, *asserted])
+        return self._whole
 
     def _collect(self, kernel: str) -> SourceClosure:
         entry = f"{kernel}.cuh"
@@ -124,8 +120,7 @@ class SourceTree:
             raise CompileError(
                 kernel, f'{wanted_by}: "{name}" is not in the kernels folder ({error})'
             ) from error
-        self._texts[name] = text
-        return text
+        return self._texts.setdefault(name, text)
 
 
 def _device_code(folder: Traversable, prefix: str = "") -> Iterator[str]:

@@ -38,6 +38,9 @@ _logger = logging.getLogger(__name__)
 # lost the lock; compiling twice is then better than waiting for ever.
 _LOCK_SECONDS = 120.0
 
+#: Errors that pass, such as too many open files in this process.
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ESTALE)
+
 #: The first pause in seconds between two attempts to take a lock; `longer` gives the next.
 FIRST_PAUSE = 0.002
 
@@ -193,7 +196,7 @@ class KernelStore:
             file = FileIO(self._persist(lambda: os.open(path, flags, 0o600)))
         except OSError as error:
             # A link or a folder in place of one lock hinders no other file.
-            if error.errno not in (errno.ELOOP, errno.EISDIR):
+            if error.errno not in (errno.ELOOP, errno.EISDIR, *_PASSING):
                 self._writable = False
                 self._warn(f"cannot be written ({error})")
             return lock
@@ -262,11 +265,13 @@ class KernelStore:
         if self.root is not None and self._writable:
             try:
                 self._write(self.root / name, data)
-            except IsADirectoryError as error:  # other files can be written
-                self._warn_of_file(self.root / name, f"cannot be written ({error.strerror})")
             except OSError as error:
-                self._writable = False
-                self._warn(f"cannot be written ({error})")
+                # Other files can be written, or this file later.
+                if error.errno in (errno.EISDIR, *_PASSING):
+                    self._warn_of_file(self.root / name, f"cannot be written ({error.strerror})")
+                else:
+                    self._writable = False
+                    self._warn(f"cannot be written ({error})")
 
     def check_compiler(self, missing: KernelSpec) -> None:
         """Raise ToolchainError if `missing`, which the store does not hold, cannot be compiled either."""

@@ -40,6 +40,7 @@ from moe_fp8.tune.timings import (
     Timing,
     check_device,
     merge_timings,
+    of_this_version,
     read_timings,
     regret,
     untimed,
@@ -80,7 +81,11 @@ def tune(
         )
     if settings().batch_invariant:
         raise SettingError("MOE_FP8_BATCH_INVARIANT", "off while tuning", True, "unset it")
-    path = table_path(out, device.name) if out is not None or timings_file is None else None
+    # A link stays a link, and its target is written.
+    timings_file = None if timings_file is None else timings_file.resolve()
+    path = table_path(out, device.name).resolve() if out is not None or timings_file is None else None
+    if path is not None and path == timings_file:
+        raise ConfigError("--out", "another file than --timings", str(path))
     for file in filter(None, (path, timings_file)):
         check_writable(file)
     # The package's own table serves every device of a name, such as "H100".
@@ -139,18 +144,28 @@ def _do_all(actions: Iterable[Callable[[], None]]) -> None:
 def _add(file: Path, read: Callable[[Path], list[_Entry]], put: Callable[[Path, list[_Entry]], None]) -> None:
     """Add what was timed to what `read` finds in the file now: another process may have written meanwhile.
 
-    If the file no longer fits, what was timed goes into a new file beside it, which the ConfigError names.
+    If the file no longer fits, what was timed goes into a new file beside it, which the ConfigError names. If
+    the file cannot be written, the new file is in the folder of temporary files.
     """
     with _alone(file):
         try:
             old = read(file)
         except ConfigError as error:
-            descriptor, name = tempfile.mkstemp(file.suffix, f"{file.stem}.", file.parent)
-            os.close(descriptor)
-            put(Path(name), [])
-            remedy = f"what was timed now is in {name}"
+            remedy = f"what was timed now is in {_beside(file, file.parent, put)}"
             raise ConfigError(error.field, error.expected, error.got, remedy) from error
-        put(file, old)
+        try:
+            put(file, old)
+        except OSError as error:
+            remedy = f"what was timed now is in {_beside(file, Path(tempfile.gettempdir()), put)}"
+            raise ConfigError("--out, --timings", "a file that can be written", str(error), remedy) from error
+
+
+def _beside(file: Path, folder: Path, put: Callable[[Path, list[_Entry]], None]) -> Path:
+    """Write what was timed into a new file of `folder` with a name like that of `file`."""
+    descriptor, name = tempfile.mkstemp(file.suffix, f"{file.stem}.", folder)
+    os.close(descriptor)
+    put(Path(name), [])
+    return Path(name)
 
 
 @contextmanager
@@ -183,7 +198,8 @@ def refit(timings_file: Path, out: Path | None = None) -> str:
     it. Raises ConfigError for a file that cannot be read or written.
     """
     machine, timings = read_timings(timings_file)
-    path = out or Path(str(gemm_costs.FILE))
+    timings = of_this_version(timings)
+    path = (out or Path(str(gemm_costs.FILE))).resolve()
     check_writable(path)
     fitted_to, tested_on = held_out(timings)
     before = regret(tested_on, partial(_choice, gemm_costs.constants()))
@@ -203,9 +219,10 @@ def retable(timings_file: Path, out: Path | None = None) -> str:
     read or written, or if the package has no table for the device.
     """
     machine, timings = read_timings(timings_file)
+    timings = of_this_version(timings)
     if not timings:
         raise ConfigError("--timings", "timings to make a table of", "none")
-    path = table_path(out, machine["device"])
+    path = table_path(out, machine["device"]).resolve()
     check_writable(path)
     rows = table_rows(timings)
     write_table(path, machine, rows)

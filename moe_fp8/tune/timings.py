@@ -11,12 +11,13 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 from moe_fp8.errors import ConfigError
+from moe_fp8.heuristics import gemm_configs
 from moe_fp8.jit.files import publish
 from moe_fp8.limits import refuse_k, refuse_n
 from moe_fp8.problems import DEFAULT_NUM_SMS
@@ -85,6 +86,18 @@ def merge_timings(old: Iterable[Timing], new: Iterable[Timing]) -> list[Timing]:
     """All timings in the order of their problems; a new timing of a problem replaces the old timing."""
     found = {timing.key: timing for timing in (*old, *new)}
     return [found[key] for key in sorted(found)]
+
+
+def of_this_version(timings: Iterable[Timing]) -> list[Timing]:
+    """The timings without the times of configs that their GEMMs may not use now, such as of removed tiles."""
+    found = []
+    for timing in timings:
+        target = timing.target
+        usable = {str(config) for config in gemm_configs(target.layout, target.k, num_sms=timing.num_sms)}
+        us = {config: value for config, value in timing.us.items() if config in usable}
+        if us:
+            found.append(replace(timing, us=us))
+    return found
 
 
 def class_of(timing: Timing) -> str:

@@ -57,6 +57,8 @@ def test_up_to_needs_a_positive_integer(largest: int) -> None:
         (torch.int32, None),
         (torch.int32, "3"),
         (torch.float32, 10**400),
+        (torch.float8_e8m0fnu, -1),
+        (torch.float8_e8m0fnu, 0),
     ],
 )
 def test_a_pad_that_the_dtype_does_not_hold_is_refused(dtype: torch.dtype, pad: float) -> None:
@@ -65,6 +67,12 @@ def test_a_pad_that_the_dtype_does_not_hold_is_refused(dtype: torch.dtype, pad: 
     for held in (BufferSpec((), torch.bfloat16, pad=0.1), BufferSpec((), dtype, pad=1)):
         for device in ("cpu", "meta"):
             assert StaticBuffers({"x": held}, 2, device).view(2)["x"].shape == (2,)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint4, torch.float4_e2m1fn_x2, torch.qint8])
+def test_a_dtype_that_torch_cannot_fill_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ArgumentError, match=r"BufferSpec: dtype: expected one of torch.bool"):
+        BufferSpec((), dtype)
 
 
 def test_load_records_no_gradients() -> None:
@@ -133,10 +141,13 @@ def test_load_copies_and_pads_in_place() -> None:
         ({"tokens": torch.arange(2, dtype=torch.int32)}, "tokens"),
         ({"table": torch.zeros(3, 3, dtype=torch.int32)}, "table"),
         ({"table": torch.zeros(2, 4, dtype=torch.int32)}, "table"),
+        ({"table": torch.zeros(2, 3, dtype=torch.int32).to_sparse()}, "table"),
+        ({"table": torch.zeros(2, 3, dtype=torch.int32, device="meta")}, "table"),
         ({"other": torch.zeros(2)}, "inputs"),
+        ({3: torch.zeros(2)}, "inputs"),
     ],
 )
-def test_load_refuses_what_does_not_fit(change: dict[str, torch.Tensor], name: str) -> None:
+def test_load_refuses_what_does_not_fit(change: dict[Any, torch.Tensor], name: str) -> None:
     buffers = StaticBuffers(SPECS, 8, "cpu")
     with pytest.raises(ArgumentError) as error:
         buffers.load({**inputs(2), **change}, 4)
@@ -149,5 +160,14 @@ def test_load_refuses_a_bucket_that_does_not_hold_the_rows() -> None:
     for bucket in (1, 9):
         with pytest.raises(ArgumentError, match="2 to 8 requests"):
             buffers.load(inputs(2), bucket)
+    for wrong in ([torch.zeros(2)], None):
+        with pytest.raises(ArgumentError, match="a mapping of the names"):
+            buffers.load(wrong, 4)  # type: ignore[arg-type]
+    for bucket in (9, -1, 2.5, "2"):
+        with pytest.raises(ArgumentError, match=r"StaticBuffers.view: bucket"):
+            buffers.view(bucket)  # type: ignore[arg-type]
+    for bucket in (2.5, "2", None):
+        with pytest.raises(ArgumentError, match=r"BatchBuckets.bucket: requests: expected an integer"):
+            BatchBuckets([4]).bucket(bucket)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="at least one buffer"):
         StaticBuffers({}, 8, "cpu")

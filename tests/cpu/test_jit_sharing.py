@@ -6,6 +6,7 @@ each process with one job stands for a rank with a core of its own.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -18,9 +19,12 @@ from typing import Any
 
 import pytest
 
+from moe_fp8.jit import runtime
+from moe_fp8.jit.artifact import Artifact
 from moe_fp8.jit.build import build
 from moe_fp8.jit.sources import SourceTree
 from moe_fp8.jit.store import KernelStore
+from moe_fp8.specs import KernelSpec
 from tests.cpu.jit_kernels import spec, write_kernels
 
 _ROOT = Path(__file__).parents[2]
@@ -275,6 +279,55 @@ def test_a_process_that_is_forked_while_a_thread_compiles_waits_no_longer_than_o
     assert os.waitpid(child, os.WNOHANG) == (0, 0)
     lock.close()
     assert ends_well(child)
+
+
+def test_a_process_that_is_forked_while_a_thread_loads_loads_too() -> None:
+    loading, ended = threading.Event(), threading.Event()
+
+    class Store(KernelStore):
+        def get_or_compile(self, spec: KernelSpec) -> tuple[Artifact, bool]:
+            if threading.current_thread() is not threading.main_thread():
+                loading.set()
+                ended.wait(20)
+            return Artifact("00", spec.name, b"", 1, 0, 0, 0, "13.0", 0.0, "", ()), True
+
+    runtime._RUNTIME._store, before = Store(None), runtime._RUNTIME._store
+    runtime._RUNTIME._loader, loader = (lambda *_: object()), runtime._RUNTIME._loader
+    thread = threading.Thread(target=runtime.get_kernel, args=(spec(),))
+    try:
+        thread.start()
+        assert loading.wait(20)
+        child = os.fork()
+        if child == 0:
+            runtime.get_kernel(spec())
+            os._exit(0)
+        assert ends_well(child)
+    finally:
+        ended.set()
+        thread.join()
+        runtime._RUNTIME._by_spec.pop(spec(), None)
+        runtime._RUNTIME._store, runtime._RUNTIME._loader = before, loader
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE])
+def test_an_error_that_passes_does_not_give_up_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    store, opened, failed = KernelStore(tmp_path / "cache"), os.open, []
+
+    def open_once(path: Any, *options: Any, **more: Any) -> int:
+        if str(path).endswith((".lock", ".tmp")) and len(failed) < 2:
+            failed.append(path)
+            raise OSError(number, os.strerror(number))
+        return opened(path, *options, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_once)
+        lock = store.try_lock("00")
+        store.publish("one", b"1")
+    assert len(failed) == 2 and lock is not None and not (tmp_path / "cache" / "one").exists()
+    store.publish("two", b"2")
+    assert (tmp_path / "cache" / "two").read_bytes() == b"2"
 
 
 def test_a_forked_process_that_leaves_a_lock_closes_no_file_of_its_own(tmp_path: Path) -> None:

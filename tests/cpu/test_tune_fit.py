@@ -20,7 +20,7 @@ from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.tune import Timing, fit
 from moe_fp8.tune.sample import expert_counts
-from moe_fp8.tune.timings import read_timings, regret, untimed, write_timings
+from moe_fp8.tune.timings import of_this_version, read_timings, regret, untimed, write_timings
 
 TIMINGS = Path(__file__).parents[2] / "benchmarks" / "timings"
 
@@ -149,6 +149,19 @@ def test_choices_that_were_not_timed_are_counted(tmp_path: Path) -> None:
     write_timings(tmp_path / "timings.gz", {"device": "NVIDIA H200"}, without)
     told = tune.run.retable(tmp_path / "timings.gz", tmp_path / "table.json")
     assert told.endswith(f"{len(timings)} of {len(timings)} choices were not timed and do not count")
+
+
+def test_configs_of_removed_tiles_are_left_out(tmp_path: Path) -> None:
+    """Timings may be older than the package: a config that no GEMM may use now would win and never run."""
+    timings = made_up(12, gemm_costs.constants())
+    older = [replace(one, us={**one.us, "64x999": 0.5 * min(one.us.values())}) for one in timings]
+    assert of_this_version(older) == of_this_version(timings) == timings
+    told = []
+    for name, each in (("now", timings), ("older", older)):
+        write_timings(tmp_path / name, {"device": "NVIDIA H200"}, each)
+        told.append(tune.run.retable(tmp_path / name, tmp_path / f"{name}.json").partition(": ")[2])
+    assert told[0] == told[1]
+    assert (tmp_path / "now.json").read_text() == (tmp_path / "older.json").read_text()
 
 
 def test_the_shipped_timings_are_small() -> None:

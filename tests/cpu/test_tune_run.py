@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -312,6 +314,37 @@ def test_a_file_that_no_longer_fits_is_kept_and_so_is_what_was_timed(
     else:
         assert [found["rows"] for found in table.read_rows(kept, "NVIDIA H200")] == [1]
         assert damaged or [found["rows"] for found in table.read_rows(out, "NVIDIA H100")] == [8]
+
+
+@pytest.mark.parametrize("name", ["timings.gz", "table.json"])
+def test_what_was_timed_is_kept_if_the_folder_is_gone(
+    gpu: list[tuple[Target, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder, time_configs = tmp_path / "folder", run.time_configs
+    folder.mkdir()
+
+    def meanwhile(*arguments: Any) -> dict[str, float]:
+        shutil.rmtree(folder)
+        return time_configs(*arguments)
+
+    monkeypatch.setattr(run, "time_configs", meanwhile)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    given: dict[str, Any] = {"timings_file" if name == "timings.gz" else "out": folder / name}
+    with pytest.raises(ConfigError, match=r"can be written.*what was timed now is in ") as refused:
+        tune.tune([(DENSE, 1)], **given, quiet=True)
+    kept = Path(refused.value.remedy.removeprefix("what was timed now is in "))
+    read = read_timings(kept)[1] if name == "timings.gz" else table.read_rows(kept, "NVIDIA H200")
+    assert len(read) == 1 and [*tmp_path.iterdir()] == [kept]
+
+
+def test_links_stay_links_and_two_files_are_two(gpu: list[tuple[Target, int]], tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "real.json")
+    with pytest.raises(ConfigError, match="another file than --timings"):
+        tune.tune([(DENSE, 1)], link, timings_file=tmp_path / "real.json", quiet=True)
+    assert not gpu and [*tmp_path.iterdir()] == [link]
+    tune.tune([(DENSE, 1)], link, quiet=True)
+    assert link.is_symlink() and len(table.read_rows(link, "NVIDIA H200")) == 1
 
 
 @pytest.mark.parametrize("both", [False, True])
