@@ -226,6 +226,9 @@ def main() -> int:
             parser.error(f"--commit: {error}")
     if len(options.folders) != 2:
         parser.error("give two folders: the old commit's and the new commit's")
+    for folder in options.folders:
+        if not (folder / "benchmarks").is_dir():
+            parser.error(f"{folder}: expected a folder with the files of a commit")
     old, new = options.folders
     try:
         rows, failed = compare(old, new, options)

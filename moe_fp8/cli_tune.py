@@ -21,17 +21,25 @@ from moe_fp8.warmup.arguments import (
 
 
 def _factor(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 1 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
     return value
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not value >= 0:
-        raise argparse.ArgumentTypeError(f"expected seconds, got {text}")
+        raise argparse.ArgumentTypeError(f"expected seconds, got {text!r}")
     return value
+
+
+def _number(text: str) -> float:
+    """The number, or NaN, which is in no range, for another text."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 def add_tune_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
+import os
 import resource
 import signal
 import socket
@@ -36,6 +37,8 @@ logger = logging.getLogger("server_example")
 _BACKLOG = 256
 #: Time for the last bytes of answers, once the engine has stopped.
 _FLUSH_SECONDS = 5
+#: Between two looks at what may have happened.
+_POLL_SECONDS = 0.05
 #: The signals that end the server.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -72,8 +75,8 @@ class Process:
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([sock],), name="http")
-        self._stop = threading.Event()
-        self._hurry = threading.Event()
+        # A plain number, since a handler may run while this thread holds the lock of an Event.
+        self._signals = 0
 
     def start(self) -> None:
         """Starts the HTTP thread and the engine's process."""
@@ -108,19 +111,16 @@ class Process:
             print(f"error: {name} ended the engine's process while it loaded{hint}", file=sys.stderr)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._stop.is_set():
-            self._hurry.set()  # A second signal ends the drain.
-            return
-        self._stop.set()
-        if self.service.engine is None:
+        self._signals += 1
+        if self._signals == 1 and self.service.engine is None:
             raise SystemExit(0)  # Nothing to drain: leave the loading.
 
     def wait(self, engine: EngineClient) -> bool:
         """True after a signal, False if the engine has failed or the HTTP thread has ended."""
-        # Python handles signals between waits, so each wait has an end.
-        while not self._stop.wait(0.2) and self._thread.is_alive() and engine.failure is None:
-            pass
-        return self._stop.is_set()
+        # A sleep goes on after a handler has run, so each sleep is short.
+        while not self._signals and self._thread.is_alive() and engine.failure is None:
+            time.sleep(_POLL_SECONDS)
+        return self._signals > 0
 
     def shut_down(self) -> None:
         """Drains for the grace time, ends what is left with errors, and ends HTTP and the engine."""
@@ -146,16 +146,31 @@ class Process:
     def _drain(self, engine: EngineClient) -> None:
         end = time.monotonic() + self.service.settings.drain_seconds
         while self.service.busy and engine.alive and self._thread.is_alive() and time.monotonic() < end:
-            if self._hurry.wait(0.05):
+            if self._signals > 1:  # A second signal ends the drain.
                 break
+            time.sleep(_POLL_SECONDS)
         self.service.intake.end()
         if not engine.stop(self.service.settings.engine_seconds):
             self._engine.kill()  # The end of its pipe tells every request.
 
 
 def read_settings(arguments: list[str] | None = None) -> Settings:
-    """Raises `ValidationError`; ends the process for `--help` and unknown options."""
-    return CliApp.run(Settings, cli_args=sys.argv[1:] if arguments is None else arguments)
+    """Raises `ValidationError`, and `SettingsError` for an option without text and an unknown variable.
+
+    Ends the process for `--help` and unknown options.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    # The settings take an empty text for none, which is right for variables alone.
+    for option, value in zip(["", *arguments], [*arguments, "-"], strict=True):
+        if value == "" or (value.startswith("--") and value.endswith("=")):
+            name = option if value == "" else value.removesuffix("=")
+            raise SettingsError(f"{name}: expected a text; leave the option out for its default")
+    prefix = Settings.model_config["env_prefix"]
+    known = {f"{prefix}{name}".upper() for name in Settings.model_fields}
+    for name in sorted(os.environ):
+        if name.upper().startswith(prefix) and name.upper() not in known:
+            raise SettingsError(f"{name}: no option has this variable; correct its name or unset it")
+    return CliApp.run(Settings, cli_args=arguments)
 
 
 def main() -> int:

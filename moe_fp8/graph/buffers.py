@@ -11,7 +11,6 @@ import torch
 from moe_fp8.errors import ArgumentError
 from moe_fp8.ops.arguments import integer, same_storage
 
-
 #: The dtypes that torch can fill a tensor with.
 _DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,

@@ -56,9 +56,9 @@ def set_num_sms(num_sms: int | None) -> None:
     around them may still use all SMs (docs/ops.md, "SMs, and calls without a launch"). It holds for all
     threads and devices, and for later calls; a captured graph keeps what held at its capture. The number may
     change the tile of a dense GEMM and the kernel of `mqa_logits_fp8`, and so the last bits of their results,
-    as another number of rows may. With MOE_FP8_BATCH_INVARIANT=1 it changes no bit. Each number has kernels
-    of its own, so that a plan needs the same `num_sms`. A paged schedule that was made with another number
-    stays valid. Raises ConfigError unless it is at least 1.
+    as another number of rows may. With MOE_FP8_BATCH_INVARIANT=1 it changes no bit. A number may have
+    kernels of its own, so that a plan needs the same `num_sms`. A paged schedule that was made with another
+    number stays valid. Raises ConfigError unless it is at least 1.
     """
     if num_sms is not None and (isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 1):
         raise ConfigError("num_sms", "an integer of at least 1, or None", num_sms)

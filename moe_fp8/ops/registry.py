@@ -226,6 +226,7 @@ def register(
     optional = tuple(at for at in tensors if "Optional" in kinds[at])
     scales_at = None if mn_major is None else names.index(mn_major)
     integers = tuple(at for at, kind in enumerate(kinds) if "int" in kind)
+    texts = tuple(at for at, kind in enumerate(kinds) if "str" in kind)
     call_of, converts = _call_of(name, names, kinds, varying), _converts(kinds)
 
     def fresh(
@@ -309,6 +310,9 @@ def register(
             for at in integers:
                 if isinstance(arguments[at], float):
                     raise ArgumentError(name, names[at], "an integer", arguments[at])
+            for at in texts:
+                if at < len(arguments) and not isinstance(arguments[at], (str, NoneType)):
+                    raise ArgumentError(name, names[at], "a text", arguments[at])
             op(*arguments)
         except (AttributeError, TypeError, RuntimeError):
             # Nothing has looked whether tensors are tensors, which would take time.

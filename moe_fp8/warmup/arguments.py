@@ -215,9 +215,12 @@ def natural(text: str) -> int:
 
 
 def _at_least(least: int, text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
     if value < least:
-        raise argparse.ArgumentTypeError(f"expected an integer >= {least}, got {value}")
+        raise argparse.ArgumentTypeError(f"expected an integer >= {least}, got {text!r}")
     return value
 
 

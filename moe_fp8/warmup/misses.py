@@ -211,7 +211,6 @@ def _described(told: dict[str, Any]) -> dict[str, str]:
         if not isinstance(told["options"], dict):
             raise TypeError("its options are no object")
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            "--diff", "two files that `moe-fp8 plan --json` wrote", f"{type(error).__name__}: {error}"
-        ) from error
+        found_no = f"one without {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError("--diff", "two files that `moe-fp8 plan --json` wrote", found_no) from error
     return found

@@ -74,11 +74,11 @@ class PlanOptions(Parallelism):
         for name, refuse in (("next_n", refuse_next_n), ("block_size", refuse_page)):
             given = getattr(self, name)
             for value in () if given is None and name == "block_size" else every(given, name):
-                refusal = (
-                    refuse(value) if is_integer(value) else "expected an integer, or a tuple of integers"
-                )
-                if refusal:
-                    raise ConfigError(name, "a number that the ops serve", value, refusal)
+                if not is_integer(value):
+                    raise ConfigError(name, "an integer, or a tuple of integers", value)
+                if refusal := refuse(value):
+                    expected = refusal.removeprefix("expected ").partition(", got")[0]
+                    raise ConfigError(name, expected, value)
         for value in every(self.batch_invariant, "batch_invariant"):
             if not isinstance(value, bool):
                 raise ConfigError("batch_invariant", "True, False or a tuple of them", value)

@@ -252,6 +252,25 @@ def test_logits_in_every_spelling(deep_gemm: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "fill"),
+    [
+        ({}, True),
+        ({"max_seqlen_k": 9}, False),
+        ({"clean_logits": 9}, False),
+        ({"clean_logits": True, "max_seqlen_k": 9}, True),
+    ],
+)
+def test_compressed_rows_are_filled_only_if_asked(
+    options: dict[str, Any], fill: bool, deep_gemm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, given = importlib.import_module("moe_fp8.integrations.deep_gemm.indexer"), []
+    monkeypatch.setattr(module, "mqa_logits_fp8", lambda *_, **named: given.append(named["fill"]))
+    q, k, k_scale, *others = cases.mqa_case(4, 9, 8).arguments()
+    deep_gemm.fp8_mqa_logits(q, (k, k_scale), *others, **options)
+    assert given == [fill]
+
+
+@pytest.mark.parametrize(
     "spellings",
     [
         ("fp8_mqa_logits", "fp8_fp4_mqa_logits"),

@@ -158,6 +158,15 @@ def test_ragged_k_of_wrong_forms_leaves_the_output(
     assert torch.equal(out, before)
 
 
+def test_ragged_k_of_wrong_operands_zeroes_no_expert_without_k(deep_gemm: ModuleType) -> None:
+    a, b = (torch.zeros(rows * 128, dtype=torch.int8) for rows in (4, 64))
+    scales, out = (torch.ones(4, 1), torch.ones(64, 1)), torch.ones(2, 4, 64)
+    layout = torch.tensor([0, 128])
+    with pytest.raises(ArgumentError):
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous((a, scales[0]), (b, scales[1]), out, [0, 128], layout)
+    assert (out == 1).all()
+
+
 def test_an_addend_that_shares_some_memory_is_refused(deep_gemm: ModuleType) -> None:
     case = cases.dense_case(128, 128, 256)
     square = torch.zeros(128, 128)
@@ -358,13 +367,14 @@ def test_masked(copy: ModuleType, deep_gemm: ModuleType) -> None:
     assert [call[0] for call in copy.calls] == ["m_grouped_fp8_gemm_nt_masked"] * 2
 
 
+@pytest.mark.parametrize("k", [128, 256])  # a single group of scales is contiguous in either layout
 @pytest.mark.parametrize("name", ["dense", "dense of rows"])
 def test_only_weights_are_read_early(
-    name: str, deep_gemm: ModuleType, monkeypatch: pytest.MonkeyPatch
+    name: str, k: int, deep_gemm: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, given = importlib.import_module("moe_fp8.integrations.deep_gemm.gemm"), []
     monkeypatch.setattr(module, "gemm_fp8", lambda *_, **options: given.append(options["constant_weights"]))
-    case = named_case(name, (5,), 192, 256)
+    case = named_case(name, (5,), 192, k)
     recipe = (1, 1, 128) if name == "dense of rows" else None
 
     class EnginesParameter(Parameter):

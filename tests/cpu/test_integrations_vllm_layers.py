@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_fp8 import gemm_fp8, quantize_fp8, silu_mul_quantize, to_mn_major
+from moe_fp8 import gemm_fp8, moe_workspace_bytes, quantize_fp8, silu_mul_quantize, to_mn_major
 from moe_fp8.integrations import planning
 from moe_fp8.integrations import vllm as plug_in
 from moe_fp8.limits import MAX_EXPERTS
@@ -191,6 +191,10 @@ def test_the_experts_compute_the_layer(ranks: int, quantized: bool, vllm: Fake) 
     layer.power_of_two = True
     values, scales = quantize_fp8(x, power_of_two=True)
     shapes = layer.workspace_shapes(tokens, 2 * width, hidden, topk, experts * ranks, experts, None, "silu")
+    num_bytes = moe_workspace_bytes(
+        num_tokens=tokens, topk=topk, num_experts=experts, hidden_size=hidden, intermediate_size=width
+    )
+    assert shapes == ((0,), (num_bytes // 2,), (tokens, hidden))
     spaces = [torch.full(shape, float("nan"), dtype=torch.bfloat16) for shape in shapes]
     layer.apply(
         spaces[2], values if quantized else x, w13, w2, weights, ids, "silu", experts * ranks, numbers,
@@ -241,6 +245,7 @@ def test_the_experts_refuse_what_vllms_refuse(vllm: Fake, monkeypatch: pytest.Mo
     assert cls.is_supported_config(cls, None, None, None, None) == (False, "vLLM's reason")
     # The stand-in's formats: 2 are weights in blocks of 128 x 128, 1 are activations in groups of 128.
     assert cls._supports_quant_scheme(2, 1)
+    assert cls._supports_activation("silu") and not cls._supports_activation("gelu")
     assert not cls._supports_quant_scheme(2, 2) and not cls._supports_quant_scheme(1, 1)
 
 

@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections import deque
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,20 @@ def test_the_time_of_a_held_kernel_runs_while_a_rank_waits_for_a_slot(
     assert _look(store, deque([spec()])) is None
     time.sleep(0.3)
     assert store.try_lock(key) is not None
+
+
+def test_a_kernel_that_is_published_before_its_lock_is_taken_is_not_compiled_again(
+    stores: tuple[KernelStore, KernelStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = stores
+    take = store.try_lock
+
+    def late(key: str) -> ExitStack | None:
+        other.get_or_compile(spec())
+        return take(key)
+
+    monkeypatch.setattr(store, "try_lock", late)
+    assert store.get_or_compile(spec())[1]
 
 
 @pytest.mark.parametrize("obstacle", ["link", "folder"])

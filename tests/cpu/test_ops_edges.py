@@ -185,6 +185,12 @@ def test_floats_are_no_sizes(name: str, call: Callable[[], object]) -> None:
     assert caught.value.argument == name
 
 
+def test_a_config_is_a_text() -> None:
+    case = cases.dense_case(3, 64, 256)
+    with pytest.raises(ArgumentError, match="gemm_fp8: config: expected a text, got 3"):
+        moe_fp8.gemm_fp8(case.a, case.a_scale, case.b, case.b_scale, config=3)  # type: ignore[arg-type]
+
+
 def test_a_selection_names_its_own_out() -> None:
     arguments = cases.mqa_case(4, 9, 8).arguments()
     out = torch.empty(4, 5, dtype=I32, device="meta")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +18,12 @@ from moe_fp8.ops.parameters import Prepared
 from moe_fp8.params import ParamStruct
 from moe_fp8.problems import QuantizeProblem
 from moe_fp8.specs import kernel_spec
+from tests import cases
 from tests.cpu.cuda_side import import_cuda_side
+from tests.cpu.test_ops_moved import _Launches, launches
 from tests.remembered import forget_launches
+
+__all__ = ["launches"]
 
 SPEC = kernel_spec(QuantizeProblem(4, 128))
 
@@ -156,6 +160,38 @@ def test_a_call_on_the_cpu_computes_in_every_mode() -> None:
     with moe_fp8.compile_only():
         q, scale = moe_fp8.quantize_fp8(torch.ones(2, 128))
     assert (q.float() * scale == 1).all()
+
+
+def test_outputs_that_need_no_kernel_are_not_written_within_compile_only(
+    launches: _Launches, deep_gemm: ModuleType
+) -> None:
+    fp8, int32 = torch.float8_e4m3fn, torch.int32
+    x, ids = torch.zeros(0, 128, dtype=torch.bfloat16), torch.zeros(0, 2, dtype=int32)
+    rows = torch.empty(4, 0, dtype=fp8), torch.empty(4, 0)
+    columns = torch.empty(64, 0, dtype=fp8), torch.empty(64, 0)
+    weights = torch.empty(64, 0, dtype=fp8), torch.empty(1, 0)
+    dense, padded = cases.dense_case(3, 64, 256), cases.contiguous_case("m_indices", (3, 2), 64, 256)
+    q, k, k_scale, *others = cases.mqa_case(4, 9, 8).arguments()
+    permuted = moe_fp8.moe_permute(x, ids, num_experts=2)
+    ragged, total, none = torch.empty(2, 4, 64), torch.empty(3, 64), torch.empty(4, 64)
+    product, logits, metadata = padded.poisoned(), torch.empty(4, 5), torch.empty(5, 2, dtype=int32)
+    outputs = permuted.offsets, ragged, total, none, product, logits, metadata
+    for out in outputs:
+        out.fill_(7)
+    with moe_fp8.compile_only():
+        moe_fp8.moe_permute(x, ids, num_experts=2, out=permuted)
+        offsets = torch.zeros(3, dtype=int32)
+        moe_fp8.k_grouped_gemm_fp8(*rows, *columns, offsets, out=ragged)
+        operands = dense.a, dense.a_scale, dense.b, dense.b_scale
+        moe_fp8.gemm_fp8(*operands, c=torch.zeros(3, 64), out=total)
+        deep_gemm.fp8_gemm_nt(rows, weights, none)
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+            (padded.a, padded.a_scale), (padded.b, padded.b_scale), product, padded.index,
+            ensure_zero_padding=True,
+        )  # fmt: skip
+        moe_fp8.mqa_logits_fp8(q, k[:0], k_scale[:0], *others, max_seqlen_k=5, fill=True, out=logits)
+        moe_fp8.paged_mqa_logits_metadata(torch.zeros(0, dtype=int32), block_size=64, out=metadata)
+    assert [bool((out == 7).all()) for out in outputs] == [True] * len(outputs)
 
 
 def test_deep_gemms_names_for_the_modes(cuda: Cuda) -> None:

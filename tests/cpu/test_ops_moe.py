@@ -14,6 +14,7 @@ from moe_fp8 import (
     interleave_gate_up,
     moe_combine,
     moe_permute,
+    moe_workspace_bytes,
     quantize_fp8_blocks,
     route_topk,
     silu_mul_quantize,
@@ -88,6 +89,21 @@ def test_layer_names_the_wrong_argument(argument: str, given: dict[str, Any]) ->
     assert argument == "x" or caught.value.op == "fused_moe"
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_workspace_has_all_its_bytes(interleaved: bool) -> None:
+    layer = moe_cases.Layer(moe_cases.Case(9, 2, 3, 256), 128, "cpu")
+    x, ids, weights = layer.inputs()
+    tensors = x, ids, weights, layer.w13, layer.w13_scale, layer.w2, layer.w2_scale
+    num_bytes = moe_workspace_bytes(
+        num_tokens=9, topk=2, num_experts=3, hidden_size=256, intermediate_size=128, interleaved=interleaved
+    )
+    workspace = torch.zeros(num_bytes, dtype=torch.uint8)
+    fused_moe(*tensors, interleaved=interleaved, workspace=workspace)
+    with pytest.raises(ArgumentError, match=f"at least {num_bytes} bytes") as caught:
+        fused_moe(*tensors, interleaved=interleaved, workspace=workspace[:-1])
+    assert caught.value.argument == "workspace"
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
 def test_interleaved_rows_alternate_and_are_all_there(dtype: torch.dtype) -> None:
     gate = torch.arange(2 * 24 * 16).view(2, 24, 16) % 200 - 100
@@ -101,6 +117,12 @@ def test_interleaved_rows_alternate_and_are_all_there(dtype: torch.dtype) -> Non
         back[:, 24 + row] = mixed.float()[:, 16 * block + 8 + within]
     assert torch.equal(back, w13.float())
     assert not torch.equal(mixed.float(), w13.float())
+
+
+def test_interleaving_takes_the_numbers_of_a_view() -> None:
+    w13, pairs = torch.randn(2, 32, 16), torch.randn(2, 32, 16, dtype=torch.complex64)
+    assert torch.equal(interleave_gate_up(torch._neg_view(w13)), -interleave_gate_up(w13))
+    assert torch.equal(interleave_gate_up(pairs.conj()), interleave_gate_up(pairs).conj())
 
 
 @pytest.mark.parametrize("shape", [(48, 16), (2, 40, 16)])
@@ -201,6 +223,7 @@ Y, ROWS = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torc
         ("weights", {"weights": torch.ones(4, 2).half()}),
         ("out", {"out": Y[:3]}),
         ("out", {"out": Y[:1].expand(4, 64)}),
+        ("out", {"out": torch.zeros_like(Y).as_strided((4, 64), (32, 1))}),
     ],
 )
 def test_combine_names_the_wrong_argument(argument: str, given: dict[str, Any]) -> None:

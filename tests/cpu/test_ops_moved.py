@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import struct
@@ -186,20 +185,6 @@ def test_calls_of_one_form_that_differ_in_attributes_all_move(launches: _Launche
     launches.prepares_nothing()
     for arguments in kept[-4:]:
         _call("grouped_gemm_fp8_masked", arguments)
-
-
-@pytest.mark.usefixtures("either_comparison")
-def test_a_functional_tensor_is_never_moved(launches: _Launches) -> None:
-    given = OPS["quantize_fp8"]()
-    _call("quantize_fp8", given)
-    functional = {
-        name: torch._to_functional_tensor(value) if isinstance(value, Tensor) else value
-        for name, value in given.items()
-    }
-    with contextlib.suppress(Exception):  # the dispatcher refuses functional tensors outside of a transform
-        _call("quantize_fp8", functional)
-    assert all(struct.unpack_from("<3q", params) != (0, 0, 0) for *_, params in launches.made)
-    assert len(launches.made) == 1
 
 
 def test_a_number_of_sms_that_changes_during_a_call_is_not_remembered(launches: _Launches) -> None:

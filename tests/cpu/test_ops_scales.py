@@ -9,7 +9,9 @@ import torch
 
 from moe_fp8 import gemm_fp8, grouped_gemm_fp8_masked, jit, to_mn_major
 from moe_fp8.ops import scales
+from moe_fp8.ops.gemm import checks
 from tests import cases
+from tests.cpu.op_arguments import OPS
 
 
 @pytest.mark.parametrize("m", [1, 2, 4, 5, 129])
@@ -41,6 +43,16 @@ def test_what_is_not_mn_major() -> None:
     assert not scales.is_mn_major(torch.rand(3, 8, 2))
     assert scales.is_mn_major(torch.rand(8, 1)), "with one group the group stride does not matter"
     assert scales.is_mn_major(torch.rand(0, 7))
+    room = torch.rand(64)
+    assert scales.is_mn_major(room.as_strided((5, 2), (1, 8)))
+    assert not scales.is_mn_major(room[1:].as_strided((5, 2), (1, 8))), "the address of usual strides too"
+
+
+def test_usual_strides_at_another_address_are_converted() -> None:
+    given = OPS["gemm_fp8"]()
+    a_scale = torch.zeros(64)[1:].as_strided((3, 2), (1, 4))
+    others = checks.gemm(*{**given, "a_scale": a_scale}.values())
+    assert others is not None and others[1].data_ptr() % 16 == 0
 
 
 @pytest.mark.parametrize("kind", ["row-major", "unaligned columns"])

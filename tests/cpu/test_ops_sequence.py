@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -120,14 +121,17 @@ def test_memory_that_a_layer_shares_is_refused_after_a_move(launches: _Launches)
 
 
 def test_other_attributes_and_alignments_are_prepared_anew(launches: _Launches) -> None:
-    given = _layer()
+    given = _layer(workspace=torch.zeros(1 << 16, dtype=torch.uint8))
     moe_fp8.fused_moe(**given)
     launches.prepares_nothing()
     for other in (
         {"topk_ids": given["topk_ids"].long()},
         {"x": KINDS["rows far apart"]["x"]},
         {"topk_weights": None},
+        {"limit": 2.0},
+        {"power_of_two": True},
         {"rounded": True},
+        {"interleaved": True},
         {"topk_ids": _elsewhere(given["topk_ids"], 1)},
     ):
         with pytest.raises(AssertionError, match="prepares a launch"):
@@ -149,8 +153,9 @@ def test_a_layer_that_writes_its_input_is_not_moved(
     assert launches.made[-5:] == launches.made[-10:-5]
 
 
-def _prepared(launches: _Launches, call: Arguments) -> int:
-    """The number of ops of a call that are prepared."""
+@contextlib.contextmanager
+def _counted() -> Iterator[list[str]]:
+    """The names of ops that are prepared within the block."""
     resolve, prepared = registry.resolve, []
 
     def counted(name: str) -> Any:
@@ -159,6 +164,12 @@ def _prepared(launches: _Launches, call: Arguments) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "resolve", counted)
+        yield prepared
+
+
+def _prepared(launches: _Launches, call: Arguments) -> int:
+    """The number of ops of a call that are prepared."""
+    with _counted() as prepared:
         moe_fp8.fused_moe(**call)
     return len(prepared)
 
@@ -305,6 +316,25 @@ def test_a_moved_linear_layer_launches_what_its_ops_launch(
         moe_fp8.linear_fp8(*moved)
     assert len(launches.made) == 4 and launches.made[2:] == fresh.made
     assert launches.made[2:] != launches.made[:2]
+
+
+def test_a_layer_on_converted_scales_is_not_remembered(launches: _Launches) -> None:
+    weight = torch.zeros(192, 256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    moe_fp8.linear_fp8(torch.zeros(3, 256, dtype=torch.bfloat16), weight, torch.zeros(192, 2))
+    assert len(launches.made) == 2 and not launches.launch._launches
+
+
+def test_a_layer_that_was_given_up_moves_its_ops(launches: _Launches) -> None:
+    """Each call of it has scales converted."""
+    weight = torch.zeros(192, 256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.zeros(192, 2)
+    kept, numbers = [], []
+    for _ in range(4):
+        x = _elsewhere(torch.zeros(3, 256, dtype=torch.bfloat16))
+        with _counted() as prepared:
+            kept.append((x, moe_fp8.linear_fp8(x, weight, scale)))
+        numbers.append(len(prepared))
+    assert numbers == [2, 2, 1, 1]
 
 
 def test_what_is_remembered_is_bounded_by_its_kernels(launches: _Launches) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_fp8 import grouped_gemm_fp8_masked, jit, quantize_fp8, silu_mul_quantize
+from moe_fp8 import ArgumentError, grouped_gemm_fp8_masked, jit, quantize_fp8, silu_mul_quantize
 from tests import cases, silu_cases
+from tests.cpu.op_arguments import OPS, run
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -51,6 +52,13 @@ def test_rows_may_lie_apart() -> None:
     assert x.stride() == (584, 1)
     silu_cases.check_like(silu_mul_quantize(x), silu_mul_quantize(x.contiguous()))
     silu_cases.check_masked(silu_cases.expert_rows((2, 3), 4, 128, padding=8), (2, 3))
+
+
+def test_rows_of_experts_have_three_dimensions() -> None:
+    x, q = torch.zeros(2, 3, 4, 256).bfloat16(), torch.zeros(2, 3, 4, 128).to(torch.float8_e4m3fn)
+    given = {**OPS["silu_mul_quantize"](), "x": x, "q": q, "scale": torch.zeros(2, 3, 4, 1)}
+    with pytest.raises(ArgumentError, match="x: expected shape"):
+        run("silu_mul_quantize", given)
 
 
 @pytest.mark.parametrize("experts, m", [(None, 0), (0, 4), (3, 0)])

@@ -186,6 +186,32 @@ def test_a_signal_while_the_model_loads(demo_folder: Path) -> None:
         stop_server(process)
 
 
+#: A wait and a drain, again and again, while signals come at all moments.
+_SIGNALLED = """
+import signal
+from types import SimpleNamespace
+from server_example import serve
+serve._POLL_SECONDS = 0
+process = serve.Process.__new__(serve.Process)
+engine = SimpleNamespace(failure=None, alive=True, stop=lambda seconds: True)
+intake, settings = SimpleNamespace(end=lambda: None), SimpleNamespace(drain_seconds=60, engine_seconds=1)
+process.service = SimpleNamespace(engine=engine, busy=True, intake=intake, settings=settings)
+process._thread = SimpleNamespace(is_alive=lambda: True)
+signal.signal(signal.SIGALRM, process._on_signal)
+for turn in range(2000):
+    process._signals = 0
+    signal.setitimer(signal.ITIMER_REAL, 1e-4 + turn % 50 * 1e-6, 5e-5 + turn % 7 * 1e-6)
+    assert process.wait(engine)
+    process._drain(engine)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+
+
+def test_signals_at_any_moment_end_the_wait_and_the_drain() -> None:
+    """A handler that took a lock could find it taken by the code that it interrupts, and wait for ever."""
+    subprocess.run([sys.executable, "-c", _SIGNALLED], check=True, timeout=60)
+
+
 def test_the_end_of_the_http_thread_is_noticed(demo_folder: Path) -> None:
     settings = Settings.model_validate({"model": demo_folder})
     with socket.socket() as sock:

@@ -120,6 +120,13 @@ def test_few_connections_are_accepted_at_once(tmp_path: Path) -> None:
         assert process._server.config.backlog <= 256
 
 
+def test_what_is_no_option_or_has_no_text_is_refused(tmp_path: Path) -> None:
+    """An empty variable is as none, but an empty key on the command line would open the server to all."""
+    for option in (["--api-key", ""], ["--api-key="], ["--host", ""]):
+        assert f"error: {option[0].rstrip('=')}: expected a text" in refused(*option)
+    assert "error: SERVER_EXAMPLE_APIKEY: no option" in refused(SERVER_EXAMPLE_APIKEY="hush")
+
+
 def test_options_come_from_the_environment_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = refused("--port", "99999", SERVER_EXAMPLE_MODEL=str(tmp_path), SERVER_EXAMPLE_MAX_BATCH="0")
     assert "error: --port (or SERVER_EXAMPLE_PORT): " in said

@@ -189,8 +189,8 @@ def _stated(config: Mapping[str, Any], quantize: str | None) -> Quantization:
     if value is None:
         if quantize is not None:
             return Quantization()
-        remedy = f"{_REMEDY}; or pass quantize='fp8-block' if the engine quantizes while it loads"
-        raise ModelError("quantization_config", "an object", None, remedy)
+        remedy = f"{_REMEDY}; or quantize='fp8-block' (--quantize) if the engine quantizes while it loads"
+        raise ModelError("quantization_config", "an object in the config", "no such field", remedy)
     if not isinstance(value, dict):
         raise ModelError(name, "an object", value, _REMEDY)
     if quantize is not None:

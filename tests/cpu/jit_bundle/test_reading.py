@@ -12,6 +12,7 @@ import pytest
 
 from moe_fp8.errors import BundleError, ToolchainError
 from moe_fp8.jit import bundle as bundle_module
+from moe_fp8.jit import key as key_module
 from moe_fp8.jit import store as store_module
 from moe_fp8.jit import toolchain
 from moe_fp8.jit.bundle import Bundle
@@ -30,6 +31,7 @@ def no_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle_module, "installed_nvrtc", lambda: None)
     monkeypatch.setattr(store_module, "nvrtc", missing)
     monkeypatch.setattr(toolchain, "nvrtc", missing)
+    monkeypatch.setattr(key_module, "nvrtc_version", missing)
 
 
 def test_what_is_written_is_read(make: Make, sources: SourceTree, cache: Path) -> None:
