@@ -99,8 +99,7 @@ class _Template:
         (The first call of a form does not ask for it, since many forms come once.)
         """
         numbers = {address: number for number, address in enumerate(self.addresses)}
-        # The addresses in a block would not tell equal addresses apart, nor an empty tensor from none.
-        if len(numbers) < len(tensors) or 0 in numbers:
+        if len(numbers) < len(tensors):  # the addresses in a block would not tell such tensors apart
             return ()
         spans = None
         places = []

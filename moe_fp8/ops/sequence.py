@@ -42,7 +42,7 @@ def run(
     given = tuple([tensor for tensor in tensors if tensor is not None])
     work = name, names, tensors, steps
     call = None
-    if not tracing() and past_dispatcher(given) and Modes.launching:
+    if not tracing() and past_dispatcher(given):
         which = tuple([tensor is not None for tensor in tensors])
         try:  # noqa: SIM105 - suppress takes longer
             call = (name, given[0].shape, which, *scalars, *map(_data_ptr, given)), given
