@@ -39,6 +39,8 @@ class _Tree:
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder = folder.resolve()
+        if not self.folder.is_dir():
+            raise _Failed(f"{self.folder} is no folder")
         command = [sys.executable, str(Path(__file__).resolve()), str(self.folder), "--worker"]
         command += ["--class", options.classes, "--set", options.sets]
         command += ["--every", str(options.every), "--only", options.only, "--commit", options.commit]
@@ -226,9 +228,6 @@ def main() -> int:
             parser.error(f"--commit: {error}")
     if len(options.folders) != 2:
         parser.error("give two folders: the old commit's and the new commit's")
-    for folder in options.folders:
-        if not (folder / "benchmarks").is_dir():
-            parser.error(f"{folder}: expected a folder with the files of a commit")
     old, new = options.folders
     try:
         rows, failed = compare(old, new, options)

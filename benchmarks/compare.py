@@ -107,7 +107,7 @@ class Session:
     def compare(self, row: Row, contestants: Sequence[Contestant], num_calls: int, tolerance: float) -> None:
         """Check every contestant, time them in turns, complete `row` and store it.
 
-        The row is warm if the calls of all input sets together move fewer bytes than the L2 holds.
+        The row is warm if the bytes that only one of the calls moves are together fewer than the L2 holds.
 
         The first contestant is ours: if it is wrong, nothing is timed and the shape counts as failed. A peer
         that is wrong or raises is left out, and the row's notes give the reason.
@@ -129,7 +129,7 @@ class Session:
                 timed.append(peer)
             except Exception as error:
                 row.notes[f"{peer.name} left out"] = f"{type(error).__name__}: {error}"[:300]
-        row.warm = len(ours.calls) * row.nbytes <= l2_bytes()
+        row.warm = len(ours.calls) * (row.own_bytes or row.nbytes) <= l2_bytes()
         is_listed = set_of(row.shape) == LISTED
         row.us, *peer_us = alternate(
             replays, self.replays if is_listed else min(self.replays, _DRAWN_REPLAYS)

@@ -70,13 +70,15 @@ def _mqa(session: Session, peer: DeepGemm | None, shape: MqaShape, terms: dict[s
         0.0,
         flops=2.0 * heads * dim * pairs,
         nbytes=set_bytes + 4.0 * pairs,
+        own_bytes=set_bytes,
     )
     session.compare(row, contestants, num_calls, TOLERANCE)
 
 
 def _paged(session: Session, peer: DeepGemm | None, shape: PagedShape, terms: dict[str, Any]) -> None:
     tokens = sum(shape.lengths())
-    num_sets, num_calls = plan_rotation(tokens * (shape.head_dim + 4), l2_bytes())
+    set_bytes = (tokens + shape.batch * shape.next_n * shape.heads) * (shape.head_dim + 4)
+    num_sets, num_calls = plan_rotation(set_bytes, l2_bytes())
     sets = [inputs.paged_inputs(shape) for _ in range(num_sets)]
     width = sets[0].max_context_len
     out = torch.full((shape.batch * shape.next_n, width), float("nan"), device=inputs.DEVICE)
@@ -106,7 +108,8 @@ def _paged(session: Session, peer: DeepGemm | None, shape: PagedShape, terms: di
         terms,
         0.0,
         flops=2.0 * shape.heads * shape.head_dim * pairs,
-        nbytes=tokens * (shape.head_dim + 4.0) + 4.0 * pairs,
+        nbytes=set_bytes + 4.0 * pairs,
+        own_bytes=set_bytes,
     )
     session.compare(row, contestants, num_calls, TOLERANCE)
 

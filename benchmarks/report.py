@@ -89,9 +89,10 @@ def repetition(results: Results) -> str:
     calls, compared, differing = (
         sum(row[name] for row in rows) for name in ("calls", "compared", "differing")
     )
+    dates = sorted(row["date"] for row in rows)
     return (
-        f"Since {min(row['date'] for row in rows)} the ops have been called {calls:,} times, mostly "
-        f"during other memory traffic. {compared:,} outputs were compared bit for bit, and "
+        f"From {dates[0]} to {dates[-1]} the ops have been called {calls:,} times, mostly during other "
+        f"memory traffic. {compared:,} outputs were compared bit for bit, and "
         f"{f'{differing:,}' if differing else 'none'} "
         'differed ([docs/benchmarks.md](docs/benchmarks.md), "repetition").'
     )
@@ -103,8 +104,8 @@ def _sets(device: dict[str, Any]) -> str:
     if not any(set_of(row["shape"]) == UNSEEN for row in device["rows"]):
         return f"{listed} No unseen shapes have been measured yet."
     unseen = (
-        "Unseen shapes are drawn from the hash of the measured commit. A shape on which our kernel fails or "
-        "is wrong has no figure, and then a line has fewer shapes than were drawn."
+        "Unseen shapes are drawn from the hash of the measured commit. A shape on which our kernel or its "
+        "peer fails or is wrong has no figure, and then a line has fewer shapes than were drawn."
     )
     return f"{unseen} {listed}" if f" {LISTED} |" in targets.headlines(device) else unseen
 

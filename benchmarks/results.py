@@ -23,9 +23,6 @@ LISTED, DEVELOPMENT, UNSEEN, FEW_ROUNDS = SETS = ("listed", "development", "unse
 #: The sets that are drawn from the hash of the measured commit.
 OF_A_COMMIT = (UNSEEN, FEW_ROUNDS)
 
-#: The name of the development set in older rows.
-_OLD_NAMES = {"random": DEVELOPMENT}
-
 #: The contestant that is our own op with the config of the batch-invariant mode.
 BATCH_INVARIANT = "batch-invariant"
 
@@ -79,8 +76,9 @@ CEILINGS = {"h200": Ceiling(read_gbs=4550, fp8_tflops=1979)}
 class Row:
     """One timed shape. `us` is our time, `peers` maps a peer to its time, `rel_error` is against float64.
 
-    `shape["set"]` exists if the shape belongs to another set than `listed`. If `warm`, calls found inputs in
-    the L2, so the row has no bandwidth and no share of a ceiling.
+    `shape["set"]` exists if the shape belongs to another set than `listed`. `own_bytes` are those of `nbytes`
+    that no other call of the rotation moves, or 0 if all are. If `warm`, calls found inputs in the L2, so the
+    row has no bandwidth and no share of a ceiling.
     """
 
     cls: str
@@ -91,6 +89,7 @@ class Row:
     peers: dict[str, float] = field(default_factory=dict)
     rel_error: float | None = None
     notes: dict[str, Any] = field(default_factory=dict)
+    own_bytes: float = 0.0
     warm: bool = False
 
     def to_json(self, device: str) -> dict[str, Any]:
@@ -136,8 +135,7 @@ class RepetitionRow:
 
 def set_of(shape: dict[str, Any]) -> str:
     """The name of the set of shapes that a row's shape belongs to."""
-    name = str(shape.get("set", LISTED))
-    return _OLD_NAMES.get(name, name)
+    return str(shape.get("set", LISTED))
 
 
 def shape_dict(shape: Any) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def _silu_mul(session: Session, shape: SiluMulShape, row: Row) -> None:
     half = max(1, int(row.nbytes) // 2)
     copies: list[Call] = []
     for _ in range(num_sets):
-        source, target = torch.zeros(2, half, device=inputs.DEVICE, dtype=torch.uint8)
+        source, target = torch.randint(256, (2, half), device=inputs.DEVICE, dtype=torch.uint8)
         copies.append(partial(target.copy_, source))
     contestants.append(Contestant("copy", copies, lambda: 0.0, aside=True))
     session.compare(row, contestants, num_calls, TOLERANCE)

@@ -47,7 +47,8 @@ def _error(columns: Tensor, logits: Tensor, k: int) -> float:
 
 def _topk(session: Session, shape: TopkShape, terms: dict[str, Any]) -> None:
     k, lengths = shape.k, shape.ends()
-    num_sets, num_calls = plan_rotation(4 * sum(lengths), l2_bytes())
+    set_bytes = 4 * sum(lengths)
+    num_sets, num_calls = plan_rotation(set_bytes, l2_bytes())
     ends = None
     if shape.skew == "causal":
         ends = torch.tensor(lengths, device=inputs.DEVICE, dtype=torch.int32)
@@ -64,6 +65,5 @@ def _topk(session: Session, shape: TopkShape, terms: dict[str, Any]) -> None:
         Contestant.of("moe_fp8", ours, sets, partial(_error, k=k)),
         Contestant.of(_PEER, theirs, sets, partial(_error, k=k)),
     ]
-    nbytes = 4.0 * sum(lengths) + 4.0 * shape.rows * k
-    row = Row("topk", terms, 0.0, nbytes=nbytes)
+    row = Row("topk", terms, 0.0, nbytes=set_bytes + 4.0 * shape.rows * k, own_bytes=set_bytes)
     session.compare(row, contestants, num_calls, 0.0)

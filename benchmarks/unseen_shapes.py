@@ -1,9 +1,9 @@
 """The sets `unseen` and `few_rounds`: shapes drawn from the hash of the measured commit.
 
 A commit's hash depends on everything in the commit, so nobody can have tuned a commit on its own unseen
-shapes. At least half of the GEMMs have the widths of models that no table was fitted to. Some GEMMs have
-one, two or four experts, whose tiles seldom fill whole rounds of the SMs. The GEMMs of `few_rounds` have few
-tiles, too. This module needs only the standard library.
+shapes. At least half of the GEMMs have the widths of models that no table was fitted to (fitted models have
+four of their 13 dense widths, too). Some GEMMs have one, two or four experts, whose tiles seldom fill whole
+rounds of the SMs. The GEMMs of `few_rounds` have few tiles, too. This module needs only the standard library.
 """
 
 from __future__ import annotations

@@ -55,17 +55,17 @@ class Replay:
 def alternate(contestants: Sequence[Replay], replays: int = 20, pause_s: float = 0.010) -> list[float]:
     """Median microseconds a call of each contestant over `replays` replays.
 
-    They take turns with a pause before every replay, and the order turns round each time, so that
-    clocks and temperature favour none.
+    They take turns with a pause before every replay, and each time another one comes first, so that clocks
+    and temperature favour none.
     """
     for contestant in contestants:
         contestant.time_us()
     samples: list[list[float]] = [[] for _ in contestants]
     for turn in range(replays):
-        order = range(len(contestants))
-        for i in order if turn % 2 == 0 else reversed(order):
+        for place in range(len(contestants)):
+            number = (turn + place) % len(contestants)
             time.sleep(pause_s)
-            samples[i].append(contestants[i].time_us())
+            samples[number].append(contestants[number].time_us())
     return [statistics.median(times) for times in samples]
 
 

@@ -16,14 +16,6 @@ from benchmarks.timing import MOST_SETS, in_a_row, plan_rotation
 from tests.cpu.benchmark_rows import ENVIRONMENT, read_rows
 
 
-def test_random_is_an_older_name_of_the_development_set(tmp_path: Path) -> None:
-    path = tmp_path / "h200.json"
-    results = ResultsFile(path, ENVIRONMENT)
-    results.add(Row("dense", {"m": 1, "set": "random"}, 10.0))
-    ResultsFile(path, ENVIRONMENT).add(Row("dense", {"m": 2, "set": "development"}, 10.0))
-    assert [row["shape"]["m"] for row in read_rows(path)] == [2]
-
-
 def test_an_unseen_set_needs_a_full_hash() -> None:
     assert full_commit("0123456789" * 4) == "0123456789" * 4
     for wrong in ("unknown", "no-such-commit", "abc-dirty"):

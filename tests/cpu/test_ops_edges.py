@@ -214,6 +214,10 @@ def test_experts_and_rows_that_do_not_exist_are_left_out() -> None:
     x = torch.randn(2, 128).bfloat16()
     given = moe_fp8.moe_permute(x, torch.tensor([[0, 7], [1, -1]], dtype=I32), num_experts=2)
     assert given.offsets.tolist() == [0, 1, 2] and given[3].tolist() == [[0, -1], [1, -1]]
+    numbers = torch.tensor([2, 0, 1], dtype=I32)
+    ids = torch.tensor([[1, -2], [2, 0]], dtype=I32)
+    given = moe_fp8.moe_permute(x, ids, num_experts=2, expert_map=numbers)
+    assert given.offsets.tolist() == [0, 1, 2] and given[3].tolist() == [[0, -1], [1, -1]]
     y = torch.ones(2, 8).bfloat16()
     assert moe_fp8.moe_combine(y, torch.tensor([[0, 2], [1, -1]], dtype=I32)).tolist() == y.tolist()
 

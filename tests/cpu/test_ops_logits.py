@@ -174,3 +174,19 @@ def test_no_length_goes_beyond_the_table() -> None:
     paged_mqa_logits_fp8(*operands, case.block_table, metadata, max_context_len=301, out=whole)
     assert torch.allclose(out[:, :128], whole[:, :128], rtol=1e-5, atol=1e-4)
     assert (out[:, 128:] == cases.SENTINEL).all()
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_negative_lengths_count_as_no_keys(per_token: bool) -> None:
+    case = cases.paged_case([[70, 70], [9, 9]] if per_token else [70, 9], 2, 8, 64)
+    given = torch.tensor([[70, -3], [-9, -1]] if per_token else [70, -9], dtype=torch.int32)
+    without = given.clamp(min=0)
+    schedule = paged_mqa_logits_metadata(without, block_size=64, num_sms=3, next_n=2)
+    assert torch.equal(paged_mqa_logits_metadata(given, block_size=64, num_sms=3, next_n=2), schedule)
+    out, expected = torch.full((4, 80), cases.SENTINEL), torch.full((4, 80), cases.SENTINEL)
+    for lengths, into in ((given, out), (without, expected)):
+        paged_mqa_logits_fp8(
+            case.q, case.kv_cache, case.weights, lengths, case.block_table, schedule,
+            max_context_len=80, out=into,
+        )  # fmt: skip
+    assert torch.equal(out, expected) and (out[2:] == cases.SENTINEL).all()

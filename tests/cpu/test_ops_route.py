@@ -120,3 +120,9 @@ def test_a_compiled_router_gives_the_same_bits() -> None:
         logits = replace(case, tokens=tokens).logits()
         for got, expected in zip(compiled(logits), router(logits), strict=True):
             assert torch.equal(got, expected)
+
+
+def test_an_expert_whose_bias_is_no_number_comes_last() -> None:
+    bias = torch.tensor([float("nan"), 1.0, 0.0, -1.0])
+    _, ids = route_topk(torch.zeros(1, 4), 4, scoring="sigmoid", correction_bias=bias)
+    assert ids.tolist() == [[1, 2, 3, 0]]

@@ -47,7 +47,7 @@ def test_the_accounting_says_how_far_every_target_is() -> None:
         _dense(3, 10.0, None),  # without the peer of the targets
         _dense(200, 10.0, 10.0),
         _dense(2000, 10.0, 11.0),
-        _dense(2, 10.0, 15.0, set="random"),
+        _dense(2, 10.0, 15.0, set="development"),
         Row("host", {"op": "a"}, 4.0),
         Row("host", {"op": "b", "call": "again"}, 9.0),
         Row("host", {"op": "b", "call": "new address"}, 12.0),
@@ -69,7 +69,7 @@ def test_the_accounting_says_how_far_every_target_is() -> None:
 
 
 def test_the_readme_publishes_as_unseen_only_rows_of_that_set() -> None:
-    rows = [_dense(1, 10.0, 13.0), _dense(2, 10.0, 20.0, set="random"), _dense(2000, 10.0, 11.0)]
+    rows = [_dense(1, 10.0, 13.0), _dense(2, 10.0, 20.0, set="development"), _dense(2000, 10.0, 11.0)]
     text = report.summary([_device(*rows)])
     assert (
         "| `gemm_fp8`, up to 128 rows | 1 listed | 1.30 | 1.30 | missed by 13.3% | 2026-01-01 `abc` |" in text

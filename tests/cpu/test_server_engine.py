@@ -199,6 +199,15 @@ def test_a_seed_repeats_the_draws_whatever_else_runs(demo_folder: Path) -> None:
     assert len(set(texts(*seeds))) == len(seeds)
 
 
+def test_log_probabilities_without_other_tokens(demo_folder: Path) -> None:
+    """Zero alternatives still ask for the log-probability of each token itself."""
+    engine = Engine(demo_folder, choose_backend("cpu"), EngineOptions(max_context=256))
+    engine.model = cast(Transformer, Echo(engine))
+    params = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=0)
+    (events,) = answers(engine, PROMPTS[:1], [params])
+    assert [event.logprob is not None and event.logprob.top for event in events] == [()] * 3
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_any_mixture_of_requests_gets_its_own_tokens(demo_folder: Path, ahead: int, seed: int) -> None:

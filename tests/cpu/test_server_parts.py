@@ -104,6 +104,14 @@ def test_a_broken_character_leaves_the_next_one_whole(tokenizer: Tokenizer) -> N
     assert "".join(pieces) == "\N{REPLACEMENT CHARACTER}😀"
 
 
+def test_an_added_token_that_is_not_special_has_a_text() -> None:
+    tokenizer = Tokenizer.from_file(str(SHAKESPEARE / "tokenizer.json"))
+    tokenizer.add_tokens(["<think>"])
+    number = tokenizer.token_to_id("<think>")
+    assert TokenTexts(tokenizer).written(number) == b"<think>"
+    assert TokenTexts(tokenizer).written(0) == b"" != TokenTexts(tokenizer)[0]
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 300) | st.integers(0, 1030), max_size=20))
 def test_any_tokens_give_the_text_that_the_tokenizer_gives(tokenizer: Tokenizer, tokens: list[int]) -> None:

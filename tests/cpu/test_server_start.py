@@ -75,6 +75,13 @@ def test_padding_and_truncation_of_a_file_are_ignored(demo_folder: Path, tmp_pat
     assert len(loaded.encode(texts[1]).ids) > 2 > len(loaded.encode(texts[0]).ids)
 
 
+def test_a_vocabulary_larger_than_the_models_is_refused(demo_folder: Path) -> None:
+    size = load_tokenizer(demo_folder, 1 << 20).get_vocab_size()
+    assert load_tokenizer(demo_folder, size).get_vocab_size() == size
+    with pytest.raises(ConfigError, match=f"at most {size - 1} tokens"):
+        load_tokenizer(demo_folder, size - 1)
+
+
 def test_a_vocabulary_without_bytes_is_refused(demo_folder: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(demo_folder, 1 << 20)
     tokenizer.decoder = Metaspace()
