@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from moe_fp8.errors import ArgumentError
 from moe_fp8.graph import BatchBuckets, BufferSpec, GraphMemory, GraphRunner
-from moe_fp8.graph import capture as capture_module
 from moe_fp8.graph import runner as runner_module
 from moe_fp8.ops.arguments import same_storage
 from tests.cpu.graph_inputs import SPECS, inputs
@@ -115,7 +113,7 @@ def test_a_step_may_write_to_its_inputs_and_to_their_names() -> None:
 
     def step(tensors: Any) -> Mapping[str, torch.Tensor]:
         tokens = tensors["tokens"]
-        static = any(same_storage(tokens, buffer) for buffer in runner.buffers.view(4).values())
+        static = any(same_storage(tokens, buffer) for buffer in runner.buffers.view(2).values())
         seen.append((tokens.tolist(), static))
         tokens.add_(5)
         tensors["tokens"] = tokens * 2
@@ -124,6 +122,27 @@ def test_a_step_may_write_to_its_inputs_and_to_their_names() -> None:
     runner = GraphRunner(step, SPECS, BatchBuckets([1, 2]), "cpu", warmup_runs=2)
     runner.capture(lambda bucket: runner.run(inputs(bucket)) and None)
     assert seen == [([-1, -1], True)] * 3 + [([-1], True)] * 3
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize(("pool", "taken"), [(None, (0, 1)), ((0, 5), (0, 5))])
+def test_a_capture_is_in_the_given_pool_without_gradients(
+    monkeypatch: pytest.MonkeyPatch, pool: Any, taken: Any
+) -> None:
+    inner, pools, recorded = runner_module.capture, [], []
+
+    def capture(name: str, call: Callable[[], Any], given: Any) -> Any:
+        pools.append(given)
+        return inner(name, call, given)
+
+    def step(tensors: Any) -> Any:
+        recorded.append(torch.is_grad_enabled())
+        return {"y": tensors["tokens"] + 1}
+
+    monkeypatch.setattr(runner_module, "capture", capture)
+    with torch.enable_grad():
+        GraphRunner(step, SPECS, BatchBuckets([1, 2]), "cpu", pool=pool, warmup_runs=1).capture()
+    assert pools == [taken] * 2 and recorded == [False] * 4
 
 
 @pytest.mark.usefixtures("graphs")
@@ -230,122 +249,3 @@ def test_runner_pads_to_the_bucket_and_returns_the_rows() -> None:
     assert (runner.uses_graphs, runner.captured, runner.replays) == (False, (), 0)
     with pytest.raises(ArgumentError):
         runner.run(inputs(5))
-
-
-class _Device:
-    """The current device of a process with several, as torch's streams change it."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.current = 0
-        cuda = torch.cuda
-
-        class Stream:
-            def __init__(stream, device: int | None = None) -> None:
-                stream.device = self.current if device is None else device
-
-        patch.setattr(cuda, "Stream", Stream)
-        patch.setattr(cuda, "current_stream", lambda *_: Stream())
-        patch.setattr(cuda, "current_device", lambda: self.current)
-        patch.setattr(cuda, "stream", lambda stream: self.on(stream.device))
-        patch.setattr(cuda, "synchronize", lambda *_: None)
-        patch.setattr(cuda, "empty_cache", lambda: None)
-        patch.setattr(cuda, "CUDAGraph", lambda: self)
-        patch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
-        patch.setattr(cuda.graph, "default_capture_stream", None)
-
-    @contextmanager
-    def on(self, device: int) -> Iterator[None]:
-        before, self.current = self.current, device
-        try:
-            yield
-        finally:
-            self.current = before
-
-    def capture_begin(self, *_: object, **__: object) -> None:
-        self.began = self.current
-
-    def capture_end(self) -> None: ...
-
-
-def test_each_device_captures_on_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own stream for captures stays that of the first device."""
-    device = _Device(monkeypatch)
-    capture_module._stream.cache_clear()
-    for number in (0, 1, 0):
-        with device.on(number):
-            _, current = capture_module.capture("capture", lambda: device.current, (0, number))
-        assert device.began == current == number
-    capture_module._stream.cache_clear()
-
-
-def test_a_step_with_other_rows_can_be_captured_again() -> None:
-    runner = GraphRunner(
-        lambda given: {"y": given["tokens"].repeat(rows)}, SPECS, BatchBuckets([1, 4]), "cpu"
-    )
-    for rows in (1, 2):
-        runner.capture()
-        assert runner.run(inputs(3))["y"].shape == (3 * rows,)
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_is_as_it_was_behind_a_capture(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
-    device = _Device(monkeypatch)
-    capture_module._stream.cache_clear()
-    (gc.enable if enabled else gc.disable)()
-    try:
-        with device.on(0):
-            _, during = capture_module.capture("capture", gc.isenabled, (0, 0))
-        assert (during, gc.isenabled()) == (False, enabled)
-    finally:
-        gc.enable()
-        capture_module._stream.cache_clear()
-
-
-def test_a_capture_keeps_no_casts_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cast that autocast kept from a warm-up is freed before a replay."""
-    device, weight = _Device(monkeypatch), torch.nn.Linear(3, 3)
-    capture_module._stream.cache_clear()
-
-    def step() -> list[str]:
-        with torch.profiler.profile() as profile:
-            weight(torch.ones(1, 3))
-        return [event.name for event in profile.events() if event.name == "aten::_to_copy"]
-
-    with device.on(0), torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        first, again = step(), step()
-        _, captured = capture_module.capture("capture", step, (0, 0))
-        assert torch.is_autocast_cache_enabled()
-    assert (len(first), len(again), len(captured)) == (3, 1, 3)
-    capture_module._stream.cache_clear()
-
-
-@pytest.mark.parametrize("mode", [0, 1])
-def test_the_mode_of_synchronizations_is_as_it_was(monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
-    modes: list[Any] = [mode]
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-
-    def fail() -> None:
-        assert modes[-1] == "error"
-        raise ValueError("on purpose")
-
-    with pytest.raises(ValueError, match="on purpose"):
-        capture_module.refuse_synchronization("step", fail)
-    assert modes[-1] == mode
-
-
-def test_a_failed_capture_tells_the_error_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a failed capture raises an error of its own, which says less."""
-    device = _Device(monkeypatch)
-    capture_module._stream.cache_clear()
-
-    def end() -> None:
-        raise RuntimeError("capture ended in vain")
-
-    def step() -> None:
-        raise ValueError("on purpose")
-
-    monkeypatch.setattr(device, "capture_end", end)
-    with pytest.raises(ValueError, match="on purpose"), device.on(0):
-        capture_module.capture("step", step, (0, 0))
-    capture_module._stream.cache_clear()

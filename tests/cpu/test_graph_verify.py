@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -49,6 +50,7 @@ class Tape(TorchDispatchMode):
 
 
 _device = verify._device
+_capture = verify._capture
 
 
 @pytest.fixture(autouse=True)
@@ -186,9 +188,87 @@ def test_state_between_calls_is_found() -> None:
         verify_capture_safe(lambda given: given["x"] + next(calls), inputs(), inputs(1))
 
 
+def test_what_earlier_replays_leave_behind_is_found() -> None:
+    calls, kept = count(), torch.zeros(())
+
+    def step(given: dict[str, Tensor]) -> Tensor:
+        if next(calls) < 3:  # the eager calls keep nothing
+            return given["x"] * 2
+        return given["x"] * 2 + (kept.add_(1) > 3)
+
+    with refused("output", "the first inputs.*left behind"):
+        verify_capture_safe(step, inputs(), inputs(1))
+
+
+def test_inputs_may_be_parts_of_larger_tensors() -> None:
+    """The copies have the contents of each part, not those of the start of its memory."""
+    seen: list[list[float]] = []
+
+    def step(given: dict[str, Tensor]) -> Tensor:
+        seen.append(given["x"].tolist())
+        return given["x"] * 2
+
+    parts = [{"x": torch.arange(8.0)[start : start + 2]} for start in (2, 5)]
+    verify_capture_safe(step, parts[0], parts[1])
+    assert seen == [[2, 3], [5, 6], [2, 3], [2, 3]]
+
+
+@pytest.mark.parametrize("wrong", ["", "stray", "outside"])
+def test_outputs_and_scratch_lie_in_the_pool(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    """An output without elements has no memory, and outputs that are inputs need none."""
+    elsewhere: list[memory.Block] = [memory.Block(16, 8, used=True)]
+    events: list[object] = []
+    kept = torch.zeros(3)
+
+    def step(given: dict[str, Tensor]) -> list[Tensor]:
+        events.append("call")
+        if wrong == "outside" and len(events) == 4:
+            elsewhere.append(memory.Block(64, 8, used=True))
+        return [kept, torch.zeros(0), given["x"][1:]]
+
+    class Graph:
+        def replay(self) -> None:
+            events.append("replay")
+
+    def blocks(device: torch.device, pool: object = (0, 0)) -> list[memory.Block]:
+        assert pool in ((0, 0), (0, 9))
+        own = [] if wrong == "stray" else [memory.Block(kept.data_ptr(), kept.nbytes, used=True)]
+        return list(elsewhere) if pool == (0, 0) else own
+
+    monkeypatch.setattr(memory, "blocks", blocks)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: events.append("wait"))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 9))
+    monkeypatch.setattr(verify, "warm_up", lambda call, runs: [call() for _ in range(runs)])
+    monkeypatch.setattr(verify, "refuse_synchronization", lambda name, call: (events.append(name), call()))
+    monkeypatch.setattr(verify, "capture", lambda name, call, pool: (Graph(), call()))
+
+    def captured() -> verify._Captured:
+        return _capture("step", step, verify._Static(inputs()), inputs(), torch.device("cpu"), 2)
+
+    if wrong:
+        with refused("output[0]" if wrong == "stray" else "capture", "memory of the graph's pool"):
+            captured()
+        return
+    found = captured()
+    found.replay()
+    assert list(found.outputs) == ["output[0]", "output[1]"]
+    assert events == ["call", "step", "call", "call", "replay", "wait"]
+
+
 def test_a_shape_that_depends_on_contents_is_found() -> None:
     with refused("output", r"\[2\] instead of torch.float32 \[3\]"):
         verify_capture_safe(lambda given: given["x"][0, : int(given["n"])] * 2, inputs(), inputs(1))
+
+
+def test_a_dtype_that_changes_is_found() -> None:
+    dtypes = iter((torch.float32, torch.float32, torch.int32))
+
+    def step(given: dict[str, Tensor]) -> Tensor:
+        return (given["x"] * 2).view(next(dtypes, torch.float32))
+
+    with refused("output", r"torch.int32 \[4, 6\] instead of torch.float32 \[4, 6\]"):
+        verify_capture_safe(step, inputs(), inputs(1))
 
 
 def test_equal_inputs_prove_nothing() -> None:
@@ -236,6 +316,14 @@ def test_the_inputs_match(monkeypatch: pytest.MonkeyPatch, other: dict[str, Tens
         verify_capture_safe(lambda given: given["x"], inputs(), other)
 
 
+def test_a_graph_has_one_device() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        first, second = ([torch.empty(2, device=f"cuda:{at}") for at in on] for on in ((1, 1), (0, 1)))
+        assert _device("step", first, first) == torch.device("cuda", 1)
+        with pytest.raises(ArgumentError, match="tensors on one CUDA device"):
+            _device("step", second, second)
+
+
 def test_memory_is_filled_by_its_address() -> None:
     memory_of = torch.arange(4, dtype=torch.int32)
     block = memory.Block(memory_of.data_ptr() + 4, 8, used=False)
@@ -265,14 +353,29 @@ def test_pools_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     assert list(memory.blocks(torch.device("cuda", 1))) == []
     assert memory.pool_bytes((0, 3)) == 60
-    filled: list[tuple[int, int]] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    filled: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", filled.append)
     monkeypatch.setattr(
         memory, "bytes_of", lambda block, device: filled.append((block.address, block.size)) or torch.empty(0)
     )
     memory.poison(device, (0, 3), 0)
     # The memory that a tensor outside the pool has is left alone.
-    assert filled == [(500, 10), (510, 20), (900, 10), (910, 20), (110, 20)]
+    assert filled == [device, (500, 10), (510, 20), (900, 10), (910, 20), (110, 20)]
+
+
+def test_memory_that_a_stream_still_uses_is_no_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch tells of freed memory that it may not give away yet, because a stream has work on it."""
+    states = [{"size": 8, "state": state} for state in ("active_awaiting_free", "inactive")]
+    segment = {"device": 0, "segment_pool_id": (0, 0), "address": 64, "total_size": 16, "blocks": states}
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [segment])
+    assert list(memory.blocks(torch.device("cuda", 0))) == [(64, 8, True), (72, 8, False)]
+
+
+def test_the_end_of_a_block_is_not_in_it() -> None:
+    tensor = torch.zeros(4, dtype=torch.uint8)
+    at = tensor.data_ptr()
+    for block, inside in (((at, 1), True), ((at - 1, 2), True), ((at - 4, 4), False), ((at + 1, 4), False)):
+        assert memory.contains([memory.Block(*block, used=True)], tensor) is inside
 
 
 def test_what_a_capture_forbids_is_named_with_its_line() -> None:

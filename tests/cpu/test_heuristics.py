@@ -6,16 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from moe_fp8 import heuristics
+from moe_fp8 import heuristics, specs
 from moe_fp8.errors import ConfigError
 from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.problems import (
     GemmLayout,
     GemmProblem,
+    IndexerCacheProblem,
     IndexerTopkProblem,
     KGroupedGemmProblem,
+    MoeCombineProblem,
+    MoePermuteProblem,
     MqaLogitsProblem,
+    PagedMqaLogitsProblem,
+    Problem,
+    RouteTopkProblem,
+    SiluMulQuantizeProblem,
     selection_rows,
 )
 from moe_fp8.specs import select_k_grouped_gemm
@@ -249,3 +256,53 @@ def test_prefill_items_are_whole_where_blocks_are_few() -> None:
                 assert -(-stages // 3) <= -(-even // 3) + 2
     assert not heuristics.mqa_division(45, 715, 132).even
     assert heuristics.mqa_division(829, 4149, 132).even
+
+
+@pytest.mark.parametrize(
+    ("problem", "macros"),
+    [
+        (GemmProblem("dense", 64, 4096, 7168), {"SPLIT_K": 1, "LAYOUT": 0, "OUT_FP32": 0}),
+        (GemmProblem("psum", 4096, 4096, 7168, 8, None, "float32"), {"SPLIT_K": 0, "LAYOUT": 2}),
+        (GemmProblem("dense", 64, 4096, 7168, out_dtype="float32"), {"OUT_FP32": 1}),
+        (MqaLogitsProblem(4096, 8192, 64, 128, True, True, 132, "bfloat16"),
+         {"TERMS": 1, "COMPRESSED": 1, "FILL": 1, "OUT_BF16": 1, "HEAD_DIM": 128, "NUM_HEADS": 64}),
+        (MqaLogitsProblem(64, 8192, 32, 64), {"TERMS": 0, "COMPRESSED": 0, "FILL": 0, "HEAD_DIM": 64}),
+        (PagedMqaLogitsProblem(1, 1, 64, 64, 32), {"PAGE_SIZE": 32, "HEAD_DIM": 64, "NUM_HEADS": 64}),
+        (PagedMqaLogitsProblem(1, 1, 32, 128, 128, 132, "bfloat16"), {"PAGE_SIZE": 128, "OUT_BF16": 1}),
+        (SiluMulQuantizeProblem(16, 256, 1, True), {"MASKED": 1, "POWER_OF_TWO": 1, "ROUNDED": 0}),
+        (SiluMulQuantizeProblem(16, 256, None, False, True), {"MASKED": 0, "POWER_OF_TWO": 0, "ROUNDED": 1}),
+        (MoePermuteProblem(8, 8, 7168, None, True, True), {"IN_FP8": 1, "POWER_OF_TWO": 0, "WIDE_IDS": 1}),
+        (MoePermuteProblem(8, 8, 7168, "bfloat16", True), {"IN_FP8": 0, "POWER_OF_TWO": 1, "WIDE_IDS": 0}),
+        (RouteTopkProblem(4, 128, 8), {"VALUES": 4, "IN_DTYPE": 0}),
+        (RouteTopkProblem(4, 129, 8, "float32"), {"VALUES": 8, "IN_DTYPE": 2}),
+        (IndexerCacheProblem(1, 64, "float16", True), {"HEAD_DIM": 64, "IN_DTYPE": 1, "POWER_OF_TWO": 1}),
+    ],
+)  # fmt: skip
+def test_a_kernel_has_the_macros_of_its_problem(problem: Problem, macros: dict[str, int]) -> None:
+    assert macros.items() <= dict(specs.kernel_spec(problem).defines).items()
+
+
+def test_shared_memory_grows_with_the_keys() -> None:
+    """The kernel's own assertion compares with the size for its macros."""
+    small, large = (specs.kernel_spec(PagedMqaLogitsProblem(1, 1, 64, dim, 64)) for dim in (64, 128))
+    assert small.smem_bytes < large.smem_bytes
+
+
+def test_a_grid_covers_its_work_and_takes_no_more() -> None:
+    assert specs.select_silu_mul_quantize(SiluMulQuantizeProblem(16, 256, 4)).grid == 8
+    assert specs.select_indexer_cache(IndexerCacheProblem(1, 128)).grid == 1
+    topk = specs.select_indexer_topk(IndexerTopkProblem(3, 1 << 20))
+    assert topk.grid == 3 * topk.spec.cluster_size > 3
+    assert specs.select_paged_mqa_logits(PagedMqaLogitsProblem(1, 1, 64, 64, 32, num_workers=7)).grid == 7
+    assert specs.select_moe_combine(MoeCombineProblem(1, 8, 7168)).grid == 7
+    assert specs.select_moe_combine(MoeCombineProblem(100_000, 8, 7168)).grid == 16 * 132
+    # Prefill over many queries has one block for each SM.
+    assert specs.select_mqa_logits(MqaLogitsProblem(4096, 8192, 64, 128)).grid == 132
+    # A block has places for the rows of all its tokens.
+    tokens, _ = specs.select_moe_permute(MoePermuteProblem(100_000, 32, 7168)).config
+    assert tokens == max(1, specs.MOE_PLACES // 32)
+
+
+def test_very_many_rows_are_one_number() -> None:
+    """A call beyond the limits of its plan has the kernels of the longest planned call."""
+    assert selection_rows(32_769) == selection_rows(1 << 30) == 32_768

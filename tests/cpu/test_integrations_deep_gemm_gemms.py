@@ -56,6 +56,9 @@ def test_dense_accumulates(in_place: bool, deep_gemm: ModuleType) -> None:
     [
         ({"recipe": (1, 1, 32)}, "of b of 128 x 128"),
         ({"recipe": (1, 1, 128), "recipe_a": (1, 128)}, "of b of 128 x 128"),
+        ({"recipe_a": (1, 32)}, "scales of a are of 1 x 128"),
+        ({"recipe_b": (128, 32)}, "of b of 128 x 128"),
+        ({"recipe_a": (1, 32), "recipe_b": (1, 128)}, "scales of a are of 1 x 128"),
         ({"alpha": 2.0}, "alpha"),
         ({"c": torch.zeros(9, 128, dtype=torch.bfloat16)}, "c is added in fp32"),
     ],
@@ -70,6 +73,13 @@ def test_dense_calls_that_are_not_served(
     del copy.fp8_gemm_nt
     with pytest.raises(UnsupportedError, match=reason):
         deep_gemm.fp8_gemm_nt(*given, **changes)
+
+
+def test_a_sum_in_bf16_is_not_served(copy: ModuleType, deep_gemm: ModuleType) -> None:
+    case = cases.dense_case(9, 128, 256)
+    given = (case.a, case.a_scale), (case.b, case.b_scale), torch.empty(9, 128, dtype=torch.bfloat16)
+    deep_gemm.fp8_gemm_nt(*given, c=torch.zeros(9, 128))
+    assert [name for name, *_ in copy.calls] == ["fp8_gemm_nt"]
 
 
 @pytest.mark.parametrize("recipes", [{"recipe": (1, 1, 128)}, {"recipe_a": (1, 128), "recipe_b": (1, 128)}])
@@ -266,6 +276,22 @@ def test_zero_padding_on_request(layout: str, deep_gemm: ModuleType) -> None:
         *operands, out, case.index, use_psum_layout=layout == "psum", ensure_zero_padding=True
     )
     assert torch.equal(out, expected.masked_fill(padding, 0))
+
+
+def test_outputs_stay_as_they_are_while_nothing_launches(
+    deep_gemm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = cases.contiguous_case("m_indices", (3, 0, 130, 1), 128, 256)
+    monkeypatch.setattr(gemm, "launches", lambda out: False)
+    monkeypatch.setattr(gemm, "grouped_gemm_fp8_contiguous", lambda *operands, **options: None)
+    out = case.poisoned()
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+        (case.a, case.a_scale), (case.b, case.b_scale), out, case.index, ensure_zero_padding=True
+    )
+    assert out.isnan().all()
+    a, b = ((case.a[:4, :0], case.a_scale[:4, :0]), (case.b[0, :, :0], case.b_scale[0, :, :0]))
+    deep_gemm.fp8_gemm_nt(a, b, out[:4])
+    assert out.isnan().all()
 
 
 @pytest.mark.parametrize("alignment", [64, 128])

@@ -180,11 +180,24 @@ def test_a_freeze_of_the_process_is_kept(vllm: Fake, monkeypatch: pytest.MonkeyP
         jit.unfreeze()
 
 
-def test_another_gpu_is_refused_before_any_change(vllm: Fake) -> None:
-    vllm.platform.is_device_capability = lambda capability: False
+@pytest.mark.parametrize("other", ["is_cuda", "is_device_capability"])
+def test_another_gpu_is_refused_before_any_change(vllm: Fake, other: str) -> None:
+    """GPUs of another vendor may have the number of Hopper's capability, too."""
+    setattr(vllm.platform, other, lambda *capability: False)
     with pytest.raises(UnsupportedError, match="Hopper"):
         plug_in.activate(["dense"])
     assert not plug_in.active() and vllm.kernels == [DeepGemmKernel]
+
+
+def test_loaders_of_every_depth_are_changed_once(vllm: Fake) -> None:
+    """A loader that inherits its method calls the changed method already."""
+    deep = type("Deep", (vllm.own_loader,), {"load_model": lambda self, *configs: None})
+    inherits = type("Inherits", (deep,), {})
+    before = vars(deep)["load_model"]
+    plug_in.activate(["dense"])
+    assert vars(deep)["load_model"] is not before and "load_model" not in vars(inherits)
+    plug_in.deactivate()
+    assert vars(deep)["load_model"] is before
 
 
 def test_a_failure_leaves_nothing_changed(vllm: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

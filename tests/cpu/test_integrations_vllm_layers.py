@@ -269,3 +269,14 @@ def test_the_experts_pass_on_how_the_layer_computes(
     ((tensors, options),) = given
     assert (tensors[2] is None) == on_input and tensors[1] is x
     assert (options["limit"], options["power_of_two"], options["rounded"]) == (7.0, False, True)
+
+
+def test_the_workspace_has_room_for_all_experts_of_a_rank(vllm: Fake) -> None:
+    from moe_fp8.integrations.vllm.experts import MoeFp8Experts
+
+    layer: Any = SimpleNamespace(moe_config=SimpleNamespace(num_local_experts=256))
+    _, (count,), _ = MoeFp8Experts.workspace_shapes(layer, 100, 512, 384, 8)
+    needed = moe_workspace_bytes(
+        num_tokens=100, topk=8, num_experts=256, hidden_size=384, intermediate_size=256
+    )
+    assert needed <= 2 * count < needed + 2

@@ -80,6 +80,8 @@ class FakeDriver:
         return (_OK,)
 
     def cuKernelGetFunction(self, kernel: int) -> Any:
+        if not self.relaxed:
+            return real.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, None
         self.functions += 1
         return _OK, 9
 
@@ -88,6 +90,7 @@ class FakeDriver:
         dimensions = (config.gridDimY, config.gridDimZ, config.blockDimY, config.blockDimZ)
         assert (int(function), dimensions, extra) == (8, (1, 1, 1, 1), 0)
         (attribute,) = config.attrs
+        assert config.numAttrs == 1
         assert attribute.id.name == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
         assert attribute.value.programmaticStreamSerializationAllowed == 1
         if not self._current():
@@ -154,11 +157,29 @@ def test_small_smem_needs_no_attribute(fake: FakeDriver) -> None:
     assert fake.smem_limits == {}
 
 
+def test_smem_beyond_the_default_needs_the_attribute(fake: FakeDriver) -> None:
+    driver.load(_ARTIFACT, 48 * 1024 + 16, 128).launch(1, 0, ParamBlock(16))
+    assert fake.smem_limits == {0: 48 * 1024 + 16} and len(fake.launches) == 1
+
+
+def test_a_kernel_keeps_a_bounded_number_of_configurations(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "_MAX_CONFIGS", 2)
+    kernel = driver.load(_ARTIFACT, 0, 128)
+    for stream in (1, 2, 0, 1, 4, 4):
+        kernel.launch(1, stream, ParamBlock(16))
+        assert len(kernel._configs) <= 2
+    assert [launch[3] for launch in fake.launches] == [1, 2, 0, 1, 4, 4]
+
+
 def test_a_second_device_is_prepared_at_its_first_launch(fake: FakeDriver) -> None:
     kernel = driver.load(_ARTIFACT, 100_000, 128)
     fake.cuCtxSetCurrent(101)
     kernel.launch(1, 0, ParamBlock(16))
     kernel.launch(1, 0, ParamBlock(16))
+    kernel.prepare(1)
+    kernel.prepare()
     assert fake.smem_limits == {0: 100_000, 1: 100_000}
     assert fake.functions == 2
     assert len(fake.launches) == 2
@@ -170,6 +191,17 @@ def test_a_thread_without_a_context_gets_one(fake: FakeDriver) -> None:
     thread.start()
     thread.join()
     assert len(fake.launches) == 1
+
+
+def test_the_current_device_is_described(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a context it is the first device, as for CUDA's runtime."""
+    described: list[int] = []
+    monkeypatch.setattr(driver, "_device_info", described.append)
+    driver.device_info()
+    fake.cuCtxSetCurrent(101)
+    driver.device_info()
+    driver.device_info(0)
+    assert described == [0, 1, 0]
 
 
 def test_failures_name_the_call(fake: FakeDriver) -> None:
@@ -256,12 +288,18 @@ def test_encoding_is_cached_by_value(fake: FakeDriver) -> None:
     assert fake.maps == 2
 
 
-@pytest.mark.parametrize("form", ["leads", "follows", "leads, with a checksum", "refused"])
+@pytest.mark.parametrize(
+    "form",
+    ["leads", "follows", "leads, with a checksum", "leads, its end twice", "leads, its half", "refused"],
+)
 def test_a_map_that_starts_with_its_address(
     form: str, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def encode(out: int, dtype: int, rank: int, address: int, *rest: int) -> int:
-        text = struct.pack("QQ", address, sum(address.to_bytes(8, "little")) if "checksum" in form else 7)
+        led = address & 0xFFFF_FFFF if "half" in form else address
+        rest_of_it = {"leads, with a checksum": sum(address.to_bytes(8, "little"))}
+        rest_of_it["leads, its end twice"] = address >> 40
+        text = struct.pack("QQ", led, rest_of_it.get(form, 7))
         ctypes.memmove(out, (text if "leads" in form else text[::-1]).ljust(128, b"\0"), 128)
         return int(form == "refused")
 

@@ -191,9 +191,11 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_compiled(
 
 def test_only_own_files_are_removed(make: Make) -> None:
     bundle = make(2)
-    (bundle.path / "notes.tmp").write_text("keep")
+    others = ("notes.tmp", "manifest.json.bak", f"{bundle.manifest.kernels[0].file}.orig")
+    for name in others:
+        (bundle.path / name).write_text("keep")
     make(3, force=True)
-    assert (bundle.path / "notes.tmp").read_text() == "keep"
+    assert [(bundle.path / name).read_text() for name in others] == ["keep"] * 3
 
 
 def test_a_forced_build_that_is_killed_leaves_the_old_bundle_whole(
