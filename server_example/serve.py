@@ -10,6 +10,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import socket
@@ -37,6 +38,9 @@ logger = logging.getLogger("server_example")
 _BACKLOG = 256
 #: Time for the last bytes of answers, once the engine has stopped.
 _FLUSH_SECONDS = 5
+_PREFIX = str(Settings.model_config["env_prefix"])
+#: The variables that Kubernetes sets beside a service of the name `server-example`.
+_OF_A_SERVICE = re.compile(rf"{_PREFIX}(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)")
 #: Between two looks at what may have happened.
 _POLL_SECONDS = 0.05
 #: The signals that end the server.
@@ -161,16 +165,16 @@ def read_settings(arguments: list[str] | None = None) -> Settings:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     # The settings take an empty text for none, which is right for variables alone.
-    for option, value in zip(["", *arguments], [*arguments, "-"], strict=True):
-        if value == "" or (value.startswith("--") and value.endswith("=")):
-            name = option if value == "" else value.removesuffix("=")
-            raise SettingsError(f"{name}: expected a text; leave the option out for its default")
-    prefix = Settings.model_config["env_prefix"]
-    known = {f"{prefix}{name}".upper() for name in Settings.model_fields}
-    for name in sorted(os.environ):
-        if name.upper().startswith(prefix) and name.upper() not in known:
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        name, given, text = argument.partition("=")
+        if argument == "" or (name.startswith("--") and given and not text):
+            raise SettingsError(f"{name or before}: expected a text; leave the option out for its default")
+    settings = CliApp.run(Settings, cli_args=arguments)
+    known = {f"{_PREFIX}{name}".upper() for name in Settings.model_fields}
+    for name in sorted({name.upper() for name in os.environ} - known):
+        if name.startswith(_PREFIX) and not _OF_A_SERVICE.fullmatch(name):
             raise SettingsError(f"{name}: no option has this variable; correct its name or unset it")
-    return CliApp.run(Settings, cli_args=arguments)
+    return settings
 
 
 def main() -> int:

@@ -60,11 +60,17 @@ def _holds(dtype: torch.dtype, pad: float) -> bool:
         return False
     if dtype is torch.bool:
         return pad in (0, 1)
-    if dtype is torch.float8_e8m0fnu and pad <= 0:  # it has powers of two only
-        return False
     if dtype.is_floating_point or dtype.is_complex:
+        floats = torch.finfo(dtype)
+        if finite and dtype.is_complex:
+            return abs(pad) <= floats.max
         if finite:
-            return abs(pad) <= torch.finfo(dtype).max
+            try:
+                held = torch.full((2,), pad, dtype=dtype)[0].double().item()  # one number alone passes always
+            except RuntimeError:
+                return False
+            # (float8_e8m0fnu has no sign, and its least number stands for zero.)
+            return abs(pad) <= floats.max and abs(held - pad) <= abs(pad) / 2 + floats.tiny
         # (float8_e4m3fn has no infinity.)
         return math.isnan(pad) or dtype.is_complex or bool(torch.tensor(pad).to(dtype).float().isinf())
     info = torch.iinfo(dtype)

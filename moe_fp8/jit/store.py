@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 _LOCK_SECONDS = 120.0
 
 #: Errors that pass, such as too many open files in this process.
-_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ESTALE)
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
 
 #: The first pause in seconds between two attempts to take a lock; `longer` gives the next.
 FIRST_PAUSE = 0.002
@@ -311,8 +311,8 @@ class KernelStore:
         """Create and check the folder, once."""
         with self._mutex:
             if not self._opened:
-                self._readable, self._writable = self._examine()
                 self._opened = True
+                self._readable, self._writable = self._examine()
 
     def _examine(self) -> tuple[bool, bool]:
         """(whether files of the folder may be read, whether it can be written); creates the folder."""
@@ -322,6 +322,7 @@ class KernelStore:
             self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
             status = self.root.stat()
         except OSError as error:
+            self._opened = error.errno not in _PASSING  # else the next use tries it again
             self._warn(f"cannot be created ({error})")
             return False, False
         if not stat.S_ISDIR(status.st_mode):

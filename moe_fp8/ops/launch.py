@@ -45,7 +45,7 @@ def _same_device(device: int) -> int:
 
 
 # They make a device current, and return the device that was current. (torch.cuda.current_device may tell a
-# device that torch would only make current at its next use.) Asking takes a sixth of a repeated call, so
+# device that torch would only make current at its next use.) Asking takes 2 to 5% of a repeated call, so
 # nothing asks if the process sees one GPU. The first CUDA call imports this module; then the number is final.
 _exchange_device = torch.cuda._exchange_device if torch.cuda.device_count() > 1 else _same_device
 _restore_device = torch.cuda._maybe_exchange_device

@@ -81,9 +81,11 @@ def tune(
         )
     if settings().batch_invariant:
         raise SettingError("MOE_FP8_BATCH_INVARIANT", "off while tuning", True, "unset it")
-    # A link stays a link, and its target is written.
-    timings_file = None if timings_file is None else timings_file.resolve()
-    path = table_path(out, device.name).resolve() if out is not None or timings_file is None else None
+    path = None
+    if out is not None or timings_file is None:
+        path = _target(table_path(out, device.name))
+    if timings_file is not None:
+        timings_file = _target(timings_file)
     if path is not None and path == timings_file:
         raise ConfigError("--out", "another file than --timings", str(path))
     for file in filter(None, (path, timings_file)):
@@ -144,24 +146,33 @@ def _do_all(actions: Iterable[Callable[[], None]]) -> None:
 def _add(file: Path, read: Callable[[Path], list[_Entry]], put: Callable[[Path, list[_Entry]], None]) -> None:
     """Add what was timed to what `read` finds in the file now: another process may have written meanwhile.
 
-    If the file no longer fits, what was timed goes into a new file beside it, which the ConfigError names. If
-    the file cannot be written, the new file is in the folder of temporary files.
+    If the file no longer fits or cannot be written, what was timed goes into a new file, which the
+    ConfigError names.
     """
     with _alone(file):
         try:
-            old = read(file)
+            put(file, read(file))
         except ConfigError as error:
-            remedy = f"what was timed now is in {_beside(file, file.parent, put)}"
+            remedy = f"what was timed now is in {_beside(file, put)}"
             raise ConfigError(error.field, error.expected, error.got, remedy) from error
-        try:
-            put(file, old)
         except OSError as error:
-            remedy = f"what was timed now is in {_beside(file, Path(tempfile.gettempdir()), put)}"
+            remedy = f"what was timed now is in {_beside(file, put)}"
             raise ConfigError("--out, --timings", "a file that can be written", str(error), remedy) from error
 
 
-def _beside(file: Path, folder: Path, put: Callable[[Path, list[_Entry]], None]) -> Path:
-    """Write what was timed into a new file of `folder` with a name like that of `file`."""
+def _target(file: Path) -> Path:
+    """Where a link leads to: it stays a link, and its target is written."""
+    return Path(os.path.realpath(file))
+
+
+def _beside(file: Path, put: Callable[[Path, list[_Entry]], None]) -> Path:
+    """Write what was timed into a new file beside `file`, else into the folder of temporary files."""
+    with suppress(OSError):
+        return _new(file, file.parent, put)
+    return _new(file, Path(tempfile.gettempdir()), put)
+
+
+def _new(file: Path, folder: Path, put: Callable[[Path, list[_Entry]], None]) -> Path:
     descriptor, name = tempfile.mkstemp(file.suffix, f"{file.stem}.", folder)
     os.close(descriptor)
     put(Path(name), [])
@@ -199,7 +210,7 @@ def refit(timings_file: Path, out: Path | None = None) -> str:
     """
     machine, timings = read_timings(timings_file)
     timings = of_this_version(timings)
-    path = (out or Path(str(gemm_costs.FILE))).resolve()
+    path = _target(out or Path(str(gemm_costs.FILE)))
     check_writable(path)
     fitted_to, tested_on = held_out(timings)
     before = regret(tested_on, partial(_choice, gemm_costs.constants()))
@@ -222,7 +233,7 @@ def retable(timings_file: Path, out: Path | None = None) -> str:
     timings = of_this_version(timings)
     if not timings:
         raise ConfigError("--timings", "timings to make a table of", "none")
-    path = table_path(out, machine["device"]).resolve()
+    path = _target(table_path(out, machine["device"]))
     check_writable(path)
     rows = table_rows(timings)
     write_table(path, machine, rows)

@@ -211,6 +211,5 @@ def _described(told: dict[str, Any]) -> dict[str, str]:
         if not isinstance(told["options"], dict):
             raise TypeError("its options are no object")
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        found_no = f"one without {error}" if isinstance(error, KeyError) else str(error)
-        raise ConfigError("--diff", "two files that `moe-fp8 plan --json` wrote", found_no) from error
+        raise ConfigError("--diff", "two files that `moe-fp8 plan --json` wrote", "another file") from error
     return found

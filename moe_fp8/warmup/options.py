@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.limits import refuse_next_n, refuse_page
+from moe_fp8.limits import MAX_NEXT_N, PAGE_SIZES, refuse_next_n, refuse_page
 from moe_fp8.problems import DEFAULT_NUM_SMS, OutDtype
 from moe_fp8.settings import settings
 from moe_fp8.warmup.engines import EngineCalls, engine_calls
@@ -71,14 +71,16 @@ class PlanOptions(Parallelism):
                 "num_sms", f"at most {_MOST_BUDGETS} numbers", len(budgets),
                 "the plan tries every call with each of them; give those that the server's calls have",
             )  # fmt: skip
-        for name, refuse in (("next_n", refuse_next_n), ("block_size", refuse_page)):
+        for name, refuse, served in (
+            ("next_n", refuse_next_n, f"1 to {MAX_NEXT_N}"),
+            ("block_size", refuse_page, f"one of {PAGE_SIZES}"),
+        ):
             given = getattr(self, name)
             for value in () if given is None and name == "block_size" else every(given, name):
                 if not is_integer(value):
                     raise ConfigError(name, "an integer, or a tuple of integers", value)
-                if refusal := refuse(value):
-                    expected = refusal.removeprefix("expected ").partition(", got")[0]
-                    raise ConfigError(name, expected, value)
+                if refuse(value):
+                    raise ConfigError(name, served, value)
         for value in every(self.batch_invariant, "batch_invariant"):
             if not isinstance(value, bool):
                 raise ConfigError("batch_invariant", "True, False or a tuple of them", value)

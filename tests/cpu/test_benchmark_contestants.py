@@ -17,6 +17,7 @@ from benchmarks import (
     cublas,
     gemm,
     silu_mul,
+    topk,
 )
 from benchmarks.compare import Session
 from benchmarks.peer import DeepGemm
@@ -24,6 +25,7 @@ from benchmarks.results import ResultsFile
 from benchmarks.shapes import (
     DenseShape,
     SiluMulShape,
+    TopkShape,
 )
 from tests.cpu.benchmark_peer import ReferencePeer
 from tests.cpu.benchmark_rows import ENVIRONMENT, read_rows
@@ -106,6 +108,18 @@ def test_inputs_that_stay_in_the_l2_give_no_bandwidth(
     (row,) = read_rows(tmp_path / "h200.json")
     assert on_cpu == [2] and row["us"] == 1.0
     assert (row["gbs"] is None) == (row["ceiling_share"] is None) == warm
+
+
+@pytest.mark.parametrize(("l2", "warm"), [(2 * 4 * 3 * 64, True), (2 * 4 * 3 * 64 - 1, False)])
+def test_an_output_that_all_sets_share_does_not_keep_a_row_cold(
+    l2: int, warm: bool, on_cpu: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(topk, "TOPK", [TopkShape(3, 64, 32)])
+    monkeypatch.setattr(compare, "l2_bytes", lambda: l2)
+    session = Session(ResultsFile(tmp_path / "h200.json", ENVIRONMENT), replays=1, failures=[])
+    topk.run_topk(session, None, 1)
+    (row,) = read_rows(tmp_path / "h200.json")
+    assert on_cpu == [2] and (row["gbs"] is None) == warm
 
 
 def test_cublas_is_a_peer_and_a_ceiling(

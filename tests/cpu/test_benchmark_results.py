@@ -12,7 +12,7 @@ from benchmarks import results
 from benchmarks.__main__ import main as benchmarks_main
 from benchmarks.results import CLASSES, Ceiling, ResultsFile, Row, device_slug, full_commit, measured
 from benchmarks.shapes import CONTIGUOUS, MASKED, PAGED_MQA_LOGITS, aligned_starts, expert_counts
-from benchmarks.timing import MOST_SETS, in_a_row, plan_rotation
+from benchmarks.timing import MOST_SETS, alternate, in_a_row, plan_rotation
 from tests.cpu.benchmark_rows import ENVIRONMENT, read_rows
 
 
@@ -94,6 +94,22 @@ def test_the_lists_hold_what_they_are_for() -> None:
     assert {shape.layout for shape in MASKED} == {"masked"}
     assert any(shape.next_n > 1 for shape in PAGED_MQA_LOGITS)
     assert aligned_starts([1, 0, 129]) == [0, 128, 128, 384]
+
+
+def test_each_contestant_comes_first_in_turn() -> None:
+    order: list[int] = []
+
+    class Fake:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def time_us(self) -> float:
+            order.append(self.number)
+            return float(self.number)
+
+    contestants: list[Any] = [Fake(number) for number in range(3)]
+    assert alternate(contestants, 4, 0.0) == [0.0, 1.0, 2.0]
+    assert order == [0, 1, 2, *(0, 1, 2), *(1, 2, 0), *(2, 0, 1), *(0, 1, 2)]
 
 
 @pytest.mark.parametrize("set_bytes", [1, 2**20, 15 * 2**20, 2**30])

@@ -58,13 +58,17 @@ def test_up_to_needs_a_positive_integer(largest: int) -> None:
         (torch.int32, "3"),
         (torch.float32, 10**400),
         (torch.float8_e8m0fnu, -1),
-        (torch.float8_e8m0fnu, 0),
+        (torch.float8_e8m0fnu, 1e-45),
     ],
 )
 def test_a_pad_that_the_dtype_does_not_hold_is_refused(dtype: torch.dtype, pad: float) -> None:
     with pytest.raises(ArgumentError, match=f"BufferSpec: pad: expected a number that {dtype} holds"):
         BufferSpec((), dtype, pad=pad)
-    for held in (BufferSpec((), torch.bfloat16, pad=0.1), BufferSpec((), dtype, pad=1)):
+    for held in (
+        BufferSpec((), torch.bfloat16, pad=0.1),
+        BufferSpec((), dtype),
+        BufferSpec((), dtype, pad=1),
+    ):
         for device in ("cpu", "meta"):
             assert StaticBuffers({"x": held}, 2, device).view(2)["x"].shape == (2,)
 

@@ -17,6 +17,7 @@ import httpx
 import pytest
 import torch
 from pydantic import ValidationError
+from pydantic_settings import SettingsError
 from tokenizers.decoders import Metaspace
 
 from moe_fp8.errors import ConfigError
@@ -127,10 +128,16 @@ def test_few_connections_are_accepted_at_once(tmp_path: Path) -> None:
         assert process._server.config.backlog <= 256
 
 
-def test_what_is_no_option_or_has_no_text_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_option_or_has_no_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty variable is as none, but an empty key on the command line would open the server to all."""
     for option in (["--api-key", ""], ["--api-key="], ["--host", ""]):
-        assert f"error: {option[0].rstrip('=')}: expected a text" in refused(*option)
+        with pytest.raises(SettingsError, match=f"^{option[0].rstrip('=')}: expected a text"):
+            read_settings(option)
+    settings = read_settings(["--api-key=aHVzaA=="])
+    assert settings.api_key is not None and settings.api_key.get_secret_value() == "aHVzaA=="
+    monkeypatch.setenv("SERVER_EXAMPLE_SERVICE_HOST", "10.0.0.1")  # Kubernetes sets these
+    monkeypatch.setenv("SERVER_EXAMPLE_PORT_80_TCP", "tcp://10.0.0.1:80")
+    assert read_settings([]).port == 8000
     assert "error: SERVER_EXAMPLE_APIKEY: no option" in refused(SERVER_EXAMPLE_APIKEY="hush")
 
 

@@ -17,7 +17,7 @@ from moe_fp8.settings import engine_asked, settings
 
 _logger = logging.getLogger("sglang.moe_fp8")
 
-#: A process that runs a model has this module. Few others have it, such as that of an offline `Engine`.
+#: A process that runs a model has this module. Few other processes have it; that of an offline `Engine` does.
 _SCHEDULER = "sglang.srt.managers.scheduler"
 
 _LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"

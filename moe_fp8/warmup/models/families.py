@@ -143,15 +143,15 @@ def _dots3(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | Non
     sliding = _layer_types(fields, "sliding_attention", layers, predictors=True)
     full = tuple(i for i in layers if i not in sliding)
     found, indexer = _sparse_latent(fields, full)
-    gated = [(full, fields, "")]
+    gated = [(full, MlaSizes.read(fields), fields.raw("attention_gate_type"))]
     if sliding:
         place, prefix = _sliding_fields(fields, sliding[0])
-        found += blocks.mla(fields, sliding, MlaSizes.read(place, prefix))
-        gated.append((sliding, place, prefix))
+        small = MlaSizes.read(place, prefix)
+        found += blocks.mla(fields, sliding, small)
+        gated.append((sliding, small, place.raw(f"{prefix}attention_gate_type")))
     hidden = fields.number("hidden_size")
-    for where, place, prefix in gated:
-        sizes = MlaSizes.read(place, prefix)
-        if place.raw(f"{prefix}attention_gate_type") in (None, "headwise"):
+    for where, sizes, kind in gated:
+        if kind in (None, "headwise"):
             found.append(blocks.whole("gate", sizes.num_heads, hidden, where, "self_attn.g_proj", ""))
         else:
             columns = (Part(sizes.num_heads, sizes.v_head_dim, "heads"),)

@@ -42,7 +42,8 @@ class Quantization:
 
     Both are names, parts of names, names with `*`, or "re:" and an expression. Without `targets` all modules
     that are not skipped are FP8. `field` is the config field that lists them. `disabled` are modules, also
-    not FP8, that LongCat lists; "mtp" stands for its prediction layers, and other names do not hold there.
+    not FP8, that LongCat lists; "mtp" stands for the projection of its prediction layers, and other names do
+    not hold in these layers. (SGLang has all of such a layer in bf16 then.)
     """
 
     field: str = ""
@@ -75,7 +76,7 @@ class Quantization:
 
     def _disables(self, modules: Iterable[str], predicts: bool) -> bool:
         if predicts:
-            return "mtp" in self.disabled
+            return "mtp" in self.disabled and "eh_proj" in modules
         return any(name in module.split(".") for module in modules for name in self.disabled)
 
     @cached_property
