@@ -414,7 +414,8 @@ def test_rows_of_a_case_are_replaced_seed_by_seed_and_summed_by_op(tmp_path: Pat
     path = tmp_path / "h200.json"
 
     def add(commit: str, *rows: tuple[str, int, int, int]) -> None:
-        results = ResultsFile(path, {**ENVIRONMENT, "commit": commit})
+        date = {"a": "2026-01-01", "b": "2026-01-02"}[commit]
+        results = ResultsFile(path, {**ENVIRONMENT, "commit": commit, "date": date})
         for op, m, seed, calls in rows:
             results.add(RepetitionRow({"op": op, "m": m}, calls, calls - 1, m == 5, 0.6, seed))
 
@@ -426,9 +427,9 @@ def test_rows_of_a_case_are_replaced_seed_by_seed_and_summed_by_op(tmp_path: Pat
     assert "| op | cases | seeds | calls | compared | differing |" in text
     assert "| gemm | 2 | 2 | 3,300 | 3,297 | 2 |\n| topk | 1 | 1 | 10 | 9 | 0 |\n" in text
     assert "| all | 3 | 2 | 3,310 | 3,306 | 2 |" in text
-    assert "Measured 2026-01-01 `a`, `b` (driver 1, CUDA 13.0, PyTorch 2)." in text
+    assert "Measured 2026-01-01 `a`; 2026-01-02 `b` (driver 1, CUDA 13.0, PyTorch 2)." in text
     assert "dense" not in report.summary([device])
     assert report.repetition([device]).startswith(
-        "Since 2026-01-01 the ops have been called 3,310 times, mostly during other memory traffic. "
+        "From 2026-01-01 to 2026-01-02 the ops have been called 3,310 times, mostly during other memory traffic. "
         "3,306 outputs were compared bit for bit, and 2 differed"
     )
