@@ -430,6 +430,6 @@ def test_rows_of_a_case_are_replaced_seed_by_seed_and_summed_by_op(tmp_path: Pat
     assert "Measured 2026-01-01 `a`; 2026-01-02 `b` (driver 1, CUDA 13.0, PyTorch 2)." in text
     assert "dense" not in report.summary([device])
     assert report.repetition([device]).startswith(
-        "From 2026-01-01 to 2026-01-02 the ops have been called 3,310 times, mostly during other memory traffic. "
-        "3,306 outputs were compared bit for bit, and 2 differed"
+        "From 2026-01-01 to 2026-01-02 the ops have been called 3,310 times, mostly during other memory "
+        "traffic. 3,306 outputs were compared bit for bit, and 2 differed"
     )
