@@ -67,7 +67,7 @@ def engine_asked() -> bool:
     The other variables are not read, so that they cannot stop an engine that has the package and does not use
     it.
     """
-    return os.environ.get("MOE_FP8_ENGINE", "") not in ("", "0")
+    return os.environ.get("MOE_FP8_ENGINE", "") not in _NO_ENGINE
 
 
 def parse_settings(environ: Mapping[str, str]) -> Settings:
@@ -141,9 +141,15 @@ def _parse_miss(name: str, value: str) -> MissPolicy:
 ENGINE_KINDS = ("dense", "experts", "indexer")
 
 
+#: What MOE_FP8_ENGINE may say to ask for no plug-in.
+_NO_ENGINE = ("", "0")
+
+
 def _parse_engine(name: str, value: str) -> tuple[str, ...]:
-    if value in ("", "0", "1"):
-        return ENGINE_KINDS if value == "1" else ()
+    if value in _NO_ENGINE:
+        return ()
+    if value == "1":
+        return ENGINE_KINDS
     given = value.split(",")
     if set(given) - set(ENGINE_KINDS):
         kinds = ", ".join(ENGINE_KINDS)

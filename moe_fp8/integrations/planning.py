@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_fp8 import jit
-from moe_fp8.limits import MAX_NEXT_N
+from moe_fp8.limits import MAX_NEXT_N, refuse_k, refuse_n
 from moe_fp8.warmup import Plan, PlanOptions, load_plan, plan
 from moe_fp8.warmup.models import Indexer, ModelDescription
 from moe_fp8.warmup.shapes import GemmShape
@@ -38,6 +38,14 @@ class LoadedEngine:
     indexer: Indexer | None = None
     dense: set[tuple[int, int]] = field(default_factory=set)
     experts: set[tuple[int, int, int]] = field(default_factory=set)
+
+    def add_dense(self, weight: Any) -> None:
+        """Add the weight of a linear layer, if our kernels serve its sizes.
+
+        (Weights of batched products have three dimensions, and are not ours.)
+        """
+        if weight.dim() == 2 and not refuse_n(weight.shape[0]) and not refuse_k(weight.shape[1]):
+            self.dense.add((weight.shape[0], weight.shape[1]))
 
     def add_experts(self, module: Any) -> None:
         """Add the routed experts of a layer: the shapes of both weights, and the experts of a token."""

@@ -9,7 +9,7 @@ import torch
 
 from moe_fp8.integrations import kinds
 from moe_fp8.integrations.planning import LoadedEngine
-from moe_fp8.limits import SCALE_BLOCK, refuse_k, refuse_n
+from moe_fp8.limits import SCALE_BLOCK
 from moe_fp8.ops import get_num_sms
 from moe_fp8.warmup.models import Indexer
 
@@ -44,8 +44,8 @@ def describe_loaded(model_runner: Any) -> LoadedEngine:
     )
     for module in model_runner.model.modules():
         weight = getattr(module, "weight", None)
-        if dense and isinstance(weight, torch.Tensor) and _is_served(module, weight):
-            loaded.dense.add((weight.shape[0], weight.shape[1]))
+        if dense and isinstance(weight, torch.Tensor) and _is_in_blocks(module, weight):
+            loaded.add_dense(weight)
         if "experts" in served and _experts_call_deep_gemm(module):
             loaded.add_experts(module)
         if "experts" in served and getattr(module, "use_deep_gemm_bmm", False):
@@ -108,15 +108,14 @@ def _dense_calls_deep_gemm() -> bool:
     return bool(backend.is_auto() or backend.is_deep_gemm() or backend.is_flashinfer_deepgemm())
 
 
-def _is_served(module: torch.nn.Module, weight: torch.Tensor) -> bool:
-    """Whether the layer has FP8 weights in 128 x 128 blocks, of sizes that our kernels serve."""
+def _is_in_blocks(module: torch.nn.Module, weight: torch.Tensor) -> bool:
+    """Whether the layer has FP8 weights in 128 x 128 blocks."""
     if weight.dtype is not torch.float8_e4m3fn or weight.dim() != 2:
         return False
     n, k = weight.shape
     blocks = (-(-n // SCALE_BLOCK), k // SCALE_BLOCK)
     scales = (getattr(module, name, None) for name in ("weight_scale_inv", "weight_scale"))
-    scaled = any(isinstance(scale, torch.Tensor) and tuple(scale.shape) == blocks for scale in scales)
-    return scaled and not refuse_n(n) and not refuse_k(k)
+    return any(isinstance(scale, torch.Tensor) and tuple(scale.shape) == blocks for scale in scales)
 
 
 def _experts_call_deep_gemm(module: torch.nn.Module) -> bool:

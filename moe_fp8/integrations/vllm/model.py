@@ -8,7 +8,6 @@ import torch
 
 from moe_fp8.integrations import kinds
 from moe_fp8.integrations.planning import LoadedEngine
-from moe_fp8.limits import refuse_k, refuse_n
 from moe_fp8.ops import get_num_sms
 from moe_fp8.warmup.models import Indexer
 
@@ -34,10 +33,7 @@ def describe_loaded(model: torch.nn.Module, vllm_config: Any, model_config: Any)
     )
     for module in model.modules():
         if "dense" in served and _calls_our_gemm(module):
-            weight: Any = module.weight
-            # Weights of batched products have three dimensions, and are not ours.
-            if weight.dim() == 2 and not refuse_n(weight.shape[0]) and not refuse_k(weight.shape[1]):
-                loaded.dense.add((weight.shape[0], weight.shape[1]))
+            loaded.add_dense(module.weight)
         if "experts" in served and _calls_our_experts(module):
             loaded.add_experts(module)
     text = model_config.hf_text_config
@@ -77,10 +73,9 @@ def _calls_our_gemm(holder: Any) -> bool:
 
     held = getattr(holder, "__dict__", {})
     for value in held.values():
-        if isinstance(value, DeepGemmFp8BlockScaledMMKernel):
-            return True
-        if isinstance(getattr(value, "fallback", None), DeepGemmFp8BlockScaledMMKernel):
-            return True
+        for kernel in (value, getattr(value, "fallback", None)):
+            if isinstance(kernel, DeepGemmFp8BlockScaledMMKernel):
+                return True
     return any(_calls_our_gemm(held[name]) for name in _HOLDERS if name in held)
 
 
