@@ -234,6 +234,15 @@ def integer(op: str, name: str, value: int, least: int | None = None) -> int:
     return value
 
 
+def flag(op: str, name: str, value: object) -> bool:
+    """`value` as a bool. It may be a number or a tensor, as torch's ops take them, but no text."""
+    if value is True or value is False:
+        return value
+    if isinstance(value, (str, bytes)):
+        raise ArgumentError(op, name, "True or False", value)
+    return bool(value)
+
+
 def swiglu_limit(op: str, limit: float | None) -> None:
     if limit is not None and not 0 < limit <= F32_MAX:
         raise ArgumentError(op, "limit", "a positive number within float32's range, or None", limit)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.ops.arguments import no_overlap
+from moe_fp8.ops.arguments import demand_tensors, no_overlap
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ def to_mn_major(scale: Tensor) -> Tensor:
     itself if it is MN-major already, also with a larger multiple of 4 in place of `align(M,4)`. Units do not
     change. Launches at most one copy kernel; safe to capture. Raises ArgumentError.
     """
+    demand_tensors("to_mn_major", {"scale": scale})
     if scale.dim() not in (2, 3):
         raise ArgumentError("to_mn_major", "scale", "shape [M, G] or [E, M, G]", list(scale.shape))
     if scale.dtype is not torch.float32:

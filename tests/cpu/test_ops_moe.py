@@ -18,6 +18,7 @@ from moe_fp8 import (
     quantize_fp8_blocks,
     route_topk,
     silu_mul_quantize,
+    to_mn_major,
 )
 from tests import cases, moe_cases
 
@@ -248,3 +249,16 @@ def test_a_compiled_layer_gives_the_same_bits() -> None:
     for tokens in (3, 64):
         given = torch.randn(tokens, 512).bfloat16(), torch.randint(0, 4, (tokens, 2)), torch.rand(tokens, 2)
         assert torch.equal(compiled(*given), layer(*given))
+
+
+def test_functions_for_offline_use_and_flags_name_what_is_no_tensor_and_no_flag() -> None:
+    for function in (interleave_gate_up, quantize_fp8_blocks, to_mn_major):
+        with pytest.raises(ArgumentError, match="expected a tensor, got NoneType"):
+            function(None)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="power_of_two: expected True or False, got no"):
+        quantize_fp8_blocks(torch.ones(8, 8), power_of_two="no")  # type: ignore[arg-type]
+    sizes = {"num_tokens": 3, "topk": 2, "num_experts": 2, "hidden_size": 128, "intermediate_size": 128}
+    with pytest.raises(ArgumentError, match="interleaved: expected True or False, got no"):
+        moe_workspace_bytes(**sizes, interleaved="no")  # type: ignore[arg-type]
+    one = torch.ones(1, dtype=torch.bool)
+    assert moe_workspace_bytes(**sizes, interleaved=one) == moe_workspace_bytes(**sizes, interleaved=True)  # type: ignore[arg-type]

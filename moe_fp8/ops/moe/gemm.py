@@ -23,6 +23,7 @@ def interleave_gate_up(w13: Tensor) -> Tensor:
     of the same shape and dtype. Block scales stay as they are. For offline use; it allocates a copy. Raises
     ArgumentError.
     """
+    arguments.demand_tensors("interleave_gate_up", {"w13": w13})
     if w13.is_quantized or w13.layout is not torch.strided:
         raise ArgumentError("interleave_gate_up", "w13", "a dense tensor", f"{w13.dtype}, {w13.layout}")
     if w13.dim() != 3 or w13.shape[1] % 16:

@@ -65,6 +65,7 @@ def moe_workspace_bytes(
     `fused_moe` takes.
     """
     op = "moe_workspace_bytes"
+    interleaved = arguments.flag(op, "interleaved", interleaved)
     num_tokens = arguments.integer(op, "num_tokens", num_tokens, 0)
     topk = arguments.integer(op, "topk", topk, 0)
     num_experts = arguments.integer(op, "num_experts", num_experts, 0)
@@ -132,7 +133,7 @@ def fused_moe(
     if x.dim() != 2 or topk_ids.dim() != 2:
         arguments.rank("fused_moe", "x", x, "[T, K]", 2)
         arguments.rank("fused_moe", "topk_ids", topk_ids, "[T, k]", 2)
-    interleaved = bool(interleaved)  # no op reads this number, which may be a tensor
+    interleaved = arguments.flag("fused_moe", "interleaved", interleaved)  # no op reads it
     if limit is not None:  # before any step has run
         arguments.swiglu_limit("fused_moe", limit)
     if out is None:

@@ -135,6 +135,8 @@ def quantize_fp8_blocks(w: Tensor, *, power_of_two: bool = False) -> tuple[Tenso
     or `[E, ...]`, row-major. Scales are defined as in `quantize_fp8`, with amax over the block. Raises
     ArgumentError. The function allocates memory and is not meant for capture.
     """
+    arguments.demand_tensors("quantize_fp8_blocks", {"w": w})
+    power_of_two = arguments.flag("quantize_fp8_blocks", "power_of_two", power_of_two)
     if w.dim() not in (2, 3):
         raise ArgumentError("quantize_fp8_blocks", "w", "shape [N, K] or [E, N, K]", list(w.shape))
     if w.dtype not in arguments.IN_DTYPES:
