@@ -85,6 +85,8 @@ class StaticBuffers:
     """
 
     def __init__(self, specs: Mapping[str, BufferSpec], capacity: int, device: torch.device | str) -> None:
+        if not isinstance(specs, Mapping):
+            raise ArgumentError("StaticBuffers", "specs", "a mapping of names to specs", type(specs).__name__)
         if not specs:
             raise ArgumentError("StaticBuffers", "specs", "at least one buffer", specs)
         self.specs = dict(specs)
@@ -155,6 +157,7 @@ class StaticBuffers:
         tensor, for a wrong shape or dtype, and for a `bucket` out of range.
         """
         requests = self.check(inputs)
+        bucket = integer("StaticBuffers.load", "bucket", bucket)
         if not requests <= bucket <= self.capacity:
             raise ArgumentError(
                 "StaticBuffers.load", "bucket", f"{requests} to {self.capacity} requests", bucket

@@ -54,6 +54,8 @@ class GraphRunner:
             raise ArgumentError(
                 "GraphRunner", "buckets", "BatchBuckets", type(buckets).__name__, "BatchBuckets(sizes)"
             )
+        if not callable(step):
+            raise ArgumentError("GraphRunner", "step", "a function", type(step).__name__)
         self.step = step
         self.buckets = buckets
         self.device = torch.device(device)

@@ -130,8 +130,6 @@ class Bundle:
         """
         try:
             status = path.stat()
-            if not stat.S_ISDIR(status.st_mode):
-                _refuse(path, "the folder", "a folder with a manifest.json", "a file", _COPY_AGAIN)
             check_trust(path, "the folder", status)
             data, status = read_file(path / MANIFEST)
         except OSError as error:
@@ -246,7 +244,7 @@ def _parse(path: Path, data: bytes) -> Manifest:
                 path, MANIFEST, f"content of digest {manifest.digest}", content.get("digest"), _COPY_AGAIN
             )
         whole = _whole(manifest)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BundleError(
             str(path), MANIFEST, "a bundle's manifest", f"{type(error).__name__}: {error}", _COPY_AGAIN
         ) from error

@@ -183,8 +183,9 @@ def _demand_writable(path: Path) -> None:
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not there.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    # Permissions do not tell all: a disk may be full, and root may write where no file can be made.
+    with tempfile.TemporaryFile(dir=there):
+        pass
 
 
 def _unwritable(path: Path, error: OSError) -> BundleError:

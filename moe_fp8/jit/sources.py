@@ -69,6 +69,10 @@ class SourceTree:
         """The folder as a path, or None if it is not on disk (for example inside an archive)."""
         return self._root if isinstance(self._root, Path) else None
 
+    def kernels(self) -> list[str]:
+        """The names of all kernels: each has an entry file in the folder itself."""
+        return sorted(name.removesuffix(".cuh") for name in _device_code(self._root) if "/" not in name)
+
     def closure(self, kernel: str) -> SourceClosure:
         """The sources of `<kernel>.cuh`; raises CompileError if a file is missing."""
         closure = self._closures.get(kernel)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from moe_fp8.errors import ConfigError
+from moe_fp8.jit.sources import package_sources
 from moe_fp8.problems import DEFAULT_NUM_SMS
 from moe_fp8.specs import KernelSpec
 from moe_fp8.warmup.models import ModelDescription
@@ -54,10 +55,14 @@ def explain_miss(
 ) -> Miss:
     """What the plan of `model` says of `kernel`, which `JitMissError` prints as "name[macro=value,...]".
 
-    If the plan lacks it, options are changed one at a time. Raises ConfigError for other text.
+    If the plan lacks it, options are changed one at a time. Raises ConfigError for other text,
+    and for a kernel that does not exist.
     """
     if not _TEXT.fullmatch(kernel):
         raise ConfigError("kernel", "name[macro=value,...], as the error of the miss has it", kernel)
+    name, names = _values(kernel)[0], package_sources().kernels()
+    if name not in names:
+        raise ConfigError("kernel", f"one of {', '.join(names)}", name)
     planned = plan(model, options, extra=extra)
     uses = _uses(kernel, planned)
     if uses:

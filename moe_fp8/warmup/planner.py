@@ -114,7 +114,11 @@ def plan(
     torch and no compiler. Raises ConfigError if the parallelism does not fit the model; ModelError if
     no kernel serves any FP8 layer or, with `strict`, if any FP8 layer is not planned.
     """
-    options = options or PlanOptions()
+    options = PlanOptions() if options is None else options
+    if not isinstance(model, ModelDescription):
+        raise ConfigError("model", "a description, as load_model gives it", type(model).__name__)
+    if not isinstance(options, PlanOptions):
+        raise ConfigError("options", "PlanOptions, or None", type(options).__name__)
     shapes = gemm_shapes(model, options, pad_intermediate=options.pad_intermediate)
     others = list(unplanned(model, options, pad_intermediate=options.pad_intermediate))
     in_bf16 = {shape for shape in shapes if shape.what in options.calls.bf16}

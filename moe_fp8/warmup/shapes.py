@@ -127,7 +127,7 @@ class Parallelism:
     def __post_init__(self) -> None:
         for name in ("tp", "ep", "attention_tp", "mlp_tp", "shared_tp", "moe_tp"):
             value = getattr(self, name)
-            if value is not None:
+            if value is not None or name in ("tp", "ep"):
                 demand_integer(name, value, 1, _MOST_RANKS)
         demand_integer("redundant_experts", self.redundant_experts, 0, _MOST_RANKS)
         if self.moe_tp is None and self.tp % self.ep and self.ep % self.tp:

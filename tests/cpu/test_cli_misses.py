@@ -13,7 +13,7 @@ import pytest
 from moe_fp8 import cli
 from moe_fp8.errors import JitMissError
 from moe_fp8.warmup import PlanOptions, load_model, misses, plan
-from moe_fp8.warmup.misses import explain_miss
+from moe_fp8.warmup.misses import Difference, explain_miss
 from moe_fp8.warmup.options import every
 from tests.cpu.cli_runs import SMALL_OPTIONS, Json, no_gpu, run_json
 
@@ -58,7 +58,7 @@ def test_a_miss_is_explained_by_the_option_that_plans_it(
 def test_a_remedy_keeps_the_values_that_the_plan_has(
     name: str, given: Any, value: int, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel = "tiny[factor=2]"
+    kernel = "quantize_fp8[factor=2]"
 
     def planned(model: Any, options: PlanOptions, extra: Any) -> Any:
         has = value in every(getattr(options, name))
@@ -73,13 +73,35 @@ def test_a_remedy_keeps_the_values_that_the_plan_has(
 def test_a_remedy_is_an_option_that_plan_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     def planned(model: Any, options: PlanOptions, extra: Any) -> Any:
         has = 132 in every(options.num_sms)
-        return SimpleNamespace(rows=[SimpleNamespace(spec="tiny[factor=2]", use="a use")] if has else [])
+        return SimpleNamespace(
+            rows=[SimpleNamespace(spec="quantize_fp8[factor=2]", use="a use")] if has else []
+        )
 
     monkeypatch.setattr(misses, "plan", planned)
     model = load_model(CONFIGS / "qwen3_30b.json")
-    assert explain_miss("tiny[factor=2]", model, PlanOptions(num_sms=tuple(range(1, 16)))).remedies
+    assert explain_miss("quantize_fp8[factor=2]", model, PlanOptions(num_sms=tuple(range(1, 16)))).remedies
     # A plan takes at most 16 numbers of SMs.
-    assert not explain_miss("tiny[factor=2]", model, PlanOptions(num_sms=tuple(range(1, 17)))).remedies
+    assert not explain_miss(
+        "quantize_fp8[factor=2]", model, PlanOptions(num_sms=tuple(range(1, 17)))
+    ).remedies
+
+
+def test_other_ranks_are_proposed_if_no_limit_plans_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    enough = 1 << 20
+
+    def planned(model: Any, options: PlanOptions, extra: Any) -> Any:
+        has = options.max_tokens >= enough or (options.tp, options.ep) == (2, 1)
+        return SimpleNamespace(
+            rows=[SimpleNamespace(spec="quantize_fp8[factor=2]", use="a use")] if has else []
+        )
+
+    monkeypatch.setattr(misses, "plan", planned)
+    model = load_model(CONFIGS / "qwen3_30b.json")
+    told = explain_miss("quantize_fp8[factor=2]", model, PlanOptions())
+    assert told.remedies == (("--max-tokens 1048576", "a use"),)
+    enough *= 2
+    told = explain_miss("quantize_fp8[factor=2]", model, PlanOptions())
+    assert told.remedies == (("--tp 2 --ep 1", "a use"),)
 
 
 def test_the_error_of_a_miss_has_text_that_explain_takes() -> None:
@@ -101,7 +123,7 @@ def test_a_kernel_that_no_call_takes(
     assert re.search(r"num_heads=64, .*for paged_mqa_logits_fp8 rows ", said)
     monkeypatch.setattr(misses, "_limits", lambda options: ())  # the plan alone says what follows
     monkeypatch.setattr(misses, "_parallelisms", lambda options: ())
-    assert cli.main(["explain", "tiny[factor=2,num_threads=128,cluster_size=1]", *V32]) == 0
+    assert cli.main(["explain", "k_grouped_gemm_fp8[num_threads=128]", *V32]) == 0
     assert "nearest" not in capsys.readouterr().out
     assert cli.main(["explain", "gemm", *V32]) == 2
     assert "name[macro=value,...]" in capsys.readouterr().err
@@ -129,7 +151,12 @@ def test_two_plans_are_compared(tmp_path: Path, run_json: Json, capsys: pytest.C
     assert any(text.startswith(MISSING) for text in told["only_second"])
     assert cli.main(["plan", "--diff", *map(str, files)]) == 0
     assert "+ paged_mqa_logits_fp8[" in capsys.readouterr().out
+    assert cli.main(["plan", "--diff", *map(str, files), "--rows"]) == 2
+    assert capsys.readouterr().err.startswith("error: --rows: ")
     planned = json.loads(files[0].read_text())
+    older = {name: value for name, value in planned["options"].items() if name != "weight_gradients"}
+    (change,) = Difference.of({**planned, "options": older}, planned).options
+    assert change == "weight_gradients: None -> False", "a version that lacked the option"
     kernels = [{**kernel, "defines": "BLOCK_M=64"} for kernel in planned["kernels"]]
     damages = ({"options": {}}, {**planned, "options": [["tp", 1]]}, {**planned, "kernels": kernels})
     for damaged in damages:
@@ -148,3 +175,8 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--version"])
     assert capsys.readouterr().out.startswith("moe-fp8 ")
+
+
+def test_a_kernel_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "gemm_fp9[block_m=128]", *V32, *IN_SGLANG]) == 2
+    assert re.search("kernel: expected one of gemm_fp8, .*, got 'gemm_fp9'", capsys.readouterr().err)

@@ -173,5 +173,10 @@ def test_load_refuses_a_bucket_that_does_not_hold_the_rows() -> None:
     for bucket in (2.5, "2", None):
         with pytest.raises(ArgumentError, match=r"BatchBuckets.bucket: requests: expected an integer"):
             BatchBuckets([4]).bucket(bucket)  # type: ignore[arg-type]
+    for bucket in (4.0, "4", None):
+        with pytest.raises(ArgumentError, match=r"StaticBuffers.load: bucket: expected an integer"):
+            buffers.load(inputs(2), bucket)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="specs: expected a mapping of names to specs, got list"):
+        StaticBuffers(list(SPECS), 8, "cpu")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="at least one buffer"):
         StaticBuffers({}, 8, "cpu")

@@ -249,3 +249,8 @@ def test_runner_pads_to_the_bucket_and_returns_the_rows() -> None:
     assert (runner.uses_graphs, runner.captured, runner.replays) == (False, (), 0)
     with pytest.raises(ArgumentError):
         runner.run(inputs(5))
+
+
+def test_a_step_is_a_function() -> None:
+    with pytest.raises(ArgumentError, match="GraphRunner: step: expected a function, got NoneType"):
+        GraphRunner(None, SPECS, BatchBuckets([2]), "cpu")  # type: ignore[arg-type]

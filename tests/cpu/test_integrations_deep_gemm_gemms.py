@@ -421,3 +421,30 @@ def test_only_weights_are_read_early(
             deep_gemm.fp8_gemm_nt((case.a, case.a_scale), b, case.poisoned(), recipe=recipe)
     # Another kernel may just have written tensors that are no parameters.
     assert given == [name == "dense", *[False] * 9]
+
+
+def test_a_result_needs_a_place(deep_gemm: ModuleType) -> None:
+    """Without it, the ops would allocate the result, and nobody would see it."""
+    dense, masked = cases.dense_case(9, 128, 256), cases.masked_case((3, 2), 4, 64, 256)
+    grouped = cases.contiguous_case("m_indices", (3, 2), 64, 256)
+    for name, case, *index in (
+        ("fp8_gemm_nt", dense),
+        ("m_grouped_fp8_gemm_nt_masked", masked, masked.index, 3),
+        ("m_grouped_fp8_gemm_nt_contiguous", grouped, grouped.index),
+    ):
+        with pytest.raises(ArgumentError, match="d: expected a tensor, got NoneType"):
+            getattr(deep_gemm, name)((case.a, case.a_scale), (case.b, case.b_scale), None, *index)
+
+
+def test_experts_of_a_ragged_result_do_not_overlap(deep_gemm: ModuleType) -> None:
+    a, b = flat_operands(k_grouped_case((128, 256), 8, 64))
+    d = torch.zeros(1, 8, 64).expand(2, 8, 64)
+    with pytest.raises(ArgumentError, match="d: expected elements that do not overlap"):
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, d, [128, 256], None)
+
+
+@pytest.mark.parametrize("size", [0, 3, 32])
+def test_elements_that_do_not_divide_sixteen_bytes_are_refused(deep_gemm: ModuleType, size: int) -> None:
+    assert deep_gemm.get_tma_aligned_size(5, 4) == 8
+    with pytest.raises(ArgumentError, match="element_size: expected 1, 2, 4, 8 or 16"):
+        deep_gemm.get_tma_aligned_size(5, size)

@@ -355,6 +355,25 @@ def test_extra_gemms_are_in_the_plan() -> None:
     }
 
 
+def test_a_dense_gemm_may_be_said_to_have_one_expert() -> None:
+    for text in ("dense:1024:2048", "dense:1024:2048:1"):
+        assert parse_shape(text) == GemmShape("extra", 1024, 2048)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dense", "dense:1024", "dense:1024:2048:2", "psum:1024:2048", "masked:1024:2048:8:1",
+        "rows:1024:2048", "dense:-128:2048", "dense:1024:", "dense:²:2048", "dense:١٢٨:2048",
+        "dense:1280000000000:2048",
+    ],
+)  # fmt: skip
+def test_text_that_is_no_gemm_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--gemm: expected layout:n:k:experts") as caught:
+        parse_shape(text, "--gemm")
+    assert caught.value.got == text
+
+
 @pytest.mark.parametrize(
     ("n", "k", "experts"), [(100, 128, None), (128, 0, 4), (128, 128, 0), (128, 128, 1025)]
 )
@@ -390,3 +409,14 @@ def test_layers_are_divided_among_ranks_that_exist(name: str) -> None:
             Parallelism(8, 8, **{name: ways})
     assert Parallelism(8, 8, **{name: 4}).ways("shared") == 4
     assert Parallelism(8, 4, attention_tp=1, moe_tp=1).ways("mlp") == 8  # what was not given is not refused
+
+
+def test_a_plan_takes_a_description_and_options() -> None:
+    config = Path(__file__).parent.parent / "configs" / "qwen3_30b.json"
+    with pytest.raises(ConfigError, match="model: expected a description, as load_model gives it"):
+        plan(config)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="options: expected PlanOptions, or None, got 'dict'"):
+        plan(load_model(config), {})  # type: ignore[arg-type]
+    for name in ("tp", "ep"):
+        with pytest.raises(ConfigError, match=f"{name}: expected an integer"):
+            PlanOptions(**{name: None})

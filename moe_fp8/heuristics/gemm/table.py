@@ -101,4 +101,4 @@ def _row(found: _Rows, problem: GemmProblem) -> tuple[int, int, GemmConfig] | No
     try:
         return rows, above, parse_gemm_config(text, problem)
     except TileError:
-        return None  # measured on more SMs
+        return None  # a table of another version

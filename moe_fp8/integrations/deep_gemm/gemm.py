@@ -25,7 +25,7 @@ from moe_fp8.ops import (
     grouped_gemm_fp8_masked,
     to_mn_major,
 )
-from moe_fp8.ops.arguments import integer, refuse_dtype, refuse_shape
+from moe_fp8.ops.arguments import integer, no_overlap, refuse_dtype, refuse_shape
 from moe_fp8.ops.examine import examine
 from moe_fp8.ops.gemm import checks
 from moe_fp8.ops.gemm.contracts import psum_starts
@@ -64,6 +64,7 @@ def fp8_gemm_nt(
     go to the engine's own copy. With K = 0, d is c, or zeros.
     Safe to capture.
     """
+    _demand_output("fp8_gemm_nt", d)
     of_rows = _of_rows(recipe, recipe_a, recipe_b)
     if of_rows:
         recipe = recipe_a = recipe_b = None
@@ -113,6 +114,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     further kernels, so it is not the default here: no engine reads padding.
     expected_m_for_psum_layout: the expected rows of an expert; any value is safe. Safe to capture.
     """
+    _demand_output(_CONTIGUOUS, d)
     _demand(a, b, recipe, recipe_a, recipe_b, None, epilogue)
     (a_values, a_scale), (b_values, b_scale) = a, b
     alignment = get_mk_alignment_for_contiguous_layout()
@@ -208,6 +210,7 @@ def m_grouped_fp8_gemm_nt_masked(
     expected_m: the expected rows of an expert; any value is safe. Calls that signal another kernel while they
     run (`enable_overlap`) go to the engine's own copy. Safe to capture.
     """
+    _demand_output("m_grouped_fp8_gemm_nt_masked", d)
     _demand(a, b, recipe, recipe_a, recipe_b, None, epilogue)
     if enable_overlap or signal is not None:
         raise NotServed("no kernel of ours signals other kernels while it runs (enable_overlap, signal)")
@@ -251,6 +254,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     ):
         raise NotServed("d is fp32 [E, M, N], N a multiple of 64 and each K of 128")
     _demand_fp32(c, d)
+    no_overlap(_K_GROUPED, "d", d)
     num_experts, m, n = d.shape
     total = sum(ks_cpu)
     if len(ks_cpu) != num_experts or any(k < 0 for k in ks_cpu):
@@ -295,6 +299,12 @@ def _of_rows(recipe: Recipe, recipe_a: Recipe, recipe_b: Recipe) -> bool:
     if recipe is not None:
         return tuple(recipe) == _OF_ROWS and recipe_a is recipe_b is None
     return recipe_b is not None and tuple(recipe_b) == (1, 128) and tuple(recipe_a or (1, 128)) == (1, 128)
+
+
+def _demand_output(op: str, d: Tensor | None) -> None:
+    """Our ops would allocate an output that is None, and its caller would not see it."""
+    if d is None:
+        raise ArgumentError(op, "d", "a tensor", "NoneType")
 
 
 def _demand_fp32(c: Tensor | None, d: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_fp8.errors import ArgumentError
 from moe_fp8.integrations import vendored
 from moe_fp8.integrations.forwarding import NotServed, or_vendored
+from moe_fp8.ops.arguments import demand_tensors
 from moe_fp8.ops.scales import empty_mn_major, mn_major_stride
 from moe_fp8.problems import SEGMENT_ALIGNMENT
 
@@ -60,7 +61,9 @@ get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 
 
 def get_tma_aligned_size(x: int, element_size: int) -> int:
-    """x elements of `element_size` bytes, rounded up to a multiple of 16 bytes."""
+    """x elements of `element_size` bytes, rounded up to a multiple of 16 bytes. Raises ArgumentError."""
+    if element_size not in (1, 2, 4, 8, 16):
+        raise ArgumentError("get_tma_aligned_size", "element_size", "1, 2, 4, 8 or 16", element_size)
     per_16_bytes = 16 // element_size
     return -(-x // per_16_bytes) * per_16_bytes
 
@@ -71,6 +74,7 @@ def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
     P is MN rounded up to a multiple of 4. Returns `sf` itself if it has these strides. Launches at most one
     copy; safe to capture. Raises ArgumentError for another dtype or rank.
     """
+    demand_tensors("get_mn_major_tma_aligned_tensor", {"sf": sf})
     if sf.dim() not in (2, 3) or sf.dtype is not torch.float32:
         raise ArgumentError(
             "get_mn_major_tma_aligned_tensor", "sf", "fp32 [MN, G] or [E, MN, G]", [*sf.shape, sf.dtype]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -123,15 +124,19 @@ def test_a_folder_that_exists_is_filled_where_it_is(
     assert list(folder.parent.iterdir()) == [folder]
 
 
-def test_what_a_killed_build_left_beside_the_bundle_is_removed(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bundle", ["bundle", "bundle[2]"])
+def test_what_a_killed_build_left_beside_the_bundle_is_removed(
+    make: Make, tmp_path: Path, bundle: str
+) -> None:
     """Only if it is old, since another build may be at work."""
-    names = [".bundle.old_____.tmp", ".bundle.young___.tmp", ".bundle2.old_____.tmp", ".bundle.old-a.tmp"]
+    names = [f".{bundle}.old_____.tmp", f".{bundle}.young___.tmp", ".bundle2.old_____.tmp"]
+    names.append(f".{bundle}.old-a.tmp")
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.kernel").touch()
         if "old" in name:
             os.utime(tmp_path / name, (0, 0))
-    make(2)
+    make(2, folder=tmp_path / bundle)
     assert {path.name for path in tmp_path.iterdir()} & {*names} == {*names[1:]}
 
 
@@ -181,9 +186,16 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_compiled(
     place = tmp_path / "place"
     place.mkdir()
     assert existing_bundle(place / name) is None
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != place)
-    with pytest.raises(BundleError, match="a folder that can be written, got Permission denied"):
-        existing_bundle(place / name)
+    assert [*place.iterdir()] == []
+
+    def full(*, dir: Path) -> None:
+        assert dir == place
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bundle_writer.tempfile, "TemporaryFile", full)
+        with pytest.raises(BundleError, match="a folder that can be written, got No space left on device"):
+            existing_bundle(place / name)
     (tmp_path / "file").touch()
     with pytest.raises(BundleError, match="Not a directory"):
         existing_bundle(tmp_path / "file" / name)
@@ -265,6 +277,20 @@ def test_no_half_made_bundle_appears(
         monkeypatch.undo()
         make(5, folder=folder)
         assert len(list(folder.glob("*.kernel"))) == 2, "what the failed build left is gone"
+
+
+def test_a_bundle_that_appears_in_the_meantime_is_added_to(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove_stale = bundle_writer._remove_stale
+
+    def meanwhile(path: Path) -> None:
+        monkeypatch.setattr(bundle_writer, "_remove_stale", remove_stale)
+        make(2)
+
+    monkeypatch.setattr(bundle_writer, "_remove_stale", meanwhile)
+    bundle = make(3)
+    assert len(keys(bundle)) == 2 and [*bundle.path.parent.glob(".bundle.*")] == []
 
 
 _BUILD = """
