@@ -129,7 +129,7 @@ class Scheduler:
         self.max_context = min(max_context, pool.capacity * PAGE_TOKENS)
         self._seats = list(range(max_batch))
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.running: list[Request] = []  # in the order of their numbers, as requests are queued
 
     def submit(self, *requests: Request) -> None:
         """Queues all requests or none. Raises `RequestTooLongError` or `QueueFullError`."""
@@ -161,7 +161,7 @@ class Scheduler:
     def grow(self) -> list[Request]:
         """Gives each decoding request the page of its next token; returns the requests preempted for that."""
         preempted = []
-        for request in sorted(self.decoding(), key=lambda request: request.number):
+        for request in self.decoding():
             while request.pages and len(request.pages) < pages_for(request.context + 1):
                 if (page := self.pool.take(1)) is not None:
                     request.pages += page

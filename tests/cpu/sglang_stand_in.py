@@ -92,7 +92,9 @@ class StandIn:
     `schedule`, `spec`, `parallel`, `overlap` and `deterministic` are SGLang's arguments. DeepEP takes 20 SMs.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, sm: int = 90, enabled: bool = True) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, sm: int = 90, enabled: bool = True, cuda: bool = True
+    ) -> None:
         for name in [name for name in sys.modules if name.split(".")[0] in ("sglang", "deep_gemm")]:
             patch.delitem(sys.modules, name)
         self._patch = patch
@@ -106,7 +108,7 @@ class StandIn:
         self.backend = Backend("auto")
         self.hooks = HookRegistry()
         self._deep_gemm()
-        self._sglang(sm, enabled)
+        self._sglang(sm, enabled, cuda)
 
     def _module(self, name: str, **contents: Any) -> ModuleType:
         module = ModuleType(name)
@@ -131,8 +133,8 @@ class StandIn:
             get_mn_major_tma_aligned_tensor=_function("get_mn_major_tma_aligned_tensor"),
         )
 
-    def _sglang(self, sm: int, enabled: bool) -> None:
-        self._module("sglang.srt.utils", is_cuda=lambda: True, get_device_sm=lambda: sm)
+    def _sglang(self, sm: int, enabled: bool, cuda: bool) -> None:
+        self._module("sglang.srt.utils", is_cuda=lambda: cuda, get_device_sm=lambda: sm)
         self._module(
             "sglang.srt.plugins.hook_registry",
             HookRegistry=self.hooks,

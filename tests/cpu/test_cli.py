@@ -310,7 +310,7 @@ def test_doctor_without_a_driver_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (gpu.status, gpu.detail) == ("warn", "libcuda cannot be loaded; install a driver")
 
 
-@pytest.mark.parametrize("change", [{"cc": (8, 0)}, {"driver_version": (12, 8)}])
+@pytest.mark.parametrize("change", [{"cc": (8, 0)}, {"cc": (10, 0)}, {"driver_version": (12, 8)}])
 def test_doctor_warns_of_a_gpu_that_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, tuple[int, int]]
 ) -> None:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,12 @@ def test_explain_says_what_the_selector_does(argv: list[str], problem: GemmProbl
     for one in told["candidates"]:
         assert 1 <= one["grid"] <= 132 and one["tiles"] >= 1 and one["rounds"] > 0
         assert 0 < one["smem_bytes"] <= 232_448 and one["cached"] in (True, False)
+
+
+def test_explain_looks_into_the_store_that_is_named(tmp_path: Path, run_json: Json) -> None:
+    explained = ["plan", "--explain", "64", "7168", "2048", "--num-sms", "132"]
+    code, told = run_json([*explained, "--cache-dir", str(tmp_path)])
+    assert code == 0 and {one["cached"] for one in told["candidates"]} == {False}
 
 
 def test_explain_names_the_row_of_a_table(

@@ -120,12 +120,15 @@ def test_pythons_that_are_served(
 ) -> None:
     monkeypatch.setattr(doctor.sys, "version_info", (3, minor, 0, "final", 0))
     assert doctor._python().status == status
+    monkeypatch.setattr(doctor.platform, "system", lambda: "Darwin")
+    assert doctor._python().status == "fail"
 
 
 def test_a_torch_without_cuda_beside_a_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.versions["torch"] = "2.13.0+cpu"
-    found = machine.findings("vllm")["torch"]
-    assert found.status == "warn" and "without CUDA" in found.detail
+    for build in ("rocm7.1", "xpu", "cpu"):
+        machine.versions["torch"] = f"2.13.0+{build}"
+        found = machine.findings("vllm")["torch"]
+        assert found.status == "warn" and "without CUDA" in found.detail
     machine.versions["torch"] = "2.13.0+cu130"
     assert machine.findings("vllm")["torch"].status == "ok"
 
@@ -164,8 +167,8 @@ def test_kinds_that_are_not_asked_for(machine: Machine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_keeps_the_plug_in_out(engine: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    only = ENGINES[engine].only
-    for value, kept in (("other", True), ("other,moe_fp8", False), ("", engine == "vllm")):
+    only, vllm = ENGINES[engine].only, engine == "vllm"
+    for value, kept in (("other", True), ("other,moe_fp8", False), ("", vllm), ("other, moe_fp8", vllm)):
         monkeypatch.setenv(only, value)
         found = machine.findings(engine)
         for name in ("plug-in", "dense"):

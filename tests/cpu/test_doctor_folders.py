@@ -33,12 +33,29 @@ def test_a_link_to_nothing_cannot_become_a_folder(tmp_path: Path) -> None:
     assert cache(link).status == "warn" and cache(link).detail == f"{link} is not a folder"
     (tmp_path / "nothing").mkdir(mode=0o700)
     assert cache(link).status == "ok"
+    (tmp_path / "file").touch()
+    assert cache(tmp_path / "file" / "new").detail == f"{tmp_path / 'file'} is not a folder"
+
+
+def test_a_folder_may_be_created_where_all_users_can_write(tmp_path: Path) -> None:
+    """As in /tmp: the new folder is this user's own."""
+    tmp_path.chmod(0o777)
+    assert cache(tmp_path / "new").detail == f"{tmp_path / 'new'}, to be created"
+
+
+def test_only_kernels_are_counted(tmp_path: Path) -> None:
+    for name in ("a.kernel", "b.kernel", "c.lock"):
+        (tmp_path / name).touch()
+    assert cache(tmp_path).detail == f"{tmp_path}, 2 kernels"
 
 
 def test_unreadable_is_not_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # chmod alone does not stop root, and tests may run as root.
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     assert f"{tmp_path} is read-only" in cache(tmp_path).detail
+    assert f"{tmp_path} is read-only" in cache(tmp_path / "new").detail
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.X_OK)
+    assert cache(tmp_path).detail == f"{tmp_path} cannot be read: it is not used"
     assert f"{tmp_path} is read-only" in cache(tmp_path / "new").detail
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert cache(tmp_path).detail == f"{tmp_path} cannot be read: it is not used"

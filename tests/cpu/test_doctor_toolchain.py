@@ -75,6 +75,26 @@ def test_an_nvrtc_that_is_too_old_is_as_good_as_none(monkeypatch: pytest.MonkeyP
     assert found.status == "fail" and "12.9 is too old" in found.detail
 
 
+@pytest.mark.usefixtures("forgotten")
+def test_a_library_that_cannot_be_loaded_is_a_finding_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("libnvrtc.so.13\nwas not found")
+
+    monkeypatch.setattr(toolchain.import_bindings("nvrtc", ""), "nvrtcVersion", broken)
+    found = {finding.name: finding for finding in doctor.diagnose()}["NVRTC"]
+    assert found.status == "fail" and "pip install" in found.detail
+    assert "libnvrtc cannot be loaded (libnvrtc.so.13 was not found)" in found.detail
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_an_nvrtc_without_a_version_is_a_finding_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = toolchain.import_bindings("nvrtc", "")
+    failure = api.nvrtcResult.NVRTC_ERROR_INTERNAL_ERROR
+    monkeypatch.setattr(api, "nvrtcVersion", lambda: (failure, None, None))
+    found = {finding.name: finding for finding in doctor.diagnose()}["NVRTC"]
+    assert found.status == "fail" and "nvrtcVersion failed" in found.detail and "pip install" in found.detail
+
+
 def test_an_nvrtc_that_lacks_a_library_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in an image to which only libnvrtc itself was copied."""
     api = toolchain.nvrtc()

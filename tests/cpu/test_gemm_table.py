@@ -45,6 +45,11 @@ def test_a_row_ends_above_what_was_measured_before_it(put_table: PutTable) -> No
     assert [choice(m) for m in (1, 16, 65)] == [modelled(m) for m in (1, 16, 65)]
 
 
+def test_a_row_with_an_unknown_tile_leaves_the_choice_to_the_model(put_table: PutTable) -> None:
+    put_table([row(8, "9x9")])
+    assert choice(8) == modelled(8)
+
+
 def test_only_the_same_problem_on_the_same_device_reads_a_row(put_table: PutTable) -> None:
     put_table([row(8, "128x256/2p")])
     assert choice(8) == "128x256/2p"

@@ -241,6 +241,16 @@ def test_terms_where_calls_are_large_unless_bits_may_not_depend_on_that() -> Non
     assert not heuristics.mqa_config(small).terms
     assert heuristics.mqa_config(large).terms
     assert not heuristics.mqa_config(replace(large, batch_invariant=True)).terms
+    chunk = replace(small, whole_queries=large.num_queries, whole_keys=large.num_keys)
+    assert heuristics.mqa_config(chunk) == heuristics.mqa_config(large), "the whole call decides"
+
+
+def test_a_tile_of_logits_has_eight_tokens_at_most() -> None:
+    for heads, most in ((8, 8), (16, 8), (32, 8), (64, 4)):
+        assert heuristics.mqa_config(MqaLogitsProblem(64, 64, heads, 128)).block_q == most
+        for next_n, covering in ((1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 8), (40, 8)):
+            problem = PagedMqaLogitsProblem(4, next_n, heads, 128, 64)
+            assert heuristics.paged_mqa_config(problem).block_q == min(covering, most)
 
 
 def test_prefill_items_are_whole_where_blocks_are_few() -> None:
@@ -298,6 +308,8 @@ def test_a_grid_covers_its_work_and_takes_no_more() -> None:
     assert specs.select_moe_combine(MoeCombineProblem(100_000, 8, 7168)).grid == 16 * 132
     # Prefill over many queries has one block for each SM.
     assert specs.select_mqa_logits(MqaLogitsProblem(4096, 8192, 64, 128)).grid == 132
+    # One row of tiles of 128 columns makes pairs of them.
+    assert select_k_grouped_gemm(KGroupedGemmProblem(128, 512, 1024, 3)).grid == 3 * 4
     # A block has places for the rows of all its tokens.
     tokens, _ = specs.select_moe_permute(MoePermuteProblem(100_000, 32, 7168)).config
     assert tokens == max(1, specs.MOE_PLACES // 32)

@@ -157,6 +157,19 @@ def test_modules_that_are_not_ours_come_from_the_copy(installed_copy: ModuleType
     assert not {"testing", "late"} & set(vars(installed_copy)) and "dist" not in vars(installed_copy.utils)
 
 
+def test_uninstall_leaves_what_was_imported_without_us(installed_copy: ModuleType) -> None:
+    importlib.import_module("deep_gemm.testing")
+    integrations.uninstall()
+    theirs = importlib.import_module("deep_gemm.testing")
+    try:
+        integrations.install()
+        integrations.uninstall()
+        assert sys.modules["deep_gemm.testing"] is theirs
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "deep_gemm"]:
+            del sys.modules[name]
+
+
 def test_an_installed_package_is_taken_before_the_one_that_vllm_ships(
     copy: ModuleType, installed_copy: ModuleType
 ) -> None:

@@ -136,7 +136,11 @@ def test_sglangs_own_deep_gemm_follows_the_modes(engine: StandIn) -> None:
 
 
 def test_nothing_is_changed_if_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    for options, message in (({"sm": 100}, "Hopper"), ({"enabled": False}, "SGLANG_ENABLE_JIT_DEEPGEMM")):
+    for options, message in (
+        ({"sm": 100}, "Hopper"),
+        ({"cuda": False}, "Hopper"),  # a GPU of AMD's may have the same capability
+        ({"enabled": False}, "SGLANG_ENABLE_JIT_DEEPGEMM"),
+    ):
         engine = StandIn(monkeypatch, **options)
         with pytest.raises(UnsupportedError, match=message):
             sglang.activate(("dense",))
@@ -146,6 +150,29 @@ def test_nothing_is_changed_if_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match="dance"):
         sglang.activate(("dance",))
     assert not sglang.active()
+
+
+def test_a_deep_gemm_that_is_blocked_replaces_nothing(
+    engine: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    engine.entrypoint.nothing = None  # type: ignore[attr-defined]
+    sglang.activate(("dense",))
+    assert engine.entrypoint.nothing is None
+    sglang.deactivate()
+    assert engine.entrypoint.nothing is None and sys.modules["deep_gemm"] is None
+
+
+def test_a_deep_gemm_whose_import_fails_does_not_disturb_the_end(
+    engine: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deep_gemm.py").write_text("raise RuntimeError('no GPU')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "deep_gemm"]:
+        monkeypatch.delitem(sys.modules, name)
+    sglang.activate(("dense",))
+    sglang.deactivate()
+    assert not sglang.active() and "deep_gemm" not in sys.modules
 
 
 def test_a_second_activation_replaces_the_first(engine: StandIn) -> None:
@@ -208,6 +235,18 @@ def test_a_loaded_model_is_planned_and_sglangs_warmup_skips_it(
     sglang.activate(("dense",))
     _load(engine, Linear(64, 128), Experts("deep_gemm"))
     assert len(warmed) == 3 and not warmed[2].experts
+    assert caplog.messages[1].startswith("moe_fp8 serves dense in"), "other kinds are told"
+
+
+def test_loading_has_its_arguments_and_its_result(
+    engine: StandIn, warmed: list[LoadedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.runner_class, "load_model", lambda runner, *given, **named: (given, named))
+    runner = engine.runner_class(torch.nn.ModuleList([Linear(64, 128)]))
+    sglang.activate(("dense",))
+    assert runner.load_model(1, weights=2) == ((1,), {"weights": 2}) and len(warmed) == 1
+    sglang.deactivate()
+    assert runner.load_model(1, weights=2) == ((1,), {"weights": 2}) and len(warmed) == 1
 
 
 def test_the_log_says_that_a_models_experts_do_not_call_deep_gemm(
@@ -229,11 +268,13 @@ def test_limits_come_from_sglangs_arguments(engine: StandIn, warmed: list[Loaded
     engine.parallel.attn_dp_size = 8
     engine.backend = Backend("triton")
     _load(engine, Linear(64, 128))
-    engine.backend = Backend("flashinfer_deepgemm")  # calls deep_gemm from 32 rows on
-    _load(engine, Linear(64, 128))
-    first, second, third = warmed
-    assert third.dense == {(64, 128)}
+    for name in ("flashinfer_deepgemm", "deep_gemm"):  # the first calls deep_gemm from 32 rows on
+        engine.backend = Backend(name)
+        _load(engine, Linear(64, 128))
+        assert warmed[-1].dense == {(64, 128)}
+    first, second, *_ = warmed
     assert (first.max_tokens, first.max_batch, first.next_n) == (512, 16, 1)
+    assert first.max_positions == 4096, "a context is longer than a chunk"
     assert first.indexer is not None and first.indexer.num_heads == 64 and first.num_sms == (132,)
     assert (second.max_tokens, second.max_batch, second.next_n) == (4096, 4 * 4096, 1)
     assert second.data_parallel == 8 and second.indexer is None
@@ -243,6 +284,12 @@ def test_limits_come_from_sglangs_arguments(engine: StandIn, warmed: list[Loaded
         engine.schedule.chunked_prefill_size, engine.schedule.max_prefill_tokens = chunk, prefill
         _load(engine, Linear(64, 128), kv_lora_rank=512)
         assert (warmed[-1].max_tokens, warmed[-1].kv_lora_rank) == (most, 512)
+    engine.schedule.max_running_requests = 16
+    _load(engine, Linear(64, 128))
+    assert warmed[-1].max_batch == 4 * 16, "each drafted token counts as a request"
+    sglang.activate(("dense",))
+    _load(engine, Linear(64, 128), **indexer)
+    assert warmed[-1].indexer is None, "SGLang's own kernels serve it"
 
 
 def test_layers_of_other_formats_are_found(engine: StandIn, warmed: list[LoadedEngine]) -> None:
@@ -259,6 +306,18 @@ def test_layers_of_other_formats_are_found(engine: StandIn, warmed: list[LoadedE
     assert loaded.experts == {(4, 256, 256), (4, 256, 128), (4, 256, 512), (4, 512, 128)}
 
 
+def test_weights_of_other_formats_are_left_out(engine: StandIn, warmed: list[LoadedEngine]) -> None:
+    """INT8 in blocks has the names of FP8 in blocks; a batched weight has three dimensions."""
+    integers, batched, experts = Linear(192, 256), Linear(192, 256), Experts("deep_gemm")
+    integers.weight = torch.nn.Parameter(integers.weight.to(torch.int8), requires_grad=False)
+    batched.weight = torch.nn.Parameter(batched.weight[None], requires_grad=False)
+    experts.w13_weight = experts.w13_weight.to(torch.int8)
+    sglang.activate(("dense", "experts"))
+    _load(engine, integers, batched, experts)
+    (loaded,) = warmed
+    assert not loaded.dense and not loaded.experts
+
+
 def test_products_of_latent_attention_are_grouped_products(
     engine: StandIn, warmed: list[LoadedEngine]
 ) -> None:
@@ -268,8 +327,10 @@ def test_products_of_latent_attention_are_grouped_products(
     attention.w_kc, attention.w_vc = torch.zeros(16, 512, 128), torch.zeros(16, 128, 512)
     sglang.activate(("experts",))
     _load(engine, attention, Experts("triton"))
-    (loaded,) = warmed
-    assert loaded.experts == {(16, 512, 128), (16, 128, 512)}
+    sglang.activate(("dense",))
+    _load(engine, attention, Linear(64, 128))
+    loaded, others = warmed
+    assert loaded.experts == {(16, 512, 128), (16, 128, 512)} and not others.experts
     assert {row.layout for row in plan_loaded(loaded).rows} >= {"masked"}
 
 

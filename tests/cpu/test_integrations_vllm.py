@@ -34,7 +34,7 @@ def test_the_variable(value: str | None, kinds: tuple[str, ...]) -> None:
     assert parse_settings(given).engine == kinds
 
 
-@pytest.mark.parametrize("value", [",", "yes", "dense;experts", "moe"])
+@pytest.mark.parametrize("value", [",", "yes", "dense;experts", "moe", "dense,moe"])
 def test_a_bad_variable_is_an_error(value: str) -> None:
     with pytest.raises(SettingError, match="dense, experts, indexer"):
         parse_settings({"MOE_FP8_ENGINE": value})

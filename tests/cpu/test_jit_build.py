@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from moe_fp8.jit.build import _Compiler, _get_missing, _import_path, build
 from moe_fp8.jit.progress import BuildRow, line_printer
 from moe_fp8.jit.sources import SourceTree
 from moe_fp8.jit.store import KernelStore
-from moe_fp8.jit.worker import serve, write_frame
+from moe_fp8.jit.worker import read_frame, serve, write_frame
 from tests.cpu.jit_kernels import spec, write_kernels
 
 _ROOT = Path(__file__).parents[2]
@@ -56,9 +55,10 @@ def test_build_then_all_cached(tmp_path: Path, sources: SourceTree, jobs: int, o
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_failures_are_reported_after_the_rest_is_done(tmp_path: Path, sources: SourceTree, jobs: int) -> None:
     store = KernelStore(tmp_path / "cache", sources)
-    broken = spec(num_threads=33)
-    with pytest.raises(CompileError, match="static assertion"):
-        build([broken, *_SPECS], store, jobs, False)
+    broken = [spec(num_threads=33), spec(num_threads=34)]
+    with pytest.raises(CompileError, match="static assertion") as caught:
+        build([*broken, *_SPECS], store, jobs, False)
+    assert all(str(each) in str(caught.value) for each in broken)
     assert all(KernelStore(tmp_path / "cache", sources).get(store.key(each)) for each in _SPECS)
 
 
@@ -72,7 +72,8 @@ def test_a_compiler_that_dies_is_replaced(
         process = running(self)
         if not killed:
             killed.append(process.pid)
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
+            process.wait()
         return process
 
     monkeypatch.setattr(_Compiler, "_running", kill_the_first)
@@ -176,7 +177,7 @@ def test_a_worker_runs_no_file_of_the_working_folder(
 def test_a_worker_finds_a_package_that_an_interpreter_found_in_its_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "path", ["", str(tmp_path)])
+    monkeypatch.setattr(sys, "path", ["", Path("no text"), str(tmp_path)])
     assert _import_path() == [str(_ROOT), str(tmp_path)]
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(_ROOT)])
     assert _import_path() == [str(tmp_path), str(_ROOT)]
@@ -184,12 +185,17 @@ def test_a_worker_finds_a_package_that_an_interpreter_found_in_its_working_folde
 
 @pytest.mark.parametrize("text", ["x", "a line that is longer than the lengths in front of a reply"])
 def test_what_an_interpreter_prints_at_its_start_is_no_reply(
-    tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch, text: str
+    tmp_path: Path,
+    sources: SourceTree,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    text: str,
 ) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(f"print({text!r}, flush=True)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     assert build(_SPECS, KernelStore(tmp_path / "cache", sources), 2).compiled == len(_SPECS)
+    assert capfd.readouterr().out == "", "stdout is the caller's, such as for --json"
 
 
 def test_sources_that_change_while_a_process_runs_are_an_error(tmp_path: Path, sources: SourceTree) -> None:
@@ -224,6 +230,14 @@ def test_a_terminal_gets_a_bar(
 
 def test_an_empty_build_is_a_build(tmp_path: Path) -> None:
     assert build([], KernelStore(None), progress=False).rows == ()
+
+
+def test_a_message_that_is_cut_off_is_no_message() -> None:
+    stream = io.BytesIO()
+    write_frame(stream, {"spec": "tiny"}, b"payload")
+    whole = stream.getvalue()
+    assert read_frame(io.BytesIO(whole)) == ({"spec": "tiny"}, b"payload")
+    assert not any(read_frame(io.BytesIO(whole[:size])) for size in range(len(whole)))
 
 
 def test_a_worker_whose_replies_nobody_reads_ends(tmp_path: Path, sources: SourceTree) -> None:

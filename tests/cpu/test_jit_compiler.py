@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -58,8 +59,28 @@ def test_spills_and_local_memory_are_seen(tmp_path: Path) -> None:
     )
     artifact = compile_kernel(replace(spec("spills"), num_threads=1024), sources=SourceTree(folder))
     assert artifact.registers <= 64
-    assert artifact.spill_bytes > 0
+    (stores,), (loads,) = (
+        re.findall(rf"(\d+) bytes spill {what}", artifact.log) for what in ("stores", "loads")
+    )
+    assert artifact.spill_bytes == int(stores) + int(loads) > int(stores) > 0
     assert artifact.local_bytes > 0
+
+
+def test_a_function_that_is_not_inlined_counts(tmp_path: Path) -> None:
+    (tmp_path / "calls.cuh").write_text(
+        """
+        __device__ __noinline__ float last(const float* x, int n) {
+          float values[32];
+          for (int i = 0; i < 32; ++i) values[i] = x[i * n];
+          for (int i = 0; i < n; ++i) values[values[i] > 0 ? i % 32 : n % 32] += 1.f;
+          return values[n % 32];
+        }
+        extern "C" __global__ void calls(float* x, int n) { x[0] = last(x, n); }
+        """
+    )
+    artifact = compile_kernel(spec("calls"), sources=SourceTree(tmp_path))
+    assert len(re.findall("bytes stack frame", artifact.log)) == 2
+    assert artifact.local_bytes == 128
 
 
 def test_warnings_are_kept_and_logged(kernels: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from moe_fp8.jit import bundle as bundle_module
 from moe_fp8.jit.artifact import Artifact
 from moe_fp8.jit.bundle import MANIFEST, Bundle, canonical
 from moe_fp8.jit.bundle_writer import write_bundle
+from moe_fp8.jit.files import decode, encode
 from moe_fp8.jit.key import kernel_key
 from tests.cpu.bundles import told
 from tests.cpu.cli_runs import no_gpu
@@ -79,6 +81,27 @@ def test_a_version_is_a_version(folder: Path, version: object, monkeypatch: pyte
 def test_a_plan_names_its_model(folder: Path, plan: object) -> None:
     rewrite(folder, lambda content: content["coverage"].append(plan))
     assert refused(folder).what == MANIFEST
+
+
+@pytest.mark.parametrize("format", [0, 2])
+def test_a_bundle_of_another_format_must_be_built_again(folder: Path, format: int) -> None:
+    rewrite(folder, lambda content: content.update(format=format))
+    assert "build the bundle again" in refused(folder).remedy
+
+
+@pytest.mark.parametrize("damage", ["another kernel", "another format"])
+def test_a_whole_file_must_hold_the_kernel_that_it_is_named_after(folder: Path, damage: str) -> None:
+    """The manifest has the file's right digest."""
+    (file,) = folder.glob("*.kernel")
+    artifact = decode(file.read_bytes())
+    assert artifact is not None
+    data = encode(replace(artifact, key="0" * 32)) if damage == "another kernel" else b"of another version"
+    file.write_bytes(data)
+    fields = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    rewrite(folder, lambda content: content["kernels"][0].update(fields))
+    with pytest.raises(BundleError, match="another kernel or format") as caught:
+        Bundle.open(folder).verify()
+    assert caught.value.what == file.name and "build the bundle again" in caught.value.remedy
 
 
 def test_a_deeply_nested_manifest_is_no_manifest(folder: Path) -> None:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from moe_fp8.jit.progress import BuildRow, open_progress, show_time
+from moe_fp8.jit.progress import BuildRow, lossy_output, open_progress, show_time
 from tests.cpu.jit_kernels import spec
 
 
@@ -68,3 +68,10 @@ def test_short_work_shows_nothing(
     with pytest.raises(ValueError, match="on purpose"), show_time("planning"):
         raise ValueError("on purpose")
     assert capsys.readouterr().err == ""
+
+
+def test_the_callers_streams_come_back() -> None:
+    given = sys.stdout, sys.stderr
+    with pytest.raises(ValueError, match="on purpose"), lossy_output():
+        raise ValueError("on purpose")
+    assert (sys.stdout, sys.stderr) == given

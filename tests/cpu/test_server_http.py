@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from tests.demo_model import demo_folder
 from tests.live_server import eventually, live_server
@@ -291,6 +292,8 @@ def test_the_messages_help(server: httpx.Client) -> None:
     assert message(prompt="a", presence_penalty=1) == "presence_penalty: this server supports only 0"
     assert "the prompt has 2000 tokens" in message(prompt=[1] * 2000)
     assert "ask for fewer" in message(prompt="a", n=4)
+    many = server.post("/v1/completions", json={"prompt": "a", "n": 4}).json()["error"]
+    assert many["code"] is None, "a shorter prompt does not help"
     assert message(prompt="a", made_up=1) == "made_up: unknown field"
     plain = server.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
     assert plain.status_code == 400
@@ -354,7 +357,9 @@ def test_a_full_queue_refuses_and_recovers(server: httpx.Client) -> None:
 
 def test_metrics_count(server: httpx.Client) -> None:
     def values() -> dict[str, float]:
-        lines = server.get("/metrics").text.splitlines()
+        metrics = server.get("/metrics")
+        assert metrics.headers["content-type"] == CONTENT_TYPE_LATEST
+        lines = metrics.text.splitlines()
         return {
             name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")
         }

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer
 
 from server_example import intake
 from server_example.app import Service, create_app
+from server_example.chat import ChatTemplateError
 from server_example.engine import EngineOptions
 from server_example.serve import Process, listen
 from server_example.settings import Settings
@@ -35,10 +37,12 @@ class SlowTokens:
 
     def __init__(self) -> None:
         self.begun: list[str] = []
+        self.special: list[bool] = []
         self.may_end = threading.Event()
 
     def __call__(self, tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[int]:
         self.begun.append(text)
+        self.special.append(special)
         assert self.may_end.wait(30)
         return [1] * len(text)
 
@@ -116,6 +120,44 @@ def test_the_first_text_that_is_too_long_is_the_last(service: Service, slow: Slo
 
     talk(service, slow, ask)
     assert [len(text) for text in slow.begun[:2]] == [5, 1200] and len(slow.begun) == 3
+
+
+def test_special_tokens_come_from_the_models_own_template_or_from_the_tokenizer(
+    service: Service, slow: SlowTokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow.may_end.set()
+    assert service.engine is not None
+    template = SimpleNamespace(own=True, render=lambda messages: "<s>a")
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        assert (await posted(client, TEXT)).status_code == 200
+        assert (await client.post("/v1/chat/completions", json=chat)).status_code == 200
+        monkeypatch.setattr(service.engine, "chat_template", template)
+        assert (await client.post("/v1/chat/completions", json=chat)).status_code == 200
+
+    talk(service, slow, ask)
+    assert slow.special == [True, True, False]
+
+
+def test_messages_that_the_template_refuses_are_the_clients_fault(
+    service: Service, slow: SlowTokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render(messages: object) -> str:
+        raise ChatTemplateError("roles must alternate")
+
+    assert service.engine is not None
+    monkeypatch.setattr(service.engine, "chat_template", SimpleNamespace(own=True, render=render))
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        refused = await client.post("/v1/chat/completions", json=body)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, "messages")
+        assert "roles must alternate" in error["message"]
+
+    talk(service, slow, ask)
+    assert not slow.begun
 
 
 @pytest.mark.parametrize("stream", [False, True])

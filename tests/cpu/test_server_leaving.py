@@ -12,6 +12,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from concurrent import futures
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from server_example.app import Service, create_app
 from server_example.client import EngineClient
 from server_example.engine import Engine
 from server_example.gate import Gate
-from server_example.host import Job
+from server_example.host import Host, Job
 from server_example.sampling import SamplingParams
+from server_example.scheduler import RequestTooLongError
 from server_example.settings import Settings
 from server_example.stats import Stats
 from tests.demo_model import demo_folder
@@ -87,8 +89,10 @@ def ended(engine: Engine, reason: str) -> float:
 
 async def settled(engine: Engine, client: EngineClient) -> None:
     """Returns once no request is left. No request of these tests runs to its end: all are cancelled."""
+    assert isinstance(engine.flush, MethodType)
+    host: Host = engine.flush.__self__
     end = time.monotonic() + 20
-    while engine.scheduler.waiting or engine.scheduler.running or client.busy:
+    while engine.scheduler.waiting or engine.scheduler.running or host._requests or client.busy:
         assert time.monotonic() < end
         await asyncio.sleep(0.001)
     assert ended(engine, "length") == 0
@@ -108,6 +112,19 @@ def test_a_submission_that_is_cancelled(engine: Engine, client: EngineClient, tu
 
     asyncio.run(submit())
     assert ended(engine, "cancelled") == before + (turns > 0), "at turn 0 it has not begun"
+
+
+def test_a_submission_that_is_refused(engine: Engine, client: EngineClient) -> None:
+    fits, too_long = (
+        Job(client.job_number(), [1] * size, SamplingParams(max_tokens=1)) for size in (1, 9999)
+    )
+
+    async def submit() -> None:
+        with pytest.raises(RequestTooLongError, match="9999 tokens"):
+            await client.submit([fits, too_long], [lambda event: None] * 2)
+        await settled(engine, client)
+
+    asyncio.run(submit())
 
 
 @pytest.mark.parametrize("stream", [False, True])

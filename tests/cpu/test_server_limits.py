@@ -7,7 +7,7 @@ import gc
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ from typing import Any
 import httpx
 import prometheus_client
 import pytest
-from fastapi import FastAPI
+from fastapi import Response
+from starlette.types import ASGIApp
 
 from server_example.app import Service, create_app
 from server_example.client import Emit
 from server_example.engine import EngineUnavailableError
-from server_example.gate import Counted
+from server_example.gate import Counted, Gate
 from server_example.host import Host, Job
 from server_example.protocol import ChatResponse
 from server_example.scheduler import TokenEvent, TokenLogprob
@@ -45,12 +46,14 @@ def server(demo_folder: Path) -> Iterator[httpx.Client]:
 
 
 def test_a_key_is_needed_under_v1_only(server: httpx.Client) -> None:
-    for wrong in (f"Bearer {KEY}x", KEY, "Bearer", "Bearer \xe9"):
+    for wrong in (f"Bearer {KEY}x", f"Basic {KEY}", KEY, "Bearer", "Bearer \xe9"):
         headers = {"authorization": wrong.encode("latin-1")}
         response = server.post("/v1/completions", json={"prompt": "a"}, headers=headers)
         assert response.status_code == 401
         assert response.headers["www-authenticate"] == "Bearer"
         assert response.json()["error"]["code"] == "invalid_api_key"
+    for path in ("/v1/models", "/v1/stats", "/v1/nowhere"):
+        assert httpx.get(f"{server.base_url}{path}").status_code == 401
     assert server.get("/v1/models").status_code == server.head("/v1/models").status_code == 200
     lower = server.get("/v1/models", headers={"authorization": f"bearer {KEY}"})
     assert lower.status_code == 200, "the scheme has no case"
@@ -74,6 +77,22 @@ def test_a_body_of_ten_megabytes_is_refused(server: httpx.Client, known_length: 
     response = server.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize("known_length", [True, False])
+@pytest.mark.parametrize(("size", "status"), [(9, 200), (10, 413)])
+def test_a_body_of_the_most_bytes_is_accepted(size: int, status: int, known_length: bool) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["body"] == b"a" * size
+        await Response()(scope, receive, send)
+
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(size):
+            yield b"a"
+
+    gate = Gate(app, api_key=None, max_body_bytes=9, receive_seconds=20)
+    content = b"a" * size if known_length else parts()
+    assert asyncio.run(ask(gate, "POST", "/", content=content)).status_code == status
 
 
 def test_the_largest_body_follows_from_context_and_queue() -> None:
@@ -110,7 +129,7 @@ def test_a_long_prompt_is_refused_by_its_bytes(server: httpx.Client) -> None:
     assert min(seconds) < 1, "tokenizing takes about two seconds"
 
 
-async def ask(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
+async def ask(app: ASGIApp, method: str, path: str, **options: Any) -> httpx.Response:
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         return await client.request(method, path, **options)
@@ -193,6 +212,9 @@ def test_browsers_of_named_origins_get_leave(tmp_path: Path) -> None:
         headers = {"origin": origin, "access-control-request-method": "POST"}
         response = asyncio.run(ask(app, "OPTIONS", "/v1/completions", headers=headers))
         assert response.headers.get("access-control-allow-origin") == allowed
+    wanted = {"access-control-request-headers": "authorization, content-type"}
+    preflight = {"origin": "https://a.example", "access-control-request-method": "POST", **wanted}
+    assert asyncio.run(ask(app, "OPTIONS", "/v1/completions", headers=preflight)).status_code == 200
     busy = asyncio.run(ask(app, "GET", "/metrics", headers={"origin": "https://a.example"}))
     assert busy.headers["retry-after"]
     assert busy.headers["access-control-expose-headers"] == "Retry-After, x-should-retry"

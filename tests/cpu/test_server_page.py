@@ -67,6 +67,7 @@ def test_the_files_need_no_key_and_have_their_types(server: httpx.Client, path: 
     assert (response.status_code, response.content) == (200, file.read_bytes())
     assert response.headers["content-type"] == TYPES[file.suffix]
     assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["cache-control"] == "no-cache", "a new version is seen at once"
     policy = dict(
         part.strip().split(" ", 1) for part in response.headers["content-security-policy"].split(";")
     )

@@ -1,4 +1,4 @@
-"""Sampling, text and answers, each on its own."""
+"""Bodies, sampling, text and answers, each on its own."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from server_example.answers import ChatForm, CompletionForm, Form, WholeChoice
 from server_example.client import Emit, EngineClient
 from server_example.generation import Deadline, Generation
 from server_example.host import Job
-from server_example.protocol import CompletionRequest, Usage
+from server_example.protocol import ChatRequest, CompletionRequest, Message, Usage, field_of
 from server_example.sampling import Sampler, SamplingParams, log_probabilities
 from server_example.scheduler import (
     RequestTooLongError,
@@ -288,3 +289,67 @@ def test_without_a_seed_each_request_draws_on_its_own() -> None:
 def test_a_set_that_reaches_top_p_gets_no_further_token() -> None:
     sampler = Sampler(SamplingParams(temperature=1.0, top_p=0.5, seed=1))
     assert {sampler(torch.zeros(4)) for _ in range(100)} == {0, 1}
+
+
+TEXT: dict[str, Any] = {"prompt": "a"}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+
+
+def refused_field(body: dict[str, Any]) -> str | None:
+    """The field that an error names, or None if the body is accepted."""
+    kind = ChatRequest if "messages" in body else CompletionRequest
+    try:
+        kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return field_of({**first, "loc": ("body", *first["loc"])})
+    return None
+
+
+def test_what_a_body_leaves_out_has_openais_default() -> None:
+    body = CompletionRequest.model_validate(TEXT)
+    assert (body.max_tokens, body.temperature, body.top_p, body.n) == (16, 1.0, 1.0, 1)
+    assert (body.stream, body.ignore_eos, body.stop_strings) == (False, False, ())
+    assert body.seed is body.logprobs is body.timeout is None
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "accepted", "refused"),
+    [
+        (TEXT, "n", (1, 16), (0, 17)),
+        (TEXT, "temperature", (0, 2), (2.1,)),
+        (TEXT, "top_p", (0.1, 1), (1.1,)),
+        (TEXT, "timeout", (0.1, 86400), (0, 86401)),
+        (TEXT, "stop", ("a" * 256, ["a"] * 4), ("a" * 257, ["a"] * 5, ["a" * 257])),
+        (TEXT, "suffix", ("",), ("b",)),
+        (CHAT, "top_logprobs", (0,), (1, 21)),
+        (CHAT | {"logprobs": True}, "top_logprobs", (0, 20), (21,)),
+        (CHAT, "tools", ([],), ([{"type": "function"}],)),
+        (CHAT, "tool_choice", ("none", "auto"), ("required",)),
+        (CHAT, "functions", ([],), ([{"name": "f"}],)),
+        (CHAT, "parallel_tool_calls", (True,), (False,)),
+        (CHAT, "modalities", (["text"],), (["audio"],)),
+        (CHAT, "response_format", ({"type": "text"},), ({"type": "json_object"},)),
+        (CHAT, "service_tier", ("auto",), ("flex",)),
+        (CHAT, "store", (False,), (True,)),
+        (CHAT, "metadata", ({},), ({"a": "b"},)),
+        (CHAT | {"max_tokens": 1}, "max_tokens", (2,), ()),
+        (CHAT | {"max_completion_tokens": 1}, "max_tokens", (None,), (1,)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_value_is_accepted_only_if_the_server_acts_on_it(
+    body: dict[str, Any], field: str, accepted: Sequence[Any], refused: Sequence[Any]
+) -> None:
+    for value in accepted:
+        assert refused_field(body | {field: value}) is None, value
+    for value in refused:
+        assert refused_field(body | {field: value}) == field, value
+
+
+def test_a_message_reaches_the_template_whole() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    message = Message.model_validate({"role": "developer", "content": parts, "name": "me"})
+    assert message.for_template() == {"role": "developer", "content": "ab", "name": "me"}
+    plain = Message.model_validate({"role": "assistant", "content": "a"})
+    assert plain.for_template() == {"role": "assistant", "content": "a"}

@@ -53,6 +53,7 @@ def test_values_are_parsed() -> None:
         ("MOE_FP8_JOBS", "0"),
         ("MOE_FP8_JOBS", "-1"),
         ("MOE_FP8_JOBS", "two"),
+        ("MOE_FP8_JOBS", "\N{ARABIC-INDIC DIGIT TWO}"),
         pytest.param("MOE_FP8_JOBS", "1" * 5000, id="too many digits"),
         ("MOE_FP8_JIT_MISS", "STRICT"),
         ("MOE_FP8_CHEKCED", "1"),
@@ -63,3 +64,23 @@ def test_bad_names_and_values_are_errors(name: str, value: str) -> None:
         parse_settings({name: value})
     assert caught.value.field == name
     assert caught.value.got == value
+
+
+@pytest.mark.parametrize(
+    ("value", "on"),
+    [("1", True), ("true", True), ("on", True), ("0", False), ("false", False), ("OFF", False)],
+)
+def test_every_word_for_on_and_off(value: str, on: bool) -> None:
+    given = parse_settings({"MOE_FP8_CHECKED": value, "MOE_FP8_DISPATCH": value})
+    assert given.checked == given.dispatch == on
+
+
+@pytest.mark.parametrize("name", ["MOE_FP8_CHECKED", "MOE_FP8_DISPATCH"])
+def test_a_mode_that_must_see_every_call_goes_through_the_dispatcher(name: str) -> None:
+    assert parse_settings({}).past_dispatcher
+    assert not parse_settings({name: "1"}).past_dispatcher
+
+
+def test_a_folder_may_begin_with_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert parse_settings({"MOE_FP8_BUNDLE": "~/bundle"}).bundle == Path("/home/me/bundle")

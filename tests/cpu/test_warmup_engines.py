@@ -18,6 +18,7 @@ from moe_fp8.problems import (
     PagedMqaLogitsProblem,
     PagedMqaMetadataProblem,
     Problem,
+    QuantizeProblem,
 )
 from moe_fp8.specs import kernel_spec
 from moe_fp8.warmup import ModelDescription, Plan, PlanOptions, describe, gemm_shapes, plan
@@ -219,3 +220,5 @@ def test_engines_compute_in_bf16_if_the_checkpoint_is_in_fp32() -> None:
     text_of(config)["torch_dtype"] = text_of(config)["dtype"] = "float32"
     assert describe(config).dtype == "float32"
     assert plan(describe(config), options).specs == expected.specs
+    others = plan(describe(config), PlanOptions(max_tokens=64, max_batch=4))
+    assert kernel_spec(QuantizeProblem(64, 2048, "float32", False, 132)) in others, "a caller's own input"

@@ -315,6 +315,28 @@ def test_ranks_that_cannot_share_key_value_heads_are_refused() -> None:
     assert caught.value.field == "num_key_value_heads"
 
 
+def test_a_remedy_names_the_ranks_of_attention_that_would_do() -> None:
+    given = Parallelism(attention_tp=12, moe_tp=12)
+    with pytest.raises(ConfigError, match="num_key_value_heads") as caught:
+        gemm_shapes(describe(in_blocks("glm_45")), given)
+    assert caught.value.remedy == "use attention_tp=1, attention_tp=2, attention_tp=4"
+    with pytest.raises(ConfigError, match=r"attention_tp: .*a divisor of the number of heads") as caught:
+        gemm_shapes(describe(in_blocks("glm_45")), Parallelism(attention_tp=9, moe_tp=9))
+    assert caught.value.remedy == "no tp and ep serve this model with the other settings"
+
+
+def test_a_remedy_keeps_the_ranks_that_share_experts_or_changes_them() -> None:
+    planned = plan(model("qwen3_30b"), PlanOptions(tp=8, ep=2, max_tokens=1, max_batch=1))
+    tried = [f"tp={tp} ep={ep}" for tp, ep in ((1, 2), (2, 2), (4, 2), (4, 4), (8, 8))]
+    assert all(f" {one}," in planned.remedy for one in tried) and "tp=8 ep=2" not in planned.remedy
+    assert not plan(planned.model, PlanOptions(tp=4, ep=2, max_tokens=1, max_batch=1)).remedy
+
+
+def test_a_weight_that_layers_of_two_kinds_share_is_one_gemm() -> None:
+    found = gemm_shapes(describe(in_blocks("minimax_m3")), Parallelism())
+    assert [shape.what for shape in found].count("o") == 1
+
+
 def test_every_remedy_works() -> None:
     description = model("qwen3_235b")
     with pytest.raises(ModelError) as caught:

@@ -169,11 +169,16 @@ def test_what_is_no_manifest_is_refused(make: Make, sources: SourceTree, text: s
         Bundle.open(path.parent, sources)
 
 
-def test_files_outside_the_folder_cannot_be_named(make: Make, sources: SourceTree) -> None:
+@pytest.mark.parametrize("key", ["", "../{}", "{}/../../{}"])
+def test_files_outside_the_folder_cannot_be_named(make: Make, sources: SourceTree, key: str) -> None:
     bundle = make(2)
     (kernel,) = bundle.manifest.kernels
     content = bundle.manifest.to_dict()
-    content["kernels"][0]["file"] = f"../{kernel.file}"
+    if key:
+        named = key.format(kernel.key, kernel.key)
+        content["kernels"][0].update(key=named, file=f"{named}.kernel")
+    else:
+        content["kernels"][0]["file"] = f"../{kernel.file}"
     del content["digest"]
     content["digest"] = bundle_module.hashlib.sha256(bundle_module.canonical(content)).hexdigest()
     (bundle.path / "manifest.json").write_text(json.dumps(content))
