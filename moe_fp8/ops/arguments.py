@@ -236,8 +236,6 @@ def integer(op: str, name: str, value: int, least: int | None = None) -> int:
 
 def flag(op: str, name: str, value: object) -> bool:
     """`value` as a bool. It may be a number or a tensor, as torch's ops take them, but no text."""
-    if value is True or value is False:
-        return value
     if isinstance(value, (str, bytes)):
         raise ArgumentError(op, name, "True or False", value)
     return bool(value)

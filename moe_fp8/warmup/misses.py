@@ -55,8 +55,8 @@ def explain_miss(
 ) -> Miss:
     """What the plan of `model` says of `kernel`, which `JitMissError` prints as "name[macro=value,...]".
 
-    If the plan lacks it, options are changed one at a time. Raises ConfigError for other text,
-    and for a kernel that does not exist.
+    If the plan lacks it, options are changed one at a time. Raises ConfigError for other text, and
+    for a kernel that does not exist.
     """
     if not _TEXT.fullmatch(kernel):
         raise ConfigError("kernel", "name[macro=value,...], as the error of the miss has it", kernel)

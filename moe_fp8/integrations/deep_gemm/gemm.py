@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -64,7 +64,8 @@ def fp8_gemm_nt(
     go to the engine's own copy. With K = 0, d is c, or zeros.
     Safe to capture.
     """
-    _demand_output("fp8_gemm_nt", d)
+    if d is None:
+        _refuse_none("fp8_gemm_nt")
     of_rows = _of_rows(recipe, recipe_a, recipe_b)
     if of_rows:
         recipe = recipe_a = recipe_b = None
@@ -114,7 +115,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
     further kernels, so it is not the default here: no engine reads padding.
     expected_m_for_psum_layout: the expected rows of an expert; any value is safe. Safe to capture.
     """
-    _demand_output(_CONTIGUOUS, d)
+    if d is None:
+        _refuse_none(_CONTIGUOUS)
     _demand(a, b, recipe, recipe_a, recipe_b, None, epilogue)
     (a_values, a_scale), (b_values, b_scale) = a, b
     alignment = get_mk_alignment_for_contiguous_layout()
@@ -210,7 +212,8 @@ def m_grouped_fp8_gemm_nt_masked(
     expected_m: the expected rows of an expert; any value is safe. Calls that signal another kernel while they
     run (`enable_overlap`) go to the engine's own copy. Safe to capture.
     """
-    _demand_output("m_grouped_fp8_gemm_nt_masked", d)
+    if d is None:
+        _refuse_none("m_grouped_fp8_gemm_nt_masked")
     _demand(a, b, recipe, recipe_a, recipe_b, None, epilogue)
     if enable_overlap or signal is not None:
         raise NotServed("no kernel of ours signals other kernels while it runs (enable_overlap, signal)")
@@ -301,10 +304,9 @@ def _of_rows(recipe: Recipe, recipe_a: Recipe, recipe_b: Recipe) -> bool:
     return recipe_b is not None and tuple(recipe_b) == (1, 128) and tuple(recipe_a or (1, 128)) == (1, 128)
 
 
-def _demand_output(op: str, d: Tensor | None) -> None:
+def _refuse_none(op: str) -> NoReturn:
     """Our ops would allocate an output that is None, and its caller would not see it."""
-    if d is None:
-        raise ArgumentError(op, "d", "a tensor", "NoneType")
+    raise ArgumentError(op, "d", "a tensor", "NoneType")
 
 
 def _demand_fp32(c: Tensor | None, d: Tensor) -> None:

@@ -133,7 +133,8 @@ def fused_moe(
     if x.dim() != 2 or topk_ids.dim() != 2:
         arguments.rank("fused_moe", "x", x, "[T, K]", 2)
         arguments.rank("fused_moe", "topk_ids", topk_ids, "[T, k]", 2)
-    interleaved = arguments.flag("fused_moe", "interleaved", interleaved)  # no op reads it
+    if interleaved is not True and interleaved is not False:  # no op reads it
+        interleaved = arguments.flag("fused_moe", "interleaved", interleaved)
     if limit is not None:  # before any step has run
         arguments.swiglu_limit("fused_moe", limit)
     if out is None:
