@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from moe_fp8 import cli, doctor
 from moe_fp8.errors import CompileError, ConfigError, DriverError, MoeFp8Error, ToolchainError
@@ -19,6 +21,7 @@ from moe_fp8.jit.driver import DeviceInfo
 from moe_fp8.warmup import PlanOptions, build_plan, load_model, load_plan, plan
 from moe_fp8.warmup import __main__ as startup
 from moe_fp8.warmup.arguments import exit_code
+from moe_fp8.warmup.tables import plan_table
 from tests.cpu.cli_runs import SMALL, SMALL_OPTIONS, Json, built, no_gpu, run_json, with_a_closed_pipe
 
 __all__ = ["built", "no_gpu", "run_json"]
@@ -382,3 +385,16 @@ def test_what_the_wheel_lacks_is_named(
     monkeypatch.setattr(cli, "__file__", str(tmp_path / "moe_fp8" / "cli.py"))
     assert cli.main([command, "--quick"]) == 1
     assert "source checkout" in capsys.readouterr().err
+
+
+def test_a_kernel_is_shown_with_the_rows_of_all_its_uses() -> None:
+    planned = plan(load_model(CONFIGS / "qwen3_30b.json"), PlanOptions(max_tokens=64, max_batch=4))
+    shown = io.StringIO()
+    Console(file=shown, width=400).print(plan_table(planned, None, None))
+    names = list(dict.fromkeys(spec.name for spec in planned.specs))
+    expected = []
+    for spec in sorted(planned.specs, key=lambda spec: names.index(spec.name)):
+        ranges = [pair for row in planned.rows if row.spec == spec for pair in row.rows]
+        first, last = min(first for first, _ in ranges), max(last for _, last in ranges)
+        expected.append(f"{first}-{last}" if first < last else str(first))
+    assert re.findall(r"(\S+) +- +- *$", shown.getvalue(), re.MULTILINE) == expected

@@ -177,6 +177,40 @@ def test_an_installed_package_is_taken_before_the_one_that_vllm_ships(
     assert found is not None and found is not copy and found.__name__ == "deep_gemm"
 
 
+def test_a_kind_may_be_a_text_and_counts_once() -> None:
+    integrations.install("indexer")
+    assert integrations.installed() == ("indexer",)
+    integrations.install(["indexer", "dense", "indexer"])
+    assert integrations.installed() == ("indexer", "dense")
+
+
+def test_an_extension_of_the_installed_package_is_imported_once(
+    installed_copy: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name only begins like the package's."""
+    (tmp_path / "deep_gemm_cpp.py").write_text("")
+    (tmp_path / "deep_gemm" / "__init__.py").write_text("import deep_gemm_cpp as extension")
+    try:
+        assert importlib.import_module("deep_gemm_cpp") is vendored.lookup("extension")
+        assert sys.modules["deep_gemm_cpp"] is vendored.lookup("extension")
+    finally:
+        sys.modules.pop("deep_gemm_cpp", None)
+
+
+def test_a_copy_of_vllms_that_cannot_be_imported_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deep_gemm: ModuleType
+) -> None:
+    for parent in ("vllm", "vllm.third_party"):
+        package = ModuleType(parent)
+        package.__path__ = [str(tmp_path)]
+        monkeypatch.setitem(sys.modules, parent, package)
+    (tmp_path / "deep_gemm.py").write_text("raise RuntimeError('no CUDA')")
+    assert vendored.find() is None and getattr(deep_gemm, "einsum", None) is None
+    with pytest.raises(UnsupportedError, match="alpha"):
+        pair = torch.zeros(64, 128, dtype=torch.float8_e4m3fn), torch.ones(64, 1)
+        deep_gemm.fp8_gemm_nt(pair, pair, torch.zeros(64, 64), alpha=2.0)
+
+
 def test_uninstall_keeps_a_number_of_sms_that_the_module_did_not_set() -> None:
     moe_fp8.set_num_sms(100)
     integrations.install()
@@ -192,6 +226,13 @@ def test_the_copy_gets_the_alignment(installed_copy: ModuleType) -> None:
     finally:
         installed_copy.set_mk_alignment_for_contiguous_layout(128)
     assert given == [64, 128]
+
+
+@pytest.mark.parametrize("value", [0, -128, True, 128.0, "128", None])
+def test_an_alignment_is_a_positive_number(value: Any, deep_gemm: ModuleType) -> None:
+    with pytest.raises(ArgumentError, match="value: expected an integer of at least 1"):
+        deep_gemm.set_mk_alignment_for_contiguous_layout(value)
+    assert deep_gemm.get_mk_alignment_for_contiguous_layout() == 128
 
 
 def test_uninstall_ends_the_modes(installed_copy: ModuleType) -> None:
@@ -314,3 +355,17 @@ def test_modes(copy: ModuleType, deep_gemm: ModuleType) -> None:
         deep_gemm.set_pdl(False)
     assert deep_gemm.get_theoretical_mk_alignment_for_contiguous_layout(8, 128) == 128
     assert deep_gemm.get_theoretical_mk_alignment_for_contiguous_layout(expected_m=512, num_groups=4) == 128
+
+
+def test_the_copy_hears_of_every_mode(copy: ModuleType, deep_gemm: ModuleType) -> None:
+    heard: list[tuple[str, Any]] = []
+    for name in ("set_pdl", "set_compile_mode"):
+        setattr(copy, name, lambda value, name=name: heard.append((name, value)))
+    deep_gemm.set_pdl(True)
+    deep_gemm.set_compile_mode(1)
+    deep_gemm.set_compile_mode(1)
+    deep_gemm.einsum()
+    deep_gemm.set_compile_mode(0)
+    deep_gemm.set_pdl(False)
+    assert Modes.launching, "one end is enough for two beginnings"
+    assert heard == [("set_pdl", True), ("set_compile_mode", 1), ("set_compile_mode", 0), ("set_pdl", False)]

@@ -13,6 +13,7 @@ import torch
 
 import moe_fp8
 from moe_fp8.errors import ArgumentError, UnsupportedError
+from moe_fp8.integrations.deep_gemm import indexer
 from tests import cases
 
 
@@ -128,7 +129,7 @@ def test_the_copy_may_have_the_newer_spelling_alone(copy: ModuleType, deep_gemm:
     assert len(copy.calls) == 1 and copy.calls[0][1][-1] == 8
 
 
-def test_paged_logits(deep_gemm: ModuleType) -> None:
+def test_paged_logits(deep_gemm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases.paged_case([3, 0, 130], 2, 32, 64)
     lens = case.context_lens
     metadata = deep_gemm.get_paged_mqa_logits_metadata(lens, 64, 132)
@@ -144,9 +145,12 @@ def test_paged_logits(deep_gemm: ModuleType) -> None:
     for width in (np.int32(columns), torch.tensor(columns, dtype=torch.int32)):
         again = deep_gemm.fp8_paged_mqa_logits(case.q, *given[:-1], width, clean_logits=True)
         assert torch.equal(again, cleaned) and again.stride() == cleaned.stride()
-    plain = deep_gemm.fp8_fp4_paged_mqa_logits((case.q, None), *given)
     written = expected > float("-inf")
-    assert torch.equal(plain[written], expected[written])
+    # Without the option, no further kernel writes what the logits' kernel does not write.
+    with monkeypatch.context() as patch:
+        patch.setattr(indexer, "_rows", lambda *_: torch.zeros(6, 256)[:, :columns])
+        plain = deep_gemm.fp8_fp4_paged_mqa_logits((case.q, None), *given)
+    assert torch.equal(plain[written], expected[written]) and not plain[~written].any()
     spaced = torch.stack([lens, lens], -1)[..., 0]
     given = case.kv_cache, case.weights, spaced, case.block_table, metadata, columns
     assert torch.equal(deep_gemm.fp8_paged_mqa_logits(case.q, *given, True), expected)

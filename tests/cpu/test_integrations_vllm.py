@@ -85,6 +85,37 @@ def test_register_changes_vllm_and_deactivate_restores_it(
     assert os.environ["VLLM_DEEP_GEMM_WARMUP"] == "relax"
 
 
+def test_register_keeps_what_the_process_has_activated(vllm: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in.activate(["indexer"])
+    monkeypatch.setenv("MOE_FP8_ENGINE", "1")
+    monkeypatch.setattr(plug_in, "settings", lambda: parse_settings({"MOE_FP8_ENGINE": "1"}))
+    plug_in.register()
+    assert installed() == ("indexer",)
+
+
+def test_a_vllm_without_the_newer_names_is_left_without_them(vllm: Fake) -> None:
+    """Some versions of vLLM lack one of them or the other."""
+    del vllm.wrapper._paged_mqa_logits_schedule_slots, vllm.wrapper.DeepGemmQuantScaleFMT._oracle_cache
+    for change in (lambda: plug_in.activate(["indexer"]), plug_in.deactivate):
+        change()
+        assert not hasattr(vllm.wrapper, "_paged_mqa_logits_schedule_slots")
+        assert not hasattr(vllm.wrapper.DeepGemmQuantScaleFMT, "_oracle_cache")
+
+
+def test_loaders_get_all_their_arguments(vllm: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some calls have a prefix of the layers' names, too."""
+    given: list[Any] = []
+    monkeypatch.setattr(
+        vllm.loader, "load_model", lambda self, *configs, **options: given.append((configs, options))
+    )
+    monkeypatch.setattr("moe_fp8.integrations.vllm.model.describe_loaded", lambda *_: None)
+    monkeypatch.setattr(planning, "warm", lambda loaded, undo: None)
+    plug_in.activate(["dense"])
+    vllm.loader().load_model("server", model_config="model", prefix="draft")
+    vllm.loader().load_model("server", "model", "draft")
+    assert given == [(("server", "model"), {"prefix": "draft"}), (("server", "model", "draft"), {})]
+
+
 def test_some_kinds_leave_the_others_alone(vllm: Fake) -> None:
     plug_in.activate(["indexer"])
     assert vllm.kernels == [DeepGemmKernel] and vllm.oracle.backend_to_kernel_cls("deepgemm") == [
@@ -99,15 +130,22 @@ def test_some_kinds_leave_the_others_alone(vllm: Fake) -> None:
 
 
 def test_vllm_looks_names_up_again_behind_each_change(vllm: Fake) -> None:
-    wrapper = vllm.wrapper
+    wrapper, imports = vllm.wrapper, sys.modules["vllm.utils.import_utils"]
     wrapper.is_deep_gemm_supported = cache(lambda: installed())
     wrapper.is_deep_gemm_supported.__module__ = wrapper.__name__
     assert wrapper.is_deep_gemm_supported() == ()
+    imports.has_deep_gemm = cache(lambda: installed())  # type: ignore[attr-defined]
+    imports.has_deep_gemm.__module__ = imports.__name__  # type: ignore[attr-defined]
+    assert imports.has_deep_gemm() == ()
+    # What another module keeps has nothing to do with `deep_gemm`.
+    wrapper.get_config = cache(lambda: object())
+    kept = wrapper.get_config()
     for change, kinds in ((lambda: plug_in.activate(["dense"]), ("dense",)), (plug_in.deactivate, ())):
         wrapper._fp8_gemm_nt_impl, wrapper.DeepGemmQuantScaleFMT._oracle_cache = print, 3
         change()
         assert wrapper._fp8_gemm_nt_impl is wrapper.DeepGemmQuantScaleFMT._oracle_cache is None
-        assert wrapper.is_deep_gemm_supported() == kinds
+        assert wrapper.is_deep_gemm_supported() == imports.has_deep_gemm() == kinds
+        assert wrapper.get_config() is kept
 
 
 def test_a_second_activation_replaces_the_first(vllm: Fake) -> None:

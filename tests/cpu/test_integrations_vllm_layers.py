@@ -15,6 +15,7 @@ from moe_fp8.integrations import vllm as plug_in
 from moe_fp8.limits import MAX_EXPERTS
 from moe_fp8.problems import PagedMqaLogitsProblem
 from moe_fp8.specs import kernel_spec
+from moe_fp8.warmup.models import Indexer
 from tests import cases
 from tests.cpu.vllm_stand_in import BlockScaledKernel, DeepGemmExperts, DeepGemmKernel, Fake, module, vllm
 
@@ -39,11 +40,17 @@ def test_the_linear_kernel_says_what_it_serves(vllm: Fake, monkeypatch: pytest.M
             activation_quant_key=scales(1, group), weight_quant_key=scales(block, 128),
         )  # fmt: skip
 
-    assert kernel.can_implement(config()) == (True, None)
-    for wrong in (config(n=100), config(k=200), config(out=torch.float16), config(group=64),
-                  config(given=torch.float16), config(block=64)):  # fmt: skip
+    for right in (config(), config(n=192)):
+        assert kernel.can_implement(right) == (True, None)
+    for wrong in (config(n=100), config(k=200), config(k=192), config(out=torch.float16),
+                  config(group=64), config(given=torch.float16), config(block=64)):  # fmt: skip
         possible, reason = kernel.can_implement(wrong)
         assert not possible and reason
+    # What DeepGEMM's own kernel refuses is nothing to ours.
+    monkeypatch.setattr(
+        DeepGemmKernel, "can_implement", lambda config: (False, "no deep_gemm"), raising=False
+    )
+    assert kernel.can_implement(config()) == (True, None)
     monkeypatch.setattr(BlockScaledKernel, "can_implement", lambda config: (False, "vLLM's reason"))
     assert kernel.can_implement(config()) == (False, "vLLM's reason")
 
@@ -56,11 +63,15 @@ def test_the_linear_kernel_rounds_scales_as_vllm_does(
     from moe_fp8.integrations.vllm import linear
 
     given: list[Any] = []
-    monkeypatch.setattr(linear, "linear_fp8", lambda *tensors, **options: given.append(options))
+    monkeypatch.setattr(linear, "linear_fp8", lambda *tensors, **options: given.append((tensors, options)))
     kernel = vllm.kernels[0]()
     kernel.use_deep_gemm_e8m0 = rounded
-    kernel.apply_block_scaled_mm(*[torch.zeros(1)] * 4)
-    assert given == [{"power_of_two": rounded, "constant_weights": True}]
+    x, weight, placeholder, scale = (torch.zeros(1) for _ in range(4))
+    kernel.apply_block_scaled_mm(x, weight, placeholder, scale)
+    ((tensors, options),) = given
+    assert all(one is other for one, other in zip(tensors, (x, weight, scale), strict=True))
+    assert options == {"power_of_two": rounded, "constant_weights": True}
+    assert not kernel.apply_input_quant, "vLLM would quantize the input before"
 
 
 def layer(weights: dict[str, tuple[int, ...]], **attributes: Any) -> torch.nn.Module:
@@ -92,7 +103,7 @@ def loaded_model(vllm: Fake) -> torch.nn.Module:
         layer({"weight": (256, 7168)}, quant_method=holder(fp8_linear=flashinfer)),
         layer({"weight": (100, 7168)}, quant_method=holder(fp8_linear=other)),
         layer({"weight": (128, 7168)}, quant_method=holder(fp8_linear=BlockScaledKernel())),
-        layer({"weight": (8, 1024, 4096)}, quant_method=holder(fp8_linear=kernel)),
+        layer({"weight": (64, 1024, 4096)}, quant_method=holder(fp8_linear=kernel)),
         layer(experts, quant_method=holder(experts_cls=ours), top_k=8),
         # Its products are left to `deep_gemm`, which is ours.
         layer(
@@ -101,6 +112,10 @@ def loaded_model(vllm: Fake) -> torch.nn.Module:
             top_k=4,
         ),
         layer({"w13_weight": (4, 256, 256), "w2_weight": (4, 256, 128)}, quant_method=holder()),
+        layer(
+            {"w13_weight": (2, 256, 256), "w2_weight": (2, 256, 128)},
+            quant_method=holder(experts_cls=type("DeepGemmMegaExperts", (), {})),
+        ).bfloat16(),
     ]
     return torch.nn.Sequential(*layers)
 
@@ -140,6 +155,35 @@ def test_a_loaded_model_is_planned(vllm: Fake, monkeypatch: pytest.MonkeyPatch) 
         for page in (32, 64):
             problem = PagedMqaLogitsProblem(64, 1, heads, 128, page, 132, "float32")
             assert (kernel_spec(problem) in specs) == (page in pages)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts", "indexer"])
+def test_only_layers_of_the_kinds_that_we_serve_are_planned(
+    kind: str, vllm: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_fp8.integrations.vllm import model as models
+
+    monkeypatch.setattr(models, "get_num_sms", lambda: 132)
+    plug_in.activate(["dense", "experts"])
+    model = loaded_model(vllm)
+    plug_in.activate([kind])
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
+        parallel_config=SimpleNamespace(data_parallel_size=1, use_ubatching=False),
+        speculative_config=SimpleNamespace(num_speculative_tokens=None),
+    )
+    text = SimpleNamespace(index_topk=2048, index_n_heads=64, index_head_dim=128, index_kpool=None)
+    sizes = SimpleNamespace(max_model_len=4096, hf_text_config=text)
+    loaded = models.describe_loaded(model, config, sizes)
+    assert (bool(loaded.dense), bool(loaded.experts), loaded.indexer is not None) == tuple(
+        kind == each for each in ("dense", "experts", "indexer")
+    )
+    # What a config sets to None, it does not ask for.
+    assert loaded.next_n == 1 and loaded.max_positions == 4096
+    if loaded.indexer is not None:
+        assert loaded.indexer == Indexer(64, 128, 2048)
+        text.index_topk = None
+        assert models.describe_loaded(model, config, sizes).indexer is None
 
 
 @pytest.mark.parametrize(
@@ -241,12 +285,32 @@ def test_the_experts_refuse_layers_that_they_do_not_compute(
 def test_the_experts_refuse_what_vllms_refuse(vllm: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in.activate(["experts"])
     cls = vllm.oracle.backend_to_kernel_cls("triton")[0]
-    monkeypatch.setattr(DeepGemmExperts, "is_supported_config", lambda *_: (False, "vLLM's reason"))
-    assert cls.is_supported_config(cls, None, None, None, None) == (False, "vLLM's reason")
+    asked: list[Any] = []
+    refused = False, "vLLM's reason"
+    monkeypatch.setattr(DeepGemmExperts, "is_supported_config", lambda *given: asked.append(given) or refused)
+    assert cls.is_supported_config(cls, "layer", 2, 1, "tokens") == refused
+    assert asked == [(cls, "layer", 2, 1, "tokens")]
     # The stand-in's formats: 2 are weights in blocks of 128 x 128, 1 are activations in groups of 128.
     assert cls._supports_quant_scheme(2, 1)
     assert cls._supports_activation("silu") and not cls._supports_activation("gelu")
     assert not cls._supports_quant_scheme(2, 2) and not cls._supports_quant_scheme(1, 1)
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+def test_the_experts_round_scales_as_vllm_does(rounded: bool, vllm: Fake) -> None:
+    vllm.wrapper.DeepGemmQuantScaleFMT.from_oracle = lambda: 1 if rounded else 0
+    plug_in.activate(["experts"])
+    made = vllm.oracle.backend_to_kernel_cls("triton")[0]("layer", "format")
+    assert made.power_of_two == rounded
+    assert (made.moe_config, made.quant_config) == ("layer", "format")
+
+
+def test_the_experts_are_for_hopper(vllm: Fake) -> None:
+    plug_in.activate(["experts"])
+    cls = vllm.oracle.backend_to_kernel_cls("triton")[0]
+    assert cls._supports_current_device()
+    vllm.platform.is_device_capability = lambda capability: capability == 80
+    assert not cls._supports_current_device()
 
 
 @pytest.mark.parametrize("on_input", [False, True])
@@ -264,10 +328,11 @@ def test_the_experts_pass_on_how_the_layer_computes(
     layer.gemm1_clamp_limit, layer.power_of_two = 7.0, False
     layer.moe_config = SimpleNamespace(moe_parallel_config=SimpleNamespace(use_all2all_kernels=on_input))
     assert layer.expects_unquantized_inputs != on_input
-    x = torch.ones(2, 2)
-    layer.apply(x, x, x, x, x, x, "silu", 2, None, None, None, x, x, None, on_input)
+    x, weights = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bfloat16)
+    layer.apply(x, x, x, x, weights, x, "silu", 2, None, None, None, x, x, None, on_input)
     ((tensors, options),) = given
     assert (tensors[2] is None) == on_input and tensors[1] is x
+    assert on_input or tensors[2].dtype is torch.float32
     assert (options["limit"], options["power_of_two"], options["rounded"]) == (7.0, False, True)
 
 

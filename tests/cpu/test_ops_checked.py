@@ -45,6 +45,29 @@ def test_a_replay_file_describes_the_call(checked_mode: Path) -> None:
     assert content["settings"]["checked"] is True and content["versions"]["torch"] == torch.__version__
 
 
+def test_a_replay_file_has_small_tensors_of_integers_and_is_its_owners(checked_mode: Path) -> None:
+    def broken() -> None:
+        raise ContractError("op", "x", "this", "that")
+
+    tensors = {
+        "ids": torch.tensor([3, -1]),
+        "large": torch.zeros((1 << 16) + 1, dtype=torch.int32),
+        "bytes": torch.zeros(2, dtype=torch.uint8),
+    }
+    with pytest.raises(ContractError):
+        examine.examine("op", tensors, broken)
+    (file,) = checked_mode.iterdir()
+    described = json.loads(file.read_text())["arguments"]
+    assert {name: one.get("values") for name, one in described.items()} == {
+        "ids": [3, -1], "large": None, "bytes": None,
+    }  # fmt: skip
+    assert checked_mode.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_package_that_is_not_installed_has_no_version(checked_mode: Path) -> None:
+    assert examine._version("moe-fp8-of-nobody") is None
+
+
 def test_each_failure_has_a_file(checked_mode: Path) -> None:
     for _ in range(2):
         with pytest.raises(ContractError):

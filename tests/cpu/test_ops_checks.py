@@ -159,6 +159,7 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("indexer_quantize_and_cache", "kv_cache", lambda c: torch.stack([c, c], -1)[..., 0]),
     ("indexer_quantize_and_cache", "kv_cache", lambda c: c[:1].expand(3, -1, -1, -1)),
     ("indexer_quantize_and_cache", "kv_cache", lambda c: c.reshape(-1)[8:-8440].view(2, 64, 1, 132)),
+    ("indexer_quantize_and_cache", "kv_cache", lambda c: c.as_strided((2, 64, 1, 132), (8456, 132, 132, 1))),
     ("indexer_quantize_and_cache", "slot_mapping", lambda s: s.short()),
     ("indexer_quantize_and_cache", "slot_mapping", lambda s: s[1:]),
     ("indexer_quantize_and_cache", "slot_mapping", lambda s: s[:, None]),

@@ -262,3 +262,9 @@ def test_functions_for_offline_use_and_flags_name_what_is_no_tensor_and_no_flag(
         moe_workspace_bytes(**sizes, interleaved="no")  # type: ignore[arg-type]
     one = torch.ones(1, dtype=torch.bool)
     assert moe_workspace_bytes(**sizes, interleaved=one) == moe_workspace_bytes(**sizes, interleaved=True)  # type: ignore[arg-type]
+
+
+def test_ids_beyond_the_map_go_to_no_expert() -> None:
+    x, ids = torch.zeros(4, 128, dtype=torch.bfloat16), torch.tensor([[0], [2], [99], [-7]])
+    permuted = moe_permute(x, ids, num_experts=2, expert_map=torch.tensor([1, 0], dtype=torch.int32))
+    assert permuted[-1].tolist() == [[0], [-1], [-1], [-1]]

@@ -48,6 +48,25 @@ def test_what_is_not_mn_major() -> None:
     assert not scales.is_mn_major(room[1:].as_strided((5, 2), (1, 8))), "the address of usual strides too"
 
 
+@pytest.mark.parametrize(
+    "shape, strides",
+    [
+        ((0, 7), (1, 0)),
+        ((0, 5, 2), (8, 1, 4)),
+        ((2, 0, 3), (0, 1, 0)),
+        ((1, 2), (7, 8)),
+        ((1, 5, 1), (3, 1, 5)),
+        ((1, 5, 2), (3, 1, 12)),
+        ((3, 5, 1), (12, 1, 5)),
+    ],
+)
+def test_strides_that_reach_no_element_do_not_matter(
+    shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    scale = torch.zeros(64).as_strided(shape, strides)
+    assert to_mn_major(scale) is scale
+
+
 def test_usual_strides_at_another_address_are_converted() -> None:
     given = OPS["gemm_fp8"]()
     a_scale = torch.zeros(64)[1:].as_strided((3, 2), (1, 4))

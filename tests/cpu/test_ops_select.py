@@ -181,7 +181,7 @@ def test_bad_workspaces_are_named() -> None:
     whole = indexer_workspace_bytes(num_queries=4, num_keys=500, topk=TOPK)
     good = _workspace(whole + 256)
     assert good is not None
-    for bad in (good[:100], good[1:], good.view(torch.int8), good.view(2, -1), good[::2]):
+    for bad in (good[:100], good[1:], good[8:], good.view(torch.int8), good.view(2, -1), good[::2]):
         with pytest.raises(ArgumentError, match="workspace"):
             indexer_select(*case.arguments(), topk=TOPK, workspace=bad)
 

@@ -233,6 +233,13 @@ def test_a_layer_launches_nothing_within_compile_only(launches: _Launches) -> No
     assert len(launches.made) == 5
 
 
+def test_a_layer_that_was_compiled_alone_is_remembered_whole(launches: _Launches) -> None:
+    with moe_fp8.compile_only():
+        moe_fp8.fused_moe(**_moved(_layer()))
+    moe_fp8.fused_moe(**_layer())
+    assert len(launches.made) == 5 and len(launches.launch._launches) == 1
+
+
 def test_a_layers_launches_are_kept_apart_by_the_number_of_sms(launches: _Launches) -> None:
     given = _layer()
     moe_fp8.fused_moe(**given)

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from server_example.backend import choose_backend
 from server_example.cache import PAGE_TOKENS
 from server_example.engine import Engine, EngineOptions
+from server_example.metrics import Metrics
 from server_example.model.batch import DecodeBatch, PrefillBatch
 from server_example.model.transformer import Transformer
 from server_example.sampling import SamplingParams, likeliest
@@ -123,6 +125,21 @@ def test_metrics_count_every_token_of_a_step(demo_folder: Path) -> None:
         assert value[f"server_inter_token_seconds_{sample}"] == 7 * of
     assert value["server_inter_token_seconds_sum"] > 0
     assert b'server_inter_token_seconds_bucket{le="0.001"}' in engine.metrics.render()
+
+
+def test_each_token_is_timed_from_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, now = Metrics({}), 100.0
+    monkeypatch.setattr("server_example.metrics.time", SimpleNamespace(monotonic=lambda: now))
+    requests = [Request([1], SamplingParams(), print, created=now) for _ in range(3)]
+    for passed, some in ((0.75, requests), (0.25, requests[:2]), (4.0, requests)):
+        now += passed
+        metrics.tokens(some)
+    values = metrics.values()
+    assert values["server_time_to_first_token_seconds_sum"] == 3 * 0.75
+    name = "server_inter_token_seconds"
+    assert values[f"{name}_sum"] == 2 * 0.25 + 2 * 4.0 + 4.25
+    below = [values[f"{name}_bucket/{bound}"] for bound in ("0.2", "0.5", "1.0", "5.0", "20.0", "+Inf")]
+    assert below == [0, 2, 2, 5, 5, 5]
 
 
 def test_tokens_that_are_told_late_are_the_same(demo_folder: Path) -> None:

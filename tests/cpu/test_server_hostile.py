@@ -241,6 +241,20 @@ def test_requests_that_wait_for_their_turn_are_answered(server: httpx.Client) ->
     assert answers[0] == b"" and b'{"status":"ok"}' in answers[3]
 
 
+def test_a_flood_of_requests_behind_a_running_one_is_not_read(server: httpx.Client) -> None:
+    """The server keeps little of it: the rest waits in the kernel's buffers and with the client."""
+    sent = 0
+    with connect(server) as sock:
+        sock.sendall(completion(**LONG, stream=True))
+        until_running(server, 1)
+        sock.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            while sent < 64 << 20:
+                sent += sock.send(b"GET /ready HTTP/1.1\r\nhost: a\r\n\r\n" * 5000)
+        assert server.get("/health").json()["running"] == 1, "it ended before the flood did"
+    until_running(server, 0)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_bytes_behind_the_last_request_do_not_end_its_answer(server: httpx.Client, stream: bool) -> None:
     request = completion(**LONG | {"max_tokens": 40}, stream=stream)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import time
 from collections.abc import Coroutine, Iterator
 from concurrent import futures
@@ -125,6 +126,29 @@ def test_a_submission_that_is_refused(engine: Engine, client: EngineClient) -> N
         await settled(engine, client)
 
     asyncio.run(submit())
+
+
+def test_what_a_pipe_cannot_carry_fails_its_own_call_alone(
+    pair: tuple[Engine, EngineClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, client = pair
+
+    class LocalError(Exception):
+        """A pipe carries no error of a class that the other side cannot import."""
+
+    def render() -> bytes:
+        raise LocalError("why")
+
+    monkeypatch.setattr(engine.metrics, "render", render)
+
+    async def talk() -> None:
+        with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+            await client.call("cancel", [lambda: None])
+        with pytest.raises(RuntimeError, match="LocalError: why"):
+            await client.call("metrics")
+        assert (await client.call("details"))["running"] == 0
+
+    asyncio.run(talk())
 
 
 @pytest.mark.parametrize("stream", [False, True])

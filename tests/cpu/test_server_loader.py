@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import moe_fp8
 from moe_fp8.errors import ModelError
 from server_example.model.config import ModelConfig
 from server_example.model.layers import Fp8Weight
@@ -75,6 +76,7 @@ def test_the_published_config_is_read(name: str) -> None:
     assert yarn is not None
     assert yarn.rotation_scale == 1
     assert yarn.softmax_scale == pytest.approx((0.1 * math.log(40) + 1) ** 2)
+    assert ModelConfig.load(CONFIGS / f"{name}.json", eos_token_id=[7]).eos_token_id == 7
     assert config.num_nextn_predict_layers == 1 and config.power_of_two_scales
     # Among 32 pairs, those up to 10 turn more than 32 times in 4096 tokens; those from 23 on, less than once.
     frequency = 10000.0 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)
@@ -230,3 +232,34 @@ def test_random_weights_have_the_checkpoints_sizes(
     logits = run.prefill(list(range(1, 71)))
     assert logits.isfinite().all() and float(logits.std()) > 0.1
     assert run.decode(5).isfinite().all()
+    for cache in run.caches:
+        mantissa, _ = cache.index_scales[run.pages].flatten()[:71].frexp()
+        assert (mantissa == 0.5).all() == (scale_format == "ue8m0")
+
+
+@pytest.mark.parametrize("scale_format", [None, "ue8m0"])
+def test_every_activation_is_quantized_in_the_models_format(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch, scale_format: str | None
+) -> None:
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": scale_format}
+    config = ModelConfig.load(demo_folder, num_hidden_layers=2, quantization_config=quantization)
+    weights = load_weights(demo_folder, config, CPU, load_format="dummy")
+    formats = {}
+
+    def recorded(name: str) -> Any:
+        op = getattr(moe_fp8, name)
+
+        def call(*arguments: Any, power_of_two: bool, **options: Any) -> Any:
+            formats[name] = power_of_two
+            return op(*arguments, power_of_two=power_of_two, **options)
+
+        return call
+
+    names = (
+        "quantize_fp8", "linear_fp8", "silu_mul_quantize", "fused_moe", "indexer_quantize_and_cache",
+    )  # fmt: skip
+    for name in names:
+        monkeypatch.setattr(moe_fp8, name, recorded(name))
+    model = Transformer(config, weights, max_positions=64, num_workers=8)
+    model_run(model, 64).prefill([1, 2, 3])
+    assert formats == dict.fromkeys(names, scale_format == "ue8m0")

@@ -325,7 +325,11 @@ def edited(folder: Path, to: Path, **changes: object) -> Path:
         ("attention_bias", True),
         ("mlp_layer_types", ["sparse", "sparse", "sparse"]),
         ("quantization_config", {"quant_method": "gptq"}),
+        ("quantization_config", {"quant_method": "fp8", "weight_block_size": [64, 128]}),
         ("num_experts_per_tok", 9),
+        ("n_group", 3),
+        ("topk_group", 99),
+        ("v_head_dim", 33),
         ("qk_rope_head_dim", 32),
     ],
 )

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from server_example.answers import ChatForm, CompletionForm, Form, WholeChoice
 from server_example.client import Emit, EngineClient
@@ -30,7 +31,7 @@ from server_example.scheduler import (
     TokenLogprob,
 )
 from server_example.settings import SHAKESPEARE
-from server_example.text import TextStream, TokenTexts
+from server_example.text import TextStream, TokenTexts, encode
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +179,33 @@ def test_of_two_stop_strings_in_a_token_the_first_in_the_text_counts(tokenizer: 
         assert stopped and "".join(pieces) == " t"
 
 
+def test_the_begin_of_a_character_behind_a_stop_string_is_not_sent() -> None:
+    texts = SimpleNamespace(written=lambda token: b"end\xf0")
+    stream = TextStream(cast(TokenTexts, texts), ("nd",))
+    assert stream.push(0) + stream.finish() == "e"
+
+
 def test_stop_string_across_tokens_is_never_sent(tokenizer: Tokenizer) -> None:
     pieces, stopped = streamed(tokenizer, tokenizer.encode("The server reads a page.").ids, "er rea")
     assert stopped
     assert "".join(pieces) == "The serv"
+
+
+def test_log_probabilities_without_alternatives_have_no_list_of_them() -> None:
+    event = TokenEvent("a", 1, logprob=TokenLogprob(b"a", -1.0, (), 0))
+    logprobs = CompletionForm("m").logprobs(0, [event])
+    assert logprobs is not None and logprobs.top_logprobs is None
+
+
+def test_tokens_that_begin_each_text_are_left_out_on_request(tokenizer: Tokenizer) -> None:
+    """As for a chat, whose template writes them."""
+    begins = Tokenizer.from_str(tokenizer.to_str())
+    begins.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokens = encode(tokenizer, "The page")
+    assert encode(begins, "The page") == [0, *tokens]
+    assert encode(begins, "The page", special=False) == tokens
 
 
 def test_the_models_tokenizer_ends_with_token_0(tokenizer: Tokenizer) -> None:

@@ -38,6 +38,9 @@ class DeepGemmKernel(BlockScaledKernel):
 
 
 class DeepGemmExperts:
+    def __init__(self, moe_config: Any, quant_config: Any) -> None:
+        self.moe_config, self.quant_config = moe_config, quant_config
+
     @staticmethod
     def is_supported_config(cls: Any, *arguments: Any) -> tuple[bool, str | None]:
         return True, None
