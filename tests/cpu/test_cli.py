@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
@@ -17,7 +18,10 @@ from rich.console import Console
 from moe_fp8 import cli, doctor
 from moe_fp8.errors import CompileError, ConfigError, DriverError, MoeFp8Error, ToolchainError
 from moe_fp8.jit import driver, runtime
+from moe_fp8.jit.build import BuildReport, BuildRow
 from moe_fp8.jit.driver import DeviceInfo
+from moe_fp8.jit.store import KernelStore
+from moe_fp8.specs import KernelSpec
 from moe_fp8.warmup import PlanOptions, build_plan, load_model, load_plan, plan
 from moe_fp8.warmup import __main__ as startup
 from moe_fp8.warmup.arguments import exit_code
@@ -123,6 +127,55 @@ def test_build_prints_what_ptxas_said(built: Path, capsys: pytest.CaptureFixture
         assert heading in table
     assert all(len(line) <= 100 for line in table.splitlines())
     assert "…" not in table
+
+
+def test_build_tells_what_the_compiler_reports(
+    tmp_path: Path, run_json: Json, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = KernelSpec("good", (), 128, 0), KernelSpec("bad", (), 128, 0)
+    rows = (
+        BuildRow(good, "0" * 32, True, 0.0, 40, 0, 0, ()),
+        BuildRow(bad, "1" * 32, True, 0.0, 168, 8, 16, ("unused variable",)),
+    )
+    monkeypatch.setattr(cli, "build_plan", lambda *given, **named: BuildReport(rows, 1.5))
+    build = ["build", *SMALL, "--cache-dir", str(tmp_path), "--quiet"]
+    code, told = run_json(build)
+    assert code == 0 and (told["seconds"], told["bundle"]) == (1.5, None)
+    assert told["kernels"][1] == {
+        "kernel": str(bad),
+        "key": "1" * 32,
+        "cached": True,
+        "seconds": 0.0,
+        "registers": 168,
+        "spill_bytes": 8,
+        "local_bytes": 16,
+        "warnings": ["unused variable"],
+    }
+    assert cli.main(build) == 0
+    assert capsys.readouterr().err == f"warning: {bad} spills 8 bytes of registers\n"
+
+
+def test_build_hands_on_jobs_and_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_json: Json
+) -> None:
+    asked: list[object] = []
+
+    def noted(*given: object, jobs: int | None, progress: bool | None) -> BuildReport:
+        asked.append((jobs, progress))
+        return BuildReport((), 0.0)
+
+    monkeypatch.setattr(cli, "build_plan", noted)
+    for options in ([], ["--jobs", "3", "--quiet"]):
+        assert run_json(["build", *SMALL, "--cache-dir", str(tmp_path), *options])[0] == 0
+    assert asked == [(None, None), (3, False)]
+
+
+def test_check_without_any_folder_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "store_from", lambda arguments: KernelStore(None))
+    assert cli.main(["check", *SMALL]) == 1
+    assert "kernels are in no folder, since neither MOE_FP8_CACHE_DIR nor HOME" in capsys.readouterr().out
 
 
 def test_check_passes_on_a_full_store(built: Path, run_json: Json) -> None:
@@ -352,7 +405,26 @@ def test_doctor_warns_of_a_cache_that_will_not_be_used(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     assert findings(file)["kernel store"].status == "warn"
-    assert findings(tmp_path / "new" / "deeper")["kernel store"].status == "ok"
+    assert findings(tmp_path / "new" / "deeper" / "still")["kernel store"].status == "ok"
+
+
+def test_doctor_warns_without_any_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without = dataclasses.replace(doctor.settings(), cache_dir=None)
+    monkeypatch.setattr(doctor, "settings", lambda: without)
+    store = findings()["kernel store"]
+    assert (store.status, store.detail) == ("warn", "no folder: kernels are kept in memory only")
+    assert "MOE_FP8_CACHE_DIR" in store.remedy
+    assert findings(tmp_path)["kernel store"].status == "ok"
+
+
+def test_doctor_prints_each_remedy_below_its_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = doctor.Finding("python", "ok", "3.12"), doctor.Finding("torch", "warn", "missing", "install it")
+    monkeypatch.setattr(cli, "diagnose", lambda *given: found)
+    assert cli.main(["doctor"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["ok", "python", "3.12"], ["warn", "torch", "missing"], ["remedy:", "install", "it"]]
 
 
 def test_bench_hands_its_arguments_to_the_benchmarks(
@@ -376,6 +448,37 @@ def test_serve_is_the_example_server(
     assert "--max-batch" in capsys.readouterr().out
     assert cli.main(["serve", "--port", "99999", "--model", "nowhere"]) == 2
     assert "--port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("left", "code", "said"),
+    [("SystemExit(3)", 3, ""), ("SystemExit()", 0, ""), ("SystemExit('no GPU')", 1, "no GPU\n")],
+)
+def test_bench_ends_as_the_benchmarks_do(
+    left: str,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In another checkout, whose benchmarks only print their arguments and leave."""
+    monkeypatch.setitem(cli._IN_A_CHECKOUT, "bench", ("stand_in_benchmarks", ""))
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "moe_fp8" / "cli.py"))
+    monkeypatch.setattr(sys, "argv", ["moe-fp8"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    package = tmp_path / "stand_in_benchmarks"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(f"import sys\nprint(sys.argv[1:])\nraise {left}\n")
+    assert cli.main(["bench", "--quick"]) == 1, "without pyproject.toml it is no checkout"
+    assert "source checkout" in capsys.readouterr().err
+    (tmp_path / "pyproject.toml").touch()
+    assert cli.main(["bench", "--quick"]) == code
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("['--quick']\n", said)
+    for name in ("stand_in_benchmarks", "stand_in_benchmarks.__main__"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("command", ["bench", "serve"])

@@ -440,6 +440,15 @@ def test_put_then_get(tmp_path: Path) -> None:
     assert KernelStore(tmp_path / "cache").get(_ARTIFACT.key) == replace(_ARTIFACT, registers=11)
 
 
+def test_reading_and_writing_leave_no_file_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(3):
+        key = f"{number:032x}"
+        KernelStore(tmp_path).put(Artifact(key, "tiny", b"cubin", 1, 0, 0, 0, "13.0", 0.1))
+        assert KernelStore(tmp_path).get(key) is not None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_folder_that_is_only_read_is_no_place_for_workers(
     tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:

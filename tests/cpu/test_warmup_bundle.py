@@ -82,6 +82,31 @@ def test_build_says_where_the_bundle_is(bundle: Path, copied: Path, cache: Path,
     assert told["bundle"]["path"] == str(copied)
     assert told["bundle"]["kernels"] == len(PLANNED.specs)
     assert told["bundle"]["digest"] == Bundle.open(bundle).manifest.digest
+    files = [path.stat().st_size for path in bundle.glob("*.kernel")]
+    assert (told["bundle"]["bytes"], told["bundle"]["models"]) == (sum(files), ["qwen3_30b"])
+    nvrtc = ".".join(map(str, Bundle.open(bundle).nvrtc))
+    assert (told["bundle"]["toolchain"]["arch"], told["bundle"]["toolchain"]["nvrtc"]) == ("sm_90a", nvrtc)
+    assert {path.stem for path in cache.glob("*.kernel")} == set(PLANNED.keys().values())
+
+
+def test_build_prints_what_is_in_the_bundle(
+    copied: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build = ["build", *SMALL, "--cache-dir", str(cache), "--bundle", str(copied), "--quiet"]
+    assert cli.main(build) == 0
+    said, bundle = capsys.readouterr().out.splitlines()[-1], Bundle.open(copied)
+    size = sum(path.stat().st_size for path in copied.glob("*.kernel")) / 1e6
+    counted = f"{len(PLANNED.specs)} kernels, {size:.1f} MB, NVRTC {'.'.join(map(str, bundle.nvrtc))}"
+    assert said == f"bundle {copied}: {counted}, for qwen3_30b; digest {bundle.manifest.digest[:12]}"
+
+
+def test_build_replaces_a_damaged_bundle_by_force_only(copied: Path, cache: Path) -> None:
+    victim = next(copied.glob("*.kernel"))
+    victim.write_bytes(b"")
+    build = ["build", *SMALL, "--cache-dir", str(cache), "--bundle", str(copied), "--quiet"]
+    assert cli.main(build) == 6 and victim.read_bytes() == b""
+    assert cli.main([*build, "--force"]) == 0
+    Bundle.open(copied).verify()
 
 
 def test_adding_a_model_compiles_only_what_is_new(
@@ -95,6 +120,7 @@ def test_adding_a_model_compiles_only_what_is_new(
     assert code == 0
     assert told["compiled"] == len(set(wider.specs) - set(PLANNED.specs)) > 0
     assert told["bundle"]["kernels"] == len(set(wider.specs) | set(PLANNED.specs))
+    assert told["bundle"]["models"] == ["qwen3_30b"], "both plans are of one model"
     for arguments in (SMALL, more):
         assert cli.main(["check", *arguments, "--bundle", str(copied)]) == 0
 
@@ -117,6 +143,16 @@ def test_check_names_the_rows_that_are_missing(
     assert "gemm_fp8 dense 5120 x 2048 rows" in said.out
     assert f"of {told['kernels']} kernels are in the bundle {bundle}" in said.out
     assert "moe-fp8 build --bundle" in said.err
+
+
+def test_check_looks_into_the_bundle_in_use_and_into_the_cache(
+    bundle: Path, tmp_path: Path, in_use: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_use(bundle)
+    assert cli.main(["check", *SMALL, "--cache-dir", str(tmp_path)]) == 0
+    count = len(PLANNED.specs)
+    said = capsys.readouterr().out
+    assert said == f"{count} of {count} kernels are in the bundle {bundle} or {tmp_path}\n"
 
 
 def test_check_refuses_a_damaged_bundle(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,7 +186,7 @@ def findings() -> dict[str, doctor.Finding]:
 
 
 def test_doctor_reports_the_bundle(
-    copied: Path, in_use: Callable[[Path], None], run_json: Json, monkeypatch: pytest.MonkeyPatch
+    bundle: Path, copied: Path, in_use: Callable[[Path], None], run_json: Json
 ) -> None:
     assert findings()["kernel bundle"].detail == "none: MOE_FP8_BUNDLE is not set"
     in_use(copied)
@@ -162,6 +198,8 @@ def test_doctor_reports_the_bundle(
     found = findings()["kernel bundle"]
     assert found.status == "fail" and victim.name in found.detail
     assert run_json(["doctor", "--bundle", str(copied)])[0] == 1
+    named = {each.name: each.detail for each in doctor.diagnose(bundle=bundle)}
+    assert str(bundle) in named["kernel bundle"], "the option is stronger than the variable"
 
 
 def test_doctor_wants_no_compiler_beside_a_bundle(
@@ -173,6 +211,8 @@ def test_doctor_wants_no_compiler_beside_a_bundle(
     monkeypatch.setattr(doctor, "try_nvrtc", missing)
     monkeypatch.setattr(bundle_module, "installed_nvrtc", lambda: None)
     assert findings()["NVRTC"].status == "fail"
+    named = {finding.name: finding.status for finding in doctor.diagnose(bundle=bundle)}
+    assert (named["NVRTC"], named["kernel bundle"]) == ("warn", "ok")
     in_use(bundle)
     assert (findings()["NVRTC"].status, findings()["kernel bundle"].status) == ("warn", "ok")
 
