@@ -123,7 +123,7 @@ def _get_missing(
     waiting = deque(specs)
     tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
     results: queue.SimpleQueue[tuple[KernelSpec, _Result]] = queue.SimpleQueue()
-    crew: list[tuple[_Compiler | _InProcess, threading.Thread]] = []
+    crew: list[tuple[_Compiler | _InProcess, threading.Thread, ExitStack]] = []
     busy, pause, progressed = 0, FIRST_PAUSE, time.monotonic()
     try:
         while waiting or busy:
@@ -132,7 +132,7 @@ def _get_missing(
                 if slot is not None:
                     compiler = _InProcess(store) if jobs == 1 else _Compiler(store.location())
                     thread = threading.Thread(target=_run, args=(compiler, slot, tasks, results))
-                    crew.append((compiler, thread))
+                    crew.append((compiler, thread, slot))
                     thread.start()
             task = _take(store, waiting) if busy < len(crew) else None
             if task is None and busy < jobs:
@@ -155,7 +155,6 @@ def _get_missing(
                 pause = longer(pause)
                 continue
             busy -= 1
-            progressed = time.monotonic()
             if not isinstance(result, str) and result.key != store.key(spec):
                 result = "the kernel sources or NVRTC changed while this process runs; restart it"
             if not isinstance(result, str):
@@ -166,11 +165,13 @@ def _get_missing(
         # An interrupted caller gets here early. Workers have nothing to save. Another interrupt may end this
         # block anywhere. The threads end in any case, because the first statement cannot block.
         tasks.put(None)
-        for compiler, _ in crew:
+        for compiler, _, _ in crew:
             compiler.stop()
-        for _, thread in crew:
+        for _, thread, slot in crew:
             if thread.ident is not None:
                 thread.join()
+            # A thread that did not start has not given its slot back.
+            slot.close()
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class SourceTree:
             for part in parts:
                 node = node.joinpath(part)
             text = node.read_bytes()
-        except (OSError, KeyError) as error:
+        except OSError as error:
             raise CompileError(
                 kernel, f'{wanted_by}: "{name}" is not in the kernels folder ({error})'
             ) from error

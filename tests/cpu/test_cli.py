@@ -366,13 +366,15 @@ def test_doctor_without_a_driver_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (gpu.status, gpu.detail) == ("warn", "libcuda cannot be loaded; install a driver")
 
 
-@pytest.mark.parametrize("change", [{"cc": (8, 0)}, {"cc": (10, 0)}, {"driver_version": (12, 8)}])
+@pytest.mark.parametrize("change", [{"cc": (8, 0)}, {"cc": (10, 0)}, {"driver_version": (12, 9)}])
 def test_doctor_warns_of_a_gpu_that_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, tuple[int, int]]
 ) -> None:
     monkeypatch.setattr(driver, "device_info", lambda: H200._replace(**change))
     gpu = findings()["GPU"]
     assert gpu.status == "warn" and gpu.remedy
+    monkeypatch.setattr(driver, "device_info", lambda: H200._replace(driver_version=(13, 0)))
+    assert findings()["GPU"].status == "ok"
 
 
 def test_doctor_fails_without_a_compiler(

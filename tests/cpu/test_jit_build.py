@@ -2,24 +2,30 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Generator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
-from moe_fp8.errors import CompileError
+from moe_fp8.errors import CompileError, ToolchainError
+from moe_fp8.jit import build as build_module
 from moe_fp8.jit import progress as progress_module
+from moe_fp8.jit import worker
+from moe_fp8.jit.artifact import Artifact
 from moe_fp8.jit.build import _Compiler, _get_missing, _import_path, build
 from moe_fp8.jit.progress import BuildRow, line_printer
 from moe_fp8.jit.sources import SourceTree
 from moe_fp8.jit.store import KernelStore
 from moe_fp8.jit.worker import read_frame, serve, write_frame
+from moe_fp8.settings import settings
 from tests.cpu.jit_kernels import spec, write_kernels
 
 _ROOT = Path(__file__).parents[2]
@@ -121,6 +127,94 @@ def test_a_second_interrupt_leaves_no_thread_no_process_and_no_lock(
     assert not store._lock_files
 
 
+def test_a_build_that_ends_early_waits_for_no_compiler(
+    tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after Ctrl-C, while each compiler works on a kernel that takes long."""
+    interpreter = tmp_path / "interpreter"
+    interpreter.write_text("#!/bin/sh\nexec sleep 30\n")
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    before = set(threading.enumerate())
+    store = KernelStore(tmp_path / "cache", sources)
+    KernelStore(tmp_path / "cache", sources).get_or_compile(_SPECS[2])
+    building = _get_missing(store, _SPECS[:3], 3)
+    assert isinstance(building, Generator)
+    assert next(building)[0] == _SPECS[2]
+    began = time.monotonic()
+    building.close()
+    assert time.monotonic() - began < 15
+    assert set(threading.enumerate()) <= before
+    assert not store._lock_files
+
+
+def test_a_thread_that_cannot_start_keeps_no_slot(
+    tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = KernelStore(tmp_path / "cache", sources)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            build(_SPECS, store, 2, False)
+    assert not store._lock_files
+    assert build(_SPECS, store, 2, False).compiled == 4
+
+
+def test_a_reply_that_is_damaged_fails_its_kernel_only(
+    tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, store = worker.read_frame, KernelStore(tmp_path / "cache", sources)
+
+    def cut(stream: IO[bytes]) -> tuple[dict[str, Any], bytes]:
+        reply = read(stream)
+        assert reply is not None
+        return reply[0], reply[1][:-1]
+
+    compiler = _Compiler(store.location())
+    try:
+        with monkeypatch.context() as patch:
+            # The whole reply stays in the pipe, behind what is no JSON.
+            other = b"\4\0\0\0" + bytes(8) + b"oops"
+            patch.setattr(worker, "read_frame", lambda stream: read(io.BytesIO(other)))
+            assert "the compiler process ended early" in str(compiler.compile(_SPECS[0]))
+            patch.setattr(worker, "read_frame", cut)
+            assert compiler.compile(_SPECS[1]) == "the artifact was damaged on its way"
+        result = compiler.compile(_SPECS[2])
+        assert not isinstance(result, str) and result.key == store.key(_SPECS[2])
+    finally:
+        compiler.close()
+
+
+def test_ctrl_c_is_left_to_the_process_that_builds(tmp_path: Path, sources: SourceTree) -> None:
+    """A terminal sends it to the compilers, too. They must not end with a traceback of their own."""
+    compiler = _Compiler(KernelStore(tmp_path / "cache", sources).location())
+    try:
+        assert not isinstance(compiler.compile(_SPECS[0]), str)
+        process = compiler._running()
+        process.send_signal(signal.SIGINT)
+        assert not isinstance(compiler.compile(_SPECS[1]), str)
+        assert compiler._running() is process
+        compiler.stop()
+        with pytest.raises(OSError, match="stopped"):
+            compiler.compile(_SPECS[2])
+    finally:
+        compiler.close()
+
+
+@pytest.mark.parametrize(("count", "given", "default"), [(1, 4, 4), (1, None, 4), (3, 1, 4), (3, None, 1)])
+def test_one_kernel_or_one_job_needs_no_process_and_no_slot(
+    sources: SourceTree, monkeypatch: pytest.MonkeyPatch, count: int, given: int | None, default: int
+) -> None:
+    store = KernelStore(None, sources)
+    monkeypatch.setattr(_Compiler, "_running", lambda self: pytest.fail("a process was started"))
+    monkeypatch.setattr(store, "try_slot", lambda *_: pytest.fail("a slot was taken"))
+    monkeypatch.setattr(build_module, "settings", lambda: replace(settings(), jobs=default))
+    assert build(_SPECS[:count], store, given, False).compiled == count
+
+
 def test_a_compiler_that_cannot_start_fails_its_kernels_and_ends_the_build(
     tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +224,23 @@ def test_a_compiler_that_cannot_start_fails_its_kernels_and_ends_the_build(
     monkeypatch.setattr(_Compiler, "_running", broken)
     with pytest.raises(CompileError, match="broken on purpose"):
         build(_SPECS, KernelStore(tmp_path / "cache", sources), 2, False)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_missing_compiler_is_told_before_anything_is_tried(
+    tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch, jobs: int
+) -> None:
+    def missing() -> None:
+        raise ToolchainError("libnvrtc cannot be loaded")
+
+    store = KernelStore(tmp_path / "cache", sources)
+    build(_SPECS[:1], store, 1, False)
+    monkeypatch.setattr("moe_fp8.jit.store.nvrtc", missing)
+    assert build(_SPECS[:1], store, jobs, False).cached == 1
+    with pytest.raises(ToolchainError, match=r"^libnvrtc cannot be loaded$"):
+        build(_SPECS, store, jobs, False)
+    with pytest.raises(ToolchainError, match=r"^libnvrtc cannot be loaded$"):
+        store.compile(_SPECS[1])
 
 
 def test_workers_do_not_import_the_callers_main(tmp_path: Path, sources: SourceTree) -> None:
@@ -226,6 +337,14 @@ def test_a_terminal_gets_a_bar(
     shown = capsys.readouterr().err
     assert "1/1" in shown
     assert "tiny[factor=2," in shown
+
+
+def test_a_row_has_the_numbers_of_its_kernel(sources: SourceTree) -> None:
+    store = KernelStore(None, sources)
+    store.put(Artifact(store.key(spec()), "tiny", b"cubin", 1, 2, 3, 4, "13.0", 5.0, "a log", ("a warning",)))
+    (row,) = build([spec()], store, 1, False).rows
+    assert (row.registers, row.spill_bytes, row.local_bytes, row.warnings) == (1, 2, 3, ("a warning",))
+    assert row.cached and row.seconds == 0
 
 
 def test_an_empty_build_is_a_build(tmp_path: Path) -> None:

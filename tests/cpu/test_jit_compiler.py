@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import pytest
 from moe_fp8.errors import CompileError
 from moe_fp8.jit.compiler import _warnings, compile_kernel
 from moe_fp8.jit.key import digest, kernel_key
-from moe_fp8.jit.sources import SourceTree, package_sources
+from moe_fp8.jit.sources import SourceTree, _digest, package_sources
+from moe_fp8.jit.store import KernelStore
 from tests.cpu.jit_kernels import spec, write_kernels
 
 
@@ -130,9 +133,11 @@ def test_nothing_outside_the_folder_is_included(
         (kernels / "tiny.cuh").write_text(f"{include}\n{kernel}")
         with pytest.raises(CompileError, match=r"ambient\.h"):
             compile_kernel(spec(), sources=SourceTree(kernels))
-    (kernels / "tiny.cuh").write_text(f'#include "../ambient.h"\n{kernel}')
-    with pytest.raises(CompileError, match="plain path"):
-        compile_kernel(spec(), sources=SourceTree(kernels))
+    # Another spelling of a name would be another file, whose text comes twice.
+    for name in ("../ambient.h", f"{tmp_path}/ambient.h", "./common/scaled.cuh", "common//scaled.cuh"):
+        (kernels / "tiny.cuh").write_text(f'#include "{name}"\n{kernel}')
+        with pytest.raises(CompileError, match="plain path"):
+            compile_kernel(spec(), sources=SourceTree(kernels))
 
 
 def test_closure_is_transitive_and_survives_cycles(kernels: Path) -> None:
@@ -166,12 +171,55 @@ def test_key_is_content(kernels: Path, tmp_path: Path) -> None:
     assert len(others) == 9
 
 
+def test_the_digest_of_a_folder_is_that_of_its_device_code(
+    kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bundle fits a package with the same digest, wherever the package is installed."""
+    deep = kernels / "common" / "deep" / "inner.cuh"
+    deep.parent.mkdir()
+    deep.write_text("// one\n")
+    digest = SourceTree(kernels).digest()
+    for folder in (kernels, kernels / "common"):
+        (folder / "notes.txt").write_text("no device code")
+    listed = Path.iterdir
+    with monkeypatch.context() as patch:
+        # The order of a listing is the file system's.
+        for backwards in (False, True):
+            patch.setattr(Path, "iterdir", lambda path, to=backwards: iter(sorted(listed(path), reverse=to)))
+            assert SourceTree(kernels).digest() == digest
+    assert SourceTree(kernels).kernels() == ["tiny"]
+    deep.write_text("// two\n")
+    assert SourceTree(kernels).digest() != digest
+
+
+def test_texts_that_are_split_otherwise_have_another_digest() -> None:
+    assert _digest([("a.cuh", b"1"), ("b.cuh", b"2")]) != _digest([("a.cuh", b"1b.cuh2")])
+
+
+def test_kernels_may_be_in_an_archive(kernels: Path, tmp_path: Path) -> None:
+    tree = SourceTree(zipfile.Path(shutil.make_archive(str(tmp_path / "archive"), "zip", kernels)))
+    folder = SourceTree(kernels)
+    assert tree.folder is None and KernelStore(None, tree).location()["kernels"] is None
+    assert (tree.kernels(), tree.digest()) == (folder.kernels(), folder.digest())
+    assert kernel_key(spec(), sources=tree) == kernel_key(spec(), sources=folder)
+    with pytest.raises(CompileError, match=r"absent\.cuh"):
+        tree.closure("absent")
+
+
 def test_a_process_keeps_the_text_it_read_first(kernels: Path) -> None:
     tree = SourceTree(kernels)
     key = kernel_key(spec(), sources=tree)
     tree.closure("tiny")
     (kernels / "tiny.cuh").write_text("broken")
     assert compile_kernel(spec(), sources=tree).key == key
+
+
+def test_kernels_of_a_process_share_one_version_of_a_header(tmp_path: Path) -> None:
+    kernels = write_kernels(tmp_path / "kernels", "tiny", "other")
+    tree = SourceTree(kernels)
+    (header,) = tree.closure("tiny").headers
+    (kernels / "common" / "scaled.cuh").write_text("// edited\n")
+    assert tree.closure("other").headers == (header,)
 
 
 def test_missing_kernel_says_which_file(kernels: Path) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from moe_fp8.jit.build import _look, build
+from moe_fp8.jit import build as build_module
+from moe_fp8.jit.build import _Compiler, _get_missing, _look, _Result, build
 from moe_fp8.jit.sources import SourceTree
-from moe_fp8.jit.store import KernelStore
+from moe_fp8.jit.store import FIRST_PAUSE, KernelStore, longer
+from moe_fp8.specs import KernelSpec
 from tests.cpu.jit_kernels import spec, write_kernels
 
 
@@ -73,6 +77,45 @@ def test_a_lock_that_was_taken_meanwhile_is_waited_for_anew(
         time.sleep(0.3)
 
 
+def test_a_lock_that_is_given_back_is_free_though_a_process_is_being_forked(
+    stores: tuple[KernelStore, KernelStore],
+) -> None:
+    """Such a process has the file open for a moment, as with a second descriptor."""
+    store, other = stores
+    key = store.key(spec())
+    lock = store.try_lock(key)
+    (file,) = store._lock_files
+    copy = os.dup(file.fileno())
+    try:
+        assert lock is not None and other.try_lock(key) is None
+        lock.close()
+        assert other.try_lock(key) is not None
+    finally:
+        os.close(copy)
+
+
+def test_a_rank_asks_for_a_slot_less_and_less_often(
+    stores: tuple[KernelStore, KernelStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = stores
+    asked: list[float] = []
+
+    def slot(jobs: int, waited: float) -> ExitStack | None:
+        asked.append(waited)
+        return ExitStack() if waited > 1 else None
+
+    monkeypatch.setattr(store, "try_slot", slot)
+    assert build([spec(factor=2), spec(factor=3)], store, 2, False).compiled == 2
+    assert len(asked) < 60
+
+
+def test_a_rank_that_has_waited_for_long_still_looks_ten_times_a_second() -> None:
+    pauses = [FIRST_PAUSE]
+    for _ in range(100):
+        pauses.append(longer(pauses[-1]))
+    assert pauses == sorted(pauses) and pauses[10] > 10 * FIRST_PAUSE and pauses[-1] == 0.1
+
+
 def test_the_time_of_a_held_kernel_runs_while_a_rank_waits_for_a_slot(
     stores: tuple[KernelStore, KernelStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +127,76 @@ def test_the_time_of_a_held_kernel_runs_while_a_rank_waits_for_a_slot(
     assert _look(store, deque([spec()])) is None
     time.sleep(0.3)
     assert store.try_lock(key) is not None
+
+
+def test_a_rank_takes_no_slot_for_kernels_in_other_hands(
+    stores: tuple[KernelStore, KernelStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits with one slot, so that others get the rest."""
+    monkeypatch.setattr("moe_fp8.jit.store._LOCK_SECONDS", 0.3)
+    store, stuck = stores
+    specs = [spec(factor=factor) for factor in (2, 3)]
+    assert None not in [stuck.try_lock(stuck.key(each)) for each in specs]
+    try_lock, try_slot, taken = store.try_lock, store.try_slot, []
+
+    def lock(key: str, *, clean: bool = True) -> ExitStack | None:
+        found = try_lock(key, clean=clean)
+        if clean and found is not None:
+            taken.append("kernel")
+        return found
+
+    def slot(jobs: int, waited: float) -> ExitStack | None:
+        taken.append("slot")
+        return try_slot(jobs, waited)
+
+    monkeypatch.setattr(store, "try_lock", lock)
+    monkeypatch.setattr(store, "try_slot", slot)
+    assert build(specs, store, 2, False).compiled == 2
+    assert taken[:3] == ["slot", "kernel", "slot"]
+
+
+def test_a_compiler_without_further_kernels_gives_its_slot_back(
+    stores: tuple[KernelStore, KernelStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank need not wait for the longest kernel of this one."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    store, other = stores
+    compiled, go_on = _Compiler.compile, threading.Event()
+
+    def slow(self: _Compiler, one: KernelSpec) -> _Result:
+        if one == spec(factor=3):
+            go_on.wait(60)
+        return compiled(self, one)
+
+    monkeypatch.setattr(_Compiler, "compile", slow)
+    building = _get_missing(store, [spec(factor=2), spec(factor=3)], 2)
+    try:
+        assert next(building)[0] == spec(factor=2)
+        deadline = time.monotonic() + 10
+        while (slot := other.try_slot(2)) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert slot is not None and other.try_slot(2) is None
+    finally:
+        go_on.set()
+    assert [found for found, _, _ in building] == [spec(factor=3)]
+
+
+def test_holders_of_slots_that_publish_are_not_stuck(
+    stores: tuple[KernelStore, KernelStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = stores
+    specs = [spec(factor=factor) for factor in range(2, 5)]
+    clock, waits = [0.0], []
+
+    def late(jobs: int, waited: float) -> None:
+        other.get_or_compile(specs[len(waits)])
+        waits.append(waited)
+        clock[0] += 100
+
+    monkeypatch.setattr(store, "try_slot", late)
+    monkeypatch.setattr(build_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    assert [cached for _, _, cached in _get_missing(store, specs, 2)] == [True] * 3
+    assert waits == [0, 0, 0], "the time since the last kernel"
 
 
 def test_a_kernel_that_is_published_before_its_lock_is_taken_is_not_compiled_again(

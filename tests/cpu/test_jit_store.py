@@ -432,6 +432,47 @@ def test_a_folder_that_cannot_be_synced_keeps_kernels(
     assert _warnings(caplog) == []
 
 
+def test_a_kernel_outlives_a_crash_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a crash of the machine may leave an empty file, or none."""
+    real, synced = os.fsync, []
+
+    def note(descriptor: int) -> None:
+        synced.append(
+            (Path(f"/proc/self/fd/{descriptor}").resolve().suffix, len(list(tmp_path.glob("*.kernel"))))
+        )
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    KernelStore(tmp_path).put(_ARTIFACT)
+    assert synced == [(".tmp", 0), ("", 1)]
+
+
+def test_a_pipe_is_not_read_though_somebody_writes_to_it(tmp_path: Path) -> None:
+    path = tmp_path / f"{_ARTIFACT.key}.kernel"
+    os.mkfifo(path, 0o644)
+    writer = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        assert KernelStore(tmp_path).get(_ARTIFACT.key) is None
+        os.write(writer, encode(_ARTIFACT))
+        assert KernelStore(tmp_path).get(_ARTIFACT.key) is None
+    finally:
+        os.close(writer)
+
+
+def test_metadata_without_end_is_a_damaged_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.json, "dumps", lambda *_, **__: "[" * 100_000)
+    assert decode(encode(_ARTIFACT)) is None
+
+
+def test_a_kernel_that_was_read_is_kept_in_memory(tmp_path: Path) -> None:
+    KernelStore(tmp_path).put(_ARTIFACT)
+    store = KernelStore(tmp_path)
+    assert store.get(_ARTIFACT.key) == _ARTIFACT
+    (tmp_path / f"{_ARTIFACT.key}.kernel").unlink()
+    assert store.get(_ARTIFACT.key) == _ARTIFACT
+    assert store.get_kept(_ARTIFACT.key) is None
+
+
 def test_put_then_get(tmp_path: Path) -> None:
     KernelStore(tmp_path / "cache").put(_ARTIFACT)
     assert KernelStore(tmp_path / "cache").get(_ARTIFACT.key) == _ARTIFACT
@@ -446,6 +487,22 @@ def test_reading_and_writing_leave_no_file_open(tmp_path: Path) -> None:
         key = f"{number:032x}"
         KernelStore(tmp_path).put(Artifact(key, "tiny", b"cubin", 1, 0, 0, 0, "13.0", 0.1))
         assert KernelStore(tmp_path).get(key) is not None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_lock_of_a_folder_has_one_holder(tmp_path: Path) -> None:
+    before, entered = len(os.listdir("/proc/self/fd")), threading.Event()
+
+    def enter() -> None:
+        with files.locked(tmp_path):
+            entered.set()
+
+    other = threading.Thread(target=enter)
+    with files.locked(tmp_path):
+        other.start()
+        assert not entered.wait(0.2)
+    other.join(20)
+    assert entered.is_set()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
