@@ -9,12 +9,16 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+import moe_fp8
 from moe_fp8 import ArgumentError
+from moe_fp8.ops import registry
 from moe_fp8.ops.gemm import checks
 from moe_fp8.ops.indexer import checks as indexer_checks
-from moe_fp8.ops.quantize import checks as quantize_checks
+from moe_fp8.ops.scales import is_mn_major, to_mn_major
 from tests.cpu import accepted_arguments as accepted
 from tests.cpu.accepted_arguments import GEMMS, OPS, Change, strided
+from tests.cpu.op_arguments import OPS as LAUNCHED
+from tests.cpu.op_arguments import run
 
 CHANGES: list[tuple[str, str, Change]] = [
     *[
@@ -97,10 +101,11 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("mqa_logits_fp8", "k", lambda k: k.float()),
     ("mqa_logits_fp8", "k", lambda k: k[:, :64]),
     ("mqa_logits_fp8", "k", lambda k: k[0]),
-    ("mqa_logits_fp8", "k_scale", lambda s: s[1:]),
+    ("mqa_logits_fp8", "k_scale", lambda s: s[:-1]),
     ("mqa_logits_fp8", "k_scale", lambda s: s.half()),
     ("mqa_logits_fp8", "weights", lambda w: w.bfloat16()),
     ("mqa_logits_fp8", "weights", lambda w: w[:, 1:]),
+    ("mqa_logits_fp8", "weights", lambda w: w[1:]),
     ("mqa_logits_fp8", "ks", lambda k: k.long()),
     ("mqa_logits_fp8", "ke", lambda k: k[1:]),
     ("mqa_logits_fp8", "out", lambda out: out[1:]),
@@ -190,56 +195,247 @@ def test_a_bad_argument_is_named(op: str, argument: str, change: Change) -> None
     assert f"{name}: {argument}: expected {error.expected}, got {error.got}" in str(error)
 
 
-def _silu_mul_operands() -> dict[str, Any]:
-    arguments = accepted.silu_mul()
-    q, scale = arguments.pop("out")
-    return {**arguments, "q": q, "scale": scale, "power_of_two": False}
+@pytest.mark.parametrize("change", [lambda i: i.long(), lambda i: i[:-1], lambda i: i[:, None], strided])
+@pytest.mark.parametrize("layout", ["m_indices", "psum"])
+def test_a_bad_index_is_named_by_its_layout(layout: str, change: Change) -> None:
+    arguments = accepted.contiguous()
+    del arguments["offsets"]
+    index = (
+        torch.zeros(5, dtype=torch.int32)
+        if layout == "m_indices"
+        else torch.tensor([3, 5], dtype=torch.int32)
+    )
+    moe_fp8.grouped_gemm_fp8_contiguous(**arguments, **{layout: index})
+    with pytest.raises(ArgumentError) as caught:
+        moe_fp8.grouped_gemm_fp8_contiguous(**arguments, **{layout: change(index)})
+    assert caught.value.argument == layout
 
 
-def _addend() -> dict[str, Any]:
-    return {"op": "k_grouped_gemm_fp8", "c": torch.zeros(3, 8, 64), "out": torch.zeros(3, 8, 64)}
+def _elsewhere(tensor: torch.Tensor) -> torch.Tensor:
+    """A CUDA tensor without CUDA: it has a device and no data."""
+    with FakeTensorMode():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
 
 
-DEVICES = [
-    *[(checks.gemm, accepted.dense, name) for name in ("a_scale", "b", "b_scale", "out")],
-    (checks.gemm, accepted.dense_of_rows, "b_scale"),
-    *[(checks.gemm_masked, accepted.masked, name) for name in ("a_scale", "b", "masked_m", "out")],
+def _refuse_devices(check: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """All tensors must be where the first one is."""
+    check(*arguments.values())
+    here = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    there = {name: _elsewhere(tensor) for name, tensor in here.items()}
+    _, *others = here
+    assert others
+    for name in others:
+        for rest, moved, message in ((here, there, "cpu, got cuda"), (there, here, "cuda:0, got cpu")):
+            with pytest.raises(ArgumentError, match=f"expected device {message}") as caught:
+                check(*(arguments | rest | {name: moved[name]}).values())
+            assert caught.value.argument == (arguments["layout"] if name == "index" else name)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+@pytest.mark.parametrize("op", LAUNCHED)
+def test_devices_must_agree(op: str) -> None:
+    registered, made = registry.OPS[op], LAUNCHED[op]()
+    _refuse_devices(registered.check, {name: made[name] for name in registered.arguments})
+
+
+def test_devices_of_rows_scales_and_addends_must_agree() -> None:
+    _refuse_devices(checks.gemm, accepted.dense_of_rows())
+    with pytest.raises(ArgumentError, match="c: expected device cpu, got cuda"):
+        checks.addend("gemm_fp8", _elsewhere(torch.zeros(8, 64)), torch.zeros(8, 64))
+    case = accepted.mqa()
+    out = _elsewhere(torch.zeros(4, 2, dtype=torch.int32))
+    with pytest.raises(ArgumentError, match="indexer_select: out: expected device cpu, got cuda"):
+        indexer_checks.selection_out("indexer_select", 4, 2, case["q"], out)
+
+
+def _unaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, an element behind an aligned address."""
+    moved = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    return moved.copy_(tensor)
+
+
+#: Beside what the functions refuse before they call the op.
+OP_CHANGES: list[tuple[str, str, Change]] = [
+    ("moe_permute", "x", lambda x: x[0]),
+    ("moe_permute", "x", lambda x: x[None]),
+    ("moe_permute", "x", lambda x: x[:, :0]),
+    ("moe_permute", "x", _unaligned),
+    ("moe_permute", "x_scale", lambda s: s.double()),
+    ("moe_permute", "x_scale", lambda s: s[:2]),
+    ("moe_permute", "topk_ids", lambda i: i[0]),
+    ("moe_permute", "topk_ids", lambda i: i[..., None]),
+    ("moe_permute", "topk_ids", lambda i: i[:, :0]),
+    ("moe_permute", "topk_ids", lambda i: i.T.contiguous().T),
+    ("moe_permute", "expert_map", lambda m: m[None]),
+    ("moe_permute", "a", lambda a: a[0]),
+    ("moe_permute", "a", lambda a: a[:5]),
+    ("moe_permute", "a", lambda a: a[:, :128].contiguous()),
+    ("moe_permute", "a", lambda a: a.view(torch.uint8)),
+    ("moe_permute", "a", strided),
+    ("moe_permute", "a", _unaligned),
+    ("moe_permute", "a_scale", lambda s: s[:5]),
+    ("moe_permute", "a_scale", lambda s: s[:, :1]),
+    ("moe_permute", "a_scale", lambda s: s.double()),
+    ("moe_permute", "a_scale", lambda s: s[:1].expand(6, 2)),
+    ("moe_permute", "offsets", lambda o: o[:1]),
+    ("moe_permute", "offsets", lambda o: o[:, None]),
+    ("moe_permute", "offsets", lambda o: o.new_zeros(1026)),
+    ("moe_permute", "offsets", lambda o: o.long()),
+    ("moe_permute", "offsets", strided),
+    ("moe_permute", "rows", lambda r: r[:2]),
+    ("moe_permute", "rows", lambda r: r.long()),
+    ("moe_permute", "rows", lambda r: r.T.contiguous().T),
+    ("moe_combine", "y", lambda y: y[0]),
+    ("moe_combine", "y", lambda y: y[:, :0]),
+    ("moe_combine", "y", lambda y: y.half()),
+    ("moe_combine", "y", strided),
+    ("moe_combine", "y", _unaligned),
+    ("moe_combine", "rows", lambda r: r[0]),
+    ("moe_combine", "rows", lambda r: r[:, :0]),
+    ("moe_combine", "rows", lambda r: r.new_zeros(3, 513)),
+    ("moe_combine", "weights", lambda w: w[:2]),
+    ("moe_combine", "weights", lambda w: w.T.contiguous().T),
+    ("moe_combine", "out", lambda out: out[:, :32]),
+    ("moe_combine", "out", lambda out: out.float()),
+    ("moe_combine", "out", strided),
+    ("moe_combine", "out", _unaligned),
+    ("route_topk", "logits", lambda logits: logits[:, :0]),
+    ("route_topk", "logits", lambda logits: logits[None]),
+    ("route_topk", "scaling_factor", lambda _: float("nan")),
+    ("route_topk", "scaling_factor", lambda _: -1e39),
+    ("route_topk", "ids", lambda i: i[0]),
+    ("route_topk", "ids", lambda i: i[..., None]),
+    ("route_topk", "ids", lambda i: i[:, :0]),
+    ("route_topk", "weights", lambda w: w[:2]),
+    ("route_topk", "weights", lambda w: w[:1].expand(3, 4)),
+    ("route_topk", "weights", lambda w: w.T.contiguous().T),
+    ("route_topk", "ids", lambda i: i.T.contiguous().T),
+    ("grouped_gemm_silu_mul_fp8", "a", lambda a: a[0]),
+    ("grouped_gemm_silu_mul_fp8", "a", lambda a: a[:, :64]),
+    ("grouped_gemm_silu_mul_fp8", "a", lambda a: a[:, :0]),
+    ("grouped_gemm_silu_mul_fp8", "a", lambda a: a.view(torch.uint8)),
+    ("grouped_gemm_silu_mul_fp8", "a", strided),
+    ("grouped_gemm_silu_mul_fp8", "a", _unaligned),
+    ("grouped_gemm_silu_mul_fp8", "a_scale", lambda s: s[:4]),
+    ("grouped_gemm_silu_mul_fp8", "a_scale", lambda s: s.double()),
+    ("grouped_gemm_silu_mul_fp8", "w13", lambda w: w[0]),
+    ("grouped_gemm_silu_mul_fp8", "w13", lambda w: w[:, :128]),
+    ("grouped_gemm_silu_mul_fp8", "w13", lambda w: w[..., :128].contiguous()),
+    ("grouped_gemm_silu_mul_fp8", "w13", lambda w: w[:0]),
+    ("grouped_gemm_silu_mul_fp8", "w13", lambda w: w.view(torch.uint8)),
+    ("grouped_gemm_silu_mul_fp8", "w13", strided),
+    ("grouped_gemm_silu_mul_fp8", "w13", _unaligned),
+    ("grouped_gemm_silu_mul_fp8", "w13_scale", lambda s: s[:, :1]),
+    ("grouped_gemm_silu_mul_fp8", "w13_scale", strided),
+    ("grouped_gemm_silu_mul_fp8", "offsets", lambda o: o[1:]),
+    ("grouped_gemm_silu_mul_fp8", "offsets", lambda o: o.long()),
+    ("grouped_gemm_silu_mul_fp8", "limit", lambda _: 0.0),
+    ("grouped_gemm_silu_mul_fp8", "limit", lambda _: float("nan")),
+    ("grouped_gemm_silu_mul_fp8", "q", lambda q: q[:4]),
+    ("grouped_gemm_silu_mul_fp8", "q", lambda q: q.view(torch.uint8)),
+    ("grouped_gemm_silu_mul_fp8", "q", strided),
+    ("grouped_gemm_silu_mul_fp8", "q", _unaligned),
+    ("grouped_gemm_silu_mul_fp8", "scale", lambda s: s[:4]),
+    ("grouped_gemm_silu_mul_fp8", "scale", lambda s: s.double()),
+    ("grouped_gemm_silu_mul_fp8", "scale", lambda s: s[:1].expand(5, 1)),
+    ("quantize_fp8", "x", lambda x: x[0]),
+    ("quantize_fp8", "x", lambda x: x[None]),
+    ("quantize_fp8", "x", _unaligned),
+    ("quantize_fp8", "q", lambda q: q[:4]),
+    ("quantize_fp8", "q", strided),
+    ("quantize_fp8", "q", _unaligned),
+    ("quantize_fp8", "scale", lambda s: s.double()),
+    ("quantize_fp8", "scale", lambda s: s[:1].expand(5, 2)),
+    ("silu_mul_quantize", "q", _unaligned),
+    ("silu_mul_quantize", "scale", lambda s: s[:, :1].expand(2, 5, 2)),
+    ("_indexer_topk_chunk", "first_column", lambda _: 2**31),
+    ("_indexer_topk_chunk", "carried", lambda c: c[0]),
+    ("_indexer_topk_chunk", "carried", lambda c: c[:2]),
+    ("_indexer_topk_chunk", "carried", lambda c: c.new_zeros(3, 10)),
+    ("_indexer_topk_chunk", "carried", lambda c: c.long()),
+    ("_indexer_topk_chunk", "carried", lambda c: c.T.contiguous().T),
+    ("_indexer_topk_chunk", "values", lambda v: v.T.contiguous().T),
+    ("paged_mqa_logits_metadata", "context_lens", strided),
+    ("paged_mqa_logits_metadata", "out", lambda out: out[:1]),
+    ("paged_mqa_logits_metadata", "out", lambda out: out[0]),
+    ("paged_mqa_logits_metadata", "out", lambda out: out[:, :1].contiguous()),
+    ("paged_mqa_logits_fp8", "metadata", lambda m: m[:, :1].contiguous()),
+    ("paged_mqa_logits_fp8", "metadata", lambda m: m[..., None]),
+    ("paged_mqa_logits_fp8", "block_table", lambda t: t[..., None]),
+    ("paged_mqa_logits_metadata", "out", lambda out: out.long()),
+    ("paged_mqa_logits_metadata", "out", lambda out: out.T.contiguous().T),
     *[
-        (checks.k_grouped_gemm, accepted.k_grouped, name)
-        for name in ("a_scale", "b", "b_scale", "offsets", "out")
+        (op, "kv_cache", change)
+        for op in ("paged_mqa_logits_fp8", "indexer_quantize_and_cache")
+        for change in (
+            _unaligned,
+            lambda c: c[..., None],
+            lambda c: torch.cat([c, c], 2),
+            lambda c: torch.nn.functional.pad(c, (0, 12))[..., :-12],
+        )
     ],
-    (checks.addend, _addend, "c"),
     *[
-        (indexer_checks.paged_mqa_logits, accepted.paged, name)
-        for name in ("kv_cache", "weights", "block_table", "metadata")
+        (op, "out", change)
+        for op in ("mqa_logits_fp8", "paged_mqa_logits_fp8")
+        for change in (strided, lambda out: out[..., None], lambda out: out[0])
     ],
-    *[
-        (indexer_checks.mqa_logits, accepted.mqa, name)
-        for name in ("k", "k_scale", "weights", "ks", "ke", "out")
-    ],
-    *[(quantize_checks.silu_mul_quantize, _silu_mul_operands, name) for name in ("masked_m", "q", "scale")],
-    *[
-        (indexer_checks.indexer_quantize_and_cache, accepted.cache, name)
-        for name in ("kv_cache", "slot_mapping")
-    ],
+    ("mqa_logits_fp8", "out", lambda out: out[:, :8].contiguous()),
+    ("mqa_logits_fp8", "q", _unaligned),
+    ("mqa_logits_fp8", "k", _unaligned),
+    ("mqa_logits_fp8", "k_scale", _unaligned),
+    ("mqa_logits_fp8", "weights", _unaligned),
+    *[(op, argument, _unaligned) for op in (*GEMMS, "k_grouped_gemm_fp8") for argument in ("a", "b", "out")],
 ]
 
 
-@pytest.mark.parametrize("check, make, argument", DEVICES)
-def test_devices_must_agree(check: Callable[..., Any], make: Callable[[], Any], argument: str) -> None:
-    arguments = make()
-    arguments.pop("max_context_len", None)
-    if check is indexer_checks.mqa_logits:
-        arguments |= {"compressed": False, "fill": False}
-    if check is checks.gemm_masked:
-        arguments["expected_m"] = None
-    check(**arguments)
-    value = arguments[argument]
-    with FakeTensorMode():
-        # This is a CUDA tensor without CUDA: it has a device and no data.
-        arguments[argument] = torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device="cuda"
-        )
-    with pytest.raises(ArgumentError, match="expected device cpu, got cuda") as caught:
-        check(**arguments)
-    assert caught.value.argument == argument
+@pytest.mark.parametrize(
+    "op, argument, change",
+    OP_CHANGES,
+    ids=[f"{op}-{argument}-{i}" for i, (op, argument, _) in enumerate(OP_CHANGES)],
+)
+def test_the_registered_op_names_a_bad_argument(op: str, argument: str, change: Change) -> None:
+    arguments = LAUNCHED[op]()
+    arguments[argument] = change(arguments[argument])
+    with pytest.raises(ArgumentError) as caught:
+        run(op, arguments)
+    assert (caught.value.op, caught.value.argument) == (op.removeprefix("_").removesuffix("_chunk"), argument)
+
+
+#: Arguments of two dimensions, whose other dimension does not matter where this one has a single element.
+SINGLE: list[tuple[str, tuple[str, ...], int, str]] = [
+    ("moe_permute", ("topk_ids", "rows"), 1, "topk_ids"),
+    ("moe_combine", ("rows", "weights"), 1, "weights"),
+    ("moe_combine", ("rows", "weights", "out"), 0, "out"),
+    ("route_topk", ("weights", "ids"), 1, "ids"),
+    ("route_topk", ("logits", "weights", "ids"), 0, "weights"),
+    ("mqa_logits_fp8", ("q", "weights", "ks", "ke", "out"), 0, "out"),
+    ("paged_mqa_logits_fp8", ("block_table",), 1, "block_table"),
+    ("paged_mqa_logits_fp8", ("out",), 1, "out"),
+]
+
+
+@pytest.mark.parametrize("op, cut, dim, argument", SINGLE)
+def test_the_stride_of_a_single_element_does_not_matter(
+    op: str, cut: tuple[str, ...], dim: int, argument: str
+) -> None:
+    arguments = LAUNCHED[op]()
+    arguments |= {name: arguments[name].narrow(dim, 0, 1).contiguous() for name in cut}
+    tensor = arguments[argument]
+    strides = list(tensor.stride())
+    strides[dim] = 8 if dim else 0
+    arguments[argument] = tensor.as_strided(tensor.shape, strides)
+    run(op, arguments)
+
+
+@pytest.mark.parametrize("at", [1, 3], ids=["a_scale", "b_scale"])
+def test_each_operand_of_ragged_k_gets_its_scales_converted(at: int) -> None:
+    given = [*accepted.k_grouped().values(), False]
+    for place in (1, 3):
+        given[place] = to_mn_major(given[place])
+    assert checks.k_grouped_gemm(*given) is None
+    given[at] = given[at].contiguous()
+    found = checks.k_grouped_gemm(*given)
+    assert found is not None and is_mn_major(found[at]) and found[at].equal(given[at])
+    assert all(
+        one is other for place, (one, other) in enumerate(zip(found, given, strict=True)) if place != at
+    )

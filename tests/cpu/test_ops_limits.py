@@ -91,14 +91,14 @@ def _mqa(m: int, n: int, heads: int = 64, width: int | None = None) -> None:
     )
 
 
-def _paged(batch: int, next_n: int, pages: int, width: int) -> None:
+def _paged(batch: int, next_n: int, pages: int, width: int, workers: int = 132) -> None:
     indexer_checks.paged_mqa_logits(
         _meta(batch, next_n, 64, 32, dtype=F8),
         _meta(pages, 64, 1, 36, dtype=U8),
         _meta(batch * next_n, 64),
         _meta(batch, dtype=I32),
         _meta(batch, 1, dtype=I32),
-        _meta(133, 2, dtype=I32),
+        _meta(workers + 1, 2, dtype=I32),
         _meta(batch * next_n, width),
     )
 
@@ -128,6 +128,42 @@ def _route(tokens: int) -> None:
     )
 
 
+def _permute(tokens: int, places: int, columns: int) -> None:
+    rows = tokens * places
+    moe_checks.permute(
+        _meta(tokens, columns, dtype=BF16),
+        None,
+        _meta(tokens, places, dtype=I32),
+        None,
+        _meta(rows, columns, dtype=F8),
+        _scales(rows, columns // 128),
+        _meta(2, dtype=I32),
+        _meta(tokens, places, dtype=I32),
+        False,
+    )
+
+
+def _combine(tokens: int, places: int, rows: int, columns: int) -> None:
+    y, out = _meta(rows, columns, dtype=BF16), _meta(tokens, columns, dtype=BF16)
+    moe_checks.combine(y, _meta(tokens, places, dtype=I32), None, out)
+
+
+def _gemm_silu_mul(experts: int, n: int) -> None:
+    moe_checks.gemm_silu_mul(
+        _meta(8, 128, dtype=F8),
+        _scales(8, 1),
+        _meta(experts, n, 128, dtype=F8),
+        _meta(experts, n // 128, 1),
+        _meta(experts + 1, dtype=I32),
+        None,
+        None,
+        False,
+        False,
+        _meta(8, n // 2, dtype=F8),
+        _scales(8, n // 256),
+    )
+
+
 MOST = MAX_EXTENT
 
 #: A call at its limit (which passes), and one beyond with the argument that is named.
@@ -152,11 +188,18 @@ LIMITS: list[tuple[Any, tuple[Any, ...], tuple[Any, ...], str]] = [
     (_paged, (MOST // 128, 2, 1, 64), (MOST // 128 + 1, 2, 1, 64), "q"),
     (_paged, (1, 1, MOST, 64), (1, 1, MOST + 1, 64), "kv_cache"),
     (_paged, (1, 1, 1, MOST), (1, 1, 1, MOST + 1), "out"),
+    (_paged, (1, 1, 1, 64, MOST - 1), (1, 1, 1, 64, MOST), "metadata"),
     (_schedule, (MOST // 8, 8, 132), (MOST // 8 + 1, 8, 132), "context_lens"),
     (_schedule, (1, 1, MOST - 1), (1, 1, MOST), "out"),
     (_topk, (MOST, 8), (MOST + 1, 8), "logits"),
     (_topk, (8, 2**31 - 1), (8, 2**31), "logits"),
     (_route, (MOST,), (MOST + 1,), "logits"),
+    (_permute, (MOST // 2, 2, 128), (MOST // 2 + 1, 2, 128), "x"),
+    (_permute, (8, 2, 1 << 24), (8, 2, (1 << 24) + 128), "x"),
+    (_combine, (MOST // 2, 2, 8, 8), (MOST // 2 + 1, 2, 8, 8), "y"),
+    (_combine, (8, 2, MOST, 8), (8, 2, MOST + 1, 8), "y"),
+    (_combine, (8, 2, 8, MOST // 8 * 8), (8, 2, 8, MOST + 8), "y"),
+    (_gemm_silu_mul, (MOST // 256, 256), (MOST // 256 + 1, 256), "w13"),
 ]
 
 

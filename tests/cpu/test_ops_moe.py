@@ -68,6 +68,8 @@ def test_layer_without_tokens_or_experts() -> None:
     [
         ("w13", {"w13": torch.zeros(3, 128, 256, dtype=torch.float8_e4m3fn)}),
         ("w13", {"w13": torch.zeros(3, 256, 384, dtype=torch.float8_e4m3fn)}),
+        ("w13", {"w13": torch.zeros(256, 256, dtype=torch.float8_e4m3fn)}),
+        ("w13", {"w13": torch.zeros(0, 256, 256, dtype=torch.float8_e4m3fn)}),
         ("w13", {"w13": torch.zeros(1, 256, 256, dtype=torch.float8_e4m3fn).expand(1025, -1, -1)}),
         ("w2", {"w2": torch.zeros(3, 256, 256, dtype=torch.float8_e4m3fn)}),
         ("w13_scale", {"w13_scale": torch.ones(3, 1, 2)}),

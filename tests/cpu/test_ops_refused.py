@@ -159,6 +159,10 @@ def test_shapes_no_kernel_serves() -> None:
     mqa = accepted.mqa()
     with pytest.raises(UnsupportedError, match="heads"):
         moe_fp8.mqa_logits_fp8(**{**mqa, "q": mqa["q"][:, :4].contiguous()})
+    paged = accepted.paged()
+    few = {"q": paged["q"][:, :, :4].contiguous(), "weights": paged["weights"][:, :4].contiguous()}
+    with pytest.raises(UnsupportedError, match="heads"):
+        moe_fp8.paged_mqa_logits_fp8(**{**paged, **few})
     with pytest.raises(UnsupportedError, match="block_size"):
         moe_fp8.paged_mqa_logits_metadata(torch.zeros(3, dtype=I32), block_size=16, num_sms=4)
     with pytest.raises(UnsupportedError, match="next_n"):

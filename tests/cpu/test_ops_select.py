@@ -186,6 +186,26 @@ def test_bad_workspaces_are_named() -> None:
             indexer_select(*case.arguments(), topk=TOPK, workspace=bad)
 
 
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.zeros(3, TOPK, dtype=torch.int32),
+        torch.zeros(4, TOPK + 1, dtype=torch.int32),
+        torch.zeros(4, TOPK, dtype=torch.int64),
+        torch.zeros(TOPK, 4, dtype=torch.int32).T,
+    ],
+    ids=["rows", "topk", "dtype", "stride"],
+)
+def test_an_out_of_another_layout_is_refused(out: torch.Tensor) -> None:
+    mqa, case = exact_cases.mqa(4, 500, 8, "causal"), exact_cases.paged([90, 5, 3, 70], 1, 8, 64)
+    expected = rf"out: expected contiguous int32 \[4, {TOPK}\]"
+    with pytest.raises(ArgumentError, match=f"^indexer_select: {expected}"):
+        indexer_select(*mqa.arguments(), topk=TOPK, out=out)
+    cached = case.q, case.kv_cache, case.weights, case.context_lens, case.block_table
+    with pytest.raises(ArgumentError, match=f"^paged_indexer_select: {expected}"):
+        paged_indexer_select(*cached, topk=TOPK, max_context_len=90, num_sms=7, out=out)
+
+
 def test_errors_name_the_selection_that_was_called() -> None:
     mqa, case = exact_cases.mqa(4, 500, 8, "causal"), exact_cases.paged([900, 5], 1, 8, 64)
     cached = case.q, case.kv_cache, case.weights, case.context_lens, case.block_table

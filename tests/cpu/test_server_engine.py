@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from server_example.backend import choose_backend
-from server_example.cache import PAGE_TOKENS
+from server_example.cache import PAGE_TOKENS, LayerCache
 from server_example.engine import Engine, EngineOptions
 from server_example.metrics import Metrics
 from server_example.model.batch import DecodeBatch, PrefillBatch
@@ -157,6 +157,36 @@ def test_tokens_that_are_told_late_are_the_same(demo_folder: Path) -> None:
         assert [events[-1].finish_reason for events in told] == ["stop", "stop", "length"]
         found.append([shown(events) for events in told])
     assert found[0] == found[1]
+
+
+def test_no_token_waits_for_the_end_of_a_long_prefill(demo_folder: Path) -> None:
+    engine = Engine(demo_folder, choose_backend("cpu"), EngineOptions(max_batch=2, prefill_chunk=64))
+    engine._ahead = 1
+    prefill, runs = engine.model.prefill, 0
+    at_end: list[int] = []
+    ended = threading.Event()
+
+    def counted(batch: PrefillBatch, caches: Sequence[LayerCache]) -> torch.Tensor:
+        nonlocal runs
+        runs += 1
+        return prefill(batch, caches)
+
+    def emit_long(event: TokenEvent) -> None:
+        if event.finish_reason is not None:
+            ended.set()
+
+    def emit(event: TokenEvent) -> None:
+        if event.completion_tokens == 3:  # The fourth token, its last, is on its way.
+            engine.submit(Request([7] * 200, SamplingParams(max_tokens=1, ignore_eos=True), emit_long))
+        if event.finish_reason is not None:
+            at_end.append(runs)
+
+    engine.model.prefill = counted  # type: ignore[method-assign]
+    engine.start()
+    engine.submit(Request([5, 6], SamplingParams(max_tokens=4, ignore_eos=True), emit))
+    assert ended.wait(60), engine.failure
+    engine.stop()
+    assert (at_end, runs) == ([2], 5), "told after the first of four chunks"
 
 
 def following(history: Sequence[int], vocab: int) -> int:

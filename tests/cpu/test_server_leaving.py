@@ -204,6 +204,57 @@ def test_a_listener_that_leaves_takes_the_reader_along(
     asyncio.run(talk())
 
 
+@pytest.fixture
+def stats(monkeypatch: pytest.MonkeyPatch) -> Stats:
+    monkeypatch.setattr(stats_module, "SECONDS", 0.02)
+    return Stats()
+
+
+def test_a_listener_may_come_in_the_turn_in_which_the_last_one_leaves(
+    client: EngineClient, stats: Stats
+) -> None:
+    async def talk() -> None:
+        for _ in range(3):
+            listener = stats.events(client)
+            assert await anext(listener)
+            await listener.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(asyncio.wait_for(talk(), 5))
+
+
+def test_listeners_do_not_wait_for_an_engine_that_takes_no_requests(
+    client: EngineClient, stats: Stats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def talk() -> None:
+        listener = stats.events(client)
+        assert await anext(listener)
+        monkeypatch.setattr(client, "failure", "broken on purpose")
+        assert len([event async for event in listener]) <= 1
+
+    asyncio.run(asyncio.wait_for(talk(), 5))
+
+
+def test_figures_that_cannot_be_read_end_the_stream_and_the_next_listener_has_them_again(
+    client: EngineClient, stats: Stats, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(name: str) -> None:
+        raise ValueError("broken on purpose")
+
+    async def talk() -> None:
+        slow, listener = stats.events(client), stats.events(client)
+        assert await anext(slow) and await anext(listener)
+        with monkeypatch.context() as broken:
+            broken.setattr(client, "call", fail)
+            assert len([event async for event in listener]) <= 1
+        newcomer = stats.events(client)
+        assert await anext(newcomer), "though the slow listener has not left"
+        for left in (slow, newcomer):
+            await left.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(asyncio.wait_for(talk(), 5))
+    assert "the engine's figures cannot be read" in caplog.text and "broken on purpose" in caplog.text
+
+
 @pytest.mark.parametrize("turns", TURNS)
 def test_a_body_whose_reading_is_cancelled(turns: int) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:

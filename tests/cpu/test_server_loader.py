@@ -157,6 +157,18 @@ def test_a_broken_index_is_named(demo_folder: Path, tmp_path: Path) -> None:
         load(folder)
 
 
+def test_files_that_the_index_does_not_list_are_not_read(demo_folder: Path, tmp_path: Path) -> None:
+    folder = shard(demo_folder, tmp_path / "model", 2, {})
+    save_file({"model.norm.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+    load(folder)
+
+
+def test_a_tensor_that_a_layer_does_not_use_is_refused(demo_folder: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.o_proj.bias"
+    with pytest.raises(ModelError, match=name):
+        load(shard(demo_folder, tmp_path / "model", 2, {name: torch.ones(2)}))
+
+
 def test_the_first_layers_of_a_checkpoint_run_alone(
     demo_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -199,6 +211,9 @@ def test_a_missing_tensor_is_named(demo_folder: Path, tmp_path: Path) -> None:
     edit_json(folder / "config.json", tie_word_embeddings=True)
     weights = load(folder)
     assert weights.head is weights.embedding
+    save_file(tensors | {"lm_head.weight": torch.ones(2)}, folder / "model.safetensors")
+    weights = load(folder)
+    assert weights.head is weights.embedding, "a copy of it is not read"
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="safetensors"):
         load(folder)

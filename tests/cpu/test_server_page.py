@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ import moe_fp8
 from server_example import stats as stats_module
 from server_example.app import Service, create_app
 from server_example.client import EngineClient
+from server_example.host import Reading
 from server_example.model.transformer import Transformer
 from server_example.settings import Settings
 from server_example.stats import Stats
@@ -246,6 +248,42 @@ def test_all_listeners_share_one_reader(demo_folder: Path, monkeypatch: pytest.M
 
     with connected(demo_folder) as (_, client):
         asyncio.run(talk(client))
+
+
+def test_every_event_tells_of_its_own_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats_module, "SECONDS", 0.01)
+    same = {"server_requests_waiting": 0.0, "server_pages_free": 3.0}
+    steps = [(0.0, 0.0), (2.0, 0.5), (3.0, 0.6), (3.0, 0.6)]  # decode steps until then, and their seconds
+    readings = [
+        Reading(
+            time=float(at),
+            metrics={
+                **same,
+                "server_generated_tokens_total": count * 8,
+                "server_step_seconds_count/decode": count,
+                "server_step_seconds_sum/decode": seconds,
+            },
+            experts=[int(count) * 5],
+        )
+        for at, (count, seconds) in enumerate(steps)
+    ]
+
+    class Engine:
+        alive, served = True, SimpleNamespace(pages=4)
+
+        async def call(self, name: str) -> Reading:
+            return readings.pop(0)
+
+    async def talk() -> None:
+        events = Stats().events(cast(EngineClient, Engine()))
+        got = [json.loads((await anext(events))["data"]) for _ in range(3)]
+        await events.aclose()  # type: ignore[attr-defined]
+        assert [event["decode_ms"] for event in got] == [250, 100, None]
+        assert [event["tokens_per_second"] for event in got] == [16, 8, 0]
+        assert [event["expert_tokens"] for event in got] == [[10], [5], [0]]
+        assert [event["pages_used"] for event in got] == [1, 1, 1]
+
+    asyncio.run(asyncio.wait_for(talk(), 5))
 
 
 def test_the_stream_ends_with_the_drain(demo_folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
@@ -27,7 +28,7 @@ from server_example.app import Service
 from server_example.backend import DeviceChoice, choose_backend, explained_memory
 from server_example.cache import PAGE_TOKENS, LayerCache
 from server_example.engine import Engine, EngineOptions, EngineUnavailableError, load_tokenizer
-from server_example.host import run_engine
+from server_example.host import Job, run_engine
 from server_example.model.batch import PrefillBatch
 from server_example.model.transformer import Transformer
 from server_example.sampling import SamplingParams
@@ -35,6 +36,7 @@ from server_example.scheduler import Request, TokenEvent
 from server_example.serve import Process, listen, read_settings
 from server_example.settings import Settings
 from tests.demo_model import demo_folder
+from tests.engine_client import connected
 from tests.live_server import children, environment
 
 __all__ = ["demo_folder"]
@@ -357,7 +359,10 @@ def test_a_broken_file_is_named(demo_folder: Path, tmp_path: Path, name: str) ->
 def test_a_few_layers_with_random_weights(demo_folder: Path, tmp_path: Path) -> None:
     shutil.copy(demo_folder / "tokenizer.json", tmp_path)
     config = json.loads((demo_folder / "config.json").read_text())
-    config["mlp_layer_types"] = ["dense"] + ["sparse"] * (config["num_hidden_layers"] - 1)  # as transformers
+    config["first_k_dense_replace"] = 2
+    config["mlp_layer_types"] = ["dense"] * 2 + ["sparse"] * (
+        config["num_hidden_layers"] - 2
+    )  # as transformers
     (tmp_path / "config.json").write_text(json.dumps(config))
     engine = Engine(
         tmp_path, choose_backend("cpu"), EngineOptions(load_format="dummy", num_hidden_layers=1, max_batch=2)
@@ -388,3 +393,23 @@ def test_a_failure_of_the_engine_reaches_every_request(
     assert engine.scheduler.pool.free == engine.scheduler.pool.capacity
     with pytest.raises(EngineUnavailableError, match="broken on purpose"):
         engine.submit(Request([1], SamplingParams(), emit=events[0].append))
+
+
+def test_the_client_of_an_engine_that_failed_says_so(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise ValueError("broken on purpose")
+
+    with connected(demo_folder) as (engine, client):
+        monkeypatch.setattr(engine.model, "prefill", fail)
+        told = asyncio.Queue[TokenEvent]()
+
+        async def talk() -> None:
+            await client.submit([Job(1, [1, 2], SamplingParams(max_tokens=4))], [told.put_nowait])
+            assert (await told.get()).error == "ValueError: broken on purpose"
+            while client.failure is None:
+                await asyncio.sleep(0.01)
+            assert client.failure == "ValueError: broken on purpose" and not client.alive
+
+        asyncio.run(asyncio.wait_for(talk(), 20))
