@@ -61,6 +61,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _usual_umask() -> Iterator[None]:
+    """Folders that tests make are not for a group to write, since no store and no bundle may be there."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     """A test draws the same numbers in every order of the tests, even if it sets no seed."""

@@ -130,14 +130,14 @@ class Bundle:
         """
         try:
             status = path.stat()
-            check_trust(path, "the folder", status)
-            data, status = read_file(path / MANIFEST)
+            data, of_manifest = read_file(path / MANIFEST)
         except OSError as error:
             remedy = "set MOE_FP8_BUNDLE (or --bundle) to a folder that `moe-fp8 build --bundle` made"
             raise BundleError(
                 str(path), "the folder", f"a readable folder with a {MANIFEST}", error.strerror, remedy
             ) from error
-        check_trust(path, MANIFEST, status)
+        check_trust(path, "the folder", status)
+        check_trust(path, MANIFEST, of_manifest)
         manifest = _parse(path, data)
         _check_toolchain(path, manifest.toolchain, (sources or package_sources()).digest())
         return cls(path, manifest)

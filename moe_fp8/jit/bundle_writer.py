@@ -170,7 +170,7 @@ def _update(
     for file in path.iterdir():
         # This removes kernels of a replaced bundle, and what interrupted builds have left.
         if _OWN.fullmatch(file.name) and file.name not in named:
-            file.unlink()
+            file.unlink(missing_ok=True)
 
 
 def _text(manifest: Manifest) -> bytes:
@@ -183,8 +183,9 @@ def _demand_writable(path: Path) -> None:
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not there.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-    # Permissions do not tell all: a disk may be full, and root may write where no file can be made.
-    with tempfile.TemporaryFile(dir=there):
+    # Permissions do not tell all: a disk may take no more files, and root may be refused, too.
+    # Some file systems show the file for a moment, so it has a name that another build takes for its own.
+    with tempfile.TemporaryFile(prefix=f"{MANIFEST}.", suffix=".tmp", dir=there):
         pass
 
 

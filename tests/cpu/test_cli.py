@@ -373,7 +373,7 @@ def test_bench_ends_as_the_benchmarks_do(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In another checkout, whose benchmarks only print their arguments and leave."""
+    """The checkout is another one, whose benchmarks only print their arguments and leave."""
     monkeypatch.setitem(cli._IN_A_CHECKOUT, "bench", ("stand_in_benchmarks", ""))
     monkeypatch.setattr(cli, "__file__", str(tmp_path / "moe_fp8" / "cli.py"))
     monkeypatch.setattr(sys, "argv", ["moe-fp8"])
@@ -404,7 +404,7 @@ def test_what_the_wheel_lacks_is_named(
 def test_a_kernel_is_shown_with_the_rows_of_all_its_uses() -> None:
     planned = plan(load_model(CONFIGS / "qwen3_30b.json"), PlanOptions(max_tokens=64, max_batch=4))
     shown = io.StringIO()
-    Console(file=shown, width=400).print(plan_table(planned, None, None))
+    Console(file=shown, width=400, force_terminal=False).print(plan_table(planned, None, None))
     names = list(dict.fromkeys(spec.name for spec in planned.specs))
     expected = []
     for spec in sorted(planned.specs, key=lambda spec: names.index(spec.name)):

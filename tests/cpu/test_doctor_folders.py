@@ -38,7 +38,7 @@ def test_a_link_to_nothing_cannot_become_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_may_be_created_where_all_users_can_write(tmp_path: Path) -> None:
-    """As in /tmp: the new folder is this user's own."""
+    """/tmp is such a place. The new folder is this user's own."""
     tmp_path.chmod(0o777)
     assert cache(tmp_path / "new").detail == f"{tmp_path / 'new'}, to be created"
 

@@ -27,7 +27,10 @@ def _segment(device: torch.device, pool: tuple[int, int], start: Tensor, *blocks
 
 @pytest.fixture
 def bytes_of_segments(monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """The 16 bytes of each of five segments: two of the pool, and one each of another, of none and afar."""
+    """The bytes of five segments of 16 bytes. Two belong to the pool, one to another pool, one to no pool.
+
+    The last one is on another device.
+    """
     data = torch.zeros(5, 16, dtype=torch.uint8)
     states = (4, "active_allocated"), (4, "inactive"), (8, "active_pending_free")
     where = (_HERE, _POOL), (_HERE, _POOL), (_HERE, _OTHER), (_HERE, _NONE), (_ELSEWHERE, _NONE)

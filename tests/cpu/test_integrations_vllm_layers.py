@@ -46,7 +46,7 @@ def test_the_linear_kernel_says_what_it_serves(vllm: Fake, monkeypatch: pytest.M
                   config(group=64), config(given=torch.float16), config(block=64)):  # fmt: skip
         possible, reason = kernel.can_implement(wrong)
         assert not possible and reason
-    # What DeepGEMM's own kernel refuses is nothing to ours.
+    # Ours does not ask vLLM's kernel of DeepGEMM.
     monkeypatch.setattr(
         DeepGemmKernel, "can_implement", lambda config: (False, "no deep_gemm"), raising=False
     )

@@ -130,7 +130,7 @@ def test_a_second_interrupt_leaves_no_thread_no_process_and_no_lock(
 def test_a_build_that_ends_early_waits_for_no_compiler(
     tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after Ctrl-C, while each compiler works on a kernel that takes long."""
+    """Ctrl-C ends it early. Here, each compiler works on a kernel that takes long."""
     interpreter = tmp_path / "interpreter"
     interpreter.write_text("#!/bin/sh\nexec sleep 30\n")
     interpreter.chmod(0o755)

@@ -82,8 +82,8 @@ def test_a_function_that_is_not_inlined_counts(tmp_path: Path) -> None:
         """
     )
     artifact = compile_kernel(spec("calls"), sources=SourceTree(tmp_path))
-    assert len(re.findall("bytes stack frame", artifact.log)) == 2
-    assert artifact.local_bytes == 128
+    own, called = sorted(map(int, re.findall(r"(\d+) bytes stack frame", artifact.log)))
+    assert artifact.local_bytes == called >= 128 > own
 
 
 def test_warnings_are_kept_and_logged(kernels: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -231,17 +232,25 @@ def test_put_then_get(tmp_path: Path) -> None:
     assert KernelStore(tmp_path / "cache").get(_ARTIFACT.key) == replace(_ARTIFACT, registers=11)
 
 
+def _open_files(folder: Path) -> list[Path]:
+    """The folder and its files, as far as this process has them open."""
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # it may have been closed meanwhile
+            found.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+    return [path for path in found if path.is_relative_to(folder)]
+
+
 def test_reading_and_writing_leave_no_file_open(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
     for number in range(3):
         key = f"{number:032x}"
         KernelStore(tmp_path).put(Artifact(key, "tiny", b"cubin", 1, 0, 0, 0, "13.0", 0.1))
         assert KernelStore(tmp_path).get(key) is not None
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert _open_files(tmp_path) == []
 
 
 def test_the_lock_of_a_folder_has_one_holder(tmp_path: Path) -> None:
-    before, entered = len(os.listdir("/proc/self/fd")), threading.Event()
+    entered = threading.Event()
 
     def enter() -> None:
         with files.locked(tmp_path):
@@ -251,9 +260,10 @@ def test_the_lock_of_a_folder_has_one_holder(tmp_path: Path) -> None:
     with files.locked(tmp_path):
         other.start()
         assert not entered.wait(0.2)
+        assert tmp_path in _open_files(tmp_path)
     other.join(20)
     assert entered.is_set()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert _open_files(tmp_path) == []
 
 
 def test_a_folder_that_is_only_read_is_no_place_for_workers(

@@ -254,7 +254,7 @@ def _unaligned(tensor: torch.Tensor) -> torch.Tensor:
     return moved.copy_(tensor)
 
 
-#: Beside what the functions refuse before they call the op.
+#: What the registered op refuses. The functions refuse other arguments before they call it.
 OP_CHANGES: list[tuple[str, str, Change]] = [
     ("moe_permute", "x", lambda x: x[0]),
     ("moe_permute", "x", lambda x: x[None]),
@@ -401,7 +401,7 @@ def test_the_registered_op_names_a_bad_argument(op: str, argument: str, change: 
     assert (caught.value.op, caught.value.argument) == (op.removeprefix("_").removesuffix("_chunk"), argument)
 
 
-#: Arguments of two dimensions, whose other dimension does not matter where this one has a single element.
+#: An op, arguments that are cut to one element in a dimension, and the one that gets another stride there.
 SINGLE: list[tuple[str, tuple[str, ...], int, str]] = [
     ("moe_permute", ("topk_ids", "rows"), 1, "topk_ids"),
     ("moe_combine", ("rows", "weights"), 1, "weights"),

@@ -219,7 +219,7 @@ def test_a_listener_may_come_in_the_turn_in_which_the_last_one_leaves(
             assert await anext(listener)
             await listener.aclose()  # type: ignore[attr-defined]
 
-    asyncio.run(asyncio.wait_for(talk(), 5))
+    asyncio.run(asyncio.wait_for(talk(), 20))
 
 
 def test_listeners_do_not_wait_for_an_engine_that_takes_no_requests(
@@ -231,7 +231,7 @@ def test_listeners_do_not_wait_for_an_engine_that_takes_no_requests(
         monkeypatch.setattr(client, "failure", "broken on purpose")
         assert len([event async for event in listener]) <= 1
 
-    asyncio.run(asyncio.wait_for(talk(), 5))
+    asyncio.run(asyncio.wait_for(talk(), 20))
 
 
 def test_figures_that_cannot_be_read_end_the_stream_and_the_next_listener_has_them_again(
@@ -251,7 +251,7 @@ def test_figures_that_cannot_be_read_end_the_stream_and_the_next_listener_has_th
         for left in (slow, newcomer):
             await left.aclose()  # type: ignore[attr-defined]
 
-    asyncio.run(asyncio.wait_for(talk(), 5))
+    asyncio.run(asyncio.wait_for(talk(), 20))
     assert "the engine's figures cannot be read" in caplog.text and "broken on purpose" in caplog.text
 
 

@@ -283,7 +283,7 @@ def test_every_event_tells_of_its_own_interval(monkeypatch: pytest.MonkeyPatch) 
         assert [event["expert_tokens"] for event in got] == [[10], [5], [0]]
         assert [event["pages_used"] for event in got] == [1, 1, 1]
 
-    asyncio.run(asyncio.wait_for(talk(), 5))
+    asyncio.run(asyncio.wait_for(talk(), 20))
 
 
 def test_the_stream_ends_with_the_drain(demo_folder: Path) -> None:

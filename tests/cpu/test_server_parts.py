@@ -179,7 +179,7 @@ def test_of_two_stop_strings_in_a_token_the_first_in_the_text_counts(tokenizer: 
         assert stopped and "".join(pieces) == " t"
 
 
-def test_the_begin_of_a_character_behind_a_stop_string_is_not_sent() -> None:
+def test_the_beginning_of_a_character_behind_a_stop_string_is_not_sent() -> None:
     texts = SimpleNamespace(written=lambda token: b"end\xf0")
     stream = TextStream(cast(TokenTexts, texts), ("nd",))
     assert stream.push(0) + stream.finish() == "e"
@@ -198,7 +198,7 @@ def test_log_probabilities_without_alternatives_have_no_list_of_them() -> None:
 
 
 def test_tokens_that_begin_each_text_are_left_out_on_request(tokenizer: Tokenizer) -> None:
-    """As for a chat, whose template writes them."""
+    """A chat asks for this, since its template writes them."""
     begins = Tokenizer.from_str(tokenizer.to_str())
     begins.post_processor = TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]

@@ -360,9 +360,8 @@ def test_a_few_layers_with_random_weights(demo_folder: Path, tmp_path: Path) -> 
     shutil.copy(demo_folder / "tokenizer.json", tmp_path)
     config = json.loads((demo_folder / "config.json").read_text())
     config["first_k_dense_replace"] = 2
-    config["mlp_layer_types"] = ["dense"] * 2 + ["sparse"] * (
-        config["num_hidden_layers"] - 2
-    )  # as transformers
+    # transformers writes this list, too.
+    config["mlp_layer_types"] = ["dense"] * 2 + ["sparse"] * (config["num_hidden_layers"] - 2)
     (tmp_path / "config.json").write_text(json.dumps(config))
     engine = Engine(
         tmp_path, choose_backend("cpu"), EngineOptions(load_format="dummy", num_hidden_layers=1, max_batch=2)

@@ -36,7 +36,7 @@ def each_its_own(problem: Problem) -> KernelSpec:
 def test_the_plan_for_several_values_has_the_plan_for_each(
     field: str, values: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever op it is whose kernel depends on the value."""
+    """This holds for every op whose kernel depends on the value."""
     monkeypatch.setattr(plan_rows, "kernel_spec", each_its_own)
 
     def specs(value: Any) -> set[KernelSpec]:
@@ -97,7 +97,7 @@ def test_the_rows_of_every_op_reach_the_largest_call() -> None:
 
 
 def test_dense_mlps_may_have_more_rows_than_all_experts() -> None:
-    """With the MLPs of sixteen ranks' tokens, and experts for a rank's own."""
+    """The MLPs get the tokens of sixteen ranks, and the experts those of one rank."""
     options = PlanOptions(tp=16, attention_tp=1, moe_tp=1, max_tokens=8192, max_batch=1)
     planned = plan(load_model(CONFIGS / "deepseek_v3.json"), options)
     rows = [row for row in planned.rows if row.op == "silu_mul_quantize" and "mlp.down" in row.what]

@@ -189,8 +189,9 @@ def test_files_outside_the_folder_cannot_be_named(make: Make, sources: SourceTre
 def test_a_missing_bundle_is_an_error(tmp_path: Path, sources: SourceTree) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
+    (tmp_path / "file").chmod(0o666)  # That others can write it does not matter: it is no folder.
     for name in ("nowhere", "empty", "file"):
-        with pytest.raises(BundleError, match=name):
+        with pytest.raises(BundleError, match=f"{name}: the folder: expected a readable folder with"):
             Bundle.open(tmp_path / name, sources)
 
 

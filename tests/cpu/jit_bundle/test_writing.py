@@ -188,8 +188,8 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_compiled(
     assert existing_bundle(place / name) is None
     assert [*place.iterdir()] == []
 
-    def full(*, dir: Path) -> None:
-        assert dir == place
+    def full(*, prefix: str, suffix: str, dir: Path) -> None:
+        assert dir == place and bundle_writer._OWN.fullmatch(f"{prefix}abc{suffix}")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
