@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from moe_fp8.ops import (
     grouped_gemm_fp8_masked,
     to_mn_major,
 )
-from moe_fp8.ops.arguments import integer, no_overlap, refuse_dtype, refuse_shape
+from moe_fp8.ops.arguments import demand_tensors, integer, no_overlap, refuse_dtype, refuse_shape
 from moe_fp8.ops.examine import examine
 from moe_fp8.ops.gemm import checks
 from moe_fp8.ops.gemm.contracts import psum_starts
@@ -64,8 +64,8 @@ def fp8_gemm_nt(
     go to the engine's own copy. With K = 0, d is c, or zeros.
     Safe to capture.
     """
-    if d is None:
-        _refuse_none("fp8_gemm_nt")
+    if d is None:  # the op would allocate it, and nobody would see the result
+        demand_tensors("fp8_gemm_nt", {"d": d})
     of_rows = _of_rows(recipe, recipe_a, recipe_b)
     if of_rows:
         recipe = recipe_a = recipe_b = None
@@ -115,8 +115,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
     further kernels, so it is not the default here: no engine reads padding.
     expected_m_for_psum_layout: the expected rows of an expert; any value is safe. Safe to capture.
     """
-    if d is None:
-        _refuse_none(_CONTIGUOUS)
+    if d is None:  # as in `fp8_gemm_nt`
+        demand_tensors(_CONTIGUOUS, {"d": d})
     _demand(a, b, recipe, recipe_a, recipe_b, None, epilogue)
     (a_values, a_scale), (b_values, b_scale) = a, b
     alignment = get_mk_alignment_for_contiguous_layout()
@@ -212,8 +212,8 @@ def m_grouped_fp8_gemm_nt_masked(
     expected_m: the expected rows of an expert; any value is safe. Calls that signal another kernel while they
     run (`enable_overlap`) go to the engine's own copy. Safe to capture.
     """
-    if d is None:
-        _refuse_none("m_grouped_fp8_gemm_nt_masked")
+    if d is None:  # as in `fp8_gemm_nt`
+        demand_tensors("m_grouped_fp8_gemm_nt_masked", {"d": d})
     _demand(a, b, recipe, recipe_a, recipe_b, None, epilogue)
     if enable_overlap or signal is not None:
         raise NotServed("no kernel of ours signals other kernels while it runs (enable_overlap, signal)")
@@ -302,11 +302,6 @@ def _of_rows(recipe: Recipe, recipe_a: Recipe, recipe_b: Recipe) -> bool:
     if recipe is not None:
         return tuple(recipe) == _OF_ROWS and recipe_a is recipe_b is None
     return recipe_b is not None and tuple(recipe_b) == (1, 128) and tuple(recipe_a or (1, 128)) == (1, 128)
-
-
-def _refuse_none(op: str) -> NoReturn:
-    """Our ops would allocate an output that is None, and its caller would not see it."""
-    raise ArgumentError(op, "d", "a tensor", "NoneType")
 
 
 def _demand_fp32(c: Tensor | None, d: Tensor) -> None:
