@@ -36,6 +36,14 @@ def _use(store: KernelStore) -> None:
         assert store.get_or_compile(spec(factor=factor))[1]
 
 
+def _kept(store: KernelStore) -> Path:
+    """The file of a kernel that is compiled now."""
+    artifact, _ = store.get_or_compile(spec())
+    path = store.path(artifact.key)
+    assert path is not None
+    return path
+
+
 def test_writable_by_others_is_not_used(
     tmp_path: Path, sources: SourceTree, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -69,11 +77,9 @@ def test_writable_file_is_not_used(
     tmp_path: Path, sources: SourceTree, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = KernelStore(tmp_path / "cache", sources)
-    artifact, _ = store.get_or_compile(spec())
-    path = store.path(artifact.key)
-    assert path is not None
+    path = _kept(store)
     path.chmod(0o666)
-    assert KernelStore(tmp_path / "cache", sources).get(artifact.key) is None
+    assert KernelStore(tmp_path / "cache", sources).get(store.key(spec())) is None
     (message,) = _warnings(caplog)
     assert f"kernel file {path} can be written by others: its mode 666 lets all users write" in message
 
@@ -81,10 +87,7 @@ def test_writable_file_is_not_used(
 def test_a_link_is_not_used_and_is_replaced(
     tmp_path: Path, sources: SourceTree, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = KernelStore(tmp_path / "cache", sources)
-    artifact, _ = store.get_or_compile(spec())
-    path = store.path(artifact.key)
-    assert path is not None
+    path = _kept(KernelStore(tmp_path / "cache", sources))
     path.symlink_to(path.rename(tmp_path / "elsewhere"))
     assert not KernelStore(tmp_path / "cache", sources).get_or_compile(spec())[1]
     (message,) = _warnings(caplog)
