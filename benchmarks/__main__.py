@@ -33,7 +33,7 @@ from . import (
     topk,
 )
 from .compare import Session
-from .device import environment
+from .device import demand_gpu, environment
 from .peer import DeepGemm, load
 from .results import (
     DEVELOPMENT,
@@ -134,8 +134,7 @@ def main() -> int:
         commit = full_commit(options.commit) if {*OF_A_COMMIT} & {*sets} else options.commit or git_commit()
     except ValueError as error:
         parser.error(str(error))
-    if not torch.cuda.is_available():
-        parser.error("no CUDA device: benchmarks run on a Hopper GPU")
+    demand_gpu(parser)
     torch.manual_seed(options.seed)
     peer = load(options.peer)
     facts: dict[str, Any] = environment(commit) | ({"pdl": peer.pdl} if peer else {})

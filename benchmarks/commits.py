@@ -215,6 +215,7 @@ def main() -> int:
     if options.worker:
         _work(options)
         return 0
+    from .device import demand_gpu
     from .results import DEVELOPMENT, LISTED, SETS
     from .unseen_shapes import seed
 
@@ -228,6 +229,7 @@ def main() -> int:
             parser.error(f"--commit: {error}")
     if len(options.folders) != 2:
         parser.error("give two folders: the old commit's and the new commit's")
+    demand_gpu(parser)
     old, new = options.folders
     try:
         rows, failed = compare(old, new, options)

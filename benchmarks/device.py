@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 
 import torch
 
 from .results import device_slug, today
+
+
+def demand_gpu(parser: argparse.ArgumentParser) -> None:
+    """End the program with exit code 2 and a message if torch sees no GPU."""
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device: benchmarks run on a Hopper GPU")
 
 
 def environment(commit: str) -> dict[str, str]:

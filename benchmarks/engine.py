@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from .compare import Session
-from .device import environment
+from .device import demand_gpu, environment
 from .engine_models import MODELS
 from .results import RESULTS, ROOT, ResultsFile, Row, four_digits, git_commit
 
@@ -334,7 +334,9 @@ def _sizes(text: str) -> list[int]:
 def main() -> None:
     """Measure, and store the rows of these models in the results file."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.engine",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--experts", default=",".join(EXPERTS))
@@ -347,6 +349,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="results file (default: benchmarks/results/DEVICE.json)")
     parser.add_argument("--commit", help="what is measured, where this is not a git clone")
     options = parser.parse_args()
+    demand_gpu(parser)
     facts = environment(options.commit or git_commit())
     file = ResultsFile(options.out or RESULTS / f"{facts['device']}.json", facts)
     session = Session(file, replays=1, failures=[])

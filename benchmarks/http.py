@@ -222,7 +222,11 @@ def main() -> int:
             prompt_tokens=options.prompt_tokens, max_tokens=options.max_tokens, leaving=options.leaving,
             slow=options.slow, key=os.environ.get("SERVER_EXAMPLE_API_KEY"), pid=options.pid,
         )  # fmt: skip
-        seen = measure(load)
+        try:
+            seen = measure(load)
+        except ConnectionError as error:
+            print(f"FAILED no server answers at {options.url}: {error}", file=sys.stderr)
+            return 1
         told = {"streams": streams, **figures(seen), "left": seen.left, "errors": sorted(set(seen.errors))}
         if len(seen.memory) >= 8:
             told["memory grew in an eighth, MiB"] = four_digits(seen.memory_grew / 2**20)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import commits
+from benchmarks import __main__ as measured
+from benchmarks import commits, engine
 
 #: Microseconds by commit and shape; None is a shape that fails.
 TIMES: dict[str, dict[str, float | None]] = {
@@ -48,6 +49,7 @@ def test_a_shape_that_fails_is_stored_and_gives_exit_code_1(
     if not fails:
         monkeypatch.setitem(TIMES["new"], "dense m=2", 3.0)
     monkeypatch.setattr(commits, "_Tree", Tree)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     path = tmp_path / "comparison.json"
     monkeypatch.setattr("sys.argv", ["commits", "old", "new", "--names", "a", "b", "--out", str(path)])
@@ -59,3 +61,17 @@ def test_a_shape_that_fails_is_stored_and_gives_exit_code_1(
     assert first == {"shape": "dense m=1", "old_us": 4.0, "new_us": 2.0, "ratio": 2.0}
     assert [row["shape"] for row in others] == ["dense m=2"] * (not fails) + ["topk rows=1"]
     assert written["geometric_mean"] == {"dense": 2.0 if fails else 1.4142, "topk": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"), [(commits, ["old", "new"]), (engine, []), (measured, [])], ids=lambda _: ""
+)
+def test_a_machine_without_a_gpu_is_told_so(
+    program: Any, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["benchmarks", *arguments])
+    with pytest.raises(SystemExit) as done:
+        program.main()
+    assert done.value.code == 2
+    assert "no CUDA device: benchmarks run on a Hopper GPU" in capsys.readouterr().err

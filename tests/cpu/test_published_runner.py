@@ -98,3 +98,9 @@ def test_a_script_that_cannot_be_imported_is_trouble(
     (folder / "scripts/test_some.py").write_text("import no_such_module")
     assert _run(folder) == 1
     assert "TROUBLE test_some, shard 0: exit code 1: ModuleNotFoundError" in capsys.readouterr().out
+
+
+def test_a_folder_without_the_copy_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _run(folder, "--peer", str(folder / "scripts"))
+    assert "scripts has neither deep_gemm/ nor deep_gemm.zip" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,17 @@ def test_the_command_measures_a_server(
         assert http.main() == 0
         one, four = capsys.readouterr().out.splitlines()
         assert '"streams": 1' in one and '"streams": 4' in four and '"tokens/s"' in four
+
+
+def test_the_command_says_that_no_server_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Nothing listens on a port that was just given back.
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    monkeypatch.setattr("sys.argv", ["http", "--url", url, "--streams", "1", "--seconds", "0.1"])
+    assert http.main() == 1
+    assert f"FAILED no server answers at {url}: " in capsys.readouterr().err
 
 
 def test_what_goes_wrong_is_an_error(demo_folder: Path) -> None:

@@ -272,6 +272,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if "CUDA_HOME" not in os.environ and Path("/usr/local/cuda/bin/nvcc").exists():
         os.environ["CUDA_HOME"] = "/usr/local/cuda"
+    if not any((Path(options.peer) / name).exists() for name in ("deep_gemm", "deep_gemm.zip")):
+        parser.error(f"--peer: {options.peer} has neither deep_gemm/ nor deep_gemm.zip")
     options.peer = unpacked(options.peer)
     folder = Path(options.logs or tempfile.mkdtemp(prefix="published-"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -41,6 +41,17 @@ def test_the_trimmed_copy_is_small(trimmed: Path) -> None:
     assert len(sizes) == len(vllm_layers.REAL) + len(sglang_layers.REAL) and sum(sizes) < 10 << 20
 
 
+@pytest.mark.parametrize("arguments", [["--help"], []])
+def test_the_command_copies_into_a_folder_only(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[Path] = []
+    monkeypatch.setattr(trim, "copy", copied.append)
+    with pytest.raises(SystemExit):
+        trim.main(arguments)
+    assert copied == []
+    trim.main(["sources"])
+    assert copied == [Path("sources")]
+
+
 def test_a_name_without_a_stand_in_is_an_error() -> None:
     layers = EngineLayers(vllm_layers.RELEASE, (), {"vllm.a.b": 3}, absent=("vllm.missing",))
     with layers.active():

@@ -5,8 +5,8 @@ python -m tests.engines.trim FOLDER      # and there: XDG_CACHE_HOME=/absolute/F
 
 from __future__ import annotations
 
+import argparse
 import shutil
-import sys
 from pathlib import Path
 
 from tests.engines import sglang_layers, vllm_layers
@@ -30,5 +30,11 @@ def copy(folder: Path) -> None:
             shutil.copyfile(source, to)
 
 
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.engines.trim", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the sources go")
+    copy(parser.parse_args(arguments).folder)
+
+
 if __name__ == "__main__":
-    copy(Path(sys.argv[1]))
+    main()
