@@ -6,7 +6,7 @@
 // weight rows, which are the 128 outputs that share a scale. Nothing is divided along K, and no tile comes in pieces.
 //
 // Barriers, besides those of gemm_fp8.cuh: if tokens are few, a token's outputs are of all math warps, which meet twice for each tile
-// at named barrier 1. The map of shared memory has two more buffers:
+// at named barrier 1. The map of shared memory has `maxima`, too, and another rule for `staging`:
 //
 //   maxima     Each warp overwrites its own with the next tile's, after the barrier behind all reads.
 //   staging    A warp overwrites its outputs with the next tile's. If tokens are few, the next tile's first barrier is behind all

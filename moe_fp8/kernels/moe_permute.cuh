@@ -11,7 +11,8 @@
 // token. The first values of x are on their way while a CTA counts.
 //
 // Shared memory: every thread adds to `counts` and `earlier`, then the CTA waits, and `counts` is overwritten by its prefix sums
-// where each thread has read only its own elements. `places` is written by the thread of each (t, j) and read after a wait.
+// where each thread has read only its own elements. `experts` and `places` are written by one thread for each (t, j) and read after a
+// wait.
 //
 // The kernel is specialized by IN_FP8, POWER_OF_TWO (of bf16 input) and WIDE_IDS (int64).
 #pragma once
@@ -65,7 +66,7 @@ DEVICE int id_of(const MoePermuteParams& p, int token, int j) {
     return id < 0 || id >= p.num_ids ? -1 : static_cast<int>(id);
 }
 
-// Returns the expert of this rank that an id names, or -1.
+// Returns the expert of this rank that an id names, or a negative number.
 DEVICE int expert_of(const MoePermuteParams& p, int id) {
     const int expert = id < 0 || p.expert_map == nullptr ? id : p.expert_map[id];
     return expert < p.num_experts ? expert : -1;

@@ -74,8 +74,8 @@ struct Range {
     DEVICE bool empty() const { return begin >= end; }
 };
 
-// The keys of one work item's tile, whose queries have keys from `begin` up to `end`. The tile starts at a multiple of 8, as TMA
-// needs it.
+// The keys of one work item's tile, whose queries have keys from `begin` up to `end`. The tile starts at a multiple of 8. (TMA
+// needs a multiple of 4, since it reads the keys' scales from multiples of 16 bytes.)
 struct TileKeys {
     int begin, end;
 
@@ -110,12 +110,12 @@ DEVICE void visit_items(const MqaLogitsParams& p, const sched::Share& share, Eac
 #pragma unroll 1
     for (int index = first; index < last || (index == last && end_stage > 0); ++index) {
         const int chunk = index / p.query_blocks, first_query = (index - chunk * p.query_blocks) * kBlockQ;
-        const Range lane(p, lane_index() < kBlockQ ? first_query + lane_index() : p.num_queries);
-        const TileKeys keys(p, chunk, __reduce_min_sync(0xffffffffu, lane.empty() ? 0x7fffffff : lane.begin),
-                            __reduce_max_sync(0xffffffffu, lane.empty() ? 0 : lane.end));
+        const Range own(p, lane_index() < kBlockQ ? first_query + lane_index() : p.num_queries);
+        const TileKeys keys(p, chunk, __reduce_min_sync(0xffffffffu, own.empty() ? 0x7fffffff : own.begin),
+                            __reduce_max_sync(0xffffffffu, own.empty() ? 0 : own.end));
         const int begin = keys.begin + (index == first ? max(first_stage, 0) * kBlockKv : 0);
         const int end = index == last ? min(keys.end, keys.begin + end_stage * kBlockKv) : keys.end;
-        if (begin < end) each(first_query, lane, begin, end);
+        if (begin < end) each(first_query, own, begin, end);
     }
 }
 
@@ -156,9 +156,9 @@ DEVICE void prepare_queries(const MqaLogitsParams& p, Shared& shared, int warp) 
     if (warp > 0) return help_with_terms<Tile>(shared, warp);
     Tasks<Tile, MqaLogitsParams> tasks(p, shared, ptx::CacheHint::kNormal);
     if (!p.even) tasks.copy(shared.share.item % p.query_blocks * kBlockQ);
-    visit_items(p, shared.share, [&](int first_query, const Range& lane, int begin, int end) {
+    visit_items(p, shared.share, [&](int first_query, const Range& own, int begin, int end) {
         tasks.copy(first_query);
-        tasks.post(first_query, begin, end, lane.begin, lane.end);
+        tasks.post(first_query, begin, end, own.begin, own.end);
     });
     tasks.end();
 }

@@ -102,8 +102,8 @@ DEVICE int lane_page(const PagedMqaLogitsParams& p, int request, int page) {
 DEVICE void copy_keys(const PagedMqaLogitsParams& p, Shared& shared, int warp) {
     Stages<kStages, Tile::kKeyWarps> stages(warp);
     Walk walk(p);
-    // Page numbers are read for a whole warp at a time, and that many ahead. The first numbers are read while the walk waits for
-    // the first length.
+    // Page numbers are read 32 at a time, one in each lane, and the next 32 are read ahead. The first numbers are read while the walk
+    // waits for the first length.
     const int request = walk.request;
     int window = walk.chunk * CHUNK_KV / kPageSize;
     int pages = lane_page(p, request, window), further = lane_page(p, request, window + kWarp);

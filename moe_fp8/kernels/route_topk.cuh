@@ -83,7 +83,7 @@ DEVICE uint32_t key_of(float value) {
 
 DEVICE float value_of(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
 
-// Four maxima at once are faster than a chain of comparisons, of which each waits for the one before.
+// Four maxima at once are faster than a chain in which each comparison waits for the comparison before.
 DEVICE uint32_t greatest_of(const uint32_t (&key)[VALUES]) {
     static_assert(VALUES % 4 == 0, "see specs.py");
     uint32_t greatest[4] = {};

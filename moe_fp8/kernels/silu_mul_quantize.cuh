@@ -7,8 +7,8 @@
 // exp and the reciprocal are the hardware's functions. Their relative error is below 5e-6. This error moves a scale by some units
 // in the last place, and a value by one rounding step at most. For gates below -87 the reciprocal is 0, and so y is 0.
 //
-// With ROUNDED, gate / (1 + exp(-gate)) is rounded to bf16, and so is y, as in a layer whose steps all end in bf16. The quotient is
-// then one of div.full, which engines' kernels take, so that both round the same numbers.
+// With ROUNDED, gate / (1 + exp(-gate)) is rounded to bf16, and so is y, as in a layer whose steps all end in bf16. Then
+// div.full computes the quotient, as in engines' kernels, so that both round the same numbers.
 //
 // A tile is kRows rows of one group. Eight threads share a group of a row. Thread i takes eight values from 8 i on and eight from
 // 64 + 8 i on, so that each of its four loads of 16 bytes is a part of a whole line, and all four are in flight at once. Neighbours

@@ -19,6 +19,16 @@ struct alignas(64) TensorMap {
 // The codes of IN_DTYPE, the type of the values that a kernel reads.
 enum class InDtype { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
 
+// The type `First` if `kFirst`, and otherwise the type `Second`.
+template <bool kFirst, typename First, typename Second>
+struct Choose {
+    using Type = First;
+};
+template <typename First, typename Second>
+struct Choose<false, First, Second> {
+    using Type = Second;
+};
+
 constexpr int kWarp = 32;
 constexpr int kWarpgroup = 128;
 

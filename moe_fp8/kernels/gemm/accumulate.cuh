@@ -10,7 +10,7 @@ namespace moe_fp8 {
 // These are the shared-memory addresses of one stage's parts, as a math thread needs them.
 struct Stage {
     uint32_t weights, tokens;              // wgmma_address of what the warpgroup owns
-    uint32_t weight_scales, token_scales;  // of the tile; this thread's first
+    uint32_t weight_scales, token_scales;  // the tile's first weight scale, and this thread's first token scale
     uint32_t full, empty;                  // barriers
 };
 

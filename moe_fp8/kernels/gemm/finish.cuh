@@ -121,7 +121,7 @@ DEVICE void store_fragment(const GemmParams& p, Shared& shared, const sched::Til
     const OwnGroups groups(cluster_rank(), warpgroup);  // worked out anew, so as to take no registers over the main loop
     const Fragments::Region region(tile.begin_row - owned.token, tile.end_row - owned.token, groups.first, groups.end);
     const int row = (sched::kKGrouped<kLayout> ? tile.expert * p.m : 0) + tile.row + owned.token;
-    const int column = tile.n + owned.weight + wave * Fragments::kColumns;
+    const int column = tile.n + owned.weight + wave * Fragments::kWaveRows;
     if constexpr (kStaged) {
         store_staged<Fragments>(p, sum, shared.staging[warpgroup], row, column, region);
     } else {

@@ -115,7 +115,7 @@ DEVICE void consume(const GemmParams& p, Shared& shared, int warpgroup, Meeting&
 }
 #endif
 
-// The kernel.
+// This is the body of each GEMM kernel.
 DEVICE void run(const GemmParams& p) {
     extern __shared__ __align__(1024) uint8_t dynamic[];  // without static shared memory it starts at such an address
     Shared& shared = *reinterpret_cast<Shared*>(dynamic);

@@ -24,7 +24,7 @@ DEVICE bool others_turn(uint32_t rank, int block) { return (block & 1) != static
 
 // Returns the number of stages whose weights the walking warp copies. If it does not wait for the kernel before, it copies them
 // while that kernel ends. If it waits, or if tokens are many, more stages would only compete with the first tokens. (A dense kernel
-// seldom waits, so it always takes the larger number.)
+// seldom waits, so it does not ask whether it waits.)
 DEVICE int stages_ahead(const GemmParams& p, const Tile& tile) {
     const bool all = kBlockM < 128 && (kLayout == sched::Layout::kDense || p.constant_weights);
     return min(all ? kStages : 2, tile.k_range.count());
@@ -119,7 +119,7 @@ class Meeting {
 // this, they take 800 cycles and not 500 after that kernel.)
 DEVICE void prefetch_index(const GemmParams& p) {
     if constexpr (kLayout == sched::Layout::kDense || sched::kKGrouped<kLayout>) return;
-    constexpr int kOfLine = 128 / sizeof(int);
+    constexpr int kLineInts = 128 / sizeof(int);
     if constexpr (Walk::kRuns) {
         // Runs are found by the first row and the last row of each block of 128.
         const int row = min(lane_index() * kSegmentAlignment, p.m - 1);
@@ -127,7 +127,7 @@ DEVICE void prefetch_index(const GemmParams& p) {
         ptx::prefetch_line(&p.index[max(row - 1, 0)]);
     } else {
         const int count = kLayout == sched::Layout::kMIndices ? p.m : p.num_experts + (kLayout == sched::Layout::kOffsets);
-        ptx::prefetch_line(&p.index[min(lane_index() * kOfLine, count - 1)]);
+        ptx::prefetch_line(&p.index[min(lane_index() * kLineInts, count - 1)]);
     }
 }
 
@@ -221,7 +221,7 @@ DEVICE void produce_scales(const GemmParams& p, Shared& shared, Meeting&& meetin
         float next[kWeightScales];
 #pragma unroll
         for (int i = 0; i < kWeightScales; ++i) {
-            // (Interleaved: 128 gates, then 128 ups in the lower half of the scales.)
+            // (An interleaved tile has 128 gates and 128 ups. The ups' scales are the second half of the expert's scales.)
             const int in_expert = kSiluMul ? tile.n / kBlockN + i * (scale_rows / 2)
                                            : min((tile.n + i * kScaleRows) / kBlockK, scale_rows - 1);
             const int row = tile.expert * scale_rows + in_expert;

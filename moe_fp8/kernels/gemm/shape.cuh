@@ -92,7 +92,7 @@ constexpr bool kPieces = kPiecesOf<kBlockN> && !kSiluMul;
 using Walk = sched::TileWalk<kLayout, kBlockM, kBlockN, kPaired, kClusterK, kPieces, kNeighbours>;
 // Warp 0, warp 1 unless it rests, and the math warps read the tiles.
 constexpr int kTileReaders = (kRowScales && !kSumsByWarp ? 1 : 2) + kMathWarpgroups * 4;
-using Record = sched::RecordOf<sched::kKGrouped<kLayout>>::Type;
+using Record = sched::RecordOf<sched::kKGrouped<kLayout>>;
 using Tiles = sched::TileRing<kTileReaders, Record>;
 using TileWriter = sched::TileWriter<kTileReaders, Record>;
 using TileReader = sched::TileReader<kTileReaders, Record>;
@@ -115,6 +115,7 @@ DEVICE constexpr int staging_bytes() {
     else return Fragments::kBoxes * Fragments::kStagedBoxBytes;
 }
 
+// Whether several warps have outputs of the same token.
 constexpr bool kAcrossWarps = kSiluMul && kBlockM < 64;
 
 struct Shared {
@@ -133,7 +134,7 @@ struct Shared {
     ptx::Barrier parts_free[kMathWarpgroups];
     ptx::Barrier full[kStages];
     ptx::Barrier empty[kStages];
-    // The greatest |SiLU(gate) * up| of each token among each warp's outputs, where a token's outputs are of several warps.
+    // For each warp, the greatest |SiLU(gate) * up| of each token among the warp's outputs (kAcrossWarps).
     float maxima[kAcrossWarps ? kMathWarpgroups * 4 : 1][kAcrossWarps ? kBlockM : 1];
     ptx::Barrier staging_free[kMathWarpgroups];  // a warpgroup's sum may come; what it is added to is there
     ptx::Barrier staging_full[kMathWarpgroups];  // a warpgroup's sum is there
@@ -166,8 +167,9 @@ struct Shared {
         }
     }
 };
-// gemm_smem_bytes of heuristics/gemm/tiles.py computes the same size from its own constants, with 1 KiB for the small members.
-static_assert(sizeof(Shared) <= SMEM_BYTES && SMEM_BYTES <= sizeof(Shared) + 1024, "see heuristics/gemm/tiles.py");
+// Each kernel's module of heuristics/gemm/ (tiles.py, k_grouped.py, silu_mul.py) computes the same size from its own constants, with 1
+// KiB for the small members.
+static_assert(sizeof(Shared) <= SMEM_BYTES && SMEM_BYTES <= sizeof(Shared) + 1024, "see heuristics/gemm/");
 
 }  // namespace moe_fp8
 
@@ -180,7 +182,7 @@ struct GemmParams {
     moe_fp8::TensorMap out_map;
     void* out;                   // [rows, N]
     const float* b_scale;        // [experts, ceil(N/128), K/128]
-    const int* index;            // m_indices, psum, offsets or masked_m; null if dense
+    const int* index;            // m_indices, psum, offsets (of rows or of K) or masked_m; null if dense
     int64_t out_stride;          // elements between tokens
     int m;                       // rows of a, or of one expert's buffer if masked
     int n;

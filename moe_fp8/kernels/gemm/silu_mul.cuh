@@ -52,7 +52,7 @@ DEVICE void store_few_tokens(const GemmParams& p, Shared& shared, const Tile& ti
     uint8_t* staging = shared.staging[0];
 #pragma unroll
     for (int i = 0; i < kBlockM / 4; ++i) {
-        const int at = i / 2 * 4 + i % 2;  // of column group i/2
+        const int at = i / 2 * 4 + i % 2;  // in column group i/2
         float most = kLeastMaximum;
 #pragma unroll
         for (int wave = 0; wave < kWaves; ++wave) {
@@ -87,7 +87,7 @@ DEVICE void store_few_tokens(const GemmParams& p, Shared& shared, const Tile& ti
 // Many tokens: four lanes have all outputs of two tokens, pairs of outputs of each 16 columns.
 DEVICE void store_many_tokens(const GemmParams& p, Shared& shared, const Tile& tile, mma::Owned owned, int warpgroup,
                               Fragments::Sum (&sum)[kWaves]) {
-    constexpr int kTokens = 16;  // of a warp
+    constexpr int kTokens = 16;  // a warp's tokens
     const int warp = mma::warpgroup_thread() / kWarp, lane = lane_index();
     const int first = owned.token + warp * kTokens;
     uint8_t* staging = shared.staging[warpgroup] + warp * kTokens * kBlockK;

@@ -83,7 +83,7 @@ struct WeightsOnM {
 #pragma unroll
             for (int i = 0; i <= kUp; ++i) weights[i] = ptx::load_here(&weight_scales[i]);
         }
-        // It is called when the product is on its way. Fragments that can, compute the products of scales that `promote` needs.
+        // It is called when the product is on its way. Some fragments then multiply the tokens' scales by the weights'.
         DEVICE void complete() {}
         template <typename Visit>
         DEVICE void each(Visit& visit) const { visit(tokens), visit(weights); }
@@ -160,7 +160,7 @@ struct TokensOnM {
     static constexpr int kBoxRows = kBoxRowsOf<kBlockN>, kBoxBytes = kBoxRows * 2, kBoxes = kColumns / kBoxRows;
     static constexpr int kStagedBoxBytes = kStagedTokens * kBoxBytes;
     static_assert(kBlockM % 64 == 0 && kBlockN % 32 == 0 && kBlockN <= 256, "64 tokens for each warpgroup");
-    static_assert(kBlockM > 64 || kBlockN == 64 || kBlockN == 96 || kBlockN == 128, "or its own weight rows");
+    static_assert(kBlockM > 64 || kBlockN == 64 || kBlockN == 96 || kBlockN == 128, "64 weight rows for each warpgroup, or all 96");
     using Sum = float[kColumns / 2];
 
     // The region of the column groups [first, end).
@@ -246,7 +246,7 @@ struct TokensOnM {
         }
     }
 
-    // It stores fp32. For bf16 it is named but never called.
+    // It stores fp32. (`store_fragment` also names it in kernels that stage bf16, but does not call it there.)
     template <typename Out>
     static DEVICE void store(const Sum& sum, Out* out, int64_t stride, const Region& region, int columns, int accumulate) {
         static_assert(kAddable<Out>, "bf16 is staged");

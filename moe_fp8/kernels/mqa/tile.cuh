@@ -23,7 +23,7 @@ static_assert(NUM_THREADS == (1 + kMathWarpgroups) * kWarpgroup && CLUSTER_SIZE 
 //                      read the tile wait.
 //   terms_full[slot]   Every lane of every query warp arrives, if there are terms. Math warps wait.
 //   query_empty[slot]  Every lane of every math warp arrives. The first query warp waits.
-//   early[warp]        1 arrival: the key warp itself, for the stages that it copies before it knows the ranges (prefill, one item a
+//   early[warp]        1 arrival: the key warp itself, for the stage that it copies before it knows the ranges (prefill, one item a
 //                      CTA).
 //
 // The map says who overwrites each buffer, after which arrival, and why every read is done by then:

@@ -1,4 +1,4 @@
-// Shared-memory addressing, matrix stores, rounding to bf16.
+// Accesses of shared memory in this CTA and in its cluster, stores that round to bf16, additions in global memory.
 #pragma once
 
 #include "common/types.cuh"

@@ -1,4 +1,4 @@
-// Warpgroup roles, named barriers and clusters.
+// Registers of warpgroups, the order of grids, barriers of CTAs and clusters, and values that hold for a whole warp.
 #pragma once
 
 #include "common/types.cuh"
@@ -24,7 +24,7 @@ DEVICE uint32_t cluster_rank() {
 }
 
 // Waits until the kernel before has ended and its writes are visible to this grid (programmatic dependent launch). Since a grid may
-// begin before them, no kernel reads global memory by `__ldg`, which takes memory to be constant for as long as the grid runs.
+// begin before these writes, no kernel reads global memory by `__ldg`, which takes memory to be constant for as long as the grid runs.
 DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Lets the next kernel of the stream begin as SMs fall free, once a thread of every block has called this. It is called after
@@ -44,7 +44,7 @@ DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// A barrier of kThreads threads of the CTA, in whole warps; __syncthreads is barrier 0.
+// This is a barrier of kThreads threads of the CTA, in whole warps. __syncthreads is barrier 0.
 template <int kBarrier, int kThreads>
 DEVICE void named_barrier() {
     asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
@@ -80,8 +80,8 @@ DEVICE bool elect_one() {
     return elected != 0;
 }
 
-// Loads from L2, so that the value is never older than what the launch of this kernel waited for, whether or not this thread has waited
-// for the kernel before: a line of L1 may be.
+// Loads from L2, since a line of L1 may be older. The value is right even if this thread has not waited for the kernel before, as long
+// as that kernel does not write it: all earlier kernels have ended before this grid begins (`launch_dependents`).
 DEVICE int load_fresh(const int* address) {
     int value;
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");

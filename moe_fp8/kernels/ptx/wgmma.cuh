@@ -70,7 +70,7 @@ struct Wgmma;
     struct Wgmma<kColumns> {                                                                         \
         template <int kSteps>                                                                        \
         static DEVICE void start(float (&d)[kRegisters], uint64_t a, uint64_t b) {                   \
-            static_assert(kSteps == 1 || kSteps == 2 || kSteps == 4, "of a swizzled row");           \
+            static_assert(kSteps == 1 || kSteps == 2 || kSteps == 4, "a row has 32 to 128 bytes");   \
             if constexpr (kSteps == 1) WGMMA_GROUP(WGMMA_1(kColumns, REGISTERS, A, B), __VA_ARGS__); \
             if constexpr (kSteps == 2) WGMMA_GROUP(WGMMA_2(kColumns, REGISTERS, A, B), __VA_ARGS__); \
             if constexpr (kSteps == 4) WGMMA_GROUP(WGMMA_4(kColumns, REGISTERS, A, B), __VA_ARGS__); \
@@ -97,11 +97,6 @@ struct Wgmma;
     ", %72, %73, %74, %75, %76, %77, %78, %79"
 #define REGISTERS_96 REGISTERS_80 \
     ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define REGISTERS_128 REGISTERS_64 \
-    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
-    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
-    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
-    ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 DEFINE_WGMMA(8, 4, REGISTERS_4, "%4", "%5", D4(0));
 DEFINE_WGMMA(16, 8, REGISTERS_8, "%8", "%9", D4(0), D4(4));
@@ -113,7 +108,6 @@ DEFINE_WGMMA(136, 68, REGISTERS_68, "%68", "%69", D64(0), D4(64));
 DEFINE_WGMMA(144, 72, REGISTERS_72, "%72", "%73", D64(0), D4(64), D4(68));
 DEFINE_WGMMA(160, 80, REGISTERS_80, "%80", "%81", D64(0), D16(64));
 DEFINE_WGMMA(192, 96, REGISTERS_96, "%96", "%97", D64(0), D32(64));
-DEFINE_WGMMA(256, 128, REGISTERS_128, "%128", "%129", D64(0), D64(64));
 
 #undef D1
 #undef D4
@@ -137,6 +131,5 @@ DEFINE_WGMMA(256, 128, REGISTERS_128, "%128", "%129", D64(0), D64(64));
 #undef REGISTERS_72
 #undef REGISTERS_80
 #undef REGISTERS_96
-#undef REGISTERS_128
 
 }  // namespace moe_fp8::ptx

@@ -2,7 +2,7 @@
 //
 // An arrival says "I have read this memory". But ptxas issues an arrival while loads that come before it are still on their way.
 // Behind stores that wait in the memory system, such a load came after the next copy had overwritten the values that it reads:
-// prefill logits had scales of keys twelve stages on. So every arrival that hands memory back takes the values that were read
+// prefill logits had the scales of keys twelve stages later. So every arrival that hands memory back takes the values that were read
 // there, or values that were computed from them. It cannot be issued before they are in registers. `tests/cpu/test_machine_code.py`
 // checks this in the machine code of every kernel.
 #pragma once

@@ -25,7 +25,10 @@ DEVICE void read_segment(const int* index, int e, int m, int& first_row, int& nu
         first_row = e * m;
         num_rows = min(max(ptx::load_fresh(&index[e]), 0), m);
     } else {
-        const int begin = kLayout == Layout::kOffsets ? ptx::load_fresh(&index[e]) : e == 0 ? 0 : align_up(ptx::load_fresh(&index[e - 1]), kSegmentAlignment);
+        // (With kPsum the index has only ends. An expert begins at the first multiple of kSegmentAlignment from the end of the expert
+        // before.)
+        const int begin = kLayout == Layout::kOffsets ? ptx::load_fresh(&index[e])
+                          : e == 0 ? 0 : align_up(ptx::load_fresh(&index[e - 1]), kSegmentAlignment);
         const int end = kLayout == Layout::kOffsets ? ptx::load_fresh(&index[e + 1]) : ptx::load_fresh(&index[e]);
         first_row = min(max(begin, 0), m);
         num_rows = max(min(end, m), first_row) - first_row;
@@ -73,7 +76,7 @@ class SegmentWindow {
     DEVICE void start() { load(0); }
 
     // Returns the number of units of all segments. This call comes before `find` and `advance`. Runs behind the first window count as
-    // one, since reading them would delay the first tile. The number of units is still exact if the number of columns is even.
+    // one run, since reading them would delay the first tile. The number of units is still exact if the number of columns is even.
     DEVICE int total() const {
         if constexpr (kRuns) {
             const int rest = max(m_ - kWarp * kSegmentAlignment, 0);

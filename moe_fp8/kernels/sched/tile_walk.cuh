@@ -50,13 +50,7 @@ struct Tile : TileRecord {
 
 // The type of a record in the tile ring. The record holds the range of K if the range differs from tile to tile.
 template <bool kRanged>
-struct RecordOf {
-    using Type = TileRecord;
-};
-template <>
-struct RecordOf<true> {
-    using Type = Tile;
-};
+using RecordOf = typename Choose<kRanged, Tile, TileRecord>::Type;
 
 // Walks the tiles of one CTA. A unit is one tile, a pair of tiles for a cluster of two (kPaired), or one tile that kClusterK CTAs
 // share along K. Within a segment units go in groups of kGroupN along N, so that CTAs that run together share tokens and weights in

@@ -8,17 +8,8 @@ namespace moe_fp8::topk {
 constexpr bool kBf16 = static_cast<InDtype>(IN_DTYPE) == InDtype::kBf16;
 static_assert(kBf16 || static_cast<InDtype>(IN_DTYPE) == InDtype::kFp32, "see specs.py");
 
-template <bool>
-struct BitsOf {
-    using Type = uint32_t;
-};
-template <>
-struct BitsOf<true> {
-    using Type = uint16_t;
-};
-
 // A logit as it lies in memory.
-using Bits = BitsOf<kBf16>::Type;
+using Bits = Choose<kBf16, uint16_t, uint32_t>::Type;
 constexpr Bits kMinusInfinity = kBf16 ? 0xff80u : 0xff800000u;
 
 // One 16-byte load has so many logits.
