@@ -6,6 +6,7 @@ No other module reads these variables.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -15,6 +16,9 @@ from typing import Any, Literal
 from moe_fp8.errors import SettingError
 
 _PREFIX = "MOE_FP8_"
+
+#: Variables that Kubernetes sets in containers beside a service of the name `moe-fp8`. They are no settings.
+_OF_A_SERVICE = re.compile(rf"{_PREFIX}(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
 
 MissPolicy = Literal["compile", "warn", "strict"]
 
@@ -72,7 +76,8 @@ def engine_asked() -> bool:
 
 def parse_settings(environ: Mapping[str, str]) -> Settings:
     """Settings from `environ`; raises SettingError for an unknown MOE_FP8_* name or a bad value."""
-    given = {name: value for name, value in environ.items() if name.startswith(_PREFIX)}
+    names = [name for name in environ if name.startswith(_PREFIX) and not _OF_A_SERVICE.fullmatch(name)]
+    given = {name: environ[name] for name in names}
     unknown = sorted(set(given) - set(_PARSERS))
     if unknown:
         raise SettingError(

@@ -39,8 +39,10 @@ _BACKLOG = 256
 #: Time for the last bytes of answers, once the engine has stopped.
 _FLUSH_SECONDS = 5
 _PREFIX = str(Settings.model_config["env_prefix"])
-#: The variables that Kubernetes sets beside a service of the name `server-example`.
+#: The variables that Kubernetes sets beside a service of the name `server-example`. The variable of the
+#: option --port is another: it has the service's address then, such as tcp://10.0.0.1:80.
 _OF_A_SERVICE = re.compile(rf"{_PREFIX}(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)")
+_ADDRESSES = ("tcp://", "udp://", "sctp://")
 #: Between two looks at what may have happened.
 _POLL_SECONDS = 0.05
 #: The signals that end the server.
@@ -169,6 +171,9 @@ def read_settings(arguments: list[str] | None = None) -> Settings:
         name, given, text = argument.partition("=")
         if argument == "" or (name.startswith("--") and given and not text):
             raise SettingsError(f"{name or before}: expected a text; leave the option out for its default")
+    port = f"{_PREFIX}PORT"
+    if os.environ.get(port, "").startswith(_ADDRESSES):
+        del os.environ[port]
     settings = CliApp.run(Settings, cli_args=arguments)
     known = {f"{_PREFIX}{name}".upper() for name in Settings.model_fields}
     for name in sorted({name.upper() for name in os.environ} - known):

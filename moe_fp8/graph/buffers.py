@@ -89,6 +89,9 @@ class StaticBuffers:
             raise ArgumentError("StaticBuffers", "specs", "a mapping of names to specs", type(specs).__name__)
         if not specs:
             raise ArgumentError("StaticBuffers", "specs", "at least one buffer", specs)
+        for name, spec in specs.items():
+            if not isinstance(spec, BufferSpec):
+                raise ArgumentError("StaticBuffers", f"specs: {name}", "a BufferSpec", type(spec).__name__)
         self.specs = dict(specs)
         self.capacity = integer("StaticBuffers", "capacity", capacity, 1)
         self.device = torch.device(device)

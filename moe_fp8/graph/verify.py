@@ -13,6 +13,7 @@ from moe_fp8.errors import ArgumentError, CaptureError, UnsupportedError
 from moe_fp8.graph import memory
 from moe_fp8.graph.capture import capture, refuse_synchronization, warm_up
 from moe_fp8.ops import contents
+from moe_fp8.ops.arguments import integer
 
 #: The inputs of a function: tensors by name, or in order.
 Inputs: TypeAlias = Mapping[str, Tensor] | Sequence[Tensor]
@@ -72,9 +73,8 @@ def verify_capture_safe(
     the device meanwhile.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
+    warmup_runs = integer("verify_capture_safe", "warmup_runs", warmup_runs, 1)
     device = _device(name, inputs, other_inputs)
-    if warmup_runs < 1:
-        raise ArgumentError("verify_capture_safe", "warmup_runs", "at least 1", warmup_runs)
     first, other, again = (_eager(fn, given) for given in (inputs, other_inputs, inputs))
     static = _Static(inputs)
     captured = _capture(name, fn, static, inputs, device, warmup_runs)

@@ -242,7 +242,11 @@ def flag(op: str, name: str, value: object) -> bool:
 
 
 def swiglu_limit(op: str, limit: float | None) -> None:
-    if limit is not None and not 0 < limit <= F32_MAX:
+    try:
+        valid = limit is None or 0 < limit <= F32_MAX
+    except TypeError:  # no number
+        valid = False
+    if not valid:
         raise ArgumentError(op, "limit", "a positive number within float32's range, or None", limit)
 
 

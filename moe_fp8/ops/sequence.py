@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
+from moe_fp8.ops.arguments import demand_tensors
 from moe_fp8.ops.modes import Modes
 from moe_fp8.ops.registry import OPS, launcher, needs_dispatcher, past_dispatcher, tracing
 
@@ -49,11 +50,15 @@ def run(
         except RuntimeError:  # the tensors of a function transform have no address
             pass
     if call is None:
-        try:  # noqa: SIM105 - torch.compile traces this
-            check()
-        except RuntimeError:  # such tensors again, which cannot be checked
-            pass
-        _each(*work, fresh=False)
+        try:
+            try:  # noqa: SIM105 - torch.compile traces this
+                check()
+            except RuntimeError:  # such tensors again, which cannot be checked
+                pass
+            _each(*work, fresh=False)
+        except (AttributeError, TypeError):  # as in `registry`: what is no tensor always comes here
+            demand_tensors(name, {at: one for at, one in zip(names, tensors, strict=True) if one is not None})
+            raise
         return
     launch = launcher()
     if launch.repeat(call):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_fp8.errors import ArgumentError
-from moe_fp8.ops.arguments import end_of, overlap, same_device, same_storage, traced
+from moe_fp8.ops.arguments import demand_tensors, end_of, overlap, same_device, same_storage, traced
 
 #: Every buffer in a workspace begins at a multiple of this.
 _ALIGNMENT = 256
@@ -34,7 +34,12 @@ def check(
 
     `names`, `others`: the op's other tensors, whose memory it may not share.
     """
-    if workspace.dim() != 1 or workspace.dtype is not torch.uint8 or not workspace.is_contiguous():
+    try:
+        fits = workspace.dim() == 1 and workspace.dtype is torch.uint8 and workspace.is_contiguous()
+    except AttributeError:  # such as a number of bytes
+        demand_tensors(op, {"workspace": workspace})
+        raise
+    if not fits:
         got = f"{workspace.dtype} {list(workspace.shape)} of stride {workspace.stride()}"
         raise ArgumentError(op, "workspace", "contiguous uint8 [bytes]", got)
     same_device(op, like, workspace=workspace)

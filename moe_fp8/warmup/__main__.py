@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from moe_fp8.errors import MoeFp8Error, ToolchainError
+from moe_fp8.errors import MoeFp8Error, ToolchainError, requirements_needed
 from moe_fp8.jit.progress import show_time
 from moe_fp8.jit.runtime import KernelRuntime
 from moe_fp8.warmup.arguments import (
@@ -90,7 +90,8 @@ def _run(argv: Sequence[str] | None) -> int:
     summary: dict[str, Any] = {"model": arguments.model, "ok": True}
     code = EXIT_OK
     try:
-        _warm(arguments, summary)
+        with requirements_needed():
+            _warm(arguments, summary)
     except (MoeFp8Error, OSError, KeyboardInterrupt) as failure:
         code = complain(failure)
         message = " ".join((str(failure) or "interrupted").split())[:_MESSAGE]

@@ -25,6 +25,7 @@ from moe_fp8.jit.sources import SourceTree
 from moe_fp8.jit.store import KernelStore
 from moe_fp8.warmup import __main__ as startup
 from moe_fp8.warmup import run as run_module
+from moe_fp8.warmup.arguments import EXIT_FAILED
 from moe_fp8.warmup.run import demand_kept
 from tests.cpu.cli_runs import QWEN, SMALL, built, no_gpu, with_a_closed_pipe
 from tests.cpu.jit_kernels import spec, write_kernels
@@ -140,6 +141,18 @@ def test_the_startup_script_tells_why_a_kernel_does_not_compile(
     monkeypatch.setattr(startup, "_warm", fail)
     assert startup.main([*SMALL, "--quiet"]) != 0
     assert "error: no such name" in json.loads(capsys.readouterr().out)["message"]
+
+
+def test_the_startup_script_says_on_stdout_that_the_progress_bar_lacks_rich(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: Any, summary: dict[str, Any]) -> None:
+        raise ModuleNotFoundError("No module named 'rich'", name="rich")  # as on a terminal
+
+    monkeypatch.setattr(startup, "_warm", fail)
+    assert startup.main(SMALL) == EXIT_FAILED
+    told = json.loads(capsys.readouterr().out)
+    assert not told["ok"] and told["message"].startswith("rich is not installed")
 
 
 @pytest.mark.parametrize("kept", [True, False])

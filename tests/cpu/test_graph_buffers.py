@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -77,6 +77,11 @@ def test_a_pad_that_the_dtype_does_not_hold_is_refused(dtype: torch.dtype, pad: 
 def test_a_dtype_that_torch_cannot_fill_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ArgumentError, match=r"BufferSpec: dtype: expected one of torch.bool"):
         BufferSpec((), dtype)
+
+
+def test_what_is_no_spec_is_named() -> None:
+    with pytest.raises(ArgumentError, match="specs: x: expected a BufferSpec, got dtype"):
+        StaticBuffers({"x": cast(Any, torch.int32)}, 4, "cpu")
 
 
 def test_load_records_no_gradients() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -291,6 +291,8 @@ def test_a_result_is_made_of_tensors() -> None:
 def test_a_function_has_run_before_its_capture() -> None:
     with pytest.raises(ArgumentError, match="warmup_runs: expected at least 1"):
         verify_capture_safe(lambda given: given["x"] * 2, inputs(), inputs(1), warmup_runs=0)
+    with pytest.raises(ArgumentError, match="warmup_runs: expected an integer"):
+        verify_capture_safe(lambda given: given["x"] * 2, inputs(), inputs(1), warmup_runs=cast(Any, 1.5))
 
 
 def test_an_input_may_be_written_for_the_other_inputs_alone() -> None:

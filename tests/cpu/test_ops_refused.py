@@ -66,13 +66,46 @@ def test_an_index_that_is_a_list_is_named(layout: str) -> None:
         moe_fp8.grouped_gemm_fp8_contiguous(**arguments, **{layout: [0, 5]})
 
 
-def test_a_layer_names_a_scale_that_is_none() -> None:
-    x, ids = torch.zeros(3, 128).bfloat16(), torch.zeros(3, 2, dtype=torch.int32)
+def _layer() -> dict[str, Any]:
+    """Arguments of `fused_moe`."""
     w13, w2 = (torch.zeros(2, n, 128).to(torch.float8_e4m3fn) for n in (256, 128))
-    for name in ("w13_scale", "w2_scale"):
-        scales = {"w13_scale": torch.ones(2, 2, 1), "w2_scale": torch.ones(2, 1, 1), name: None}
-        with pytest.raises(ArgumentError, match=f"fused_moe: {name}: expected a tensor, got NoneType"):
-            moe_fp8.fused_moe(x, ids, None, w13, scales["w13_scale"], w2, scales["w2_scale"])
+    return {
+        "x": torch.zeros(3, 128).bfloat16(),
+        "topk_ids": torch.zeros(3, 2, dtype=torch.int32),
+        "topk_weights": None,
+        "w13": w13,
+        "w13_scale": torch.ones(2, 2, 1),
+        "w2": w2,
+        "w2_scale": torch.ones(2, 1, 1),
+    }
+
+
+@pytest.mark.parametrize("name", ["w13_scale", "w2_scale"])
+def test_a_layer_names_a_scale_that_is_none(name: str) -> None:
+    with pytest.raises(ArgumentError, match=f"fused_moe: {name}: expected a tensor, got NoneType"):
+        moe_fp8.fused_moe(**{**_layer(), name: None})
+
+
+@pytest.mark.parametrize("name", ["topk_weights", "x_scale", "expert_map", "workspace", "out"])
+def test_a_layer_names_what_is_no_tensor(name: str) -> None:
+    arguments: dict[str, Any] = {**_layer(), name: 4096}
+    with pytest.raises(ArgumentError, match=f"^fused_moe: {name}: expected a tensor, got int"):
+        moe_fp8.fused_moe(**arguments)
+
+
+@pytest.mark.parametrize("limit", ["7", [7.0], 7j])
+def test_a_limit_that_is_no_number_is_named(limit: Any) -> None:
+    with pytest.raises(ArgumentError, match="fused_moe: limit: expected a positive number"):
+        moe_fp8.fused_moe(**_layer(), limit=limit)
+
+
+@pytest.mark.parametrize("op", ["gemm_fp8", "grouped_gemm_fp8_masked"])
+def test_an_addend_that_is_no_tensor_is_named(op: str) -> None:
+    function, make = OPS[op]
+    arguments = make()
+    del arguments["out"]
+    with pytest.raises(ArgumentError, match=f"^{op}: c: expected a tensor, got float"):
+        function(**arguments, c=1.0)
 
 
 def test_a_remedy_fits_an_output_too() -> None:

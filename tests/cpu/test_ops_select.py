@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -107,6 +107,15 @@ def test_plans_fit_their_budget_and_repeat(rows: int, keys: int, topk: int) -> N
         )
 
 
+@pytest.mark.parametrize("rows, keys, topk", [(245, 16323, 1500), (512, 31000, 2048)])
+def test_chunks_with_carried_keys_are_no_wider_than_all_keys(rows: int, keys: int, topk: int) -> None:
+    # A wider row may need a top-k kernel that no plan of these keys has.
+    least, whole = _least(rows, keys, topk), indexer_workspace_bytes(num_queries=2, num_keys=keys, topk=topk)
+    plans = [selection_plan(rows, keys, topk, least + (whole - least) * i // 500) for i in range(501)]
+    assert {plan.carried > 0 for plan in plans} == {False, True}
+    assert max(plan.columns + topk for plan in plans if plan.carried) <= keys
+
+
 def test_a_million_keys_fit_64_mib() -> None:
     assert (
         indexer_workspace_bytes(num_queries=4096, num_keys=1 << 20, topk=2048, max_bytes=64 << 20) <= 64 << 20
@@ -181,9 +190,16 @@ def test_bad_workspaces_are_named() -> None:
     whole = indexer_workspace_bytes(num_queries=4, num_keys=500, topk=TOPK)
     good = _workspace(whole + 256)
     assert good is not None
-    for bad in (good[:100], good[1:], good[8:], good.view(torch.int8), good.view(2, -1), good[::2]):
+    wrong: list[Any] = [good[:100], good[1:], good[8:], good.view(torch.int8), good.view(2, -1), good[::2]]
+    for bad in (*wrong, whole):
         with pytest.raises(ArgumentError, match="workspace"):
             indexer_select(*case.arguments(), topk=TOPK, workspace=bad)
+
+
+def test_an_out_that_is_no_tensor_is_named() -> None:
+    case, out = exact_cases.mqa(4, 500, 8, "causal"), cast(Any, [0])
+    with pytest.raises(ArgumentError, match="indexer_select: out: expected a tensor, got list"):
+        indexer_select(*case.arguments(), topk=TOPK, out=out)
 
 
 @pytest.mark.parametrize(

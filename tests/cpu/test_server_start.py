@@ -139,6 +139,7 @@ def test_what_is_no_option_or_has_no_text_is_refused(monkeypatch: pytest.MonkeyP
     assert settings.api_key is not None and settings.api_key.get_secret_value() == "aHVzaA=="
     monkeypatch.setenv("SERVER_EXAMPLE_SERVICE_HOST", "10.0.0.1")  # Kubernetes sets these
     monkeypatch.setenv("SERVER_EXAMPLE_PORT_80_TCP", "tcp://10.0.0.1:80")
+    monkeypatch.setenv("SERVER_EXAMPLE_PORT", "tcp://10.0.0.1:80")
     assert read_settings([]).port == 8000
     assert "error: SERVER_EXAMPLE_APIKEY: no option" in refused(SERVER_EXAMPLE_APIKEY="hush")
 

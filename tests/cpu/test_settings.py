@@ -66,6 +66,15 @@ def test_bad_names_and_values_are_errors(name: str, value: str) -> None:
     assert caught.value.got == value
 
 
+def test_a_service_of_that_name_sets_nothing() -> None:
+    address = "tcp://10.0.0.1:80"
+    names = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP", "PORT_80_TCP_ADDR")
+    assert parse_settings({f"MOE_FP8_{name}": address for name in names}) == parse_settings({})
+    for name in ("MOE_FP8_SERVICE", "MOE_FP8_PORTS", "MOE_FP8_PORT_TCP"):
+        with pytest.raises(ConfigError):
+            parse_settings({name: address})
+
+
 @pytest.mark.parametrize(
     ("value", "on"),
     [("1", True), ("true", True), ("on", True), ("0", False), ("false", False), ("OFF", False)],

@@ -16,6 +16,7 @@ def add_to(c: Tensor, out: Tensor, name: str, *operands: Any) -> None:
     """Call the op `name` with `operands`, so that it adds to `out`, after `out` got `c`."""
     op = OPS[name]
     if c is not out:
+        arguments.demand_tensors(name, {"c": c})
         # Wrong operands must leave `out` as it was. (Operands of a traced call are checked when the op runs.)
         traced = arguments.traced()
         if not traced:

@@ -17,6 +17,7 @@ from moe_fp8.ops.arguments import (
     MAKE_CONTIGUOUS,
     MAX_EXTENT,
     contiguous,
+    demand_tensors,
     extent,
     int32_vector,
     integer,
@@ -347,6 +348,7 @@ def selection_out(op: str, rows: int, topk: int, like: Tensor, out: Tensor | Non
     topk_width(op, topk)
     if out is None:
         return torch.empty((rows, topk), dtype=torch.int32, device=like.device)
+    demand_tensors(op, {"out": out})
     if out.shape != (rows, topk) or out.dtype is not torch.int32 or not out.is_contiguous():
         got = f"{out.dtype} {list(out.shape)} of stride {out.stride()}"
         raise ArgumentError(op, "out", f"contiguous int32 [{rows}, {topk}]", got)

@@ -108,16 +108,18 @@ def selection_plan(
         return SelectionPlan(at_once, whole, 0, workers)
     columns = min(whole, -(-_LEAST_CHUNK * topk // _KEYS) * _KEYS)
     carried = -(-topk // 4) * 4  # rows stay aligned to 16 bytes
-    if at_once > 0 and whole <= columns + 4 * carried:
-        return SelectionPlan(at_once, whole, 0, workers)  # carried columns would take more than they save
-    at_once = min(enough, most_rows(columns, carried))
-    if at_once <= 0:
+    divided = min(enough, most_rows(columns, carried))
+    # Chunks of keys are of use only if more queries fit. A chunk with its carried keys is then no wider than
+    # all keys together, so a plan of the model's calls has its kernels.
+    if 0 < at_once >= divided:
+        return SelectionPlan(at_once, whole, 0, workers)
+    if divided <= 0:
         least = min(needed(row_step, columns, carried), needed(row_step, whole, 0))
         raise ArgumentError(op, budget, f"at least {least} bytes", max_bytes)
     # _KEYS more columns add a multiple of the alignment. At least two chunks remain.
-    room = (max_bytes - needed(at_once, columns, carried)) // (4 * at_once * _KEYS)
+    room = (max_bytes - needed(divided, columns, carried)) // (4 * divided * _KEYS)
     columns = min(columns + room * _KEYS, whole - _KEYS)
-    return SelectionPlan(at_once, columns, carried, workers)
+    return SelectionPlan(divided, columns, carried, workers)
 
 
 def indexer_workspace_bytes(
