@@ -75,7 +75,7 @@ def finite_of_experts(
 
 
 _FINITE = "finite scales in rows that count"
-_REMEDY = "find the op that wrote it: scales become NaN or infinite if what is quantized is"
+_REMEDY = "find the op that wrote it: the scale of a NaN or infinite value is NaN or infinite, too"
 
 
 def _wrong(scale: Tensor, counting: Tensor | None) -> Tensor:
