@@ -14,7 +14,14 @@ from moe_fp8.errors import ConfigError, SettingError, UnsupportedError
 from moe_fp8.integrations import installed, planning
 from moe_fp8.integrations import vllm as plug_in
 from moe_fp8.settings import parse_settings, settings
-from tests.cpu.vllm_stand_in import DeepGemmKernel, Fake, vllm
+from tests.cpu.vllm_stand_in import (
+    BatchedDeepGemmExperts,
+    DeepGemmExperts,
+    DeepGemmKernel,
+    Fake,
+    module,
+    vllm,
+)
 
 __all__ = ["vllm"]
 
@@ -54,6 +61,21 @@ def test_register_does_nothing_without_the_variable(
     monkeypatch.setenv("MOE_FP8_ENGINE", "1")
     with pytest.raises(SettingError, match="MOE_FP8_JOBS"):
         plug_in.register()
+
+
+@pytest.mark.parametrize("platform", ["is_cpu", "is_unspecified"])
+def test_register_does_nothing_without_a_gpu(
+    platform: str, vllm: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of vLLM's commands call plug-ins, and some, such as `vllm bench serve`, run where no GPU is."""
+    monkeypatch.setenv("MOE_FP8_ENGINE", "1")
+    for name, value in (("is_cuda", False), ("is_device_capability", False), (platform, True)):
+        monkeypatch.setattr(vllm.platform, name, lambda *capability, value=value: value)
+    plug_in.register()
+    assert not plug_in.active() and vllm.kernels == [DeepGemmKernel] and installed() == ()
+    assert "no GPU" in caplog.text
+    with pytest.raises(UnsupportedError, match="Hopper"):
+        plug_in.activate(["dense"])
 
 
 def test_register_changes_vllm_and_deactivate_restores_it(
@@ -127,6 +149,27 @@ def test_some_kinds_leave_the_others_alone(vllm: Fake) -> None:
         plug_in.activate(kinds)
         assert os.environ["VLLM_DEEP_GEMM_WARMUP"] == warmup, "what we do not serve is warmed up"
     assert vllm.wrapper._paged_mqa_logits_schedule_slots(132, 4) == 66
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("kinds", [("dense",), ("experts",), ("indexer",)])
+def test_vllms_own_layers_of_deep_gemm_need_its_copy(
+    kinds: tuple[str, ...], copy: bool, vllm: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM looks only whether a `deep_gemm` is there, and ours is, with the kinds that we serve alone."""
+    if copy:
+        module(monkeypatch, "vllm.third_party.deep_gemm", fp8_gemm_nt=print)
+    classes = DeepGemmKernel, DeepGemmExperts, BatchedDeepGemmExperts
+    before = [dict(vars(cls)) for cls in classes]
+    plug_in.activate(kinds)
+    assert DeepGemmKernel.is_supported(90)[0] == (copy or "dense" in kinds)
+    assert not DeepGemmKernel.is_supported(80)[0]
+    if copy:
+        assert type("Derived", (DeepGemmKernel,), {}).is_supported(90) == (True, "Derived")
+    for experts in (DeepGemmExperts, BatchedDeepGemmExperts):
+        assert experts._supports_current_device() == (copy or "experts" in kinds)
+    plug_in.deactivate()
+    assert [dict(vars(cls)) for cls in classes] == before
 
 
 def test_vllm_looks_names_up_again_behind_each_change(vllm: Fake) -> None:

@@ -36,6 +36,10 @@ class BlockScaledKernel:
 class DeepGemmKernel(BlockScaledKernel):
     use_deep_gemm_e8m0 = True
 
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return compute_capability == 90, cls.__name__
+
 
 class DeepGemmExperts:
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
@@ -44,6 +48,16 @@ class DeepGemmExperts:
     @staticmethod
     def is_supported_config(cls: Any, *arguments: Any) -> tuple[bool, str | None]:
         return True, None
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return True
+
+
+class BatchedDeepGemmExperts:
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return True
 
 
 def _first_elements(workspace: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -65,7 +79,10 @@ class Fake(SimpleNamespace):
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
-    platform = SimpleNamespace(is_cuda=lambda: True, is_device_capability=lambda capability: capability == 90)
+    platform = SimpleNamespace(
+        is_cuda=lambda: True, is_device_capability=lambda capability: capability == 90,
+        is_cpu=lambda: False, is_unspecified=lambda: False,
+    )  # fmt: skip
     cuda = object()
     module(monkeypatch, "vllm.platforms", current_platform=platform, PlatformEnum=SimpleNamespace(CUDA=cuda))
     formats = SimpleNamespace(FLOAT32_CEIL_UE8M0=1, from_oracle=lambda: 1, _oracle_cache=3)
@@ -93,6 +110,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     )  # fmt: skip
     module(monkeypatch, f"{moe}.activation", MoEActivation=SimpleNamespace(SILU="silu"))
     module(monkeypatch, f"{moe}.experts.deep_gemm_moe", DeepGemmExperts=DeepGemmExperts)
+    batched = f"{moe}.experts.batched_deep_gemm_moe"
+    module(monkeypatch, batched, BatchedDeepGemmExperts=BatchedDeepGemmExperts)
     module(monkeypatch, f"{moe}.utils", _resize_cache=_first_elements)
     quant = "vllm.model_executor.layers.quantization.utils.quant_utils"
     module(monkeypatch, quant, kFp8Dynamic128Sym=1, kFp8Static128BlockSym=2)

@@ -253,7 +253,12 @@ def resolved_calls(root: ast.AST) -> Iterator[tuple[str, ast.Call]]:
         ),
         (
             "vllm/model_executor/kernels/linear/scaled_mm/deep_gemm.py",
-            ("DeepGemmFp8BlockScaledMMKernel", "use_deep_gemm_e8m0", "process_weights_after_loading"),
+            (
+                "DeepGemmFp8BlockScaledMMKernel",
+                "use_deep_gemm_e8m0",
+                "process_weights_after_loading",
+                "@classmethod\n    def is_supported(cls, compute_capability=None):",
+            ),
         ),
         (
             "vllm/model_executor/kernels/linear/scaled_mm/BlockScaledMMLinearKernel.py",
@@ -266,6 +271,13 @@ def resolved_calls(root: ast.AST) -> Iterator[tuple[str, ast.Call]]:
         (
             "vllm/model_executor/layers/fused_moe/experts/deep_gemm_moe.py",
             ("DeepGemmExperts", "gemm1_clamp_limit", "workspace_shapes", "apply_router_weight_on_input"),
+        ),
+        *(
+            (
+                f"vllm/model_executor/layers/fused_moe/experts/{name}_moe.py",
+                ("@staticmethod\n    def _supports_current_device() -> bool:",),
+            )
+            for name in ("deep_gemm", "batched_deep_gemm")
         ),
         (
             "vllm/model_executor/layers/fused_moe/modular_kernel.py",
@@ -302,6 +314,7 @@ def resolved_calls(root: ast.AST) -> Iterator[tuple[str, ast.Call]]:
         ("vllm/distributed/parallel_state.py", ("def get_ep_group", "device_communicator")),
         ("vllm/distributed/device_communicators/base_device_communicator.py", ("max_sms_used",)),
         ("vllm/plugins/__init__.py", ("vllm.general_plugins",)),
+        ("vllm/platforms/interface.py", ("def is_cpu(", "def is_unspecified(", "def is_device_capability(")),
     ],
 )  # fmt: skip
 def test_the_plug_in_finds_what_it_changes(engine: Engine, file: str, names: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_fp8 import __version__
 from moe_fp8.errors import SettingError, UnsupportedError
-from moe_fp8.integrations import alias
+from moe_fp8.integrations import alias, vendored
 from moe_fp8.integrations.kinds import KINDS, checked
 from moe_fp8.settings import engine_asked, settings
 
@@ -30,9 +30,19 @@ _undo: list[Any] = []
 
 
 def register() -> None:
-    """What vLLM calls at the start of each process: `activate` with the kinds of MOE_FP8_ENGINE, if any."""
-    if engine_asked() and not _undo:
-        activate(settings().engine)
+    """What vLLM calls at the start of each process: `activate` with the kinds of MOE_FP8_ENGINE, if any.
+
+    It does nothing where there is no GPU: such a process serves no model on one. vLLM also calls plug-ins for
+    `vllm bench serve`, `vllm launch render` and its other commands, which need no GPU.
+    """
+    if not engine_asked() or _undo:
+        return
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() or current_platform.is_unspecified():
+        _logger.warning("MOE_FP8_ENGINE has no effect: vLLM finds no GPU here")
+        return
+    activate(settings().engine)
 
 
 def activate(kinds: Iterable[str]) -> None:
@@ -73,8 +83,12 @@ def _change(kinds: tuple[str, ...]) -> None:
     _share_settings()
     if "dense" in kinds:
         _register_linear_kernel()
+    else:
+        _refuse_linear_kernel_without_copy()
     if "experts" in kinds:
         _register_experts()
+    else:
+        _refuse_experts_without_copy()
     if "indexer" in kinds:
         _schedule_for_all_sms()
     if set(kinds) >= {"dense", "experts"}:
@@ -163,6 +177,42 @@ def _register_experts() -> None:
     _replace(oracle, "backend_to_kernel_cls", backend_to_kernel_cls)
 
 
+def _refuse_linear_kernel_without_copy() -> None:
+    """Keep vLLM from its own dense layers of `deep_gemm` if its copy is missing or cannot be imported.
+
+    vLLM believes that it has `deep_gemm`, since our module has this name. But we serve no dense layers now,
+    and without a copy nobody does. (The import of the copy fails without a CUDA toolkit.)
+    """
+    from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
+
+    supported = vars(DeepGemmFp8BlockScaledMMKernel)["is_supported"]
+
+    def is_supported(cls: Any, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        if vendored.find() is None:
+            return False, "needs deep_gemm, which cannot be imported"
+        answer: tuple[bool, str | None] = supported.__get__(None, cls)(compute_capability)
+        return answer
+
+    _replace(DeepGemmFp8BlockScaledMMKernel, "is_supported", classmethod(is_supported))
+
+
+def _refuse_experts_without_copy() -> None:
+    """The same for vLLM's own experts of `deep_gemm`."""
+    from vllm.model_executor.layers.fused_moe.experts import batched_deep_gemm_moe, deep_gemm_moe
+
+    for experts in (deep_gemm_moe.DeepGemmExperts, batched_deep_gemm_moe.BatchedDeepGemmExperts):
+        _refuse_without_copy(experts)
+
+
+def _refuse_without_copy(experts: Any) -> None:
+    supports = experts._supports_current_device
+
+    def supports_current_device() -> bool:
+        return vendored.find() is not None and bool(supports())
+
+    _replace(experts, "_supports_current_device", staticmethod(supports_current_device))
+
+
 def _schedule_for_all_sms() -> None:
     """Make vLLM 0.33 ask for schedules with a task for each SM.
 
@@ -177,7 +227,7 @@ def _schedule_for_all_sms() -> None:
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
-    before = getattr(owner, name)
+    before = vars(owner)[name]
     setattr(owner, name, value)
     _undo.append(lambda: setattr(owner, name, before))
 
