@@ -46,7 +46,8 @@ from moe_fp8.warmup.shapes import GemmShape, experts_per_token, local_experts
 
 Ranges = tuple[tuple[int, int], ...]
 
-#: vLLM projects the cached latents of several requests up together: of 8 contexts, but of no more tokens.
+#: Engines project the cached latents of the requests of a prefill up together: of 8 contexts at least (vLLM),
+#: but of no more tokens. (SGLang's 131,072 tokens need no other kernel.)
 _CONTEXTS, _MOST_PROJECTED = 8, 65536
 
 
@@ -119,7 +120,8 @@ class Bounds:
         expert = own * options.dp
         contiguous = expert * experts_per_token(model, options) + padding
         masked = options.masked_rows or options.calls.masked_rows(expert, options.most_decoded * options.dp)
-        projected = min(_CONTEXTS * model.max_positions, _MOST_PROJECTED)
+        contexts = max(_CONTEXTS, options.max_batch)
+        projected = min(contexts * model.max_positions, _MOST_PROJECTED)
         context = max(dense, model.max_positions, projected)
         return cls(dense, context, _round_up(contiguous, SEGMENT_ALIGNMENT), masked, expert)
 

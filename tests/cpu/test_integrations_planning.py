@@ -110,6 +110,21 @@ def test_cached_latents_are_planned(device: str) -> None:
     assert without < specs
 
 
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+@pytest.mark.parametrize("device", gemm_table.devices())
+def test_cached_latents_of_many_short_contexts_are_planned(device: str, name: str) -> None:
+    # DeepSeek-V2-Lite at TP4. With pages of 64 tokens, vLLM's workspace has room for 4 pages of each request.
+    dense = {(1024, 512)}
+    loaded = engine(max_batch=256, max_positions=1024, dense=dense, experts=set(), kv_lora_rank=512)
+    loaded.engine = name
+    specs = set(plan_loaded(loaded).specs)
+    for m in (2048, 8192, 15_680, 20_000, 65_536, 131_072):
+        assert kernel_spec(GemmProblem("dense", m, 1024, 512, device=device)) in specs
+    few = engine(max_batch=4, max_positions=1024, dense=dense, experts=set(), kv_lora_rank=512)
+    few.engine = name
+    assert set(plan_loaded(few).specs) < specs
+
+
 def test_drafts_longer_than_the_kernels_take_are_no_error() -> None:
     loaded = engine(next_n=MAX_NEXT_N + 3, max_tokens=64, max_batch=4, indexer=Indexer(64, 128, 2048))
     specs = set(plan_loaded(loaded).specs)

@@ -79,7 +79,7 @@ def most_rows(planned: Plan, layout: str, shape: GemmShape | None = None) -> int
     parallelism = Parallelism(options.tp, options.ep)
     if layout == "dense":
         # A chunked prefill projects the latents of whole contexts up again, in vLLM at most 65,536 together.
-        contexts = max(model.max_positions, min(8 * model.max_positions, 65536))
+        contexts = max(model.max_positions, min(max(8, options.max_batch) * model.max_positions, 65536))
         return max(tokens, contexts) if shape and shape.what == "kv_b" else tokens
     if layout == "masked":
         return options.max_batch * options.next_n * parallelism.dp
@@ -379,9 +379,11 @@ def test_a_top_k_over_compressed_keys_is_planned() -> None:
 
 
 def test_the_latents_of_several_short_contexts_are_projected_together() -> None:
-    for positions, most in ((1024, 8192), (8192, 65536), (16384, 65536), (163840, 163840)):
+    cases = ((1024, 4, 8192), (1024, 32, 32768), (1024, 256, 65536), (16384, 1, 65536), (163840, 256, 163840))
+    for positions, requests, most in cases:
         config = read_config(CONFIGS / "deepseek_v3.json") | {"max_position_embeddings": positions}
-        planned = plan(describe(config), PlanOptions(tp=8, ep=8, max_tokens=512, engine="vllm"))
+        options = PlanOptions(tp=8, ep=8, max_tokens=512, max_batch=requests, engine="vllm")
+        planned = plan(describe(config), options)
         rows = [row for row in planned.rows if row.op == "gemm_fp8" and "kv_b" in row.what]
         assert max(last for row in rows for _, last in row.rows) == most
 

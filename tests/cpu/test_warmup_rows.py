@@ -60,7 +60,7 @@ def test_the_rows_of_every_op_reach_the_largest_call() -> None:
     """Here, a pass has 120 tokens, which are decoded. Experts get those of two groups, dense MLPs of four."""
     ranks = {"tp": 8, "ep": 4, "attention_tp": 2, "moe_tp": 1}
     options = PlanOptions(**ranks, max_tokens=100, max_batch=60, next_n=2, weight_gradients=True)
-    for positions, projected, quantized in ((32, 480, 480 * 64), (100_000, 100_000, 100_000)):
+    for positions, projected, quantized in ((32, 60 * 32, 480 * 64), (100_000, 100_000, 100_000)):
         config = read_config(CONFIGS / "deepseek_v32.json") | {"max_position_embeddings": positions}
         most: dict[str, int] = {}
         for row in plan(describe(config), options).rows:
