@@ -117,6 +117,7 @@ def create_app(service: Service) -> FastAPI:
         api_key=key.get_secret_value() if key is not None else None,
         max_body_bytes=settings.body_bytes,
         receive_seconds=settings.receive_seconds,
+        drained=service.intake.drained,
     )
     if settings.cors_origins:
         app.add_middleware(

@@ -10,7 +10,7 @@ import fcntl
 import hmac
 import termios
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
@@ -31,9 +31,17 @@ class Gate:
     """ASGI middleware that hands on whole bodies only. `api_key` None lets everyone in."""
 
     def __init__(
-        self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int, receive_seconds: float
+        self,
+        app: ASGIApp,
+        *,
+        api_key: str | None,
+        max_body_bytes: int,
+        receive_seconds: float,
+        drained: Callable[[], Coroutine[Any, Any, ApiError]],
     ) -> None:
+        """`drained` returns at the end of a drain: a body that is still on its way comes too late."""
         self.app = app
+        self._drained = drained
         self.max_body_bytes = max_body_bytes
         self.receive_seconds = receive_seconds
         self._key = None if api_key is None else api_key.encode()
@@ -52,7 +60,7 @@ class Gate:
         except ApiError as error:
             # The rest of a late or malformed body is not awaited; the rest of a large one is read, so that
             # its sender sees the answer.
-            headers_sent = {"Connection": "close"} if error.status in (400, 408) else None
+            headers_sent = {"Connection": "close"} if error.status in (400, 408, 503) else None
             await error.response(headers_sent)(scope, receive, send)
             return
         whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -73,7 +81,7 @@ class Gate:
         # The HTTP parser has refused lengths that are not numbers.
         if int(headers.get(b"content-length", b"0")) > self.max_body_bytes:
             raise self._too_large()
-        return await unless(self._read(scope, receive), self._late())
+        return await unless(self._read(scope, receive), self._late(), self._drained())
 
     async def _late(self) -> ApiError:
         await asyncio.sleep(self.receive_seconds)

@@ -69,12 +69,14 @@ class Intake:
 
         Raises `ApiError`, also if the client leaves, the time is over or the drain ends before.
         """
-        ends = [client_left(http), self._drained()]
+        ends = [client_left(http), self.drained()]
         if deadline.at is not None:
             ends.append(_late(deadline.at, deadline.status))
         return await unless(self._submit(engine, body, deadline), *ends)
 
-    async def _drained(self) -> ApiError:
+    async def drained(self) -> ApiError:
+        """Returns at `end`."""
+        self._loop = asyncio.get_running_loop()
         await self._over.wait()
         return ApiError(503, ENDINGS["shutdown"])
 

@@ -14,6 +14,8 @@ from server_example.host import Reading
 logger = logging.getLogger(__name__)
 
 SECONDS = 0.5
+#: The most events that wait for a listener. One that reads more slowly misses the oldest.
+_MOST_WAITING = 20
 
 
 class Stats:
@@ -25,7 +27,7 @@ class Stats:
 
     async def events(self, engine: EngineClient) -> AsyncIterator[dict[str, str]]:
         """One event for each interval until the engine stops."""
-        listener: asyncio.Queue[str | None] = asyncio.Queue()
+        listener: asyncio.Queue[str | None] = asyncio.Queue(_MOST_WAITING)
         self._listeners.add(listener)
         if self._reader is None or self._reader.done():
             self._reader = asyncio.create_task(self._read(engine))
@@ -56,6 +58,8 @@ class Stats:
 
     def _tell(self, figures: str | None) -> None:
         for listener in self._listeners:
+            if listener.full():
+                listener.get_nowait()
             listener.put_nowait(figures)
 
 

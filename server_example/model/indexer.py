@@ -28,7 +28,11 @@ class IndexerWeights:
 
 @dataclass(frozen=True)
 class Selection:
-    """The cache's `slots` int64 [T, k], and bool [T, k]: False if a query has fewer than k tokens."""
+    """The cache's `slots` int64 [T, k], and bool [T, k]: False if a query has fewer than k tokens.
+
+    A slot that is not valid is that of the request's own first token: attention weighs what it holds by zero,
+    and zero times another request's NaN would be NaN.
+    """
 
     slots: torch.Tensor
     valid: torch.Tensor
@@ -99,6 +103,7 @@ class Indexer:
                 max_context_len=batch.max_context_len,
                 num_sms=self.num_workers,
             )
+            filled = chosen.clamp(min=0)
         else:
             keys, key_scale = cache.read_index(batch.context_slots)
             topk = min(self.topk, keys.shape[0])
@@ -116,4 +121,5 @@ class Indexer:
                 topk=topk,
                 workspace=workspace,
             )
-        return Selection(batch.to_slots(chosen.clamp(min=0).long()), chosen >= 0)
+            filled = chosen.maximum(batch.key_start[:, None])
+        return Selection(batch.to_slots(filled.long()), chosen >= 0)

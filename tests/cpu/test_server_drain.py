@@ -79,6 +79,21 @@ def test_after_the_grace_time_requests_get_an_error(demo_folder: Path) -> None:
         assert process.wait(timeout=20) == 0
 
 
+def test_a_body_that_is_on_its_way_at_the_end_of_a_drain_is_refused(
+    demo_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with server_process(demo_folder, "--drain-seconds", "0.1") as (process, url):
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), timeout=20) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+            httpx.get(f"{url}/health")  # the server has read the head meanwhile
+            process.send_signal(signal.SIGTERM)
+            with client.makefile("rb") as answer:
+                status, *rest = answer.read().splitlines()
+        assert process.wait(timeout=20) == 0
+    assert status.split()[1] == b"503" and b"shutting down" in rest[-1]
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_the_end_of_the_engines_process_is_told(demo_folder: Path) -> None:
     with server_process(demo_folder) as (process, url):
         (engine,) = [pid for pid, command in children(process.pid).items() if "spawn_main" in command]

@@ -24,6 +24,7 @@ from server_example.client import EngineClient
 from server_example.engine import Engine
 from server_example.gate import Gate
 from server_example.host import Host, Job
+from server_example.intake import Intake
 from server_example.sampling import SamplingParams
 from server_example.scheduler import RequestTooLongError
 from server_example.settings import Settings
@@ -255,6 +256,23 @@ def test_figures_that_cannot_be_read_end_the_stream_and_the_next_listener_has_th
     assert "the engine's figures cannot be read" in caplog.text and "broken on purpose" in caplog.text
 
 
+def test_a_listener_that_reads_too_slowly_misses_the_oldest_figures() -> None:
+    async def talk() -> list[str]:
+        stats = Stats()
+        stats._read = lambda engine: asyncio.sleep(20)  # type: ignore[assignment, method-assign, return-value]
+        listener = stats.events(None)  # type: ignore[arg-type]
+        first = asyncio.create_task(anext(listener))  # type: ignore[arg-type]
+        await turns_pass(2)
+        for number in range(1000):
+            stats._tell(str(number))
+        stats._tell(None)
+        return [(await first)["data"]] + [event["data"] async for event in listener]
+
+    found = asyncio.run(asyncio.wait_for(talk(), 20))
+    assert found[-1] == "999" and len(found) < 50
+    assert found == sorted(found, key=int)
+
+
 @pytest.mark.parametrize("turns", TURNS)
 def test_a_body_whose_reading_is_cancelled(turns: int) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -267,7 +285,7 @@ def test_a_body_whose_reading_is_cancelled(turns: int) -> None:
     async def send(message: Any) -> None:
         pass
 
-    gate = Gate(app, api_key=None, max_body_bytes=9, receive_seconds=20)
+    gate = Gate(app, api_key=None, max_body_bytes=9, receive_seconds=20, drained=Intake().drained)
     assert asyncio.run(leave(gate(scope("POST", "/"), receive, send), turns))
 
 

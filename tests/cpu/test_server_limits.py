@@ -23,6 +23,7 @@ from server_example.client import Emit
 from server_example.engine import EngineUnavailableError
 from server_example.gate import Counted, Gate
 from server_example.host import Host, Job
+from server_example.intake import Intake
 from server_example.protocol import ChatResponse
 from server_example.scheduler import TokenEvent, TokenLogprob
 from server_example.settings import Settings
@@ -90,7 +91,7 @@ def test_a_body_of_the_most_bytes_is_accepted(size: int, status: int, known_leng
         for _ in range(size):
             yield b"a"
 
-    gate = Gate(app, api_key=None, max_body_bytes=9, receive_seconds=20)
+    gate = Gate(app, api_key=None, max_body_bytes=9, receive_seconds=20, drained=Intake().drained)
     content = b"a" * size if known_length else parts()
     assert asyncio.run(ask(gate, "POST", "/", content=content)).status_code == status
 

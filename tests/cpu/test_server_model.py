@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,39 @@ def test_prefilled_requests_do_not_depend_on_their_batch(demo_model: Transformer
         row for first, request in zip(together, requests, strict=True) for row in (first, request.decode(7))
     ]
     torch.testing.assert_close(torch.stack(rows), torch.stack(alone), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("place", [0, 40, 79])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_nan_stays_in_its_own_request(
+    demo_model: Transformer, monkeypatch: pytest.MonkeyPatch, place: int, first: bool
+) -> None:
+    """Of three requests that are prefilled and decoded together, one has a token without a finite value."""
+    broken, *healthy = text_tokens(80), text_tokens(30, 1), text_tokens(1, 2)
+    token = next(
+        token for token in range(1, demo_model.config.vocab_size) if token not in sum(healthy, broken)
+    )
+    broken[place] = token
+    prompts = [broken, *healthy] if first else [*healthy, broken]
+
+    def logits() -> list[torch.Tensor]:
+        caches = new_caches(demo_model, 7)
+        runs = [Run(tokens, 0, [2 * number + 1, 2 * number + 2]) for number, tokens in enumerate(prompts)]
+        prefilled = demo_model.prefill(PrefillBatch.of(runs, demo_model.device), caches)
+        step = {
+            "tokens": torch.tensor([7] * 3),
+            "context_lens": torch.tensor([len(run.token_ids) + 1 for run in runs], dtype=torch.int32),
+            "block_table": torch.tensor([run.pages for run in runs], dtype=torch.int32),
+        }
+        return [prefilled, demo_model.decode(step, caches)["logits"]]
+
+    expected = logits()
+    embedding = demo_model.weights.embedding.clone()
+    embedding[token] = float("nan")
+    monkeypatch.setattr(demo_model, "weights", replace(demo_model.weights, embedding=embedding))
+    for found, wanted in zip(logits(), expected, strict=True):
+        for prompt, row, other in zip(prompts, found, wanted, strict=True):
+            assert row.isnan().any() if prompt is broken else torch.equal(row, other)
 
 
 def test_decode_rows_do_not_depend_on_their_batch(demo_model: Transformer) -> None:
