@@ -45,6 +45,8 @@ class BufferSpec:
             raise ArgumentError("BufferSpec", "dtype", f"one of {', '.join(map(str, _DTYPES))}", self.dtype)
         if not _holds(self.dtype, self.pad):
             raise ArgumentError("BufferSpec", "pad", f"a number that {self.dtype} holds", self.pad)
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            object.__setattr__(self, "pad", _fillable(self.pad))
         object.__setattr__(self, "rows", integer("BufferSpec", "rows", self.rows, 1))
 
     def shape(self, requests: int) -> tuple[int, ...]:
@@ -66,7 +68,8 @@ def _holds(dtype: torch.dtype, pad: float) -> bool:
             return abs(pad) <= floats.max
         if finite:
             try:
-                held = torch.full((2,), pad, dtype=dtype)[0].double().item()  # one number alone passes always
+                # (One number alone passes always.)
+                held = torch.full((2,), _fillable(pad), dtype=dtype)[0].double().item()
             except RuntimeError:
                 return False
             # (float8_e8m0fnu has no sign, and its least number stands for zero.)
@@ -75,6 +78,11 @@ def _holds(dtype: torch.dtype, pad: float) -> bool:
         return math.isnan(pad) or dtype.is_complex or bool(torch.tensor(pad).to(dtype).float().isinf())
     info = torch.iinfo(dtype)
     return info.min <= pad <= info.max and pad == int(pad)
+
+
+def _fillable(pad: float) -> float:
+    """`pad` as a number that torch fills floats with: an integer of at most 64 bits, or a float."""
+    return float(pad) if abs(pad) >= 2**63 else pad
 
 
 class StaticBuffers:
@@ -181,6 +189,9 @@ class StaticBuffers:
         the pinned memory to anyone else before the device has read it. A view of a buffer is copied too.
         """
         if self.device.type == "cuda" and value.device.type == "cpu":
-            return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
+            # Rows one after the other: torch would copy others once more, to memory that is not pinned, and
+            # such a copy may wait for the device.
+            rows = torch.contiguous_format
+            return torch.empty_like(value, device="cpu", pin_memory=True, memory_format=rows).copy_(value)
         shared = any(same_storage(value, tensor) for tensor in self._tensors.values())
         return value.clone() if shared else value

@@ -73,6 +73,16 @@ def test_a_pad_that_the_dtype_does_not_hold_is_refused(dtype: torch.dtype, pad: 
             assert StaticBuffers({"x": held}, 2, device).view(2)["x"].shape == (2,)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "pad"),
+    [(torch.float32, 2**100), (torch.complex64, -(2**70)), (torch.int64, 2.0**62), (torch.uint64, 2**64 - 1)],
+)
+def test_a_pad_may_be_any_number_that_the_dtype_holds(dtype: torch.dtype, pad: float) -> None:
+    buffers = StaticBuffers({"x": BufferSpec((), dtype, pad=pad)}, 2, "cpu")
+    buffers.clear()
+    assert buffers.view(2)["x"].tolist() == [pad, pad]
+
+
 @pytest.mark.parametrize("dtype", [torch.uint4, torch.float4_e2m1fn_x2, torch.qint8])
 def test_a_dtype_that_torch_cannot_fill_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ArgumentError, match=r"BufferSpec: dtype: expected one of torch.bool"):
@@ -95,10 +105,10 @@ def test_host_inputs_are_staged_in_host_memory(monkeypatch: pytest.MonkeyPatch) 
     made: list[Any] = []
 
     def empty_like(value: torch.Tensor, **options: Any) -> torch.Tensor:
-        made.append(options)
-        return torch.empty(value.shape, dtype=value.dtype, device=options["device"])
+        made.append({name: options.pop(name) for name in ("device", "pin_memory")})
+        return real(value, device="cpu", **options)
 
-    buffers = StaticBuffers(SPECS, 4, "cpu")
+    buffers, real = StaticBuffers(SPECS, 4, "cpu"), torch.empty_like
     buffers.device = torch.device("cuda")
     monkeypatch.setattr(torch, "empty_like", empty_like)
     value = torch.arange(6).view(2, 3).t()
@@ -106,6 +116,8 @@ def test_host_inputs_are_staged_in_host_memory(monkeypatch: pytest.MonkeyPatch) 
         staged = buffers._staged(value)
     assert staged.device.type == "cpu" and torch.equal(staged, value) and staged is not value
     assert made == [{"device": "cpu", "pin_memory": True}]
+    # torch copies other strides once more, to memory that is not pinned.
+    assert staged.is_contiguous() and not value.is_contiguous()
 
 
 def test_only_views_of_the_buffers_are_copied_before_the_load() -> None:

@@ -188,6 +188,18 @@ def test_state_between_calls_is_found() -> None:
         verify_capture_safe(lambda given: given["x"] + next(calls), inputs(), inputs(1))
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_random_numbers_and_state_on_the_device_are_found(kept: bool) -> None:
+    """A graph goes on with both, so its replays differ as if they did not write every element."""
+    state = torch.zeros(())
+
+    def step(given: dict[str, Tensor]) -> Tensor:
+        return given["x"] + (state.add_(1) if kept else torch.rand_like(given["x"]))
+
+    with refused("output", "two eager calls with the same inputs.*fix its random numbers"):
+        verify_capture_safe(step, inputs(), inputs(1))
+
+
 def test_what_earlier_replays_leave_behind_is_found() -> None:
     calls, kept = count(), torch.zeros(())
 

@@ -98,6 +98,22 @@ def test_the_fused_gemm_is_named() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "ends, expert", [([100, 128, 128], None), ([0, 0, 100], None), ([100, 129, 256], 1), ([100, 128, 129], 2)]
+)
+def test_experts_without_rows_may_end_behind_rows_that_are_not_padded(
+    ends: list[int], expert: int | None
+) -> None:
+    a, a_scale = cases.activations(100, 128, cases.generator(0, "cpu"))
+    b, b_scale = cases.weights(3, 64, 128, cases.generator(0, "cpu"))
+    if expert is None:
+        grouped_gemm_fp8_contiguous(a, a_scale, b, b_scale, psum=_index(ends))
+        return
+    with pytest.raises(ContractError) as caught:
+        grouped_gemm_fp8_contiguous(a, a_scale, b, b_scale, psum=_index(ends))
+    assert (caught.value.argument, caught.value.expert) == ("psum", expert)
+
+
 @pytest.mark.parametrize("counts, expert", [([0, 9], 1), ([-1, 3], 0)])
 def test_masked_m_within_the_buffer(counts: list[int], expert: int) -> None:
     case = cases.masked_case((1, 1), 8, 64, 128)

@@ -94,10 +94,13 @@ def _m_indices(op: str, index: Tensor, m: int, num_experts: int) -> Tensor:
 
 
 def psum_starts(op: str, argument: str, ends: Tensor, m: int, alignment: int) -> Tensor:
-    """Check the end of each expert's rows; returns where they start, aligned behind the expert before."""
+    """Check the end of each expert's rows; returns where they start, aligned behind the expert before.
+
+    An expert without rows may start, and end, behind the last row: the rows need not fill the last block.
+    """
     before = torch.nn.functional.pad(ends[:-1], (1, 0))[: ends.shape[0]]
     starts = (before + alignment - 1) // alignment * alignment
-    at = contents.first((ends < starts) | (ends > m))
+    at = contents.first((ends < starts) | ((ends > m) & (ends > starts)))
     if at is not None:
         expert, end = at[0], int(ends[at])
         _fail(
