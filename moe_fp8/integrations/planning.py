@@ -47,12 +47,15 @@ class LoadedEngine:
         if weight.dim() == 2 and not refuse_n(weight.shape[0]) and not refuse_k(weight.shape[1]):
             self.dense.add((weight.shape[0], weight.shape[1]))
 
-    def add_experts(self, module: Any) -> None:
-        """Add the routed experts of a layer: the shapes of both weights, and the experts of a token."""
+    def add_experts(self, module: Any, otherwise: int = 1) -> None:
+        """Add the routed experts of a layer: the shapes of both weights, and the experts of a token.
+
+        otherwise: the experts of a token if the module does not know them.
+        """
         for weight in (module.w13_weight, module.w2_weight):
             experts, n, k = weight.shape
             self.experts.add((experts, n, k))
-        self.experts_per_token = max(self.experts_per_token, module.top_k)
+        self.experts_per_token = max(self.experts_per_token, module.top_k or otherwise)
 
 
 def plan_loaded(loaded: LoadedEngine) -> Plan:

@@ -214,9 +214,17 @@ class Experts(torch.nn.Module):
         super().__init__()
         self.w13_weight = torch.zeros(experts, 2 * width, hidden).to(FP8)
         self.w2_weight = torch.zeros(experts, hidden, width).to(FP8)
-        self.top_k = 2
+        self.top_k: int | None = 2
         runner = SimpleNamespace(runner_backend=Backend(backend))
         self.quant_method = SimpleNamespace(runner=runner)
+
+
+class TopK(torch.nn.Module):
+    """Chooses each token's experts."""
+
+    def __init__(self, top_k: int) -> None:
+        super().__init__()
+        self.topk_config = SimpleNamespace(top_k=top_k)
 
 
 class Qwen3MoeDecoderLayer(torch.nn.Module):

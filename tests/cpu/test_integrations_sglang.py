@@ -28,6 +28,7 @@ from tests.cpu.sglang_stand_in import (
     Linear,
     Qwen3MoeDecoderLayer,
     StandIn,
+    TopK,
 )
 
 if sys.version_info >= (3, 11):
@@ -91,6 +92,18 @@ def test_names_that_sglang_holds_are_replaced_and_given_back(engine: StandIn) ->
     sglang.deactivate()
 
 
+def test_a_function_with_a_name_that_we_do_not_serve_is_replaced_too(engine: StandIn) -> None:
+    """In sgl-deep-gemm, `fp4_gemm_nt` is the same function as `fp8_gemm_nt`."""
+    theirs = engine.deep_gemm.fp4_gemm_nt = engine.deep_gemm.fp8_gemm_nt
+    engine.entrypoint.held = theirs
+    sglang.activate(("dense",))
+    assert engine.entrypoint.held.__module__ == f"{OURS}.gemm"
+    sglang.activate(("experts",))
+    assert engine.entrypoint.held is theirs
+    sglang.deactivate()
+    assert engine.entrypoint.held is theirs
+
+
 def test_a_kind_that_is_not_served_stays_sglangs(engine: StandIn) -> None:
     sglang.activate(("experts",))
     assert engine.entrypoint.deep_gemm.fp8_gemm_nt() == "deep_gemm.fp8_gemm_nt"
@@ -150,6 +163,31 @@ def test_nothing_is_changed_if_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match="dance"):
         sglang.activate(("dance",))
     assert not sglang.active()
+
+
+@pytest.mark.parametrize("installed_too", [True, False])
+def test_sglang_decides_with_its_own_deep_gemm(
+    installed_too: bool, engine: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script may call `activate` before it imports what makes SGLang look for `deep_gemm`."""
+    wrapper = "sglang.srt.layers.deep_gemm_wrapper"
+    monkeypatch.delitem(sys.modules, f"{wrapper}.configurer")
+    monkeypatch.delattr(sys.modules[wrapper], "configurer")
+    monkeypatch.setattr(sys.modules[wrapper], "__path__", [str(tmp_path)], raising=False)
+    (tmp_path / "configurer.py").write_text(
+        "try:\n    import deep_gemm\n    ENABLE_JIT_DEEPGEMM = True\n"
+        "except ImportError:\n    ENABLE_JIT_DEEPGEMM = False\n"
+    )
+    if installed_too:
+        sglang.activate(("dense",))
+        assert installed() == ("dense",)
+        assert sys.modules[f"{wrapper}.configurer"].deep_gemm.__name__ == OURS
+    else:
+        monkeypatch.setitem(sys.modules, "deep_gemm", None)
+        with pytest.raises(UnsupportedError, match="install sgl-deep-gemm"):
+            sglang.activate(("dense",))
+        assert not sglang.active() and installed() == ()
+    sys.modules.pop(f"{wrapper}.configurer")
 
 
 def test_a_deep_gemm_that_is_blocked_replaces_nothing(
@@ -304,6 +342,19 @@ def test_layers_of_other_formats_are_found(engine: StandIn, warmed: list[LoadedE
     (loaded,) = warmed
     assert loaded.dense == {(192, 256)} and loaded.experts_per_token == 2
     assert loaded.experts == {(4, 256, 256), (4, 256, 128), (4, 256, 512), (4, 512, 128)}
+
+
+def test_routers_tell_the_experts_of_a_token_if_the_experts_do_not(
+    engine: StandIn, warmed: list[LoadedEngine]
+) -> None:
+    """Llama 4, Hunyuan and OLMoE make their experts without `top_k`."""
+    experts = Experts("deep_gemm")
+    experts.top_k = None
+    sglang.activate(("experts",))
+    _load(engine, TopK(3), experts, TopK(1))
+    _load(engine, TopK(3), Experts("deep_gemm"))
+    _load(engine, experts)
+    assert [loaded.experts_per_token for loaded in warmed] == [3, 2, 1]
 
 
 def test_weights_of_other_formats_are_left_out(engine: StandIn, warmed: list[LoadedEngine]) -> None:

@@ -81,6 +81,7 @@ def _start(kinds: tuple[str, ...]) -> None:
 
     if not is_cuda() or get_device_sm() != 90:
         raise UnsupportedError("MOE_FP8_ENGINE: the kernels need a Hopper GPU; unset it on other GPUs")
+    _demand_deep_gemm()
     names = Names()
     alias.install(kinds)
     _undo.append(names.restore)
@@ -89,7 +90,6 @@ def _start(kinds: tuple[str, ...]) -> None:
         if "indexer" in kinds:
             replace_schedule(_undo)  # before SGLang's functions forget the names that they keep
         names.replace()
-        _demand_deep_gemm()
         if not _Process.hooked:
             _hook_loading()
     except BaseException:
@@ -98,7 +98,11 @@ def _start(kinds: tuple[str, ...]) -> None:
 
 
 def _demand_deep_gemm() -> None:
-    """Raise UnsupportedError unless SGLang calls `deep_gemm`: it decides so when it imports its wrapper."""
+    """Raise UnsupportedError unless SGLang calls `deep_gemm`: it decides so when it imports its wrapper.
+
+    This import must find SGLang's own `deep_gemm`. With our module in its place, SGLang would decide for
+    calls of DeepGEMM that nobody serves if its own is missing.
+    """
     from sglang.srt.layers.deep_gemm_wrapper import configurer
 
     if not configurer.ENABLE_JIT_DEEPGEMM:

@@ -42,12 +42,13 @@ def describe_loaded(model_runner: Any) -> LoadedEngine:
         num_sms=tuple(dict.fromkeys(_sms(model_runner.model, dense, "indexer" in served))),
         data_parallel=get_parallel().attn_dp_size,
     )
+    chosen = _most_chosen(model_runner.model)
     for module in model_runner.model.modules():
         weight = getattr(module, "weight", None)
         if dense and isinstance(weight, torch.Tensor) and _is_in_blocks(module, weight):
             loaded.add_dense(weight)
         if "experts" in served and _experts_call_deep_gemm(module):
-            loaded.add_experts(module)
+            loaded.add_experts(module, otherwise=chosen)
         if "experts" in served and getattr(module, "use_deep_gemm_bmm", False):
             # Latent attention multiplies each head as the masked layout does an expert.
             loaded.experts |= {tuple(weight.shape) for weight in (module.w_kc, module.w_vc)}
@@ -116,6 +117,12 @@ def _is_in_blocks(module: torch.nn.Module, weight: torch.Tensor) -> bool:
     blocks = (-(-n // SCALE_BLOCK), k // SCALE_BLOCK)
     scales = (getattr(module, name, None) for name in ("weight_scale_inv", "weight_scale"))
     return any(isinstance(scale, torch.Tensor) and tuple(scale.shape) == blocks for scale in scales)
+
+
+def _most_chosen(model: torch.nn.Module) -> int:
+    """The most experts that a router chooses; the experts of Llama 4, Hunyuan and OLMoE do not know it."""
+    routers = (getattr(module, "topk_config", None) for module in model.modules())
+    return max((router.top_k for router in routers if router is not None), default=1)
 
 
 def _experts_call_deep_gemm(module: torch.nn.Module) -> bool:

@@ -52,8 +52,11 @@ def _exchange(old: dict[str, ModuleType], new: dict[str, ModuleType]) -> None:
         wanted[id(module)] = module, new[name]
         for attribute in dir(module):
             value = getattr(module, attribute, None)
-            if callable(value) and not attribute.startswith("__") and hasattr(new[name], attribute):
-                wanted.setdefault(id(value), (value, getattr(new[name], attribute)))
+            if callable(value) and not attribute.startswith("__"):
+                replacement = getattr(new[name], attribute, value)
+                # One function may have several names; the new module may still give it for some of them.
+                if replacement is not value:
+                    wanted.setdefault(id(value), (value, replacement))
     for name, holder in list(sys.modules.items()):
         if isinstance(holder, ModuleType) and name.startswith(_SGLANG):
             for attribute, value in list(vars(holder).items()):
