@@ -43,13 +43,13 @@ class ChatTemplate:
         """The template of `chat_template.jinja` or `tokenizer_config.json`. Raises `ConfigError`."""
         path = folder / "tokenizer_config.json"
         try:
-            config = json.loads(path.read_text()) if path.is_file() else {}
+            config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
             source = config.get("chat_template")
             if isinstance(source, list):  # Several templates by name.
                 source = {entry["name"]: entry["template"] for entry in source}.get("default")
             separate = folder / "chat_template.jinja"
             if separate.is_file():
-                source = separate.read_text()
+                source = separate.read_text(encoding="utf-8")
             tokens = {name: _content(config[name]) for name in ("bos_token", "eos_token") if config.get(name)}
             return cls(source, tokens)
         except (ValueError, LookupError, TypeError, AttributeError, jinja2.TemplateError) as error:

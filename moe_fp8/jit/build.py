@@ -133,7 +133,14 @@ def _get_missing(
                     compiler = _InProcess(store) if jobs == 1 else _Compiler(store.location())
                     thread = threading.Thread(target=_run, args=(compiler, slot, tasks, results))
                     crew.append((compiler, thread, slot))
-                    thread.start()
+                    try:
+                        thread.start()
+                    except RuntimeError as error:  # a limit on processes counts threads, too
+                        if len(crew) == 1:
+                            raise CompileError(waiting[0].name, _unusable(error)) from error
+                        crew.pop()
+                        slot.close()
+                        jobs = len(crew)
             task = _take(store, waiting) if busy < len(crew) else None
             if task is None and busy < jobs:
                 task = _look(store, waiting)
@@ -235,10 +242,14 @@ def _run(
                     result = compiler.compile(task.spec)
             except Exception as error:
                 # The build waits for a result of every task, so any error must become a result.
-                result = f"the compiler cannot be used ({type(error).__name__}: {error})"
+                result = _unusable(error)
             results.put((task.spec, result))
         tasks.put(None)  # One None is for all threads.
         compiler.close()
+
+
+def _unusable(error: Exception) -> str:
+    return f"the compiler cannot be used ({type(error).__name__}: {error})"
 
 
 class _InProcess:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TextIO, TypeAlias, cast
 
@@ -181,9 +181,11 @@ def show_time(what: str, quiet: bool = False, after: float = 1.0) -> Iterator[No
             print("\r\x1b[K", end="", file=stream, flush=True)
 
     thread = threading.Thread(target=show)
-    thread.start()
+    with suppress(RuntimeError):  # a limit on processes counts threads, and the work may need none
+        thread.start()
     try:
         yield
     finally:
         done.set()
-        thread.join()
+        if thread.ident is not None:
+            thread.join()

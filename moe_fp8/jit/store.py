@@ -385,7 +385,8 @@ os.register_at_fork(after_in_child=_give_up_locks)
 
 def _unlock(file: FileIO) -> None:
     if not file.closed:
-        fcntl.flock(file, fcntl.LOCK_UN)
+        with suppress(OSError):  # such as a stale handle on NFS; the kernel is compiled all the same
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def longer(pause: float) -> float:

@@ -148,8 +148,9 @@ def test_a_build_that_ends_early_waits_for_no_compiler(
     assert not store._lock_files
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
 def test_a_thread_that_cannot_start_keeps_no_slot(
-    tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch, jobs: int
 ) -> None:
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -157,10 +158,28 @@ def test_a_thread_that_cannot_start_keeps_no_slot(
     store = KernelStore(tmp_path / "cache", sources)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            build(_SPECS, store, 2, False)
+        with pytest.raises(CompileError, match="can't start new thread"):
+            build(_SPECS, store, jobs, False)
     assert not store._lock_files
+    assert build(_SPECS, store, jobs, False).compiled == 4
+
+
+def test_a_limit_on_threads_leaves_the_compilers_that_have_one(
+    tmp_path: Path, sources: SourceTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = threading.Thread.start, []
+
+    def start_one(self: threading.Thread) -> None:
+        if threading.active_count() > before:
+            refused.append(self)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    store, before = KernelStore(tmp_path / "cache", sources), threading.active_count()
+    monkeypatch.setattr(threading.Thread, "start", start_one)
     assert build(_SPECS, store, 2, False).compiled == 4
+    assert len(refused) == 1
+    assert not store._lock_files
 
 
 def test_a_reply_that_is_damaged_fails_its_kernel_only(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 import time
@@ -10,6 +11,7 @@ from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from typing import IO
 
 import pytest
 
@@ -92,6 +94,25 @@ def test_a_lock_that_is_given_back_is_free_though_a_process_is_being_forked(
         assert other.try_lock(key) is not None
     finally:
         os.close(copy)
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO])
+def test_a_lock_that_cannot_be_given_back_costs_no_kernel(
+    stores: tuple[KernelStore, KernelStore], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """NFS may fail to unlock a file, such as one that was removed. Closing it gives the lock back, too."""
+    flock = fcntl.flock
+
+    def keep(file: IO[bytes], operation: int) -> None:
+        if operation == fcntl.LOCK_UN:
+            raise OSError(code, os.strerror(code))
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", keep)
+    store, other = stores
+    assert build([spec(), spec(factor=3)], store, 2, False).compiled == 2
+    assert not store._lock_files
+    assert other.try_lock(other.key(spec())) is not None
 
 
 def test_a_rank_asks_for_a_slot_less_and_less_often(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+import threading
 import time
 
 import pytest
@@ -67,6 +68,19 @@ def test_short_work_shows_nothing(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with pytest.raises(ValueError, match="on purpose"), show_time("planning"):
         raise ValueError("on purpose")
+    assert capsys.readouterr().err == ""
+
+
+def test_work_without_a_thread_shows_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with show_time("planning", after=0.01):
+        time.sleep(0.05)
     assert capsys.readouterr().err == ""
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import pytest
 
 from moe_fp8.errors import ConfigError
 from server_example.chat import ChatTemplate, ChatTemplateError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 OWN = (
     "{{ bos_token }}{% for m in messages %}"
@@ -35,6 +40,22 @@ def test_the_models_own_template(tmp_path: Path) -> None:
     assert load(tmp_path, chat_template=named, **tokens).render(USER) == expected
     (tmp_path / "chat_template.jinja").write_text(OWN)
     assert load(tmp_path, **tokens).render(USER) == expected
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_template_is_utf_8_in_any_locale(tmp_path: Path, file: str) -> None:
+    token = "<｜User｜>"  # as DeepSeek spells it
+    text = token if file.endswith(".jinja") else json.dumps({"chat_template": token}, ensure_ascii=False)
+    (tmp_path / file).write_text(text, encoding="utf-8")
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom server_example.chat import ChatTemplate\n"
+        "print(ascii(ChatTemplate.load(Path(sys.argv[1])).render([])))"
+    )
+    # The interpreter then takes ASCII for text files, as it takes Latin-1 with LANG=en_US.
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == ascii(token), done.stderr
 
 
 def test_a_model_without_template_gets_the_plain_one(tmp_path: Path) -> None:
