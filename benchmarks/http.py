@@ -224,8 +224,8 @@ def main() -> int:
         )  # fmt: skip
         try:
             seen = measure(load)
-        except ConnectionError as error:
-            print(f"FAILED no server answers at {options.url}: {error}", file=sys.stderr)
+        except OSError as error:  # also for a host that has no address, or several
+            print(f"FAILED cannot load {options.url}: {error}", file=sys.stderr)
             return 1
         told = {"streams": streams, **figures(seen), "left": seen.left, "errors": sorted(set(seen.errors))}
         if len(seen.memory) >= 8:

@@ -17,8 +17,9 @@ from moe_fp8.errors import SettingError
 
 _PREFIX = "MOE_FP8_"
 
-#: Variables that Kubernetes sets in containers beside a service of the name `moe-fp8`. They are no settings.
-_OF_A_SERVICE = re.compile(rf"{_PREFIX}(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
+#: Variables that Kubernetes sets in containers beside a service whose name is `moe-fp8`, or begins with
+#: `moe-fp8-`. They are no settings.
+_OF_A_SERVICE = re.compile(rf"{_PREFIX}(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
 
 MissPolicy = Literal["compile", "warn", "strict"]
 

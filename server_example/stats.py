@@ -14,7 +14,7 @@ from server_example.host import Reading
 logger = logging.getLogger(__name__)
 
 SECONDS = 0.5
-#: The most events that wait for a listener. One that reads more slowly misses the oldest.
+#: The most events that wait for a listener. A listener that reads more slowly misses the oldest.
 _MOST_WAITING = 20
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,15 +74,23 @@ def test_the_command_measures_a_server(
         assert '"streams": 1' in one and '"streams": 4' in four and '"tokens/s"' in four
 
 
+@pytest.mark.parametrize("addresses", [0, 1, 2])
 def test_the_command_says_that_no_server_answers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    addresses: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def resolve(host: Any, port: Any, *_: Any, **__: Any) -> list[Any]:
+        if addresses == 0:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        hosts = ("127.0.0.1", "127.0.0.2")[:addresses]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, port)) for address in hosts]
+
     # Nothing listens on a port that was just given back.
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        url = f"http://some-host:{taken.getsockname()[1]}"
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr("sys.argv", ["http", "--url", url, "--streams", "1", "--seconds", "0.1"])
     assert http.main() == 1
-    assert f"FAILED no server answers at {url}: " in capsys.readouterr().err
+    assert f"FAILED cannot load {url}: " in capsys.readouterr().err
 
 
 def test_what_goes_wrong_is_an_error(demo_folder: Path) -> None:

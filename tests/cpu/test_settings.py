@@ -66,11 +66,12 @@ def test_bad_names_and_values_are_errors(name: str, value: str) -> None:
     assert caught.value.got == value
 
 
-def test_a_service_of_that_name_sets_nothing() -> None:
+@pytest.mark.parametrize("service", ["", "ROUTER_", "MY_ROUTER_"])
+def test_a_service_of_that_name_sets_nothing(service: str) -> None:
     address = "tcp://10.0.0.1:80"
     names = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP", "PORT_80_TCP_ADDR")
-    assert parse_settings({f"MOE_FP8_{name}": address for name in names}) == parse_settings({})
-    for name in ("MOE_FP8_SERVICE", "MOE_FP8_PORTS", "MOE_FP8_PORT_TCP"):
+    assert parse_settings({f"MOE_FP8_{service}{name}": address for name in names}) == parse_settings({})
+    for name in ("MOE_FP8_SERVICE", "MOE_FP8_PORTS", "MOE_FP8_PORT_TCP", "MOE_FP8_JIT_REPORT"):
         with pytest.raises(ConfigError):
             parse_settings({name: address})
 
