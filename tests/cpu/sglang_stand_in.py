@@ -8,7 +8,7 @@ with SGLang's sources.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from functools import lru_cache
 from types import ModuleType, SimpleNamespace
@@ -16,6 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+
+from moe_fp8 import set_num_sms
+from moe_fp8 import settings as settings_module
+from moe_fp8.integrations import sglang
+from moe_fp8.integrations.sglang import model as described
 
 FP8 = torch.float8_e4m3fn
 
@@ -243,3 +248,21 @@ class Indexer(torch.nn.Module):
         self.dsa_enable_prefill_cp = False
         self.logits_with_pp_recv = False
         vars(self).update(given)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    monkeypatch.setattr(sglang._Process, "hooked", False)
+    monkeypatch.setattr(sglang._Process, "told", False)
+    monkeypatch.setattr(described, "get_num_sms", lambda: 132)
+    yield StandIn(monkeypatch)
+    sglang.deactivate()
+    set_num_sms(None)
+
+
+def set_variables(monkeypatch: pytest.MonkeyPatch, *kinds: str, **variables: str) -> None:
+    """The settings of a process with MOE_FP8_ENGINE (unless there are no kinds) and other variables."""
+    chosen = {"MOE_FP8_ENGINE": ",".join(kinds)} if kinds else {}
+    given = settings_module.parse_settings({**chosen, **variables})
+    monkeypatch.setattr(sglang, "settings", lambda: given)
+    monkeypatch.setattr(sglang, "engine_asked", lambda: bool(kinds))
