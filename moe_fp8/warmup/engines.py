@@ -33,7 +33,9 @@ class EngineCalls:
     zeros; `least_prefill_heads`: in prefill alone. `pooled_pages`: the pages of the indexer's cache that it
     may choose if the model pools the indexer's keys. `masked_step`: an expert's buffer in the masked layout
     has room for all tokens of a pass, and is longer than they are, by up to this number of rows; None if the
-    layout serves decode steps only.
+    layout serves decode steps only. `fills_blocks`: whether it fills the last block of a ModelOpt
+    checkpoint's dense weight with rows of zeros, if 128 does not divide the rows; both ways if no engine
+    says. `uneven_experts`: if the ranks do not divide the experts, the first ranks have one more.
     """
 
     name: str
@@ -45,6 +47,8 @@ class EngineCalls:
     least_prefill_heads: int = 1
     pooled_pages: tuple[int, ...] = PAGES
     masked_step: int | None = None
+    fills_blocks: tuple[bool, ...] = (False,)
+    uneven_experts: bool = False
 
     def masked_rows(self, tokens: int, decoded: int) -> int:
         """The most rows of an expert's buffer in the masked layout.
@@ -75,6 +79,7 @@ ANY = EngineCalls(
         "indexer_topk",
     ),
     tuple(Logits(*form) for form in product((False, True), (False, True), _DTYPES)),
+    fills_blocks=(False, True),
 )  # fmt: skip
 
 _FULL, _FILLED = Logits(False, False, "float32"), Logits(False, True, "float32")
@@ -93,6 +98,8 @@ _ENGINES = (
         least_heads=32,
         pooled_pages=(32, 64),
         masked_step=SEGMENT_ALIGNMENT,
+        fills_blocks=(True,),
+        uneven_experts=True,
     ),
     # SGLang's prefill takes full rows, compressed rows for DeepSeek-V4, and filled rows if keys are pooled.
     # Its masked layout serves prefill too.

@@ -22,7 +22,7 @@ class GemmShape:
 
     `what` is the module's usual name, with fused projections joined by "+". `whole_context`: the GEMM's rows
     may be all tokens of a context, not only the tokens of one pass. For example, a chunked prefill projects
-    the cached latents up again.
+    the cached latents up again. `partial`: N may end in a part of a block of 128, which some engines fill.
     """
 
     what: str
@@ -30,6 +30,7 @@ class GemmShape:
     k: int
     num_experts: int | None = None
     whole_context: bool = False
+    partial: bool = False
 
     def refusal(self) -> str:
         """Why no kernel serves this GEMM; "" if kernels do."""
@@ -153,6 +154,15 @@ class Parallelism:
             "experts": self.moe_tp or max(1, self.tp // self.ep),
         }[domain]
 
+    def builds(self, linear: Linear) -> bool:
+        """Whether a server may have this linear layer: all that some engine builds, if none is named."""
+        return True
+
+    @property
+    def uneven_experts(self) -> bool:
+        """Whether the first ranks may have one expert more than the others."""
+        return False
+
     @property
     def dp(self) -> int:
         """The groups of ranks with tokens of their own, whose tokens a rank's experts get."""
@@ -180,15 +190,24 @@ def unplanned(
 
 
 def local_experts(model: ModelDescription, parallelism: Parallelism) -> int:
-    """The number of routed experts on one rank.
+    """The number of routed experts on one rank; on the first rank if others have one less.
 
-    Raises ConfigError if `ep` does not divide them, and for more experts than the ops take.
+    Raises ConfigError if `ep` does not divide them, unless the engine deals them out unevenly, and for more
+    experts than the ops take.
     """
-    total = model.num_experts + parallelism.redundant_experts
-    own = _divide("the number of routed experts", total, "ep", parallelism.ep)
-    own += model.num_shared_experts if parallelism.fuse_shared else 0
-    demand_integer("experts of a rank", own, 1, MAX_EXPERTS)
-    return own
+    return max(_expert_counts(model, parallelism))
+
+
+def _expert_counts(model: ModelDescription, parallelism: Parallelism) -> tuple[int, ...]:
+    """Every number of routed experts that a rank may have."""
+    total, ep = model.num_experts + parallelism.redundant_experts, parallelism.ep
+    if not parallelism.uneven_experts:
+        _divide("the number of routed experts", total, "ep", ep)
+    fused = model.num_shared_experts if parallelism.fuse_shared else 0
+    counts = tuple(dict.fromkeys((-(-total // ep) + fused, total // ep + fused)))
+    for own in counts:
+        demand_integer("experts of a rank", own, 1, MAX_EXPERTS)
+    return counts
 
 
 def experts_per_token(model: ModelDescription, parallelism: Parallelism) -> int:
@@ -249,15 +268,18 @@ def _demand_fusible(model: ModelDescription) -> None:
 
 def _divided(model: ModelDescription, parallelism: Parallelism, pad: bool) -> _Rank:
     gemms, others = [], []
-    experts = local_experts(model, parallelism)
+    counts = _expert_counts(model, parallelism)
     for linear in model.linears:
         if linear.domain == "shared" and parallelism.fuse_shared and not linear.reason:
             continue  # these are among the routed experts
-        one = _linear(linear, parallelism, pad, experts if linear.routed else None)
-        if isinstance(one, GemmShape):
-            gemms.append(one)
-        else:
-            others.append(one)
+        if not parallelism.builds(linear):
+            continue
+        for experts in counts if linear.routed else (None,):
+            one = _linear(linear, parallelism, pad, experts)
+            if isinstance(one, GemmShape):
+                gemms.append(one)
+            else:
+                others.append(one)
     return _Rank(tuple(dict.fromkeys(gemms)), tuple(dict.fromkeys(others)))
 
 
@@ -278,7 +300,7 @@ def _linear(
     if n is not None and k is not None:
         reason = reason or refuse_n(n) or refuse_k(k)
         if not reason:
-            return GemmShape(linear.what, n, k, experts, linear.whole_context)
+            return GemmShape(linear.what, n, k, experts, linear.whole_context, linear.partial)
     return Unplanned(linear.what, n, k, experts, len(linear.layers), reason, lacking)
 
 
@@ -297,7 +319,8 @@ def _share(part: Part, ways: int, by: str, pad: bool) -> int:
         # If there are fewer key-value heads than ranks, the heads are replicated.
         _divide("the ranks of attention", ways, "num_key_value_heads", units)
         return size
-    return _divide("the number of heads", units, by, ways) * size
+    share = _divide("the number of heads", units, by, ways) * size
+    return -(-share // SCALE_BLOCK) * SCALE_BLOCK if padded else share
 
 
 def _divide(what: str, total: int, by: str, ways: int) -> int:

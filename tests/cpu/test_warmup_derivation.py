@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_fp8.errors import ConfigError
-from moe_fp8.warmup import Parallelism, describe, gemm_shapes, unplanned
+from moe_fp8.warmup import PlanOptions, describe, gemm_shapes, unplanned
 from moe_fp8.warmup.engines import ENGINES
 from tests.derivation import linears
 from tests.model_configs import NAMES, in_blocks
@@ -32,8 +32,10 @@ def test_both_readings_have_the_same_layers(name: str, ranks: tuple[int, int, in
     attention, mlp, moe, ep = ranks
     model = describe(config, name=name)
     try:
-        parallelism = Parallelism(mlp, ep, attention_tp=attention, mlp_tp=mlp, shared_tp=mlp, moe_tp=moe)
-        gemms, others = gemm_shapes(model, parallelism), unplanned(model, parallelism)
+        options = PlanOptions(
+            mlp, ep, attention_tp=attention, mlp_tp=mlp, shared_tp=mlp, moe_tp=moe, engine="vllm"
+        )
+        gemms, others = gemm_shapes(model, options), unplanned(model, options)
     except ConfigError:
         with pytest.raises(ValueError, match="do not divide"):
             linears(config, *ranks)

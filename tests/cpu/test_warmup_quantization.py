@@ -13,29 +13,9 @@ from moe_fp8.errors import ModelError
 from moe_fp8.warmup import ModelDescription, PlanOptions, describe, load_model, plan, read_config
 from moe_fp8.warmup.models import Linear, Part, blocks
 from moe_fp8.warmup.shapes import Parallelism, gemm_shapes
+from tests.quantizations import FP8, quantized, tensors
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
-
-
-def tensors(**changes: Any) -> dict[str, Any]:
-    """A group of compressed-tensors with changed fields, such as weights_strategy="channel"."""
-    weights: dict[str, Any] = {
-        "num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128], "dynamic": False,
-    }  # fmt: skip
-    inputs: dict[str, Any] = {
-        "num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True,
-    }  # fmt: skip
-    for name, value in changes.items():
-        part, _, field = name.partition("_")
-        (weights if part == "weights" else inputs)[field] = value
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
-
-
-def model(quantization: Any, quantize: str | None = None) -> ModelDescription:
-    config = read_config(CONFIGS / "qwen3_30b.json") | {"quantization_config": quantization}
-    return describe(config, quantize=quantize)
 
 
 def in_bf16(description: ModelDescription) -> set[str]:
@@ -57,7 +37,7 @@ def in_bf16(description: ModelDescription) -> set[str]:
 )
 def test_blocks_of_three_forms_are_one_plan(quantization: dict[str, Any]) -> None:
     small = PlanOptions(max_tokens=8, max_batch=1)
-    assert plan(model(quantization), small).rows == plan(model(FP8), small).rows
+    assert plan(quantized(quantization), small).rows == plan(quantized(FP8), small).rows
 
 
 @pytest.mark.parametrize(
@@ -86,7 +66,7 @@ def test_blocks_of_three_forms_are_one_plan(quantization: dict[str, Any]) -> Non
 )
 def test_other_forms_are_refused_by_name(named: str, quantization: Any) -> None:
     with pytest.raises(ModelError) as caught:
-        model(quantization)
+        quantized(quantization)
     assert named in str(caught.value)
     assert caught.value.field.startswith("quantization_config")
 
@@ -103,19 +83,19 @@ def unpadded(description: ModelDescription) -> tuple[Linear, ...]:
 
 
 def test_a_bf16_checkpoint_is_planned_if_the_engine_quantizes_it() -> None:
-    quantized = model(None, "fp8-block")
+    made = quantized(None, "fp8-block")
     # vLLM quantizes the router of this model, too. Checkpoints list it as not converted.
-    *linears, router, head = unpadded(quantized)
-    assert (*linears, router.because(blocks.ROUTER), head) == model(FP8).linears
+    *linears, router, head = unpadded(made)
+    assert (*linears, router.because(blocks.ROUTER), head) == quantized(FP8).linears
     other = describe(read_config(CONFIGS / "glm_45_air.json"), quantize="fp8-block")
     assert [linear.reason for linear in other.linears if linear.what == "router"] == [blocks.ROUTER]
     # A rank's share of the experts' 768 columns would be 96; vLLM pads it.
-    found = {shape.what: (shape.n, shape.k) for shape in gemm_shapes(quantized, Parallelism(8, 1))}
+    found = {shape.what: (shape.n, shape.k) for shape in gemm_shapes(made, Parallelism(8, 1))}
     assert (found["experts.gate_up"], found["experts.down"]) == ((256, 2048), (2048, 128))
     with pytest.raises(ModelError, match="quantize"):
-        model(None, "int8")
+        quantized(None, "int8")
     with pytest.raises(ModelError, match="no quantization_config"):
-        model(FP8, "fp8-block")
+        quantized(FP8, "fp8-block")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +136,7 @@ def test_a_bf16_checkpoint_is_planned_if_the_engine_quantizes_it() -> None:
     ],
 )
 def test_modules_that_are_not_converted(names: list[str], expected: set[str]) -> None:
-    assert in_bf16(model({**FP8, "modules_to_not_convert": names})) == expected
+    assert in_bf16(quantized({**FP8, "modules_to_not_convert": names})) == expected
 
 
 @pytest.mark.parametrize("place", ["quantization_config", "compression_config"])
@@ -180,7 +160,7 @@ def test_every_name_of_the_list_counts(place: str, quantization: dict[str, Any],
 
 def test_a_layer_that_is_bf16_in_some_layers_is_both() -> None:
     names = ["model.layers.0.self_attn.o_proj", "model.layers.7.mlp.experts.3.down_proj"]
-    description = model({**FP8, "modules_to_not_convert": names})
+    description = quantized({**FP8, "modules_to_not_convert": names})
     parts = [(linear.layers, bool(linear.reason)) for linear in description.linears if linear.what == "o"]
     assert parts == [(tuple(range(1, 48)), False), ((0,), True)]
     assert in_bf16(description) == {"o", "experts.down"}
@@ -190,7 +170,9 @@ def test_a_layer_that_is_bf16_in_some_layers_is_both() -> None:
 
 
 def test_wildcards_of_one_layer_hold_in_it() -> None:
-    description = model({**FP8, "modules_to_not_convert": ["model.layers.0.self_attn*", "*.7.self_attn.o*"]})
+    description = quantized(
+        {**FP8, "modules_to_not_convert": ["model.layers.0.self_attn*", "*.7.self_attn.o*"]}
+    )
     attention = [linear for linear in description.linears if linear.what in ("qkv", "o")]
     assert {one.what: one.layers for one in attention if one.reason} == {"qkv": (0,), "o": (0, 7)}
 
@@ -214,7 +196,7 @@ def test_the_fused_down_projection_of_latent_attention_is_understood() -> None:
 def test_compressed_tensors_may_name_its_targets(targets: list[str], expected: dict[str, int]) -> None:
     quantization = tensors()
     quantization["config_groups"]["group_0"]["targets"] = targets
-    fp8 = [linear for linear in model(quantization).linears if not linear.reason]
+    fp8 = [linear for linear in quantized(quantization).linears if not linear.reason]
     assert {linear.what: len(linear.layers) for linear in fp8} == expected
 
 
@@ -223,7 +205,7 @@ def test_the_targets_of_all_groups_count() -> None:
     groups = quantization["config_groups"]
     groups["group_1"] = {**groups["group_0"], "targets": ["re:.*mlp\\.experts.*"]}
     groups["group_0"]["targets"] = ["self_attn"]
-    assert in_bf16(model(quantization)) == set()
+    assert in_bf16(quantized(quantization)) == set()
 
 
 @pytest.mark.parametrize("targets", [[], "Linear", [1], ["FusedMoE"], ["re:.*mlp.*", "LinearBase"]])
@@ -231,7 +213,7 @@ def test_other_targets_are_refused(targets: Any) -> None:
     quantization = tensors()
     quantization["config_groups"]["group_0"]["targets"] = targets
     with pytest.raises(ModelError, match="names of modules") as caught:
-        model(quantization)
+        quantized(quantization)
     assert caught.value.field.endswith(".targets")
 
 
@@ -253,8 +235,8 @@ def test_the_modules_that_longcat_disables_are_bf16() -> None:
             for linear in description.linears
             if "disable_quant_module" in linear.reason
         } == expected
-        quantized = read_config(CONFIGS / "longcat_flash.json") | {"disable_quant_module": names}
-        assert unpadded(describe(quantized, quantize="fp8-block")) == description.linears
+        bare = read_config(CONFIGS / "longcat_flash.json") | {"disable_quant_module": names}
+        assert unpadded(describe(bare, quantize="fp8-block")) == description.linears
 
 
 @pytest.mark.parametrize(
@@ -330,17 +312,17 @@ def test_the_file_of_modelopt_beside_the_config_counts(tmp_path: Path) -> None:
 )
 def test_bad_expressions_are_errors(expression: str) -> None:
     with pytest.raises(ModelError, match="regular expressions") as caught:
-        model({**FP8, "modules_to_not_convert": [f"re:{expression}"]})
+        quantized({**FP8, "modules_to_not_convert": [f"re:{expression}"]})
     assert caught.value.field == "quantization_config.modules_to_not_convert"
     with pytest.raises(ModelError, match="regular expressions") as caught:
-        model(tensors() | {"ignore": [f"re:{expression}"]})
+        quantized(tensors() | {"ignore": [f"re:{expression}"]})
     assert caught.value.field == "quantization_config.ignore"
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "48", "٣", "²"])
 def test_layers_that_the_model_does_not_have_are_no_match(number: str) -> None:
     names = [f"model.layers.{number}.self_attn.o_proj"]
-    assert in_bf16(model({**FP8, "modules_to_not_convert": names})) == set()
+    assert in_bf16(quantized({**FP8, "modules_to_not_convert": names})) == set()
 
 
 def test_the_lists_of_real_checkpoints() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from moe_fp8.errors import ConfigError, ModelError
@@ -73,6 +75,67 @@ def test_experts_are_cut_by_ep_then_by_what_is_left_of_tp(
     assert shapes("deepseek_v3", tp, ep)["experts.down"] == (7168, width, experts)
     assert Parallelism(tp, ep).dp == dp
     assert local_experts(model("deepseek_v3"), Parallelism(tp, ep)) == experts
+
+
+def test_the_engines_fuse_the_projections_of_dots3_differently() -> None:
+    """SGLang's `fused_qkv_a_g_proj_with_mqa`: the RoPE part and a rank's gates are whole blocks each."""
+    described = describe(in_blocks("dots3_note"))
+
+    def widths(engine: str | None, tp: int = 8) -> dict[str, set[int]]:
+        found: dict[str, set[int]] = {}
+        for shape in gemm_shapes(described, PlanOptions(engine=engine, tp=tp, ep=tp)):
+            if shape.what in ("q_a+kv_a", "gate", "q_a+kv_a+gate"):
+                found.setdefault(shape.what, set()).add(shape.n)
+        return found
+
+    vllm = {"q_a+kv_a": {1024 + 512 + 64, 1024 + 1024 + 64}, "gate": {128, 64}}
+    sglang = {"q_a+kv_a+gate": {1024 + 512 + 128 + 128, 1024 + 1024 + 128 + 128}}
+    assert widths("vllm") == vllm
+    assert widths("sglang") == widths("sglang", tp=1) == sglang
+    assert widths(None) == vllm | sglang
+    # A gate for each column: 128 and 64 heads of 128 columns.
+    config = in_blocks("dots3_note")
+    described = describe(
+        config | {"attention_gate_type": "elementwise", "swa_attention_gate_type": "elementwise"}
+    )
+    assert widths("sglang") == {"q_a+kv_a+gate": {1664 + 16 * 128, 2176 + 8 * 128}}
+
+
+def test_the_engines_fuse_the_projections_of_minimax_m3_differently() -> None:
+    """Each of 8 ranks has one of 4 heads of the indexer, and its key; vLLM has them behind q, k and v."""
+    described = describe(in_blocks("minimax_m3"))
+    attention, index = (64 // 8 + 2) * 128, 2 * 128
+    for engine, expected in (
+        ("vllm", {"qkv": {attention}, "qkv+index": {attention + index}}),
+        ("sglang", {"qkv": {attention}, "index": {index}}),
+    ):
+        found: dict[str, set[int]] = {}
+        for shape in gemm_shapes(described, PlanOptions(engine=engine, tp=8, ep=8)):
+            if shape.what in ("qkv", "qkv+index", "index"):
+                found.setdefault(shape.what, set()).add(shape.n)
+        assert found == expected
+
+
+def test_vllm_gives_the_first_ranks_one_expert_more() -> None:
+    """256 experts on 24 ranks, as vLLM's `determine_expert_map` deals them out. Other engines refuse."""
+    ranks: dict[str, Any] = {"tp": 8, "ep": 24, "max_tokens": 8, "max_batch": 1}
+    options = PlanOptions(**ranks, engine="vllm")
+    described = model("deepseek_v3")
+    assert local_experts(described, options) == 11
+    for what in ("experts.gate_up", "experts.down"):
+        found = [shape for shape in gemm_shapes(described, options) if shape.what == what]
+        assert [shape.num_experts for shape in found] == [11, 10]
+        assert {row.num_experts for row in plan(described, options).rows if what in row.what} >= {10, 11}
+    for refused in (
+        PlanOptions(**ranks),
+        PlanOptions(**ranks, engine="sglang"),
+        PlanOptions(**ranks, engine="vllm", redundant_experts=1),
+        PlanOptions(**ranks | {"ep": 512}, engine="vllm"),
+    ):
+        with pytest.raises(ConfigError):
+            plan(described, refused)
+    even = PlanOptions(**ranks, engine="vllm", redundant_experts=8)
+    assert {shape.num_experts for shape in gemm_shapes(described, even)} == {None, 11}
 
 
 @pytest.mark.parametrize(("name", "tp"), [("qwen3_235b", 8), ("qwen3_30b", 4)])

@@ -108,6 +108,8 @@ def covered(model: ModelDescription) -> dict[tuple[int | None, str], tuple[str, 
     """What the planner lists, by layer and the checkpoint's names; fused layers have several names."""
     found = {}
     for linear in model.linears:
+        if linear.engine == "sglang":
+            continue  # it fuses projections that are also listed without it, and pads them
         n = sum(part.units * part.size for part in linear.n)
         sizes = (n, linear.k.units * linear.k.size, model.num_experts if linear.routed else None)
         for module in linear.modules:

@@ -32,7 +32,8 @@ def load_model(
 ) -> ModelDescription:
     """The description of the model in `path`, a folder or a config file. See `describe`.
 
-    If the folder's config says nothing of quantization, ModelOpt's `hf_quant_config.json` beside it counts.
+    If the folder's config does not say how layers are quantized, ModelOpt's `hf_quant_config.json` beside it
+    counts.
     """
     path = Path(path)
     name, config = path.stem, read_config(path)

@@ -18,7 +18,7 @@ Domain = Literal["attention", "mlp", "shared", "experts"]
 class Part(NamedTuple):
     """A part of one side of a weight: `units` of `size`, of which a rank has its share.
 
-    `padded`: the engines round a rank's share of this width up to a multiple of 128.
+    `padded`: the engines round a rank's share of this width, or of these heads, up to a multiple of 128.
     """
 
     units: int
@@ -36,7 +36,9 @@ class Linear:
     to a layer. `layers` are the numbers of the layers that have it; () means that it belongs to no layer.
     `whole_context`: its rows may be all tokens of a context, not only the tokens of one pass. `reason` says
     why no FP8 kernel of this package computes it; it is "" for a layer that is planned. `lacking`: its
-    weights are quantized all the same, so that another kernel must serve it.
+    weights are quantized all the same, so that another kernel must serve it. `partial`: its weight may end
+    in a part of a block of 128 rows, which vLLM fills with zeros. `engine`: the only engine that builds the
+    layer, where engines fuse projections differently; "" if all build it.
     """
 
     what: str
@@ -49,6 +51,8 @@ class Linear:
     whole_context: bool = False
     reason: str = ""
     lacking: bool = False
+    partial: bool = False
+    engine: str = ""
 
     def because(self, reason: str, *, lacking: bool = False) -> Linear:
         """This layer, which is not planned for `reason`."""

@@ -1,6 +1,7 @@
 """Architectures by `model_type`: which blocks a model is made of, and how its config spells their sizes.
 
-Sources: the configuration and modeling files of transformers 5.23 and vLLM 0.33.
+Sources: the configuration and modeling files of transformers 5.23 and vLLM 0.33; SGLang 0.5.23 where it
+fuses other projections.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from moe_fp8.errors import ModelError
+from moe_fp8.limits import SCALE_BLOCK
 from moe_fp8.warmup.models import blocks
 from moe_fp8.warmup.models.blocks import MlaSizes, Numbers
 from moe_fp8.warmup.models.description import Indexer, Linear, Part
@@ -139,7 +141,10 @@ def _doubled_latent(fields: Fields, layers: Numbers) -> tuple[list[Linear], Inde
 
 
 def _dots3(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
-    """dots3: sparse latent attention in some layers and sliding latent attention in others, all gated."""
+    """dots3: sparse latent attention in some layers and sliding latent attention in others, all gated.
+
+    SGLang multiplies the gate of a rank together with the down projections, each in whole blocks.
+    """
     sliding = _layer_types(fields, "sliding_attention", layers, predictors=True)
     full = tuple(i for i in layers if i not in sliding)
     found, indexer = _sparse_latent(fields, full)
@@ -150,12 +155,20 @@ def _dots3(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | Non
         found += blocks.mla(fields, sliding, small)
         gated.append((sliding, small, place.raw(f"{prefix}attention_gate_type")))
     hidden = fields.number("hidden_size")
+    found = [replace(one, engine="vllm") if one.what == "q_a+kv_a" else one for one in found]
     for where, sizes, kind in gated:
-        if kind in (None, "headwise"):
-            found.append(blocks.whole("gate", sizes.num_heads, hidden, where, "self_attn.g_proj", ""))
-        else:
-            columns = (Part(sizes.num_heads, sizes.v_head_dim, "heads"),)
-            found.append(Linear("gate", columns, Part(hidden), "attention", ("self_attn.g_proj",), where))
+        headwise = kind in (None, "headwise")
+        columns = Part(sizes.num_heads, 1 if headwise else sizes.v_head_dim, "heads")
+        gate = (Part(sizes.num_heads),) if headwise else (columns,)
+        fused = (
+            Part(sizes.q_lora_rank), Part(sizes.kv_lora_rank),
+            Part(-(-sizes.qk_rope_head_dim // SCALE_BLOCK) * SCALE_BLOCK), columns._replace(padded=True),
+        )  # fmt: skip
+        names = tuple(f"self_attn.{name}" for name in ("q_a_proj", "kv_a_proj_with_mqa", "g_proj"))
+        found += [
+            Linear("gate", gate, Part(hidden), "attention", names[2:], where, engine="vllm"),
+            Linear("q_a+kv_a+gate", fused, Part(hidden), "attention", names, where, engine="sglang"),
+        ]
     return found, indexer
 
 
@@ -201,7 +214,8 @@ def _grouped_and_sliding(fields: Fields, layers: Numbers) -> tuple[list[Linear],
 def _minimax_m3(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | None]:
     """MiniMax-M3: grouped-query attention; sparse layers also project an indexer's queries and key.
 
-    The indexer picks blocks of keys, so that its logits are none of our ops.
+    vLLM fuses all these projections, and SGLang those of the indexer. The indexer picks blocks of keys, so
+    that its logits are none of our ops.
     """
     own = fields.within("sparse_attention_config")
     if own is not None:
@@ -215,7 +229,12 @@ def _minimax_m3(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer 
     qkv, o = blocks.gqa(fields, sparse)
     index = (Part(heads, dim, "kv_heads"), Part(dim))
     names = ("self_attn.index_q_proj", "self_attn.index_k_proj", "self_attn.indexer")
-    found += [replace(qkv, what="qkv+index", n=qkv.n + index, modules=qkv.modules + names), o]
+    found += [
+        replace(qkv, what="qkv+index", n=qkv.n + index, modules=qkv.modules + names, engine="vllm"),
+        replace(qkv, engine="sglang"),
+        replace(qkv, what="index", n=index, modules=(*names, "self_attn.index_qkv_proj"), engine="sglang"),
+        o,
+    ]
     return [linear for linear in found if linear.layers], None
 
 

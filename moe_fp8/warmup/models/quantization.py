@@ -1,7 +1,8 @@
 """`quantization_config` of a checkpoint: which linear layers have FP8 weights in 128 x 128 blocks.
 
 Three forms are read: `fp8` (the checkpoints of DeepSeek, Qwen and others), `compressed-tensors` with the
-strategy "block", and `modelopt` with FP8 blocks. All other forms are refused by their name.
+strategy "block", and `modelopt` with FP8 blocks. All other forms are refused by their name. Some layers may
+have another form beside them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ _PREFIXES = ("model", "model.language_model", "language_model.model", "language_
 #: The names that engines have for projections which they fuse, by the name of the first of them.
 _FUSED = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj", "q_a_proj": "fused_qkv_a_proj"}
 
+#: ModelOpt's names of FP8 in blocks, which it also writes in small letters; the second in mixed checkpoints.
+_IN_BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
+
+#: ModelOpt's name of a checkpoint whose layers have a format each.
+_MIXED = "MIXED_PRECISION"
+
 #: The class name that compressed-tensors has for all linear layers.
 _LINEAR = "Linear"
 
@@ -41,38 +48,52 @@ class Quantization:
     """The modules of a checkpoint that are not FP8, and those that are, if all others are not.
 
     Both are names, parts of names, names with `*`, or "re:" and an expression. Without `targets` all modules
-    that are not skipped are FP8. `field` is the config field that lists them. `disabled` are modules, also
-    not FP8, that LongCat lists; "mtp" stands for the projection of its prediction layers, and other names do
-    not hold in these layers. (SGLang has all of such a layer in bf16 then.)
+    that are not skipped are FP8. `others` are modules, no targets, whose weights have another format. `field`
+    is the config field that lists them. `disabled` are modules, also not FP8, that LongCat lists; "mtp"
+    stands for the projection of its prediction layers, and other names do not hold in these layers. (SGLang
+    has all of such a layer in bf16 then.) `partial`: the last block of a dense weight's rows may be partial,
+    which vLLM fills with zeros.
     """
 
     field: str = ""
     skipped: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
     disabled: tuple[str, ...] = ()
+    partial: bool = False
 
     def apply(self, linear: Linear, num_layers: int) -> list[Linear]:
-        """The layer, with a reason if its modules are skipped; both forms if some layers are skipped.
+        """The layer, with a reason if its modules are not FP8; several forms if its layers differ in this.
 
         `num_layers`: the model's layers; prediction layers follow them.
         """
-        if linear.reason or not (self.skipped or self.targets or self.disabled):
+        if linear.reason:
             return [linear]
-        reason = f"its weights are not FP8 ({self.field})"
+        linear = replace(linear, partial=self.partial and not linear.routed)
+        if not (self.skipped or self.targets or self.others or self.disabled):
+            return [linear]
+        forms = {
+            "fp8": linear,
+            "bf16": linear.because(f"its weights are not FP8 ({self.field})"),
+            "other": linear.because(f"its weights have another format ({self.field})", lacking=True),
+        }
         if not linear.layers:
-            return [linear.because(reason) if self._skips(linear.modules, None) else linear]
-        bf16 = tuple(
-            i
-            for i in linear.layers
-            if self._skips(linear.modules, i) or self._disables(linear.modules, i >= num_layers)
-        )
-        fp8 = tuple(i for i in linear.layers if i not in bf16)
-        parts = [replace(linear, layers=fp8)] if fp8 else []
-        return [*parts, *([replace(linear, layers=bf16, reason=reason)] if bf16 else [])]
+            return [forms[self._format(linear.modules, None)]]
+        layers: dict[str, list[int]] = {form: [] for form in forms}
+        for i in linear.layers:
+            disabled = self._disables(linear.modules, i >= num_layers)
+            layers["bf16" if disabled else self._format(linear.modules, i)].append(i)
+        return [replace(forms[form], layers=tuple(found)) for form, found in layers.items() if found]
 
-    def _skips(self, modules: Iterable[str], layer: int | None) -> bool:
-        skipped, targets = self._names
-        return skipped.have(modules, layer) or (bool(self.targets) and not targets.have(modules, layer))
+    def _format(self, modules: Iterable[str], layer: int | None) -> str:
+        skipped, targets, others = self._names
+        if skipped.have(modules, layer):
+            return "bf16"
+        if self.targets and targets.have(modules, layer):
+            return "fp8"
+        if others.have(modules, layer):
+            return "other"
+        return "bf16" if self.targets else "fp8"
 
     def _disables(self, modules: Iterable[str], predicts: bool) -> bool:
         if predicts:
@@ -80,8 +101,10 @@ class Quantization:
         return any(name in module.split(".") for module in modules for name in self.disabled)
 
     @cached_property
-    def _names(self) -> tuple[_Names, _Names]:
-        return _Names.parse(self.field, self.skipped), _Names.parse(self.field, self.targets)
+    def _names(self) -> tuple[_Names, _Names, _Names]:
+        listed = (self.skipped, self.targets, self.others)
+        skipped, targets, others = (_Names.parse(self.field, names) for names in listed)
+        return skipped, targets, others
 
 
 _Parts = tuple[str, ...]
@@ -181,8 +204,15 @@ def read_quantization(config: Mapping[str, Any], quantize: str | None = None) ->
 
 
 def has_quantization(config: Mapping[str, Any]) -> bool:
-    """Whether the config says anything of quantization."""
-    return _found(config)[1] is not None
+    """Whether the config says how the layers are quantized.
+
+    Older mixed checkpoints of ModelOpt have the formats of their layers in `hf_quant_config.json` alone.
+    """
+    name, value = _found(config)
+    if not isinstance(value, dict):
+        return value is not None
+    inner = _modelopt_fields(name, value)[1]
+    return not _is_one_of(_MIXED)(inner.get("quant_algo")) or "quantized_layers" in inner
 
 
 def _stated(config: Mapping[str, Any], quantize: str | None) -> Quantization:
@@ -227,48 +257,98 @@ def _compressed_tensors(name: str, value: dict[str, Any]) -> Quantization:
     _demand(name, "config_groups", groups, "an object", lambda given: isinstance(given, dict) and given)
     assert isinstance(groups, dict)
     targets: list[str] = []
+    others: list[str] = []
+    refused: ModelError | None = None
     for key, group in groups.items():
         path = f"{name}.config_groups.{key}"
-        for part in ("weights", "input_activations"):
-            tensor: Any = group.get(part) if isinstance(group, dict) else group
-            _demand(path, part, tensor, "an object", _is_object)
-            _demand(path, f"{part}.type", tensor.get("type", "float"), "'float'", _is("float"))
-            _demand(path, f"{part}.num_bits", tensor.get("num_bits"), "8", _is(8))
-        weights, inputs = group["weights"], group["input_activations"]
-        _demand(path, "weights.strategy", weights.get("strategy"), "'block'", _is("block"))
-        block = weights.get("block_structure")
-        if block != _BLOCK_TEXT:
-            _demand(path, "weights.block_structure", block, str(_BLOCK), _is(_BLOCK))
-        _demand(path, "input_activations.dynamic", inputs.get("dynamic"), "true", _is(True))
-        strategy = inputs.get("strategy", "group")
-        _demand(path, "input_activations.strategy", strategy, "'group'", _is("group"))
-        size = inputs.get("group_size", SCALE_BLOCK)
-        _demand(path, "input_activations.group_size", size, str(SCALE_BLOCK), _is(SCALE_BLOCK))
+        _demand(f"{name}.config_groups", key, group, "an object", _is_object)
         listed = group.get("targets", [_LINEAR])
+        try:
+            _demand_blocks(path, group)
+        except ModelError as error:
+            refused = refused or error
+            _demand(path, "targets", listed, f"['{_LINEAR}'], or names of modules", _are_names)
+            others += listed
+            continue
         _demand(path, "targets", listed, f"['{_LINEAR}'], or names of modules", _are_names)
         targets += listed
+    if refused and not targets:
+        raise refused
     field, ignored = _skipped(name, value, "ignore")
+    where = f"{name}.config_groups"
+    for named in (targets, others):
+        # Other classes of layers, whose modules are not known here, begin with a capital.
+        classes = [] if _LINEAR in named else [target for target in named if target[:1].isupper()]
+        _demand(where, "targets", classes, f"'{_LINEAR}', or names of modules", _is([]))
     if _LINEAR in targets:
-        return Quantization(field, ignored)
-    # Other classes of layers, whose modules are not known here, begin with a capital.
-    classes = [target for target in targets if target[:1].isupper()]
-    _demand(f"{name}.config_groups", "targets", classes, f"'{_LINEAR}', or names of modules", _is([]))
-    return Quantization(_joined(field, f"{name}.config_groups"), ignored, tuple(targets))
+        return Quantization(_joined(field, where if others else ""), ignored, others=tuple(others))
+    # Names of modules count before the class of all layers.
+    rest = ("re:.*",) if _LINEAR in others else tuple(others)
+    return Quantization(_joined(field, where), ignored, tuple(targets), rest)
+
+
+def _demand_blocks(path: str, group: dict[str, Any]) -> None:
+    """Raise ModelError if a group of compressed-tensors is not FP8 in blocks."""
+    for part in ("weights", "input_activations"):
+        tensor: Any = group.get(part)
+        _demand(path, part, tensor, "an object", _is_object)
+        _demand(path, f"{part}.type", tensor.get("type", "float"), "'float'", _is("float"))
+        _demand(path, f"{part}.num_bits", tensor.get("num_bits"), "8", _is(8))
+    weights, inputs = group["weights"], group["input_activations"]
+    _demand(path, "weights.strategy", weights.get("strategy"), "'block'", _is("block"))
+    block = weights.get("block_structure")
+    if block != _BLOCK_TEXT:
+        _demand(path, "weights.block_structure", block, str(_BLOCK), _is(_BLOCK))
+    _demand(path, "input_activations.dynamic", inputs.get("dynamic"), "true", _is(True))
+    strategy = inputs.get("strategy", "group")
+    _demand(path, "input_activations.strategy", strategy, "'group'", _is("group"))
+    size = inputs.get("group_size", SCALE_BLOCK)
+    _demand(path, "input_activations.group_size", size, str(SCALE_BLOCK), _is(SCALE_BLOCK))
 
 
 def _modelopt(name: str, value: dict[str, Any]) -> Quantization:
-    inner = value.get("quantization")
-    if isinstance(inner, dict):
-        name, value = f"{name}.quantization", {**value, **inner}
+    name, value = _modelopt_fields(name, value)
+    field, skipped = _skipped(name, value, "exclude_modules", "ignore")
     algorithm = value.get("quant_algo")
-    _demand(name, "quant_algo", algorithm, "'FP8_PB_WO' (FP8 in blocks)", _is_in_blocks)
-    return Quantization(*_skipped(name, value, "exclude_modules", "ignore"))
+    if not _is_one_of(_MIXED)(algorithm):
+        expected = f"'{_IN_BLOCKS[0]}' (FP8 in blocks), or '{_MIXED}'"
+        _demand(name, "quant_algo", algorithm, expected, _is_one_of(_IN_BLOCKS[0]))
+        return Quantization(field, skipped, partial=True)
+    formats = value.get("quantized_layers")
+    _demand(name, "quantized_layers", formats, "an object", lambda given: isinstance(given, dict) and given)
+    assert isinstance(formats, dict)
+    path = f"{name}.quantized_layers"
+    targets: dict[str, None] = {}
+    others: dict[str, None] = {}
+    found = set()
+    for module, stated in formats.items():
+        _demand(path, module, stated, "an object", _is_object)
+        algorithm = stated.get("quant_algo")
+        _demand(path, f"{module}.quant_algo", algorithm, "text", lambda given: isinstance(given, str))
+        found.add(algorithm)
+        # The experts of a layer are one linear layer.
+        module = re.sub(r"\.experts\.\d+(?=\.|$)", ".experts", module)
+        if _is_one_of(*_IN_BLOCKS)(algorithm):
+            size = stated.get("group_size", SCALE_BLOCK)
+            _demand(path, f"{module}.group_size", size, str(SCALE_BLOCK), _is(SCALE_BLOCK))
+            targets[module] = None
+        else:
+            others[module] = None
+    _demand(name, "quantized_layers", sorted(found), f"some layers in '{_IN_BLOCKS[0]}'", lambda _: targets)
+    return Quantization(_joined(field, path), skipped, tuple(targets), tuple(others), partial=True)
+
+
+def _modelopt_fields(name: str, value: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The fields of ModelOpt, with those of an inner object, and the name of their place."""
+    inner = value.get("quantization")
+    return (f"{name}.quantization", {**value, **inner}) if isinstance(inner, dict) else (name, value)
 
 
 _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
+    "modelopt_mixed": _modelopt,
 }
 
 
@@ -298,9 +378,9 @@ def _is(expected: Any) -> Callable[[Any], bool]:
     return lambda given: type(given) is type(expected) and bool(given == expected)
 
 
-def _is_in_blocks(given: Any) -> bool:
-    """ModelOpt's name of FP8 in blocks, which it also writes in small letters."""
-    return isinstance(given, str) and given.upper() == "FP8_PB_WO"
+def _is_one_of(*names: str) -> Callable[[Any], bool]:
+    """Whether a value is one of ModelOpt's names of formats, in capitals or small letters."""
+    return lambda given: isinstance(given, str) and given.upper() in names
 
 
 def _is_object(given: Any) -> bool:
