@@ -107,6 +107,10 @@ class PlanOptions(Parallelism):
         return self.calls.uneven_experts and not self.redundant_experts
 
     @property
+    def fills_blocks(self) -> tuple[bool, ...]:
+        return self.calls.fills_blocks
+
+    @property
     def sm_budgets(self) -> tuple[int, ...]:
         """Every number of SMs that an op may be called with."""
         return every(self.num_sms)

@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_fp8.errors import ConfigError, ModelError
 from moe_fp8.jit.key import kernel_key
-from moe_fp8.limits import SCALE_BLOCK, refuse_head_dim, refuse_heads, refuse_topk
+from moe_fp8.limits import refuse_head_dim, refuse_heads, refuse_topk
 from moe_fp8.specs import KernelSpec
 from moe_fp8.warmup.engines import EngineCalls
 from moe_fp8.warmup.models import Indexer, ModelDescription
@@ -130,8 +130,7 @@ def plan(
     for shape in extra:
         if reason := shape.refusal():
             raise ConfigError("extra", "GEMMs that a kernel serves", shape, reason)
-    planned_shapes = (shape for shape in shapes if shape not in in_bf16)
-    shapes = (*(form for shape in planned_shapes for form in _filled(shape, options.calls)), *extra)
+    shapes = (*(shape for shape in shapes if shape not in in_bf16), *extra)
     indexer, refusal = _served(model.indexer, options.calls)
     if refusal:
         others.append(
@@ -164,14 +163,6 @@ def plan(
         listed = "; ".join(map(str, planned.lacking))
         raise ModelError("model", "a layer that a kernel serves", listed, planned.remedy)
     return planned
-
-
-def _filled(shape: GemmShape, calls: EngineCalls) -> tuple[GemmShape, ...]:
-    """The GEMM with the rows that the engine multiplies, if its weight ends in a part of a block."""
-    if not shape.partial:
-        return (shape,)
-    rows = {fills: -(-shape.n // SCALE_BLOCK) * SCALE_BLOCK if fills else shape.n for fills in (False, True)}
-    return tuple(dict.fromkeys(replace(shape, n=rows[fills], partial=False) for fills in calls.fills_blocks))
 
 
 def _served(indexer: Indexer | None, calls: EngineCalls) -> tuple[Indexer | None, str]:

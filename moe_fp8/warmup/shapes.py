@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple, get_args
 
 from moe_fp8.errors import ConfigError
@@ -22,7 +23,7 @@ class GemmShape:
 
     `what` is the module's usual name, with fused projections joined by "+". `whole_context`: the GEMM's rows
     may be all tokens of a context, not only the tokens of one pass. For example, a chunked prefill projects
-    the cached latents up again. `partial`: N may end in a part of a block of 128, which some engines fill.
+    the cached latents up again.
     """
 
     what: str
@@ -30,7 +31,6 @@ class GemmShape:
     k: int
     num_experts: int | None = None
     whole_context: bool = False
-    partial: bool = False
 
     def refusal(self) -> str:
         """Why no kernel serves this GEMM; "" if kernels do."""
@@ -164,6 +164,11 @@ class Parallelism:
         return False
 
     @property
+    def fills_blocks(self) -> tuple[bool, ...]:
+        """Whether the server fills the last block of a partial weight: both ways if no engine is named."""
+        return (False, True)
+
+    @property
     def dp(self) -> int:
         """The groups of ranks with tokens of their own, whose tokens a rank's experts get."""
         return self.ways("experts") * self.ep // self.ways("attention")
@@ -206,7 +211,7 @@ def _expert_counts(model: ModelDescription, parallelism: Parallelism) -> tuple[i
     fused = model.num_shared_experts if parallelism.fuse_shared else 0
     counts = tuple(dict.fromkeys((-(-total // ep) + fused, total // ep + fused)))
     for own in counts:
-        demand_integer("experts of a rank", own, 1, MAX_EXPERTS)
+        demand_integer("experts of a rank", own, 1 + fused, MAX_EXPERTS)
     return counts
 
 
@@ -274,8 +279,9 @@ def _divided(model: ModelDescription, parallelism: Parallelism, pad: bool) -> _R
             continue  # these are among the routed experts
         if not parallelism.builds(linear):
             continue
-        for experts in counts if linear.routed else (None,):
-            one = _linear(linear, parallelism, pad, experts)
+        fills_blocks = parallelism.fills_blocks if linear.partial else (False,)
+        for experts, fills in product(counts if linear.routed else (None,), fills_blocks):
+            one = _linear(linear, parallelism, pad, experts, fills)
             if isinstance(one, GemmShape):
                 gemms.append(one)
             else:
@@ -284,7 +290,7 @@ def _divided(model: ModelDescription, parallelism: Parallelism, pad: bool) -> _R
 
 
 def _linear(
-    linear: Linear, parallelism: Parallelism, pad: bool, experts: int | None
+    linear: Linear, parallelism: Parallelism, pad: bool, experts: int | None, fills: bool
 ) -> GemmShape | Unplanned:
     ways, reason = parallelism.ways(linear.domain), linear.reason
     by = "tp" if parallelism.attention_tp is None else "attention_tp"  # only attention has heads to share
@@ -298,9 +304,10 @@ def _linear(
             reason = reason or str(uneven)
     n, k = sizes
     if n is not None and k is not None:
-        reason = reason or refuse_n(n) or refuse_k(k)
+        rows = -(-n // SCALE_BLOCK) * SCALE_BLOCK if fills else n
+        reason = reason or refuse_n(rows) or refuse_k(k)
         if not reason:
-            return GemmShape(linear.what, n, k, experts, linear.whole_context, linear.partial)
+            return GemmShape(linear.what, rows, k, experts, linear.whole_context)
     return Unplanned(linear.what, n, k, experts, len(linear.layers), reason, lacking)
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from moe_fp8.errors import ModelError
 from moe_fp8.warmup import PlanOptions, describe, load_model, plan, read_config
-from tests.model_configs import CONFIGS
+from moe_fp8.warmup.shapes import Parallelism, gemm_shapes
+from tests.model_configs import CONFIGS, in_blocks
 from tests.quantizations import FP8, quantized, tensors
 
 
@@ -40,6 +41,20 @@ def test_a_group_of_compressed_tensors_may_have_another_format(targets: list[str
         assert all("config_groups" in layer.reason for layer in planned.lacking)
         fp8 = {linear.what for linear in planned.model.linears if not linear.reason}
         assert fp8 == {"qkv", "o"}
+
+
+def test_the_first_group_of_compressed_tensors_that_names_a_module_counts() -> None:
+    """As in vLLM's `find_matched_target`; the class of all layers is last, and its last group counts."""
+    blocks = tensors()["config_groups"]["group_0"]
+    for groups, expected in (
+        ([nvfp4("re:.*o_proj"), blocks | {"targets": ["re:.*self_attn.*"]}], {"qkv"}),
+        ([blocks | {"targets": ["re:.*self_attn.*"]}, nvfp4("re:.*o_proj")], {"qkv", "o"}),
+        ([blocks | {"targets": ["Linear", "re:.*o_proj"]}, nvfp4("re:.*")], {"o"}),
+        ([nvfp4("Linear", "re:.*o_proj"), blocks | {"targets": ["re:.*self_attn.*"]}], {"qkv"}),
+        ([blocks, nvfp4("Linear")], set()),
+    ):
+        description = quantized({**tensors(), "config_groups": dict(zip("abc", groups, strict=False))})
+        assert {linear.what for linear in description.linears if not linear.reason} == expected
 
 
 def mixed(**formats: str) -> dict[str, Any]:
@@ -133,3 +148,17 @@ def test_vllm_fills_the_last_block_of_modelopts_weights(engine: str | None, widt
     assert planned(FP8, "q_a+kv_a") == {2112}
     for what in ("q_b", "experts.gate_up"):
         assert planned(modelopt, what) == planned(FP8, what)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", None])
+def test_vllm_fills_widths_that_no_kernel_serves_without(engine: str | None) -> None:
+    """Qwen3.5's `in_proj_ba` has 16 columns on a rank: in vLLM one block of 128."""
+    config = in_blocks("qwen35_397b") | {
+        "quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+    }
+    planned = plan(describe(config), PlanOptions(engine=engine, tp=8, ep=8, max_tokens=8, max_batch=1))
+    widths = {row.n for row in planned.rows if "linear_attn.in_proj_ba" in row.what and row.op == "gemm_fp8"}
+    assert widths == (set() if engine == "sglang" else {128})
+    assert [layer.n for layer in planned.lacking] == ([] if engine == "vllm" else [16])
+    found = {shape.n for shape in gemm_shapes(describe(config), Parallelism(8, 8)) if "_ba" in shape.what}
+    assert found == {128}

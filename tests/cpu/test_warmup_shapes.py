@@ -131,6 +131,7 @@ def test_vllm_gives_the_first_ranks_one_expert_more() -> None:
         PlanOptions(**ranks, engine="sglang"),
         PlanOptions(**ranks, engine="vllm", redundant_experts=1),
         PlanOptions(**ranks | {"ep": 512}, engine="vllm"),
+        PlanOptions(**ranks | {"ep": 512}, engine="vllm", fuse_shared=True),
     ):
         with pytest.raises(ConfigError):
             plan(described, refused)

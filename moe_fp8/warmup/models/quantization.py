@@ -45,20 +45,20 @@ _LINEAR = "Linear"
 
 @dataclass(frozen=True)
 class Quantization:
-    """The modules of a checkpoint that are not FP8, and those that are, if all others are not.
+    """The modules of a checkpoint that are not quantized, and the formats of others.
 
-    Both are names, parts of names, names with `*`, or "re:" and an expression. Without `targets` all modules
-    that are not skipped are FP8. `others` are modules, no targets, whose weights have another format. `field`
-    is the config field that lists them. `disabled` are modules, also not FP8, that LongCat lists; "mtp"
-    stands for the projection of its prediction layers, and other names do not hold in these layers. (SGLang
-    has all of such a layer in bf16 then.) `partial`: the last block of a dense weight's rows may be partial,
-    which vLLM fills with zeros.
+    Modules are names, parts of names, names with `*`, or "re:" and an expression. `formats` are modules that
+    are not skipped, after their format, "fp8" or "other"; the first format that has a module counts. `rest`
+    is the format of all other modules. `field` is the config field that lists them. `disabled` are modules,
+    also not FP8, that LongCat lists; "mtp" stands for the projection of its prediction layers, and other
+    names do not hold in these layers. (SGLang has all of such a layer in bf16 then.) `partial`: the last
+    block of a dense weight's rows may be partial, which vLLM fills with zeros.
     """
 
     field: str = ""
     skipped: tuple[str, ...] = ()
-    targets: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
+    formats: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    rest: str = "fp8"
     disabled: tuple[str, ...] = ()
     partial: bool = False
 
@@ -70,7 +70,7 @@ class Quantization:
         if linear.reason:
             return [linear]
         linear = replace(linear, partial=self.partial and not linear.routed)
-        if not (self.skipped or self.targets or self.others or self.disabled):
+        if not (self.skipped or self.formats or self.disabled):
             return [linear]
         forms = {
             "fp8": linear,
@@ -86,14 +86,7 @@ class Quantization:
         return [replace(forms[form], layers=tuple(found)) for form, found in layers.items() if found]
 
     def _format(self, modules: Iterable[str], layer: int | None) -> str:
-        skipped, targets, others = self._names
-        if skipped.have(modules, layer):
-            return "bf16"
-        if self.targets and targets.have(modules, layer):
-            return "fp8"
-        if others.have(modules, layer):
-            return "other"
-        return "bf16" if self.targets else "fp8"
+        return next((form for form, names in self._names if names.have(modules, layer)), self.rest)
 
     def _disables(self, modules: Iterable[str], predicts: bool) -> bool:
         if predicts:
@@ -101,10 +94,9 @@ class Quantization:
         return any(name in module.split(".") for module in modules for name in self.disabled)
 
     @cached_property
-    def _names(self) -> tuple[_Names, _Names, _Names]:
-        listed = (self.skipped, self.targets, self.others)
-        skipped, targets, others = (_Names.parse(self.field, names) for names in listed)
-        return skipped, targets, others
+    def _names(self) -> list[tuple[str, _Names]]:
+        listed = (("bf16", self.skipped), *self.formats)
+        return [(form, _Names.parse(self.field, names)) for form, names in listed]
 
 
 _Parts = tuple[str, ...]
@@ -256,35 +248,33 @@ def _compressed_tensors(name: str, value: dict[str, Any]) -> Quantization:
     groups = value.get("config_groups")
     _demand(name, "config_groups", groups, "an object", lambda given: isinstance(given, dict) and given)
     assert isinstance(groups, dict)
-    targets: list[str] = []
-    others: list[str] = []
+    formats: list[tuple[str, tuple[str, ...]]] = []
     refused: ModelError | None = None
     for key, group in groups.items():
         path = f"{name}.config_groups.{key}"
         _demand(f"{name}.config_groups", key, group, "an object", _is_object)
         listed = group.get("targets", [_LINEAR])
+        form = "fp8"
         try:
             _demand_blocks(path, group)
         except ModelError as error:
-            refused = refused or error
-            _demand(path, "targets", listed, f"['{_LINEAR}'], or names of modules", _are_names)
-            others += listed
-            continue
+            refused, form = refused or error, "other"
         _demand(path, "targets", listed, f"['{_LINEAR}'], or names of modules", _are_names)
-        targets += listed
-    if refused and not targets:
+        formats.append((form, tuple(listed)))
+    if refused and all(form == "other" for form, _ in formats):
         raise refused
     field, ignored = _skipped(name, value, "ignore")
     where = f"{name}.config_groups"
-    for named in (targets, others):
+    for form in ("fp8", "other"):
+        named = [target for kind, listed in formats if kind == form for target in listed]
         # Other classes of layers, whose modules are not known here, begin with a capital.
         classes = [] if _LINEAR in named else [target for target in named if target[:1].isupper()]
         _demand(where, "targets", classes, f"'{_LINEAR}', or names of modules", _is([]))
-    if _LINEAR in targets:
-        return Quantization(_joined(field, where if others else ""), ignored, others=tuple(others))
-    # Names of modules count before the class of all layers.
-    rest = ("re:.*",) if _LINEAR in others else tuple(others)
-    return Quantization(_joined(field, where), ignored, tuple(targets), rest)
+    # Names of modules count before the class of all layers, and those of the first groups first.
+    rest = next((form for form, listed in reversed(formats) if _LINEAR in listed), "bf16")
+    if rest == "fp8" and not refused:
+        return Quantization(field, ignored)
+    return Quantization(_joined(field, where), ignored, tuple(formats), rest)
 
 
 def _demand_blocks(path: str, group: dict[str, Any]) -> None:
@@ -335,7 +325,8 @@ def _modelopt(name: str, value: dict[str, Any]) -> Quantization:
         else:
             others[module] = None
     _demand(name, "quantized_layers", sorted(found), f"some layers in '{_IN_BLOCKS[0]}'", lambda _: targets)
-    return Quantization(_joined(field, path), skipped, tuple(targets), tuple(others), partial=True)
+    listed = (("fp8", tuple(targets)), ("other", tuple(others)))
+    return Quantization(_joined(field, path), skipped, listed, "bf16", partial=True)
 
 
 def _modelopt_fields(name: str, value: dict[str, Any]) -> tuple[str, dict[str, Any]]:
