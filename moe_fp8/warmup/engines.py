@@ -59,6 +59,13 @@ class EngineCalls:
             return (tokens // self.masked_step + 1) * self.masked_step
         return -(-decoded // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
 
+    def builds(self, engine: str) -> bool:
+        """Whether it builds a layer that only `engine` builds, or all if `engine` is "".
+
+        If no engine is named, the server may have the layers of all engines.
+        """
+        return not self.name or engine in ("", self.name)
+
     def pages(self, pooled: bool) -> tuple[int, ...]:
         """The pages of the indexer's cache that the engine may choose; `pooled`: the model pools its keys."""
         return self.pooled_pages if pooled else PAGES

@@ -10,7 +10,7 @@ from moe_fp8.limits import MAX_NEXT_N, PAGE_SIZES, refuse_next_n, refuse_page
 from moe_fp8.problems import DEFAULT_NUM_SMS, OutDtype
 from moe_fp8.settings import settings
 from moe_fp8.warmup.engines import EngineCalls, engine_calls
-from moe_fp8.warmup.models import Indexer, Linear
+from moe_fp8.warmup.models import Indexer
 from moe_fp8.warmup.shapes import Parallelism, demand_integer, is_integer
 
 _Value = TypeVar("_Value")
@@ -96,19 +96,6 @@ class PlanOptions(Parallelism):
     def calls(self) -> EngineCalls:
         """The calls of the engine, or every call that the ops serve."""
         return engine_calls(self.engine)
-
-    def builds(self, linear: Linear) -> bool:
-        """Whether the server's engine builds this linear layer; without an engine, whether any does."""
-        return self.engine is None or linear.engine in ("", self.engine)
-
-    @property
-    def uneven_experts(self) -> bool:
-        """Whether the first ranks may have one expert more: as the engine does, which copies none then."""
-        return self.calls.uneven_experts and not self.redundant_experts
-
-    @property
-    def fills_blocks(self) -> tuple[bool, ...]:
-        return self.calls.fills_blocks
 
     @property
     def sm_budgets(self) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, get_args
 from moe_fp8.errors import ConfigError
 from moe_fp8.limits import MAX_EXPERTS, N_MULTIPLE, SCALE_BLOCK, refuse_k, refuse_n
 from moe_fp8.problems import GemmLayout
-from moe_fp8.warmup.models.description import Domain, Linear, ModelDescription, Part
+from moe_fp8.warmup.engines import ANY, EngineCalls
+from moe_fp8.warmup.models.description import Domain, Linear, ModelDescription, Part, whole_blocks
 
 _TRIED_TP = (1, 2, 4, 8, 16, 32, 64)
 
@@ -154,19 +155,10 @@ class Parallelism:
             "experts": self.moe_tp or max(1, self.tp // self.ep),
         }[domain]
 
-    def builds(self, linear: Linear) -> bool:
-        """Whether a server may have this linear layer: all that some engine builds, if none is named."""
-        return True
-
     @property
-    def uneven_experts(self) -> bool:
-        """Whether the first ranks may have one expert more than the others."""
-        return False
-
-    @property
-    def fills_blocks(self) -> tuple[bool, ...]:
-        """Whether the server fills the last block of a partial weight: both ways if no engine is named."""
-        return (False, True)
+    def calls(self) -> EngineCalls:
+        """What the server's engine calls; no engine is named here."""
+        return ANY
 
     @property
     def dp(self) -> int:
@@ -206,7 +198,8 @@ def local_experts(model: ModelDescription, parallelism: Parallelism) -> int:
 def _expert_counts(model: ModelDescription, parallelism: Parallelism) -> tuple[int, ...]:
     """Every number of routed experts that a rank may have."""
     total, ep = model.num_experts + parallelism.redundant_experts, parallelism.ep
-    if not parallelism.uneven_experts:
+    # An engine that copies experts deals them out evenly.
+    if parallelism.redundant_experts or not parallelism.calls.uneven_experts:
         _divide("the number of routed experts", total, "ep", ep)
     fused = model.num_shared_experts if parallelism.fuse_shared else 0
     counts = tuple(dict.fromkeys((-(-total // ep) + fused, total // ep + fused)))
@@ -273,13 +266,13 @@ def _demand_fusible(model: ModelDescription) -> None:
 
 def _divided(model: ModelDescription, parallelism: Parallelism, pad: bool) -> _Rank:
     gemms, others = [], []
-    counts = _expert_counts(model, parallelism)
+    counts, calls = _expert_counts(model, parallelism), parallelism.calls
     for linear in model.linears:
         if linear.domain == "shared" and parallelism.fuse_shared and not linear.reason:
             continue  # these are among the routed experts
-        if not parallelism.builds(linear):
+        if not calls.builds(linear.engine):
             continue
-        fills_blocks = parallelism.fills_blocks if linear.partial else (False,)
+        fills_blocks = calls.fills_blocks if linear.partial else (False,)
         for experts, fills in product(counts if linear.routed else (None,), fills_blocks):
             one = _linear(linear, parallelism, pad, experts, fills)
             if isinstance(one, GemmShape):
@@ -304,7 +297,7 @@ def _linear(
             reason = reason or str(uneven)
     n, k = sizes
     if n is not None and k is not None:
-        rows = -(-n // SCALE_BLOCK) * SCALE_BLOCK if fills else n
+        rows = whole_blocks(n) if fills else n
         reason = reason or refuse_n(rows) or refuse_k(k)
         if not reason:
             return GemmShape(linear.what, rows, k, experts, linear.whole_context)
@@ -327,7 +320,7 @@ def _share(part: Part, ways: int, by: str, pad: bool) -> int:
         _divide("the ranks of attention", ways, "num_key_value_heads", units)
         return size
     share = _divide("the number of heads", units, by, ways) * size
-    return -(-share // SCALE_BLOCK) * SCALE_BLOCK if padded else share
+    return whole_blocks(share) if padded else share
 
 
 def _divide(what: str, total: int, by: str, ways: int) -> int:

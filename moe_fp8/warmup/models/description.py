@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from moe_fp8.limits import SCALE_BLOCK
 from moe_fp8.problems import InDtype
 
 #: What cuts a side of a weight: nothing, whole heads, whole key-value heads (which ranks share if there are
@@ -13,6 +14,11 @@ CutBy = Literal["whole", "heads", "kv_heads", "width"]
 
 #: The parallelism that cuts a linear layer.
 Domain = Literal["attention", "mlp", "shared", "experts"]
+
+
+def whole_blocks(size: int) -> int:
+    """`size` rounded up to a multiple of 128."""
+    return -(-size // SCALE_BLOCK) * SCALE_BLOCK
 
 
 class Part(NamedTuple):

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from moe_fp8.errors import ModelError
-from moe_fp8.limits import SCALE_BLOCK
 from moe_fp8.warmup.models import blocks
 from moe_fp8.warmup.models.blocks import MlaSizes, Numbers
-from moe_fp8.warmup.models.description import Indexer, Linear, Part
+from moe_fp8.warmup.models.description import Indexer, Linear, Part, whole_blocks
 from moe_fp8.warmup.models.fields import Fields
 
 Attention = Callable[[Fields, Numbers], tuple[list[Linear], Indexer | None]]
@@ -162,7 +161,7 @@ def _dots3(fields: Fields, layers: Numbers) -> tuple[list[Linear], Indexer | Non
         gate = (Part(sizes.num_heads),) if headwise else (columns,)
         fused = (
             Part(sizes.q_lora_rank), Part(sizes.kv_lora_rank),
-            Part(-(-sizes.qk_rope_head_dim // SCALE_BLOCK) * SCALE_BLOCK), columns._replace(padded=True),
+            Part(whole_blocks(sizes.qk_rope_head_dim)), columns._replace(padded=True),
         )  # fmt: skip
         names = tuple(f"self_attn.{name}" for name in ("q_a_proj", "kv_a_proj_with_mqa", "g_proj"))
         found += [
