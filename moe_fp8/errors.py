@@ -130,7 +130,7 @@ class ConfigError(MoeFp8Error, ValueError):
 class SettingError(ConfigError):
     """A MOE_FP8_* environment variable has an unknown name or a bad value.
 
-    Or it has a value with which the command or the plug-in that reads it cannot work.
+    A value is also bad if the command or the plug-in that reads it cannot work with it.
     """
 
 

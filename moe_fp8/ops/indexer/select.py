@@ -255,9 +255,8 @@ def indexer_select(
     ArgumentError for a workspace that is too small.
 
     Large calls take the second kernel of `mqa_logits_fp8`, whose zeros are not exact. Keys whose logits tie
-    at 0 are then chosen in any order, not the lower one first. A key is passed over only for a key whose
-    exact logit is equal or nearly so: the two differ by less than the kernel's error. All chunks take the
-    same kernel.
+    at 0 are then chosen in any order, not the lower one first. A key may lose to a key with a smaller
+    exact logit, but only if the two differ by less than the kernel's error. All chunks take the same kernel.
     """
     checks.mqa_inputs("indexer_select", q, k, k_scale, weights, ks, ke)
     num_rows, keys = q.shape[0], k.shape[0]
