@@ -94,7 +94,8 @@ class ModelRunner:
 class StandIn:
     """The modules, put into `sys.modules`.
 
-    `schedule`, `spec`, `parallel`, `overlap` and `deterministic` are SGLang's arguments. DeepEP takes 20 SMs.
+    `schedule`, `spec`, `parallel`, `prefill_graphs`, `overlap` and `deterministic` are SGLang's arguments.
+    `longest_chunk` is what SGLang says of dynamic chunks. DeepEP takes 20 SMs.
     """
 
     def __init__(
@@ -106,8 +107,10 @@ class StandIn:
         self.schedule = SimpleNamespace(
             chunked_prefill_size=512, max_prefill_tokens=256, max_running_requests=16
         )
-        self.spec = SimpleNamespace(speculative_num_draft_tokens=None)
-        self.parallel = SimpleNamespace(attn_dp_size=1)
+        self.spec = SimpleNamespace(speculative_num_draft_tokens=None, speculative_eagle_topk=None)
+        self.parallel = SimpleNamespace(attn_dp_size=1, attn_cp_size=1)
+        self.prefill_graphs = SimpleNamespace(backend="breakable", bs=[64, 512])
+        self.longest_chunk = 512
         self.overlap = SimpleNamespace(enable_two_batch_overlap=False)
         self.deterministic = SimpleNamespace(enable_deterministic_inference=False)
         self.backend = Backend("auto")
@@ -178,7 +181,12 @@ class StandIn:
             get_schedule=lambda: self.schedule,
             get_spec=lambda: self.spec,
             get_parallel=lambda: self.parallel,
-            get_exec=lambda: SimpleNamespace(overlap=self.overlap, deterministic=self.deterministic),
+            get_exec=lambda: SimpleNamespace(
+                overlap=self.overlap,
+                deterministic=self.deterministic,
+                graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=self.prefill_graphs)),
+            ),
+            max_prefill_buffer_tokens=lambda: self.longest_chunk,
         )
         self.deepep = self._module(
             "sglang.srt.layers.moe.token_dispatcher.deepep",

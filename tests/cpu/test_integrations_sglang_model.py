@@ -131,6 +131,35 @@ def test_limits_come_from_sglangs_arguments(engine: StandIn, warmed: list[Loaded
     assert warmed[-1].indexer is None, "SGLang's own kernels serve it"
 
 
+def test_each_rank_of_context_parallelism_has_the_tokens_of_a_decode_step(
+    engine: StandIn, warmed: list[LoadedEngine]
+) -> None:
+    sglang.activate(("dense", "experts"))
+    engine.parallel.attn_dp_size, engine.parallel.attn_cp_size = 2, 4
+    _load(engine, Linear(64, 128))
+    assert warmed[-1].data_parallel == 8
+
+
+def test_prefills_and_drafts_may_be_larger_than_a_chunk(engine: StandIn, warmed: list[LoadedEngine]) -> None:
+    sglang.activate(("dense",))
+    engine.schedule.chunked_prefill_size = engine.schedule.max_prefill_tokens = 256
+    engine.prefill_graphs.bs = [64, 256]
+    engine.longest_chunk = 320  # with dynamic chunks, SGLang first measures longer chunks
+    _load(engine, Linear(24576, 4096))
+    assert warmed[-1].max_tokens == 320
+    assert kernel_spec(GemmProblem("dense", 320, 24576, 4096)) in set(plan_loaded(warmed[-1]).specs)
+    engine.prefill_graphs.bs = [64, 512]
+    _load(engine, Linear(64, 128))
+    assert warmed[-1].max_tokens == 512, "the graph of 512 tokens"
+    for backend, sizes in (("disabled", [64, 512]), ("breakable", None), ("full", [])):
+        engine.prefill_graphs.backend, engine.prefill_graphs.bs = backend, sizes
+        _load(engine, Linear(64, 128))
+        assert warmed[-1].max_tokens == 320
+    engine.spec.speculative_num_draft_tokens, engine.spec.speculative_eagle_topk = 4, 8
+    _load(engine, Linear(64, 128))
+    assert warmed[-1].max_batch == 8 * 16, "the branches of the tree"
+
+
 def test_layers_of_other_formats_are_found(engine: StandIn, warmed: list[LoadedEngine]) -> None:
     """Those of compressed-tensors have other names for the scales and for what calls `deep_gemm`."""
     linear, many, few = Linear(192, 256), Experts("deep_gemm"), Experts("deep_gemm", hidden=512)

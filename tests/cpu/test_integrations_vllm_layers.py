@@ -17,7 +17,16 @@ from moe_fp8.problems import PagedMqaLogitsProblem
 from moe_fp8.specs import kernel_spec
 from moe_fp8.warmup.models import Indexer
 from tests import cases
-from tests.cpu.vllm_stand_in import BlockScaledKernel, DeepGemmExperts, DeepGemmKernel, Fake, module, vllm
+from tests.cpu.vllm_stand_in import (
+    BlockScaledKernel,
+    DeepGemmExperts,
+    DeepGemmKernel,
+    Fake,
+    exchange,
+    layer,
+    module,
+    vllm,
+)
 
 __all__ = ["vllm"]
 
@@ -74,16 +83,6 @@ def test_the_linear_kernel_rounds_scales_as_vllm_does(
     assert not kernel.apply_input_quant, "vLLM would quantize the input before"
 
 
-def layer(weights: dict[str, tuple[int, ...]], **attributes: Any) -> torch.nn.Module:
-    """A layer with FP8 weights of these shapes."""
-    made = torch.nn.Module()
-    for name, shape in weights.items():
-        values = torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")
-        made.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
-    made.__dict__.update(attributes)
-    return made
-
-
 def loaded_model(vllm: Fake) -> torch.nn.Module:
     """Layers as vLLM leaves them behind, where no kernel has been told of loaded weights."""
     kernel, other = vllm.kernels[0](), DeepGemmKernel()
@@ -104,11 +103,12 @@ def loaded_model(vllm: Fake) -> torch.nn.Module:
         layer({"weight": (100, 7168)}, quant_method=holder(fp8_linear=other)),
         layer({"weight": (128, 7168)}, quant_method=holder(fp8_linear=BlockScaledKernel())),
         layer({"weight": (64, 1024, 4096)}, quant_method=holder(fp8_linear=kernel)),
-        layer(experts, quant_method=holder(experts_cls=ours), top_k=8),
+        layer(experts, quant_method=holder(experts_cls=ours), moe_config=exchange(), top_k=8),
         # Its products are left to `deep_gemm`, which is ours.
         layer(
             {"w13_weight": (8, 512, 256), "w2_weight": (8, 256, 256)},
             quant_method=holder(experts_cls=type("BatchedDeepGemmExperts", (), {})),
+            moe_config=exchange(8),
             top_k=4,
         ),
         layer({"w13_weight": (4, 256, 256), "w2_weight": (4, 256, 128)}, quant_method=holder()),
@@ -133,7 +133,10 @@ def test_a_loaded_model_is_planned(vllm: Fake, monkeypatch: pytest.MonkeyPatch) 
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=64),
         parallel_config=SimpleNamespace(
-            data_parallel_size=4, enable_expert_parallel=True, use_ubatching=False
+            data_parallel_size=4,
+            prefill_context_parallel_size=1,
+            enable_expert_parallel=True,
+            use_ubatching=False,
         ),
         speculative_config=SimpleNamespace(num_speculative_tokens=1),
     )
@@ -169,7 +172,9 @@ def test_only_layers_of_the_kinds_that_we_serve_are_planned(
     plug_in.activate([kind])
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
-        parallel_config=SimpleNamespace(data_parallel_size=1, use_ubatching=False),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False
+        ),
         speculative_config=SimpleNamespace(num_speculative_tokens=None),
     )
     text = SimpleNamespace(index_topk=2048, index_n_heads=64, index_head_dim=128, index_kpool=None)
@@ -201,8 +206,9 @@ def test_overlapped_micro_batches_leave_sms_to_communication(
     group = SimpleNamespace(device_communicator=communicator)
     module(monkeypatch, "vllm.distributed.parallel_state", get_ep_group=lambda: group)
     parallel = SimpleNamespace(
-        data_parallel_size=1, enable_expert_parallel=experts, use_ubatching=True, enable_dbo=True
-    )
+        data_parallel_size=1, prefill_context_parallel_size=1, enable_expert_parallel=experts,
+        use_ubatching=True, enable_dbo=True,
+    )  # fmt: skip
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
         parallel_config=parallel, speculative_config=None,

@@ -51,7 +51,9 @@ def loaded_by_vllm(config: dict[str, Any], options: PlanOptions, groups: int) ->
         scheduler_config=SimpleNamespace(
             max_num_batched_tokens=options.max_tokens, max_num_seqs=options.max_batch
         ),
-        parallel_config=SimpleNamespace(data_parallel_size=groups, use_ubatching=False),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=groups, prefill_context_parallel_size=1, use_ubatching=False
+        ),
         speculative_config=None,
     )
     sizes = SimpleNamespace(

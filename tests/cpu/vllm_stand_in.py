@@ -77,6 +77,25 @@ class Fake(SimpleNamespace):
     platform: Any
 
 
+def exchange(ranks: int = 1, sequence: int = 1, gathers: bool = True) -> SimpleNamespace:
+    """How 2 groups of ranks share experts; all of them are gathered, or each of `ranks` sends its tokens."""
+    parallel = SimpleNamespace(
+        use_all2all_kernels=ranks > 1, use_ag_rs_all2all_kernels=ranks > 1 and gathers,
+        ep_size=ranks, dp_size=2, pcp_size=1, sp_size=sequence,
+    )  # fmt: skip
+    return SimpleNamespace(moe_parallel_config=parallel)
+
+
+def layer(weights: dict[str, tuple[int, ...]], **attributes: Any) -> torch.nn.Module:
+    """A layer with FP8 weights of these shapes."""
+    made = torch.nn.Module()
+    for name, shape in weights.items():
+        values = torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")
+        made.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
+    made.__dict__.update(attributes)
+    return made
+
+
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     platform = SimpleNamespace(

@@ -24,23 +24,21 @@ def describe_loaded(model_runner: Any) -> LoadedEngine:
     """The layers of the runner's model that our kernels serve, within the limits of SGLang's arguments."""
     from sglang.srt.runtime_context import get_parallel, get_schedule, get_spec
 
-    schedule, config = get_schedule(), model_runner.model_config
+    config, parallel, spec = model_runner.model_config, get_parallel(), get_spec()
     served = kinds.served()
-    # Without chunks, one pass takes a whole prompt; chunked_prefill_size is then -1.
-    longest = schedule.chunked_prefill_size or -1
-    if longest < 0:
-        longest = config.context_len
-    # On Hopper, SGLang takes each drafted token of a request for a request of its own.
-    drafts = get_spec().speculative_num_draft_tokens or 1
+    # On Hopper, SGLang takes each drafted token of a request for a request of its own. A step of the draft
+    # model has a token for each branch of the tree.
+    drafts = max(spec.speculative_num_draft_tokens or 1, spec.speculative_eagle_topk or 1)
     dense = "dense" in served and _dense_calls_deep_gemm()
     loaded = LoadedEngine(
         engine="sglang",
         name=type(model_runner.model).__name__,
-        max_tokens=max(longest, schedule.max_prefill_tokens or 0),
-        max_batch=(schedule.max_running_requests or _MOST_REQUESTS) * drafts,
+        max_tokens=_most_tokens(config.context_len),
+        max_batch=(get_schedule().max_running_requests or _MOST_REQUESTS) * drafts,
         max_positions=config.context_len,
         num_sms=tuple(dict.fromkeys(_sms(model_runner.model, dense, "indexer" in served))),
-        data_parallel=get_parallel().attn_dp_size,
+        # Ranks of context parallelism share the tokens of a prefill, but each of them has all other tokens.
+        data_parallel=parallel.attn_dp_size * parallel.attn_cp_size,
     )
     chosen = _most_chosen(model_runner.model)
     for module in model_runner.model.modules():
@@ -57,6 +55,20 @@ def describe_loaded(model_runner: Any) -> LoadedEngine:
     if "indexer" in served and getattr(text, "index_topk", None):
         loaded.indexer = Indexer(text.index_n_heads, text.index_head_dim, text.index_topk)
     return loaded
+
+
+def _most_tokens(context_len: int) -> int:
+    """The most tokens of a prefill, and of the graphs that SGLang captures for it."""
+    from sglang.srt.runtime_context import get_exec, get_schedule, max_prefill_buffer_tokens
+
+    schedule, graphs = get_schedule(), get_exec().graph.cuda_graph_config.prefill
+    # Without chunks, one pass takes a whole prompt; chunked_prefill_size is then -1.
+    longest = schedule.chunked_prefill_size or -1
+    if longest < 0:
+        longest = context_len
+    captured = max(graphs.bs or (0,)) if graphs.backend != "disabled" else 0
+    # With dynamic chunks, SGLang's own limit is longer than a chunk.
+    return int(max(longest, schedule.max_prefill_tokens or 0, max_prefill_buffer_tokens(), captured))
 
 
 def _sms(model: torch.nn.Module, dense: bool, logits: bool) -> Iterator[int]:
