@@ -109,9 +109,11 @@ def _tell(origin: str | None) -> None:
 def uninstall() -> None:
     """Undo `install`: `import deep_gemm` finds what it found before. Does nothing if nothing is installed.
 
-    The modes and the alignment that the engine has set are as at first again.
+    The modes and the alignment that the engine has set are as at first again, and our module serves all kinds
+    under its own name.
     """
     if _before:
+        kinds.serve(KINDS)
         home: Any = importlib.import_module(HOME)
         _tell(home.__file__)
         home.__path__ = home.__spec__.submodule_search_locations

@@ -44,7 +44,7 @@ class LoadedEngine:
 
         (Weights of batched products have three dimensions, and are not ours.)
         """
-        if weight.dim() == 2 and not refuse_n(weight.shape[0]) and not refuse_k(weight.shape[1]):
+        if weight.dim() == 2 and _served(*weight.shape):
             self.dense.add((weight.shape[0], weight.shape[1]))
 
     def add_experts(self, module: Any, otherwise: int = 1) -> None:
@@ -52,10 +52,22 @@ class LoadedEngine:
 
         otherwise: the experts of a token if the module does not know them.
         """
-        for weight in (module.w13_weight, module.w2_weight):
-            experts, n, k = weight.shape
-            self.experts.add((experts, n, k))
+        self.add_grouped(module.w13_weight, module.w2_weight)
         self.experts_per_token = max(self.experts_per_token, module.top_k or otherwise)
+
+    def add_grouped(self, *weights: Any) -> None:
+        """Add weights `[experts, N, K]` of grouped products, if our kernels serve their sizes.
+
+        (The engine's own copy of `deep_gemm` serves other sizes.)
+        """
+        for weight in weights:
+            experts, n, k = weight.shape
+            if _served(n, k):
+                self.experts.add((experts, n, k))
+
+
+def _served(n: int, k: int) -> bool:
+    return not refuse_n(n) and not refuse_k(k)
 
 
 def plan_loaded(loaded: LoadedEngine) -> Plan:

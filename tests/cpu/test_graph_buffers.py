@@ -197,3 +197,21 @@ def test_load_refuses_a_bucket_that_does_not_hold_the_rows() -> None:
         StaticBuffers(list(SPECS), 8, "cpu")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="at least one buffer"):
         StaticBuffers({}, 8, "cpu")
+
+
+@pytest.mark.parametrize("requests", [1, 3, 4])
+def test_load_leaves_no_row_of_an_earlier_load(requests: int) -> None:
+    """Not even in the last request of a bucket, or in the last token of a request."""
+    specs = {"tokens": BufferSpec((), torch.int64, pad=-1, rows=2), "lengths": BufferSpec((), torch.int32)}
+    buffers = StaticBuffers(specs, 4, "cpu")
+
+    def load(requests: int, value: int) -> dict[str, list[int]]:
+        tokens, lengths = torch.full((2 * requests,), value), torch.full((requests,), value).int()
+        buffers.load({"tokens": tokens, "lengths": lengths}, 4)
+        return {name: tensor.tolist() for name, tensor in buffers.view(4).items()}
+
+    load(4, 7)
+    padded = 4 - requests
+    assert load(requests, 5) == {
+        "tokens": [5] * 2 * requests + [-1] * 2 * padded, "lengths": [5] * requests + [0] * padded
+    }  # fmt: skip

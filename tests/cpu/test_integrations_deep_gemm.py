@@ -247,6 +247,23 @@ def test_uninstall_ends_the_modes(installed_copy: ModuleType) -> None:
     assert module.get_mk_alignment_for_contiguous_layout() == 128
 
 
+def test_a_second_uninstall_keeps_a_number_of_sms_that_was_set_since_the_first() -> None:
+    integrations.install().set_num_sms(16)
+    integrations.uninstall()
+    moe_fp8.set_num_sms(8)
+    integrations.install()
+    integrations.uninstall()
+    assert Modes.num_sms == 8
+
+
+def test_uninstall_ends_the_choice_of_kinds() -> None:
+    """Our module is of use under its own name, too."""
+    module = integrations.install(["dense"])
+    assert not hasattr(module, "fp8_mqa_logits")
+    integrations.uninstall()
+    assert hasattr(module, "fp8_mqa_logits") and "fp8_mqa_logits" in dir(module)
+
+
 def test_the_copy_gets_no_mode_of_an_installation_that_has_ended(installed_copy: ModuleType) -> None:
     installed_copy.set_mk_alignment_for_contiguous_layout(64)
     integrations.uninstall()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.integrations.planning import LoadedEngine, plan_loaded
@@ -130,3 +132,15 @@ def test_drafts_longer_than_the_kernels_take_are_no_error() -> None:
     specs = set(plan_loaded(loaded).specs)
     for next_n in range(1, MAX_NEXT_N + 1):
         assert kernel_spec(PagedMqaLogitsProblem(4, next_n, 64, 128, 64)) in specs
+
+
+def test_experts_of_other_sizes_are_left_to_the_engines_own_copy() -> None:
+    """As linear layers are; the module in the place of `deep_gemm` hands their calls over."""
+    loaded = engine(dense=set(), experts=set())
+    odd = SimpleNamespace(w13_weight=torch.empty(8, 384, 2880), w2_weight=torch.empty(8, 2880, 192), top_k=4)
+    loaded.add_experts(odd)
+    assert plan_loaded(loaded).specs == ()
+    half = SimpleNamespace(w13_weight=torch.empty(8, 384, 2048), w2_weight=torch.empty(8, 2048, 192), top_k=4)
+    loaded.add_experts(half)
+    assert loaded.experts == {(8, 384, 2048)}
+    assert kernel_spec(GemmProblem("masked", 64, 384, 2048, 8)) in plan_loaded(loaded).specs

@@ -273,6 +273,7 @@ def test_the_experts_compute_the_layer(ranks: int, quantized: bool, vllm: Fake) 
         ({"swiglu_alpha": 1.702}, "alpha 1.702"),
         ({"swiglu_beta": 1.0}, "beta 1.0"),
         ({"hidden_dim": 2880}, "128 divides"),
+        ({"intermediate_size_per_partition": 192}, "128 divides"),
         ({"has_bias": True}, "bias"),
         ({"num_local_experts": MAX_EXPERTS}, None),
         ({"num_local_experts": MAX_EXPERTS + 1}, f"experts, got {MAX_EXPERTS + 1}"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_fp8.errors import CompileError
-from moe_fp8.jit.compiler import _warnings, compile_kernel
+from moe_fp8.jit.compiler import _STACK, _largest, _warnings, compile_kernel
 from moe_fp8.jit.key import digest, kernel_key
 from moe_fp8.jit.sources import SourceTree, _digest, package_sources
 from moe_fp8.jit.store import KernelStore
@@ -84,6 +84,15 @@ def test_a_function_that_is_not_inlined_counts(tmp_path: Path) -> None:
     artifact = compile_kernel(spec("calls"), sources=SourceTree(tmp_path))
     own, called = sorted(map(int, re.findall(r"(\d+) bytes stack frame", artifact.log)))
     assert artifact.local_bytes == called >= 128 > own
+
+
+def test_the_function_with_the_most_of_something_may_stand_anywhere_in_the_report() -> None:
+    reports = [
+        f"{stack} bytes stack frame, {spills} bytes spill stores, 0 bytes spill loads"
+        for stack, spills in ((8, 0), (0, 4), (0, 0))
+    ]
+    for order in (reports, reports[::-1]):
+        assert _largest(_STACK, "\n".join(order)) == (8, 4, 0)
 
 
 def test_warnings_are_kept_and_logged(kernels: Path, caplog: pytest.LogCaptureFixture) -> None:

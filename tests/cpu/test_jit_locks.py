@@ -96,6 +96,19 @@ def test_a_lock_that_is_given_back_is_free_though_a_process_is_being_forked(
         os.close(copy)
 
 
+def test_the_holder_of_a_lock_removes_no_file_that_another_kernels_holder_writes(
+    stores: tuple[KernelStore, KernelStore], tmp_path: Path
+) -> None:
+    store, _ = stores
+    keys = [store.key(spec(factor=factor)) for factor in (2, 3)]
+    store.get(keys[0])  # which makes the folder
+    own, others = (tmp_path / "cache" / f"{key}.kernel.abc.tmp" for key in keys)
+    own.write_bytes(b"half")
+    others.write_bytes(b"half")
+    assert store.try_lock(keys[0]) is not None and store.try_slot(1) is not None
+    assert others.exists() and not own.exists()
+
+
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO])
 def test_a_lock_that_cannot_be_given_back_costs_no_kernel(
     stores: tuple[KernelStore, KernelStore], monkeypatch: pytest.MonkeyPatch, code: int

@@ -12,12 +12,13 @@ import pytest
 
 import moe_fp8
 from moe_fp8 import jit
-from moe_fp8.errors import ConfigError, JitMissError
+from moe_fp8.errors import ConfigError, JitMissError, ToolchainError
 from moe_fp8.jit.artifact import Artifact
 from moe_fp8.jit.runtime import JitCounters, KernelRuntime
 from moe_fp8.jit.sources import SourceTree
 from moe_fp8.jit.store import KernelStore
 from moe_fp8.settings import Settings
+from moe_fp8.specs import KernelSpec
 from tests.cpu.jit_kernels import spec, write_kernels
 
 
@@ -65,6 +66,20 @@ def test_store_hits_are_counted(runtime: KernelRuntime, store: KernelStore, load
     store.get_or_compile(spec())
     runtime.get_kernel(spec())
     assert runtime.counters() == JitCounters(compiles=0, store_hits=1, loads=1, misses=0)
+
+
+def test_a_miss_without_a_compiler_still_tells_the_kernel(
+    runtime: KernelRuntime, store: KernelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the key needs the compiler's version."""
+
+    def missing(spec: KernelSpec) -> str:
+        raise ToolchainError("no NVRTC")
+
+    monkeypatch.setattr(store, "key", missing)
+    runtime.freeze("strict")
+    with pytest.raises(JitMissError, match=r"factor=3.*there is no compiler"):
+        runtime.get_kernel(spec(factor=3))
 
 
 def test_strict_freeze_raises_and_counts(runtime: KernelRuntime, store: KernelStore) -> None:

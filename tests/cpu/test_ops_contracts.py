@@ -132,6 +132,8 @@ def test_query_ranges(ks: list[int], ke: list[int]) -> None:
 
 def test_compressed_rows_fit_the_output() -> None:
     case = cases.mqa_case(2, 9, 8)
+    operands = case.q, torch.ones_like(case.k), torch.ones_like(case.k_scale), torch.ones_like(case.weights)
+    mqa_logits_fp8(*operands, _index([0, 5]), _index([4, 9]), max_seqlen_k=4)  # wherever a row begins
     with pytest.raises(ContractError, match="max_seqlen_k") as caught:
         mqa_logits_fp8(
             case.q, case.k, case.k_scale, case.weights, _index([0, 2]), _index([4, 7]), max_seqlen_k=4
@@ -318,6 +320,14 @@ def test_scales_of_cached_keys(padding: int) -> None:
         error = caught.value
         assert (error.op, error.argument, error.row) == (name, "kv_cache", 2)
         assert f"page {page}, token 7" in str(error)
+
+
+def test_scales_of_a_cache_within_a_larger_buffer() -> None:
+    """As a layer's part of one allocation for all layers, whose other parts may hold anything."""
+    case = cases.paged_case([3, 0, 200], 2, 8, 64)
+    room = torch.full((2, *case.kv_cache.shape), 0xFF, dtype=torch.uint8)  # each scale is NaN
+    room[1] = case.kv_cache
+    _paged(dataclasses.replace(case, kv_cache=room[1]))
 
 
 def test_weights_of_paged_tokens() -> None:

@@ -187,7 +187,11 @@ def test_calls_of_one_form_that_differ_in_attributes_all_move(launches: _Launche
         _call("grouped_gemm_fp8_masked", arguments)
 
 
-def test_a_number_of_sms_that_changes_during_a_call_is_not_remembered(launches: _Launches) -> None:
+@pytest.mark.parametrize("before", [True, False])
+def test_a_number_of_sms_that_changes_during_a_call_is_not_remembered(
+    before: bool, launches: _Launches
+) -> None:
+    """Before the launch is prepared, or meanwhile."""
     given = [OPS["quantize_fp8"]() for _ in range(3)]
     registered = registry.resolve(registry.OPS["quantize_fp8"].cuda)
 
@@ -195,9 +199,14 @@ def test_a_number_of_sms_that_changes_during_a_call_is_not_remembered(launches: 
         moe_fp8.set_num_sms(100)
         return registered(*arguments)
 
+    def resolve(cuda: str) -> Any:
+        if before:
+            moe_fp8.set_num_sms(100)
+        return registered if before else meanwhile
+
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(registry, "resolve", lambda cuda: meanwhile)
+            patch.setattr(registry, "resolve", resolve)
             _call("quantize_fp8", given[0])
     finally:
         moe_fp8.set_num_sms(None)

@@ -39,6 +39,7 @@ def test_what_is_not_mn_major() -> None:
     assert not scales.is_mn_major(torch.rand(8, 2))
     assert not scales.is_mn_major(torch.rand(2, 5).T), "columns must be 16-byte aligned"
     assert not scales.is_mn_major(torch.rand(2, 16).T[1:9]), "the address must be 16-byte aligned"
+    assert not scales.is_mn_major(torch.rand(2, 3, 4)[..., 0]), "two rows that are no neighbours"
     assert not scales.is_mn_major(torch.rand(1, 2)), "one row, but groups 4 apart are wanted"
     assert not scales.is_mn_major(torch.rand(3, 8, 2))
     assert scales.is_mn_major(torch.rand(8, 1)), "with one group the group stride does not matter"

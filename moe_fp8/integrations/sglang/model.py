@@ -49,7 +49,7 @@ def describe_loaded(model_runner: Any) -> LoadedEngine:
             loaded.add_experts(module, otherwise=chosen)
         if "experts" in served and getattr(module, "use_deep_gemm_bmm", False):
             # Latent attention multiplies each head as the masked layout does an expert.
-            loaded.experts |= {tuple(weight.shape) for weight in (module.w_kc, module.w_vc)}
+            loaded.add_grouped(module.w_kc, module.w_vc)
     text = config.hf_text_config
     loaded.kv_lora_rank = getattr(text, "kv_lora_rank", None)
     if "indexer" in served and getattr(text, "index_topk", None):
