@@ -84,13 +84,8 @@ def mqa_logits_fp8(
     Returns out. The same call gives the same bits. No host synchronization; safe to capture: a replay reads
     ks and ke anew. M = 0 returns at once.
 
-    Large calls take a second kernel: those whose M and N, each rounded up to a power of two, have a product
-    of at least 65,536 times the SMs in use (8.7 million on an H100 or H200). It takes 2 relu(x) as
-    x + |x| and sums the two parts on their own. Its logits differ from the first kernel's, usually by 1e-4 of
-    k_scale[j] * sum_h |weights[i,h] * q[i,h].k[j]|. If the scores of all heads are negative, its logit is
-    therefore not exactly 0 but a small number of either sign, of at most 1e-3 of
-    k_scale[j] * sum_h |weights[i,h]| * sum_d |q[i,h,d] * k[j,d]|. With MOE_FP8_BATCH_INVARIANT=1 every call
-    takes the first kernel, which gives 0.
+    Large calls take a second kernel, whose logits differ slightly and may be nonzero where all scores are
+    negative: docs/ops.md, "The indexer", has the sizes of such calls and bounds of the difference.
 
     The -inf of `fill` is written by the blocks that compute the logits, 4,096 columns of a few queries at a
     time, one warp a row. A call with few keys has few blocks: if max_seqlen_k is far larger than N, and M is
