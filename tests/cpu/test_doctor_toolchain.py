@@ -76,6 +76,18 @@ def test_an_nvrtc_that_is_too_old_is_as_good_as_none(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize(("minor", "status"), [(0, "ok"), (2, "ok"), (3, "warn"), (5, "warn")])
+def test_an_nvrtc_whose_kernels_are_slower_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, minor: int, status: str
+) -> None:
+    monkeypatch.setattr(toolchain, "_query_version", lambda module: (13, minor))
+    found = {finding.name: finding for finding in doctor.diagnose()}["NVRTC"]
+    assert found.status == status and f"13.{minor}" in found.detail
+    assert ("nvidia-cuda-nvrtc==13.2.*" in found.remedy) == (status == "warn")
+    assert toolchain.installed_nvrtc() == (13, minor), "its kernels run all the same"
+
+
+@pytest.mark.usefixtures("forgotten")
 def test_a_library_that_cannot_be_loaded_is_a_finding_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError("libnvrtc.so.13\nwas not found")
