@@ -114,7 +114,8 @@ def _nvrtc(bundle: Path | None) -> Finding:
     found, first, last = (".".join(map(str, one)) for one in (version, *MEASURED_NVRTC))
     if version > MEASURED_NVRTC[1]:
         detail = f"{found}; some of its kernels are slower than those of {first} to {last}"
-        return Finding("NVRTC", "warn", detail, f"pip install 'nvidia-cuda-nvrtc=={last}.*', or as PyTorch needs")
+        remedy = f"pip install 'nvidia-cuda-nvrtc=={last}.*', unless PyTorch needs another"
+        return Finding("NVRTC", "warn", detail, remedy)
     return Finding("NVRTC", "ok", found)
 
 
