@@ -18,6 +18,9 @@ PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 )
 
+#: The tokens of a tokenizer's config that templates may name.
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
 
 class ChatTemplateError(Exception):
     """The model's template refuses the messages."""
@@ -50,7 +53,7 @@ class ChatTemplate:
             separate = folder / "chat_template.jinja"
             if separate.is_file():
                 source = separate.read_text(encoding="utf-8")
-            tokens = {name: _content(config[name]) for name in ("bos_token", "eos_token") if config.get(name)}
+            tokens = {name: _content(config[name]) for name in _TOKENS if config.get(name)}
             return cls(source, tokens)
         except (ValueError, LookupError, TypeError, AttributeError, jinja2.TemplateError) as error:
             raise ConfigError(path.name, "a tokenizer's config with a chat template", str(error)) from error
@@ -58,7 +61,14 @@ class ChatTemplate:
     def render(self, messages: Sequence[dict[str, str]]) -> str:
         """The prompt that asks for the assistant's next message. Raises `ChatTemplateError`."""
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._tokens)
+            return self._template.render(
+                messages=list(messages),
+                # Templates are written for transformers, which always gives these: undefined is not none.
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._tokens,
+            )
         except Exception as error:  # The template is a program, which may fail in any way.
             raise ChatTemplateError(str(error) or type(error).__name__) from error
 
@@ -67,9 +77,17 @@ def _content(token: Any) -> str:
     return str(token["content"] if isinstance(token, dict) else token)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    # Jinja's own filter escapes HTML.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter of transformers, with its options. Jinja's own filter escapes HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> None:

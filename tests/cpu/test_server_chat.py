@@ -66,6 +66,29 @@ def test_a_model_without_template_gets_the_plain_one(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% if tools is not none %}tools{% endif %}{% if documents is not none %}documents{% endif %}", ""),
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<Hi> & \'you\'"}'),
+        ("{{ 'ü' | tojson }}{{ 'ü' | tojson(ensure_ascii=True) }}", '"ü""\\u00fc"'),
+        ("{{ {'b': 1, 'a': 2} | tojson(separators=(',', ':'), sort_keys=True) }}", '{"a":2,"b":1}'),
+        ("{{ {'b': 1} | tojson(indent=2) }}", '{\n  "b": 1\n}'),
+        ("{% for m in messages %}\n  {% if true %}\n{{ m.role }}\n  {% endif %}\n{% endfor %}", "user\n"),
+        ("{% for n in range(9) %}{% if n == 2 %}{% break %}{% endif %}{{ n }}{% endfor %}", "01"),
+        ("{{ strftime_now('%%') }}", "%"),
+    ],
+)
+def test_a_template_has_what_transformers_gives_it(tmp_path: Path, source: str, expected: str) -> None:
+    assert load(tmp_path, chat_template=source).render(USER) == expected
+
+
+def test_a_template_names_special_tokens(tmp_path: Path) -> None:
+    tokens = {"pad_token": "<pad>", "unk_token": {"content": "<unk>"}, "sep_token": None}
+    source = "{{ pad_token }}{{ unk_token }}{{ sep_token is defined }}"
+    assert load(tmp_path, chat_template=source, **tokens).render(USER) == "<pad><unk>False"
+
+
 def test_a_template_may_refuse_messages(tmp_path: Path) -> None:
     with pytest.raises(ChatTemplateError, match="no system"):
         load(tmp_path, chat_template=OWN).render([{"role": "system", "content": ""}])

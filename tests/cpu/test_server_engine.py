@@ -255,6 +255,51 @@ def test_log_probabilities_without_other_tokens(demo_folder: Path) -> None:
     assert [event.logprob is not None and event.logprob.top for event in events] == [()] * 3
 
 
+def chosen(engine: Engine, tokens: Sequence[int], params: SamplingParams) -> list[TokenEvent]:
+    """The events of a request whose likeliest tokens are these, one after another."""
+    engine.model = cast(Transformer, Echo(engine))
+    coming = iter(tokens)
+
+    def logits(slots: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(torch.tensor(next(coming)), engine.config.vocab_size).float()
+
+    engine.model.logits = logits  # type: ignore[attr-defined]
+    (events,) = answers(engine, ["a prompt"], [params])
+    return events
+
+
+def test_what_a_stop_string_held_back_is_told_at_the_end_of_text(demo_folder: Path) -> None:
+    engine = Engine(demo_folder, choose_backend("cpu"), EngineOptions(max_context=256))
+    a, b = (engine.tokenizer.get_vocab()[character] for character in "ab")
+    end = engine.config.eos_token_id
+    assert end is not None
+    events = chosen(engine, [a, b, end], SamplingParams(max_tokens=9, stop=("abc",)))
+    assert shown(events) == [("", 1, None), ("", 2, None), ("ab", 3, "stop")]
+
+
+def test_an_offset_counts_the_text_before_its_token(demo_folder: Path) -> None:
+    engine = Engine(demo_folder, choose_backend("cpu"), EngineOptions(max_context=256))
+    a, b = (engine.tokenizer.get_vocab()[character] for character in "ab")
+    params = SamplingParams(max_tokens=4, stop=("bb",), logprobs=1)
+    events = chosen(engine, [a, b, a, b], params)
+    assert "".join(event.text for event in events) == "abab"
+    entries = [event.logprob for event in events]
+    assert [(entry.token, entry.offset) for entry in entries if entry] == [
+        (b"a", 0), (b"b", 1), (b"a", 2), (b"b", 3),
+    ]  # fmt: skip
+    assert all(entry and entry.top == ((entry.token, entry.logprob),) for entry in entries)
+
+
+def test_a_prompt_of_several_chunks_is_counted_once(demo_folder: Path) -> None:
+    options = EngineOptions(max_context=256, prefill_chunk=3)
+    engine = Engine(demo_folder, choose_backend("cpu"), options)
+    engine.model = cast(Transformer, Echo(engine))
+    answers(engine, PROMPTS, [SamplingParams(max_tokens=2)] * len(PROMPTS))
+    tokens = sum(len(engine.tokenizer.encode(prompt).ids) for prompt in PROMPTS)
+    assert tokens > len(PROMPTS) * options.prefill_chunk
+    assert engine.metrics.values()["server_prompt_tokens_total"] == tokens
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_any_mixture_of_requests_gets_its_own_tokens(demo_folder: Path, ahead: int, seed: int) -> None:

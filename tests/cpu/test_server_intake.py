@@ -19,6 +19,9 @@ from server_example import intake
 from server_example.app import Service, create_app
 from server_example.chat import ChatTemplateError
 from server_example.engine import EngineOptions
+from server_example.errors import ApiError
+from server_example.generation import Deadline
+from server_example.protocol import CompletionRequest
 from server_example.serve import Process, listen
 from server_example.settings import Settings
 from tests.demo_model import demo_folder
@@ -245,3 +248,21 @@ def test_a_drain_waits_for_texts_that_become_tokens(
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
             assert answer.json()["error"]["message"] == "the server is shutting down"
         assert not draining.is_alive() and not process._thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("timeout", "limit", "seconds", "status"),
+    [(3.0, 0.0, 3.0, 408), (None, 5.0, 5.0, 504), (3.0, 5.0, 3.0, 408), (5.0, 3.0, 3.0, 504)],
+)
+def test_the_earlier_limit_counts_and_is_not_tried_again(
+    timeout: float | None, limit: float, seconds: float, status: int
+) -> None:
+    begun = time.monotonic()
+    deadline = Deadline.of(CompletionRequest(prompt="a", timeout=timeout), limit)
+    assert deadline.at is not None and begun + seconds <= deadline.at < begun + seconds + 1
+    assert deadline.status == status
+    assert ApiError(status, "late").response().headers["x-should-retry"] == "false"
+
+
+def test_zero_seconds_are_no_limit() -> None:
+    assert Deadline.of(CompletionRequest(prompt="a"), 0.0).at is None

@@ -268,13 +268,16 @@ def test_a_whole_answer_in_pieces_is_that_of_all_events(form: type[Form], tops: 
     assert b"".join(in_pieces.answer(choices, usage)).decode() == expected.model_dump_json()
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_a_deadline_ends_what_a_silent_engine_does_not_end(ends: bool) -> None:
+@pytest.mark.parametrize("ends", ["at once", "later", None])
+def test_a_deadline_ends_what_a_silent_engine_does_not_end(ends: str | None) -> None:
     """But a whole answer waits for a slow client."""
 
     async def last() -> str:
+        emits: list[Emit] = []
+
         async def submit(jobs: Sequence[Job], given: Sequence[Emit]) -> None:
-            given[0](TokenEvent("a", 1, "stop" if ends else None))
+            emits.extend(given)
+            given[0](TokenEvent("a", 1, "stop" if ends == "at once" else None))
 
         engine = SimpleNamespace(
             job_number=lambda: 1, submit=submit, cancel=lambda numbers: None, seconds=0.05,
@@ -284,6 +287,8 @@ def test_a_deadline_ends_what_a_silent_engine_does_not_end(ends: bool) -> None:
         deadline = Deadline(time.monotonic() + 0.05, 504)
         generation = Generation(cast(EngineClient, engine), body, [[1]], deadline)
         await generation.submit()
+        if ends == "later":
+            emits[0](TokenEvent("b", 2, "stop"))
         await asyncio.sleep(0.3)
         *_, told, _ = [event["data"] async for event in generation.stream(CompletionForm("m"))]
         return told

@@ -36,6 +36,15 @@ def test_pool_hands_out_each_page_once_and_never_the_dummy() -> None:
         pool.give_back(pages[:1])
 
 
+def test_the_use_of_a_pool_counts_the_pages_of_requests_alone() -> None:
+    pool = PagePool(5)
+    shares = [pool.use()]
+    for count in (1, 3):
+        pool.take(count)
+        shares.append(pool.use())
+    assert shares == [0.0, 0.25, 1.0]
+
+
 def test_a_block_table_follows_the_pages_of_each_seat() -> None:
     """Pages may grow in place. A seat's next request has another list, as has one after a preemption."""
     table, first, second = BlockTable(3, 4), [5], [6, 7]

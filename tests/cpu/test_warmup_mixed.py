@@ -144,7 +144,13 @@ def test_vllm_fills_the_last_block_of_modelopts_weights(engine: str | None, widt
         return {row.n for row in rows if row.op == "gemm_fp8" and what in row.what}
 
     modelopt = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
-    assert planned(modelopt, "q_a+kv_a") == widths
+    down = [f"model.layers.{i}.self_attn.{name}" for i in range(61) for name in ("q_a_proj", "kv_a_proj")]
+    formats = {name: {"quant_algo": "FP8_PB_WO"} for name in down}
+    for quantization in (
+        modelopt,
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": formats},
+    ):
+        assert planned(quantization, "q_a+kv_a") == widths
     assert planned(FP8, "q_a+kv_a") == {2112}
     for what in ("q_b", "experts.gate_up"):
         assert planned(modelopt, what) == planned(FP8, what)
@@ -162,3 +168,14 @@ def test_vllm_fills_widths_that_no_kernel_serves_without(engine: str | None) -> 
     assert [layer.n for layer in planned.lacking] == ([] if engine == "vllm" else [16])
     found = {shape.n for shape in gemm_shapes(describe(config), Parallelism(8, 8)) if "_ba" in shape.what}
     assert found == {128}
+
+
+def test_vllm_fills_no_block_of_experts() -> None:
+    """With a hidden size that 128 does not divide, the last block of each down projection is partial."""
+    config = read_config(CONFIGS / "deepseek_v3.json") | {
+        "hidden_size": 7168 - 64,
+        "quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
+    }
+    found = gemm_shapes(describe(config), PlanOptions(engine="vllm", tp=8, ep=8))
+    widths = {shape.what: shape.n for shape in found if shape.what.endswith(".down")}
+    assert widths == {"mlp.down": 7168, "shared.down": 7168, "experts.down": 7168 - 64}

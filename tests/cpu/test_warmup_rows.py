@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 
 from moe_fp8.limits import MAX_ROUTED_EXPERTS
-from moe_fp8.problems import MqaLogitsProblem, Problem
-from moe_fp8.specs import KernelSpec
+from moe_fp8.problems import (
+    GemmProblem,
+    IndexerCacheProblem,
+    IndexerTopkProblem,
+    InDtype,
+    MqaLogitsProblem,
+    Problem,
+    QuantizeProblem,
+    RouteTopkProblem,
+)
+from moe_fp8.specs import KernelSpec, kernel_spec
 from moe_fp8.warmup import PlanOptions, describe, load_model, plan, read_config
 from moe_fp8.warmup import rows as plan_rows
 
@@ -54,6 +63,25 @@ def test_prefill_may_have_the_keys_of_all_requests(monkeypatch: pytest.MonkeyPat
     for requests in range(1, 5):
         problem = MqaLogitsProblem(8, requests * planned.model.max_positions, 64, 128)
         assert each_its_own(problem) in planned.specs
+
+
+def test_a_server_of_one_request_has_more_than_one_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latents of eight contexts are projected together, and logits may be a page wider than a context."""
+    monkeypatch.setattr(plan_rows, "kernel_spec", each_its_own)
+    config = read_config(CONFIGS / "deepseek_v32.json") | {"max_position_embeddings": 1024}
+    planned = plan(describe(config), PlanOptions(tp=8, ep=8, max_tokens=8, max_batch=1))
+    for rows in (1025, 8 * 1024):
+        assert each_its_own(GemmProblem("dense", rows, 4096, 512)) in planned
+    assert each_its_own(IndexerTopkProblem(1, 1024 + 64)) in planned
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_ops_read_the_dtype_of_the_model(dtype: InDtype) -> None:
+    config = read_config(CONFIGS / "deepseek_v32.json") | {"torch_dtype": dtype}
+    planned = plan(describe(config), PlanOptions(tp=8, ep=8, max_tokens=8, max_batch=1))
+    assert kernel_spec(QuantizeProblem(8, 7168, dtype)) in planned
+    assert kernel_spec(IndexerCacheProblem(8, 128, dtype)) in planned
+    assert kernel_spec(RouteTopkProblem(8, 256, 8, dtype)) in planned
 
 
 def test_the_rows_of_every_op_reach_the_largest_call() -> None:
