@@ -168,6 +168,31 @@ def test_a_launch_of_the_router_packs_what_the_kernel_reads(
     assert struct.unpack("<7q8if36x", params) == (*addresses, 70, 6, 5, *sizes, 2.5)
 
 
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_launch_of_permute_packs_what_the_kernel_reads(cuda: _Cuda, mapped: bool) -> None:
+    arguments = {**OPS["moe_permute"](), "x": torch.zeros(3, 272).to(torch.float8_e4m3fn)[:, :256]}
+    arguments |= {"x_scale": torch.rand(2, 5).T[:3], "a_scale": torch.zeros(2, 12).T[:6]}
+    if not mapped:
+        arguments["expert_map"] = None
+    cuda.run("moe_permute", arguments)
+    ((_, _, params),) = cuda.kernel.launches
+    names = ("x", "x_scale", "topk_ids", "expert_map", "a", "a_scale", "offsets", "rows")
+    addresses = (0 if (tensor := arguments[name]) is None else tensor.data_ptr() for name in names)
+    assert struct.unpack_from("<8q", params) == tuple(addresses)
+    # The map has eight experts, four of them of this rank.
+    sizes = (3, 2, 256, 4, 8 if mapped else 4)
+    assert struct.unpack_from("<5q5i", params, 64) == (272, 1, 5, 2, 12, *sizes)
+
+
+def test_a_launch_of_combine_packs_what_the_kernel_reads(cuda: _Cuda) -> None:
+    arguments = {**OPS["moe_combine"](), "y": torch.zeros(7, 72).bfloat16()[:, :64]}
+    arguments |= {"weights": torch.rand(3, 5)[:, :2], "out": torch.zeros(3, 80).bfloat16()[:, :64]}
+    cuda.run("moe_combine", arguments)
+    ((_, _, params),) = cuda.kernel.launches
+    addresses = (arguments[name].data_ptr() for name in ("y", "rows", "weights", "out"))
+    assert struct.unpack_from("<7q4i", params) == (*addresses, 72, 5, 80, 3, 2, 64, 7)
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_a_launch_of_the_topk_packs_what_the_kernel_reads(cuda: _Cuda, given: bool) -> None:
     storage = torch.zeros(3, 40_001)

@@ -156,6 +156,22 @@ def test_no_keys_in_any_workspace() -> None:
         assert (out == -1).all()
 
 
+def test_bounds_at_the_ends_of_32_bits_do_not_wrap_around() -> None:
+    """In any workspace they are the nearest bounds that there are."""
+    case, least, most = exact_cases.mqa(4, 900, 8, "random"), -(2**31), 2**31 - 1
+    case.ks.copy_(torch.tensor([least, 0, least, 890]))
+    case.ke.copy_(torch.tensor([900, least, most, most]))
+    cut = indexer_topk(
+        mqa_logits_fp8(*case.arguments(), fill=True),
+        topk=TOPK,
+        ks=case.ks.clamp(min=0),
+        ke=case.ke.clamp(0, 900),
+    )
+    for budget in _budgets(4, 900, TOPK):
+        chosen = indexer_select(*case.arguments(), topk=TOPK, workspace=_workspace(budget))
+        assert torch.equal(chosen.sort().values, cut.sort().values)
+
+
 def test_lengths_beyond_the_table_find_no_leftovers() -> None:
     case = exact_cases.paged([900, 700, 5], 1, 8, 64)
     expected = None

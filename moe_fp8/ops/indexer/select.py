@@ -189,15 +189,17 @@ def _select(
             stop = min(begin + plan.columns, keys)
             chunk_low = None
             # Later chunks kept at most topk of the keys behind this chunk, whatever a row's end says.
+            # (Bounds are clamped before a difference is taken, which 32 bits might not hold.)
+            torch.clamp(high, stop, keys, out=end)
             if low is None:
-                torch.sub(high, stop, out=end)
+                end.sub_(stop)
             else:
                 chunk_low = starts[:count]
-                torch.clamp(low, min=stop, out=chunk_low)
-                torch.sub(high, chunk_low, out=end)
-                torch.sub(low, begin, out=chunk_low).clamp_(0, stop - begin)
+                torch.clamp(low, stop, keys, out=chunk_low)
+                end.sub_(chunk_low)
+                torch.clamp(low, begin, stop, out=chunk_low).sub_(begin)
             end.clamp_(0, min(topk, keys - stop))
-            torch.sub(high, begin, out=chunk_end).clamp_(0, stop - begin)
+            torch.clamp(high, begin, stop, out=chunk_end).sub_(begin)
             end.add_(chunk_end)
             score(rows, begin, stop, chunk_low, chunk_end, table[:, : stop - begin])
             if stop < keys:
