@@ -141,7 +141,7 @@ def test_vllm_fills_the_last_block_of_modelopts_weights(engine: str | None, widt
 
     def planned(quantization: dict[str, Any], what: str) -> set[int | None]:
         rows = plan(describe(config | {"quantization_config": quantization}), options).rows
-        return {row.n for row in rows if row.op == "gemm_fp8" and what in row.what}
+        return {row.n for row in rows if "gemm_fp8" in row.op and what in row.what}
 
     modelopt = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
     down = [f"model.layers.{i}.self_attn.{name}" for i in range(61) for name in ("q_a_proj", "kv_a_proj")]
@@ -153,7 +153,7 @@ def test_vllm_fills_the_last_block_of_modelopts_weights(engine: str | None, widt
         assert planned(quantization, "q_a+kv_a") == widths
     assert planned(FP8, "q_a+kv_a") == {2112}
     for what in ("q_b", "experts.gate_up"):
-        assert planned(modelopt, what) == planned(FP8, what)
+        assert planned(modelopt, what) == planned(FP8, what) != set()
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", None])
