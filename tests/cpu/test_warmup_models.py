@@ -51,11 +51,21 @@ def test_shared_experts_of_another_spelling_are_not_dropped(name: str, field: st
         describe(in_blocks(name) | {field: 1024})
 
 
-def test_the_prediction_layers_of_mimo_have_dense_mlps() -> None:
+def test_the_prediction_layers_of_mimo_are_sliding_and_have_dense_mlps() -> None:
     description = describe(in_blocks("mimo_v2_flash") | {"num_nextn_predict_layers": 2})
     last = description.num_layers
     assert {last, last + 1} <= {*layers_of(description, "mlp.gate_up")}
     assert not {last, last + 1} & {*layers_of(description, "experts.gate_up")}
+    full, sliding = (linear for linear in description.linears if linear.what == "qkv")
+    assert {last, last + 1} <= {*sliding.layers} and not {last, last + 1} & {*full.layers}
+    assert [part.units for part in sliding.n] == [64, 8, 8]
+
+
+def test_hy_v4_may_gate_whole_heads() -> None:
+    for gating, columns in (("elementwise", 256), ("headwise", 1)):
+        description = describe(in_blocks("hy_v4") | {"gating_type": gating})
+        (gate,) = (linear for linear in description.linears if linear.what == "gate")
+        assert [(part.units, part.size) for part in gate.n] == [(64, columns)]
 
 
 def test_deepseek_v32_is_described() -> None:
