@@ -347,6 +347,8 @@ def test_weights_of_paged_tokens() -> None:
         ([[1, 0], [2, 0], [3, 0]], 0),
         ([[0, 0], [2, 1], [2, 0]], 2),
         ([[0, 0], [4, 0], [3, 0]], 2),
+        ([[-1, 1], [2, 0], [3, 0]], 0),  # the kernel begins at chunk 1 of request 0
+        ([[-1, 0], [-1, 1], [3, 0]], 0),
     ],
 )
 def test_a_schedule_that_leaves_out_chunks(schedule: list[list[int]], row: int) -> None:

@@ -15,6 +15,7 @@ from moe_fp8 import (
     paged_mqa_logits_metadata,
     quantize_fp8,
 )
+from moe_fp8.ops.indexer import contracts
 from tests import cache_cases, cases
 from tests.cache_cases import CacheCase
 from tests.fp8_definition import quantize_group
@@ -169,3 +170,10 @@ def test_meta_tensors_are_accepted() -> None:
     case = cache_cases.cache_case(5)
     k, cache, slots = (t.to("meta") for t in (case.k, case.kv_cache, case.slot_mapping))
     indexer_quantize_and_cache(k, cache, slots)
+
+
+@pytest.mark.parametrize("num_slots", [2**31, 2**32 + 3])
+def test_int32_slots_lie_in_every_cache_of_more_slots_than_int32_holds(num_slots: int) -> None:
+    contracts.cache_slots(torch.tensor([-1, 5, 2**31 - 1], dtype=torch.int32), num_slots)
+    with pytest.raises(ContractError, match=f"{num_slots} at row 1"):
+        contracts.cache_slots(torch.tensor([num_slots - 1, num_slots]), num_slots)

@@ -128,13 +128,13 @@ def _route(tokens: int) -> None:
     )
 
 
-def _permute(tokens: int, places: int, columns: int) -> None:
+def _permute(tokens: int, places: int, columns: int, mapped: int = 2) -> None:
     rows = tokens * places
     moe_checks.permute(
         _meta(tokens, columns, dtype=BF16),
         None,
         _meta(tokens, places, dtype=I32),
-        None,
+        _meta(mapped, dtype=I32),
         _meta(rows, columns, dtype=F8),
         _scales(rows, columns // 128),
         _meta(2, dtype=I32),
@@ -148,19 +148,19 @@ def _combine(tokens: int, places: int, rows: int, columns: int) -> None:
     moe_checks.combine(y, _meta(tokens, places, dtype=I32), None, out)
 
 
-def _gemm_silu_mul(experts: int, n: int) -> None:
+def _gemm_silu_mul(experts: int, n: int, m: int = 8, k: int = 128) -> None:
     moe_checks.gemm_silu_mul(
-        _meta(8, 128, dtype=F8),
-        _scales(8, 1),
-        _meta(experts, n, 128, dtype=F8),
-        _meta(experts, n // 128, 1),
+        _meta(m, k, dtype=F8),
+        _scales(m, k // 128),
+        _meta(experts, n, k, dtype=F8),
+        _meta(experts, n // 128, k // 128),
         _meta(experts + 1, dtype=I32),
         None,
         None,
         False,
         False,
-        _meta(8, n // 2, dtype=F8),
-        _scales(8, n // 256),
+        _meta(m, n // 2, dtype=F8),
+        _scales(m, n // 256),
     )
 
 
@@ -196,10 +196,13 @@ LIMITS: list[tuple[Any, tuple[Any, ...], tuple[Any, ...], str]] = [
     (_route, (MOST,), (MOST + 1,), "logits"),
     (_permute, (MOST // 2, 2, 128), (MOST // 2 + 1, 2, 128), "x"),
     (_permute, (8, 2, 1 << 24), (8, 2, (1 << 24) + 128), "x"),
+    (_permute, (8, 2, 128, MOST), (8, 2, 128, MOST + 1), "expert_map"),
     (_combine, (MOST // 2, 2, 8, 8), (MOST // 2 + 1, 2, 8, 8), "y"),
     (_combine, (8, 2, MOST, 8), (8, 2, MOST + 1, 8), "y"),
     (_combine, (8, 2, 8, MOST // 8 * 8), (8, 2, 8, MOST + 8), "y"),
     (_gemm_silu_mul, (MOST // 256, 256), (MOST // 256 + 1, 256), "w13"),
+    (_gemm_silu_mul, (1, 256, MOST), (1, 256, MOST + 1), "a"),
+    (_gemm_silu_mul, (1, 256, 8, MOST // 128 * 128), (1, 256, 8, MOST + 128), "a"),
 ]
 
 

@@ -172,6 +172,19 @@ def test_bounds_at_the_ends_of_32_bits_do_not_wrap_around() -> None:
         assert torch.equal(chosen.sort().values, cut.sort().values)
 
 
+@pytest.mark.parametrize("length", [-(2**31), 1 - 2**31, -1])
+def test_negative_lengths_do_not_wrap_around(length: int) -> None:
+    """No token sees a key, in any workspace."""
+    case = exact_cases.paged([900, 700, 5], 3, 8, 64)
+    operands = case.q, case.kv_cache, case.weights, case.context_lens, case.block_table
+    select = partial(paged_indexer_select, *operands, topk=16, max_context_len=900, num_sms=7)
+    expected = select()
+    expected[3:6] = -1
+    case.context_lens[1] = length
+    for budget in _budgets(9, 900, 16, next_n=3, num_sms=7):
+        assert torch.equal(select(workspace=_workspace(budget)), expected)
+
+
 def test_lengths_beyond_the_table_find_no_leftovers() -> None:
     case = exact_cases.paged([900, 700, 5], 1, 8, 64)
     expected = None

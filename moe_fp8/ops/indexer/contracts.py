@@ -23,7 +23,8 @@ _log = logging.getLogger(__name__)
 
 def cache_slots(slot_mapping: Tensor, num_slots: int) -> None:
     """No slot lies past the cache. (A negative slot skips its row.)"""
-    at = contents.first(slot_mapping >= num_slots)
+    # (torch would cut the number to the 32 bits of int32 slots.)
+    at = contents.first(slot_mapping.long() >= num_slots)
     if at is not None:
         raise ContractError(
             "indexer_quantize_and_cache",
@@ -110,7 +111,8 @@ def schedule_of(context_lens: Tensor, next_n: int, given: Tensor) -> None:
     places, wanted = (one[:, 0].long() * 2**32 + one[:, 1].clamp(min=0) for one in (given, expected))
     wrong = torch.zeros_like(places, dtype=torch.bool)
     wrong[1:] = places[1:] < places[:-1]
-    wrong[0] = places[0] > wanted[0]
+    # (The kernel takes request 0 for a negative one, but keeps the chunk.)
+    wrong[0] = (places[0] > wanted[0]) | (places[0] < 0)
     wrong[-1] |= places[-1] < wanted[-1]
     at = contents.first(wrong)
     if at is not None:

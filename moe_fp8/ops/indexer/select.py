@@ -350,7 +350,9 @@ def paged_indexer_select(
         some = context_lens[rows.start // next_n : rows.stop // next_n]
         if some.dim() == 2:
             return None, some.view(-1)
-        ends = buffer.view(-1, next_n).copy_(some[:, None])
+        # (Lengths are clamped before a difference is taken, which 32 bits might not hold.)
+        ends = buffer.view(-1, next_n)
+        torch.clamp(some[:, None].expand_as(ends), min=0, out=ends)
         for token in range(next_n - 1):
             ends[:, token].sub_(next_n - 1 - token)
         return None, buffer.clamp_(min=0)

@@ -98,6 +98,8 @@ def permute(
             _int32(op, name, index)
     if expert_map is not None and expert_map.dim() != 1:
         refuse_shape(op, "expert_map", expert_map, "[experts of all ranks]")
+    if expert_map is not None:
+        extent(op, "expert_map", expert_map.shape[0], "experts")
     same_device(op, x, topk_ids=topk_ids, a=a, a_scale=a_scale, offsets=offsets, rows=rows)
     same_device(op, x, x_scale=x_scale, expert_map=expert_map)
 
@@ -126,6 +128,8 @@ def gemm_silu_mul(
     if w13.dim() != 3 or w13.shape[2] != k or w13.shape[1] % 256 or not w13.numel():
         refuse_shape(op, "w13", w13, f"[E, 2I, {k}] with I a positive multiple of 128")
     num_experts, n, _ = w13.shape
+    extent(op, "a", k, "elements along K")
+    extent(op, "a", m, "rows")
     extent(op, "w13", num_experts * n, "rows, those of all experts together")
     expected = {
         "a_scale": (a_scale, (m, k // 128), F32),
