@@ -346,6 +346,10 @@ def working_settings(model: ModelDescription, parallelism: Parallelism) -> str:
     ]
     if parallelism.attention_tp is not None:
         good += [f"attention_tp={ways}" for ways in _TRIED_TP if fits(attention_tp=ways)]
+    if copies := parallelism.redundant_experts:
+        copies += -(model.num_experts + copies) % parallelism.ep
+        if fits(redundant_experts=copies):
+            good.append(f"redundant_experts={copies}")
     remedies = [f"use {', '.join(good)}"] if good else []
     if fits(pad=True):
         remedies.append(

@@ -31,6 +31,12 @@ def test_a_rank_has_no_more_experts_than_the_ops_take() -> None:
     assert caught.value.field == "experts of a rank"
 
 
+def test_a_number_of_redundant_experts_that_fits_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"\(259\), got 8; use .*redundant_experts=8$"):
+        plan(model("deepseek_v32"), PlanOptions(tp=8, ep=8, redundant_experts=3))
+    plan(model("deepseek_v32"), PlanOptions(tp=8, ep=8, redundant_experts=8))
+
+
 def test_deepseek_v32_tp8_ep8_shapes() -> None:
     assert shapes("deepseek_v32", 8, 8) == {
         "q_a+kv_a": (2112, 7168, None),

@@ -210,7 +210,8 @@ def paged_mqa_logits_fp8(
     of fp8 keys, then block_size fp32 scales. The page stride may be larger than a page (a multiple of 16
     bytes).
     context_lens: int32, contiguous. With `[B]`, token t sees the first context_lens[b] - (next_n - 1 - t)
-    positions. With `[B, next_n]`, every token has its own length. Zero is allowed.
+    positions, or none if this is below 0. With `[B, next_n]`, every token has its own length. Zero is
+    allowed.
     block_table: int32 `[B, any]`: the pages of each request. Its rows are contiguous, any distance apart, 0
     included. Entries past a context's last page may be anything.
     metadata: the result of `paged_mqa_logits_metadata` for the same context_lens and next_n, and for any

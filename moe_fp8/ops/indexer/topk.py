@@ -45,7 +45,8 @@ def indexer_topk(
     logits: fp32 or bf16 `[M, N]`, N below 2^31. Rows are contiguous, at any distance, 0 included, and at any
     address. Logits outside a row's range are not read and may be anything.
     topk: 1 to 4096; it may be larger than a range.
-    ks, ke: int32 `[M]`, contiguous, 0 <= ks <= ke <= N. None means 0 and N. Other values are clamped.
+    ks, ke: int32 `[M]`, contiguous, 0 <= ks <= ke <= N. None means 0 and N. Other values are clamped, but
+    checked mode refuses them: clamp the lengths of tokens in empty requests to 0.
     sorted: order by descending value, and equal values by ascending column. Otherwise columns ascend.
     out: int32 `[M, topk]`, contiguous, or None. values: `[M, topk]` of logits' dtype, contiguous, or None.
     Neither may overlap another argument.

@@ -217,7 +217,10 @@ def _stated(config: Mapping[str, Any], quantize: str | None) -> Quantization:
     if not isinstance(value, dict):
         raise ModelError(name, "an object", value, _REMEDY)
     if quantize is not None:
-        raise ModelError("quantize", "no quantization_config in the config", value.get("quant_method"))
+        remedy = "leave --quantize out: the checkpoint is quantized already"
+        raise ModelError(
+            "quantize", "no quantization_config in the config", value.get("quant_method"), remedy
+        )
     method = value.get("quant_method")
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
