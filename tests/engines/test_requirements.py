@@ -38,8 +38,10 @@ def test_the_page_tells_which_torch_is_not_tested(engine: Engine) -> None:
     assert told != doctor._fits(pin, doctor._requirement("torch")), pin
 
 
-@pytest.mark.parametrize("engine", SUPPORTED)
-def test_the_page_names_the_tested_torch(engine: str) -> None:
+def test_the_readme_names_the_tested_torch() -> None:
     (least,) = re.findall(r">=2\.(\d+)", doctor._requirement("torch"))
     (below,) = re.findall(r"<2\.(\d+)", doctor._requirement("torch"))
-    assert f"tested with PyTorch 2.{least} to 2.{int(below) - 1}" in (DOCS / f"{engine}.md").read_text()
+    assert f"PyTorch 2.{least} to 2.{int(below) - 1}" in (DOCS.parent / "README.md").read_text()
+    assert "README.md#install) has the versions of PyTorch" in (DOCS / "engines.md").read_text()
+    for engine in SUPPORTED:
+        assert "(engines.md#install-and-turn-on)" in (DOCS / f"{engine}.md").read_text()
