@@ -19,7 +19,7 @@ from moe_fp8.jit import driver
 from moe_fp8.jit.bundle import Bundle
 from moe_fp8.jit.files import distrust
 from moe_fp8.jit.sources import package_sources
-from moe_fp8.jit.toolchain import MEASURED_NVRTC, nvrtc_version, try_nvrtc
+from moe_fp8.jit.toolchain import nvrtc_version, try_nvrtc
 from moe_fp8.settings import settings
 
 Status = Literal["ok", "warn", "fail"]
@@ -110,12 +110,10 @@ def _nvrtc(bundle: Path | None) -> Finding:
         if (bundle or settings().bundle) is None:
             raise
         return Finding("NVRTC", "warn", f"only kernels of the bundle can run: {error}".splitlines()[0])
-    version = nvrtc_version()
-    found, first, last = (".".join(map(str, one)) for one in (version, *MEASURED_NVRTC))
-    if version > MEASURED_NVRTC[1]:
-        detail = f"{found}; some of its kernels are slower than those of {first} to {last}"
-        remedy = f"pip install 'nvidia-cuda-nvrtc=={last}.*', unless PyTorch needs another"
-        return Finding("NVRTC", "warn", detail, remedy)
+    found, wanted = ".".join(map(str, nvrtc_version())), _requirement("nvidia-cuda-nvrtc")
+    if not _fits(found, wanted):
+        remedy = f"pip install '{wanted}', unless PyTorch needs another"
+        return Finding("NVRTC", "warn", f"{found}, whose kernels may be slower", remedy)
     return Finding("NVRTC", "ok", found)
 
 

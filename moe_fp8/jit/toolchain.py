@@ -11,9 +11,6 @@ from moe_fp8.errors import ToolchainError
 #: The oldest NVRTC that the kernels are written for.
 MINIMUM_NVRTC = (13, 0)
 
-#: The first and the last NVRTC whose kernels take the same time (docs/warmup.md, "The store").
-MEASURED_NVRTC = ((13, 0), (13, 2))
-
 _REMEDY = "install the compiler with `pip install 'cuda-bindings>=13,<14' 'nvidia-cuda-nvrtc>=13,<13.3'`"
 
 

@@ -41,8 +41,7 @@ def test_a_minute_of_load(demo_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         seen = http.measure(load)
         assert seen.errors == []
         # `client` gives up after an error, so every client went on to the end.
-        # (Even a slow machine finishes half as many requests as it streams.)
-        assert seen.finished > STREAMS / 2 and seen.refused > MORE and seen.left > 8
+        assert seen.finished > STREAMS and seen.refused > MORE and seen.left > 8
         assert seen.grew("server_batch_size_sum") / seen.grew("server_batch_size_count") > STREAMS / 2
         assert seen.grew("server_preemptions_total") > 0
         assert 'server_requests_total{reason="error"}' not in seen.after

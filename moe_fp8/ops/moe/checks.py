@@ -96,9 +96,9 @@ def permute(
     for name, index in (("offsets", offsets), ("rows", rows), ("expert_map", expert_map)):
         if index is not None:
             _int32(op, name, index)
-    if expert_map is not None and expert_map.dim() != 1:
-        refuse_shape(op, "expert_map", expert_map, "[experts of all ranks]")
     if expert_map is not None:
+        if expert_map.dim() != 1:
+            refuse_shape(op, "expert_map", expert_map, "[experts of all ranks]")
         extent(op, "expert_map", expert_map.shape[0], "experts")
     same_device(op, x, topk_ids=topk_ids, a=a, a_scale=a_scale, offsets=offsets, rows=rows)
     same_device(op, x, x_scale=x_scale, expert_map=expert_map)
