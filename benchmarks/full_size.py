@@ -41,10 +41,11 @@ def run_full_size(session: Session, peer: DeepGemm | None, step: int) -> None:
     """Wall time of a step with its synchronization, as in class serve; `peer` has no such step."""
     # The other classes run without the server's dependencies.
     from server_example.backend import choose_backend, load_kernels, plan_kernels
-    from server_example.cache import DUMMY_PAGE, LayerCache, pages_for
+    from server_example.cache import LayerCache
     from server_example.model.config import ModelConfig
     from server_example.model.transformer import Transformer
     from server_example.model.weights import load_weights
+    from server_example.pages import DUMMY_PAGE, pages_for
 
     backend, batches, width = choose_backend("auto"), _BATCHES[::step], pages_for(_CONTEXT)
     if backend.name == "cuda":

@@ -44,8 +44,8 @@ def run_http(session: Session, peer: DeepGemm | None, step: int) -> None:
     "replay, us" in the notes is the graph of the same batch, replayed in a row before and after the load.
     """
     # The other classes run without the server's dependencies.
-    from server_example.cache import PAGE_TOKENS
     from server_example.demo import free_port, start_server, stop_server, wait_until_ready
+    from server_example.pages import PAGE_TOKENS
     from server_example.settings import SHAKESPEARE
 
     loads = [Load("127.0.0.1", 0, streams, _SECONDS, max_tokens=answer) for streams, answer in _LOADS[::step]]
@@ -115,8 +115,8 @@ def measure(load: Load) -> Seen:
 async def without_http(folder: Path, options: list[str], load: Load) -> Seen:
     """The load on an engine's process without HTTP; only what the engine itself counts is seen."""
     from server_example.client import EngineClient
-    from server_example.host import Job, run_engine
-    from server_example.sampling import SamplingParams
+    from server_example.host import run_engine
+    from server_example.messages import Job, SamplingParams
     from server_example.serve import read_settings
 
     settings = read_settings(["--model", str(folder), *options])

@@ -36,8 +36,9 @@ def shakespeare_engine(max_batch: int, context: int) -> Engine:
     """The engine of the example model with its graphs. It has pages for one request of `context` tokens."""
     # The other classes run without the server's dependencies.
     from server_example.backend import choose_backend, load_kernels, plan_kernels
-    from server_example.cache import PAGE_TOKENS
-    from server_example.engine import Engine, EngineOptions
+    from server_example.engine import Engine
+    from server_example.options import EngineOptions
+    from server_example.pages import PAGE_TOKENS
     from server_example.settings import SHAKESPEARE
 
     backend = choose_backend("auto")
@@ -66,7 +67,7 @@ def _inputs(engine: Engine, batch: int, context: int) -> dict[str, torch.Tensor]
 
 def step_inputs(batch: int, context: int, table_width: int, device: torch.device) -> dict[str, torch.Tensor]:
     """The inputs of a decode step of requests that all have the same context, which begins on page 1."""
-    from server_example.cache import pages_for
+    from server_example.pages import pages_for
 
     count = pages_for(context)
     table = torch.zeros(batch, table_width, dtype=torch.int32)

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from server_example import protocol
+from server_example.messages import TokenEvent, TokenLogprob
 from server_example.protocol import FinishReason, Usage
-from server_example.scheduler import TokenEvent, TokenLogprob
 
 #: A part of some JSON.
 Piece = bytes | bytearray

@@ -18,11 +18,11 @@ from starlette.background import BackgroundTask
 import moe_fp8
 from server_example.answers import ChatForm, CompletionForm, Form, Piece
 from server_example.client import EngineClient
-from server_example.engine import EngineUnavailableError
 from server_example.errors import DOCUMENTED, ApiError, add_error_handlers, unless
 from server_example.gate import Awaited, Counted, Gate
 from server_example.generation import Deadline
 from server_example.intake import Intake, client_left
+from server_example.messages import EngineUnavailableError
 from server_example.metrics import HttpMetrics
 from server_example.protocol import (
     ChatRequest,

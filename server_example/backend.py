@@ -14,7 +14,7 @@ import torch
 
 from moe_fp8.errors import ConfigError
 from moe_fp8.warmup import Plan, PlanOptions, load_model, load_plan, plan
-from server_example.cache import PAGE_TOKENS
+from server_example.pages import PAGE_TOKENS
 
 logger = logging.getLogger(__name__)
 

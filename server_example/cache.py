@@ -1,4 +1,4 @@
-"""The paged cache: storage on the device, and the list of free pages on the host."""
+"""The paged cache's storage on the device, and the tables of page numbers that are copied there."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from server_example.model.config import ModelConfig
-
-PAGE_TOKENS = 64
-#: Page 0 belongs to no request: padded rows of a batch write to it, and nothing reads it.
-DUMMY_PAGE = 0
+from server_example.pages import DUMMY_PAGE, PAGE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -51,33 +48,6 @@ class LayerCache:
         return self.index_keys[page, offset].view(torch.float8_e4m3fn), self.index_scales[page, offset]
 
 
-class PagePool:
-    """The free pages of the cache, kept on the host. Page `DUMMY_PAGE` is never handed out."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.capacity = num_pages - 1
-        self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def use(self) -> float:
-        """The share of the pages that requests hold, from 0 to 1."""
-        return 1 - len(self._free) / self.capacity
-
-    def take(self, count: int) -> list[int] | None:
-        """`count` pages; None, and no page is taken, if fewer pages are free."""
-        if count > len(self._free):
-            return None
-        return [self._free.pop() for _ in range(count)]
-
-    def give_back(self, pages: list[int]) -> None:
-        if not set(pages).isdisjoint(self._free):
-            raise RuntimeError(f"pages {sorted(set(pages) & set(self._free))} were freed twice")
-        self._free.extend(reversed(pages))
-
-
 class BlockTable:
     """On the host, the page numbers of each seat of a batch, padded with `DUMMY_PAGE`."""
 
@@ -96,7 +66,3 @@ class BlockTable:
                 self._rows[seat, count : len(held)] = torch.tensor(held[count:], dtype=torch.int32)
             self._written[seat] = held, len(held)
         return self._rows[seats]
-
-
-def pages_for(tokens: int) -> int:
-    return -(-tokens // PAGE_TOKENS)

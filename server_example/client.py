@@ -15,10 +15,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from server_example.chat import ChatTemplate
-from server_example.engine import EngineUnavailableError, load_tokenizer
-from server_example.host import Job, Served
-from server_example.scheduler import TokenEvent
-from server_example.text import TokenTexts
+from server_example.messages import EngineUnavailableError, Job, Served, TokenEvent
+from server_example.text import TokenTexts, load_tokenizer
 
 Emit = Callable[[TokenEvent], None]
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from server_example.extra import server_extra
@@ -19,7 +20,7 @@ with server_extra():
     from moe_fp8.errors import MoeFp8Error
     from moe_fp8.warmup import build_plan, default_num_sms
     from server_example.backend import Backend, choose_backend, plan_kernels
-    from server_example.engine import EngineOptions
+    from server_example.options import EngineOptions
     from server_example.settings import SHAKESPEARE
 
 PROMPT = "Enter HAMLET and the king"
@@ -48,15 +49,14 @@ def wait_until_ready(
 ) -> dict[str, object]:
     """The body of /health once the server is ready. Raises `RuntimeError` if it exits or takes too long."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise RuntimeError(f"the server exited with {server.returncode} before it was ready")
-        try:
-            if httpx.get(f"{url}/ready", timeout=5, trust_env=False).status_code == 200:
-                return dict(httpx.get(f"{url}/health", timeout=5, trust_env=False).json())
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
+    with httpx.Client(base_url=url, timeout=5, trust_env=False) as client:
+        while time.monotonic() < deadline:
+            if server.poll() is not None:
+                raise RuntimeError(f"the server exited with {server.returncode} before it was ready")
+            with suppress(httpx.TransportError):
+                if client.get("/ready").status_code == 200:
+                    return dict(client.get("/health").json())
+            time.sleep(0.1)
     raise RuntimeError(f"the server was not ready after {seconds:.0f} s")
 
 

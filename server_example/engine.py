@@ -14,64 +14,29 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel
 
 from moe_fp8 import jit
-from moe_fp8.errors import ConfigError
 from moe_fp8.graph import BatchBuckets, BufferSpec, GraphRunner
 from server_example.backend import Backend, load_kernels, plan_kernels
-from server_example.cache import DUMMY_PAGE, BlockTable, LayerCache, PagePool, pages_for
+from server_example.cache import BlockTable, LayerCache
+from server_example.messages import ENDINGS, EngineUnavailableError, FinishReason, TokenEvent, TokenLogprob
 from server_example.metrics import Metrics
 from server_example.model.batch import PrefillBatch, Run
 from server_example.model.config import ModelConfig
 from server_example.model.transformer import Transformer
-from server_example.model.weights import LoadFormat, load_weights
+from server_example.model.weights import load_weights
+from server_example.options import EngineOptions
+from server_example.pages import DUMMY_PAGE, PagePool, pages_for
 from server_example.sampling import likeliest, log_probabilities
-from server_example.scheduler import FinishReason, Request, Scheduler, TokenEvent, TokenLogprob
-from server_example.text import TextStream, TokenTexts
+from server_example.scheduler import Request, Scheduler
+from server_example.text import TextStream, TokenTexts, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-#: What is said of a request that ends without its answer.
-ENDINGS: dict[FinishReason, str] = {
-    "cancelled": "the client closed the connection",
-    "timeout": "the request did not finish in its time",
-    "shutdown": "the server is shutting down",
-}
 #: What is said of a request whose logits have no likeliest token.
 UNCHOSEN = "no token can be chosen: the largest logit is not finite"
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """`max_context` is capped by the model's limit; `cache_pages` includes the dummy page.
-
-    `load_format` dummy gives random weights, and `num_hidden_layers` replaces the checkpoint's number: with
-    both, a few layers of full size fit on a GPU for timing. `decode` eager launches each op instead of
-    replaying graphs, to compare.
-    """
-
-    max_batch: int = 8
-    max_context: int = 1024
-    cache_pages: int = 129
-    prefill_chunk: int = 256
-    max_waiting: int = 64
-    load_format: LoadFormat = "safetensors"
-    num_hidden_layers: int | None = None
-    decode: Literal["graph", "eager"] = "graph"
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_batch", 1), ("max_context", 2), ("prefill_chunk", 1), ("max_waiting", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(name, f"an integer >= {least}", getattr(self, name))
-        if self.cache_pages < 2:
-            raise ConfigError(
-                "cache_pages", "at least 2: one for requests, one for padding", self.cache_pages
-            )
 
 
 @dataclass(frozen=True)
@@ -82,10 +47,6 @@ class _Flight:
     outputs: Mapping[str, torch.Tensor]
     tokens: torch.Tensor
     arrived: torch.cuda.Event | None
-
-
-class EngineUnavailableError(Exception):
-    """The engine takes no calls: it has ended or stops, or it does not answer in time."""
 
 
 class Engine:
@@ -397,26 +358,6 @@ class Engine:
         del self._open[request]
         self.metrics.requests.labels(reason).inc()
         request.emit(TokenEvent(text, len(request.generated), reason, error, logprob))
-
-
-def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a model. Raises `ConfigError`."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError("tokenizer.json", "a file in the model folder", None, "the checkpoint lacks it")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # The library raises no narrower exception.
-        raise ConfigError("tokenizer.json", "a tokenizer of the tokenizers library", str(error)) from error
-    if not isinstance(tokenizer.decoder, ByteLevel):
-        found = type(tokenizer.decoder).__name__
-        raise ConfigError("tokenizer.json: decoder", "ByteLevel, as DeepSeek-V3.2's", found)
-    if tokenizer.get_vocab_size() > vocab_size:
-        raise ConfigError("tokenizer.json", f"at most {vocab_size} tokens", tokenizer.get_vocab_size())
-    # A file saved after a training may pad texts to the longest one of a batch, or cut them.
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
 
 
 def prepare_engine(folder: Path, backend: Backend, options: EngineOptions) -> Engine:

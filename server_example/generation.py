@@ -11,13 +11,11 @@ from functools import partial
 
 from pydantic import BaseModel
 
-from server_example import scheduler
 from server_example.answers import Form, Piece, WholeChoice
 from server_example.client import EngineClient
 from server_example.errors import ApiError
-from server_example.host import Job
+from server_example.messages import SEEDS, Job, SamplingParams, TokenEvent, check_length
 from server_example.protocol import ChatRequest, CompletionRequest, FinishReason, Usage
-from server_example.sampling import SEEDS, SamplingParams
 
 #: Events of one request that become JSON before other tasks get their turn.
 _AT_ONCE = 64
@@ -58,7 +56,7 @@ class Generation:
         self._status = {**_STATUS, "timeout": deadline.status}
         self._late: asyncio.TimerHandle | None = None
         self._prompt_tokens = sum(map(len, prompts))
-        self._events: asyncio.Queue[tuple[int, scheduler.TokenEvent]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, TokenEvent]] = asyncio.Queue()
         self._jobs = [
             Job(engine.job_number(), tokens, self._params(tokens, number), deadline.at)
             for tokens in prompts
@@ -86,7 +84,7 @@ class Generation:
             logprobs=logprobs,
         )
 
-    def _emit(self, index: int, event: scheduler.TokenEvent) -> None:
+    def _emit(self, index: int, event: TokenEvent) -> None:
         self._running -= event.finish_reason is not None
         if not self._running and self._late is not None:
             self._late.cancel()  # a slow client may take the answer later
@@ -95,7 +93,7 @@ class Generation:
     async def submit(self) -> None:
         """Queues all choices or none. Raises what `EngineClient.submit` raises."""
         for job in self._jobs:  # A huge prompt does not even travel to the engine.
-            scheduler.check_length(len(job.prompt), job.params.max_tokens, self.engine.served.max_context)
+            check_length(len(job.prompt), job.params.max_tokens, self.engine.served.max_context)
         await self.engine.submit(self._jobs, [partial(self._emit, i) for i in range(len(self._jobs))])
         self._end_late()
 
@@ -104,7 +102,7 @@ class Generation:
         deadline = self._jobs[0].deadline
         if deadline is not None and self._running:
             left = deadline + self.engine.seconds - time.monotonic()
-            silence = scheduler.TokenEvent("", 0, "timeout", "the engine has not answered in time")
+            silence = TokenEvent("", 0, "timeout", "the engine has not answered in time")
             self._late = asyncio.get_running_loop().call_later(max(0, left), self._emit, 0, silence)
 
     def cancel(self) -> None:
@@ -112,7 +110,7 @@ class Generation:
             self._late.cancel()
         self.engine.cancel([job.number for job in self._jobs])
 
-    async def _arrivals(self) -> AsyncIterator[dict[int, list[scheduler.TokenEvent]]]:
+    async def _arrivals(self) -> AsyncIterator[dict[int, list[TokenEvent]]]:
         """The new events of each choice, several if the client or this thread is slower than the engine.
 
         Raises `ApiError` if a choice fails.
@@ -122,7 +120,7 @@ class Generation:
             arrived = [await self._events.get()]
             while not self._events.empty() and len(arrived) < _AT_ONCE:
                 arrived.append(self._events.get_nowait())
-            of_choice: dict[int, list[scheduler.TokenEvent]] = {}
+            of_choice: dict[int, list[TokenEvent]] = {}
             for index, event in arrived:
                 if event.finish_reason in self._status:
                     raise ApiError(self._status[event.finish_reason], event.error or "the engine failed")
@@ -169,7 +167,7 @@ class Generation:
         yield {"data": "[DONE]"}
 
 
-def _reason(event: scheduler.TokenEvent) -> FinishReason:
+def _reason(event: TokenEvent) -> FinishReason:
     return event.finish_reason if event.finish_reason in ("stop", "length") else None
 
 

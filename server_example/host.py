@@ -13,11 +13,10 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,58 +24,25 @@ from moe_fp8 import jit
 from moe_fp8.errors import MoeFp8Error
 from server_example.backend import choose_backend, explained_memory
 from server_example.engine import Engine, prepare_engine
-from server_example.sampling import SamplingParams
-from server_example.scheduler import Request, TokenEvent
+from server_example.messages import Job, Message, Reading, Served, TokenEvent
+from server_example.scheduler import Request
 from server_example.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-#: Its kind, the number of the call that it answers, its content.
-Message = tuple[str, int, Any]
 
-
-@dataclass(frozen=True)
-class Served:
-    """What a client must know of its engine."""
-
-    name: str
-    created: int
-    vocab_size: int
-    max_context: int
-    max_waiting: int
-    pages: int
-
-    @classmethod
-    def of(cls, engine: Engine) -> Served:
-        scheduler = engine.scheduler
-        return cls(
-            engine.name, engine.created, engine.config.vocab_size, scheduler.max_context,
-            scheduler.max_waiting, scheduler.pool.capacity,
-        )  # fmt: skip
-
-
-class Reading(NamedTuple):
-    """What the page plots differences of: figures at a time of `time.monotonic()`."""
-
-    time: float
-    metrics: dict[str, float]
-    experts: list[int]
+def served_by(engine: Engine) -> Served:
+    scheduler = engine.scheduler
+    return Served(
+        engine.name, engine.created, engine.config.vocab_size, scheduler.max_context,
+        scheduler.max_waiting, scheduler.pool.capacity,
+    )  # fmt: skip
 
 
 def read_engine(engine: Engine, stream: torch.cuda.Stream | None) -> Reading:
     with torch.cuda.stream(stream):
         experts = engine.model.expert_tokens.tolist()[1:]
     return Reading(time.monotonic(), engine.metrics.values(), experts)
-
-
-@dataclass(frozen=True)
-class Job:
-    """A request on its way to the engine. `deadline` is a time of `time.monotonic()`."""
-
-    number: int
-    prompt: list[int]
-    params: SamplingParams
-    deadline: float | None = None
 
 
 class Host:
@@ -232,6 +198,6 @@ def run_engine(settings: Settings, connection: Connection) -> None:
         return
     host = Host(engine, connection)
     engine.start()
-    connection.send(("ready", 0, Served.of(engine)))
+    connection.send(("ready", 0, served_by(engine)))
     host.serve()
     engine.stop()

@@ -12,11 +12,16 @@ from fastapi import Request as HttpRequest
 
 from server_example.chat import ChatTemplateError
 from server_example.client import EngineClient
-from server_example.engine import ENDINGS, EngineUnavailableError
 from server_example.errors import ApiError, unless
 from server_example.generation import Deadline, Generation
+from server_example.messages import (
+    ENDINGS,
+    EngineUnavailableError,
+    QueueFullError,
+    RequestTooLongError,
+    check_length,
+)
 from server_example.protocol import ChatRequest, CompletionRequest
-from server_example.scheduler import QueueFullError, RequestTooLongError, check_length
 from server_example.text import encode
 
 

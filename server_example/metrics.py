@@ -7,13 +7,16 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from moe_fp8 import jit
-from server_example.scheduler import Request
+
+if TYPE_CHECKING:  # the process with HTTP needs no scheduler
+    from server_example.scheduler import Request
 
 _EVENTS = ("compiles", "store_hits", "loads", "misses", "scale_conversions")
 

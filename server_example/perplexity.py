@@ -22,11 +22,12 @@ with server_extra():
 
     from moe_fp8.errors import ConfigError, MoeFp8Error
     from server_example.backend import Backend, choose_backend
-    from server_example.cache import LayerCache, pages_for
+    from server_example.cache import LayerCache
     from server_example.model.batch import PrefillBatch, Run
     from server_example.model.config import ModelConfig
     from server_example.model.transformer import Transformer
     from server_example.model.weights import load_weights
+    from server_example.pages import pages_for
     from server_example.train.export import HELD_OUT_TEXT, load_plain
     from server_example.train.model import TrainedModel
 

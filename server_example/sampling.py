@@ -2,33 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-#: The number of different seeds: torch's generator on a CPU uses only the lowest 32 bits of a seed.
-SEEDS = 2**32
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """`temperature` 0 is greedy. `seed` None is unpredictable. `max_tokens` counts generated tokens.
-
-    `logprobs` is the number of alternatives whose log-probabilities each token carries; None asks for none.
-    """
-
-    max_tokens: int = 16
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-
-    @property
-    def reads_logits(self) -> bool:
-        """Whether a token needs more than the likeliest token's number."""
-        return self.temperature > 0 or self.logprobs is not None
+from server_example.messages import SamplingParams
 
 
 class Sampler:

@@ -10,70 +10,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
 
-from server_example.cache import PAGE_TOKENS, PagePool, pages_for
-from server_example.sampling import Sampler, SamplingParams
-
-FinishReason = Literal["stop", "length", "cancelled", "timeout", "shutdown", "error"]
+from server_example.messages import (
+    FinishReason,
+    QueueFullError,
+    RequestTooLongError,
+    SamplingParams,
+    TokenEvent,
+    check_length,
+)
+from server_example.pages import PAGE_TOKENS, PagePool, pages_for
+from server_example.sampling import Sampler
 
 _numbers = itertools.count()
-
-
-class TokenLogprob(NamedTuple):
-    """A token's bytes and log-probability, and those of the most probable tokens in its place.
-
-    `offset` counts the characters that the text has before the token.
-    """
-
-    token: bytes
-    logprob: float
-    top: tuple[tuple[bytes, float], ...]
-    offset: int
-
-
-class TokenEvent(NamedTuple):
-    """Text that became certain with a token; the last event of a request carries `finish_reason`.
-
-    `error` says why a request ended without its answer.
-    """
-
-    text: str
-    completion_tokens: int
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    logprob: TokenLogprob | None = None
-
-
-class QueueFullError(Exception):
-    """The queue of waiting requests is full."""
-
-
-class RequestTooLongError(Exception):
-    """The request could never run, even on an empty server. `part` is to blame."""
-
-    def __init__(self, part: Literal["prompt", "max_tokens", "n"], message: str) -> None:
-        super().__init__(part, message)
-        self.part = part
-
-    def __str__(self) -> str:
-        return str(self.args[1])
-
-
-def check_length(prompt_tokens: int, max_tokens: int, max_context: int) -> None:
-    """Raises `RequestTooLongError` if a request of so many tokens exceeds the context."""
-    if prompt_tokens >= max_context:
-        raise RequestTooLongError(
-            "prompt",
-            f"the prompt has {prompt_tokens} tokens; the context of {max_context} tokens must also "
-            "hold the completion; shorten the prompt",
-        )
-    if prompt_tokens + max_tokens > max_context:
-        raise RequestTooLongError(
-            "max_tokens",
-            f"prompt ({prompt_tokens} tokens) and max_tokens ({max_tokens}) exceed the context of "
-            f"{max_context} tokens; shorten the prompt or lower max_tokens",
-        )
 
 
 @dataclass(eq=False)

@@ -25,10 +25,10 @@ from pydantic import ValidationError
 from pydantic_settings import CliApp, SettingsError
 
 from moe_fp8.errors import MoeFp8Error
+from server_example import child
 from server_example.app import Service, create_app
 from server_example.client import EngineClient
 from server_example.gate import timed_protocol
-from server_example.host import run_engine
 from server_example.settings import Settings
 
 logger = logging.getLogger("server_example")
@@ -69,7 +69,7 @@ class Process:
         # A fork would take along this process's threads' locks and, on a GPU, a state that cannot be shared.
         context = multiprocessing.get_context("spawn")
         self._connection, self._far_end = context.Pipe()
-        self._engine = context.Process(target=run_engine, args=(service.settings, self._far_end))
+        self._engine = context.Process(target=child.run, args=(service.settings, self._far_end))
         config = uvicorn.Config(
             create_app(service),
             http=timed_protocol(service.settings.receive_seconds, service.metrics.answers),

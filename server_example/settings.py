@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SecretStr, StringConstraints, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from server_example.cache import PAGE_TOKENS
-from server_example.engine import EngineOptions
-from server_example.model.weights import LoadFormat
+from server_example.options import EngineOptions, LoadFormat
+from server_example.pages import PAGE_TOKENS
 
 _ENGINE = EngineOptions()
 

@@ -8,8 +8,7 @@ import logging
 from collections.abc import AsyncIterator
 
 from server_example.client import EngineClient
-from server_example.engine import EngineUnavailableError
-from server_example.host import Reading
+from server_example.messages import EngineUnavailableError, Reading
 
 logger = logging.getLogger(__name__)
 

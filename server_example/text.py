@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import codecs
+from pathlib import Path
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+
+from moe_fp8.errors import ConfigError
 
 _PRINTING = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 #: A byte-level vocabulary writes a byte as its own character if it prints, and else as one from U+0100 on.
@@ -91,3 +95,23 @@ def encode(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[int
     # This method leaves out the tokens' places in the text, and no release of it keeps the GIL.
     (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=special)
     return list(encoding.ids)
+
+
+def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a model. Raises `ConfigError`."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError("tokenizer.json", "a file in the model folder", None, "the checkpoint lacks it")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises no narrower exception.
+        raise ConfigError("tokenizer.json", "a tokenizer of the tokenizers library", str(error)) from error
+    if not isinstance(tokenizer.decoder, ByteLevel):
+        found = type(tokenizer.decoder).__name__
+        raise ConfigError("tokenizer.json: decoder", "ByteLevel, as DeepSeek-V3.2's", found)
+    if tokenizer.get_vocab_size() > vocab_size:
+        raise ConfigError("tokenizer.json", f"at most {vocab_size} tokens", tokenizer.get_vocab_size())
+    # A file saved after a training may pad texts to the longest one of a batch, or cut them.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer

@@ -9,11 +9,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from server_example.cache import LayerCache, pages_for
+from server_example.cache import LayerCache
 from server_example.model.batch import PrefillBatch, Run
 from server_example.model.config import ModelConfig
 from server_example.model.transformer import Transformer
 from server_example.model.weights import load_weights
+from server_example.pages import pages_for
 from server_example.settings import SHAKESPEARE
 
 PROMPTS = (

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from server_example.backend import choose_backend
 from server_example.client import EngineClient
-from server_example.engine import Engine, EngineOptions
-from server_example.host import Host, Served
+from server_example.engine import Engine
+from server_example.host import Host, served_by
+from server_example.options import EngineOptions
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def connected(folder: Path, options: EngineOptions | None = None) -> Iterator[tu
     thread = threading.Thread(target=serve)
     thread.start()
     engine.start()
-    client = EngineClient(folder, Served.of(engine), near)
+    client = EngineClient(folder, served_by(engine), near)
     try:
         yield engine, client
     finally:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from server_example.cache import PAGE_TOKENS
+from server_example.pages import PAGE_TOKENS
 
 
 class Run(NamedTuple):

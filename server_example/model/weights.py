@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -14,8 +13,7 @@ from server_example.model.mla import MlaWeights
 from server_example.model.moe import MlpWeights, MoeWeights
 from server_example.model.sources import Checkpoint, RandomSource, Source
 from server_example.model.transformer import LayerWeights, ModelWeights
-
-LoadFormat = Literal["safetensors", "dummy"]
+from server_example.options import LoadFormat
 
 
 def _empty(source: Source, *shape: int) -> Fp8Weight:

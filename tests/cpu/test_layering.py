@@ -179,9 +179,16 @@ def public_names(module: str) -> set[str]:
     return set(getattr(loaded, "__all__", [name for name in vars(loaded) if not name.startswith("_")]))
 
 
-def test_planning_imports_neither_torch_nor_the_driver() -> None:
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "moe_fp8, moe_fp8.warmup, moe_fp8.cli, moe_fp8.jit.runtime, moe_fp8.jit.build",
+        "server_example.serve",  # the process with HTTP, which starts that of the engine
+    ],
+)
+def test_what_needs_neither_torch_nor_the_driver_does_not_import_them(modules: str) -> None:
     program = (
-        "import sys, moe_fp8, moe_fp8.warmup, moe_fp8.cli, moe_fp8.jit.runtime, moe_fp8.jit.build\n"
+        f"import sys, {modules}\n"
         "print([name for name in ('torch', 'cuda.bindings.driver') if name in sys.modules])"
     )
     done = subprocess.run(

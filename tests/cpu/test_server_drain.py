@@ -24,8 +24,7 @@ from server_example import serve
 from server_example.app import Service
 from server_example.client import Emit
 from server_example.demo import PROMPT, free_port, start_server, stop_server, wait_until_ready
-from server_example.host import Job
-from server_example.scheduler import TokenEvent
+from server_example.messages import Job, TokenEvent
 from server_example.serve import Process, listen
 from server_example.settings import Settings
 from tests.demo_model import demo_folder

@@ -14,13 +14,16 @@ import pytest
 import torch
 
 from server_example.backend import choose_backend
-from server_example.cache import PAGE_TOKENS, LayerCache
-from server_example.engine import Engine, EngineOptions
+from server_example.cache import LayerCache
+from server_example.engine import Engine
+from server_example.messages import SamplingParams, TokenEvent
 from server_example.metrics import Metrics
 from server_example.model.batch import DecodeBatch, PrefillBatch
 from server_example.model.transformer import Transformer
-from server_example.sampling import SamplingParams, likeliest
-from server_example.scheduler import Request, Scheduler, TokenEvent
+from server_example.options import EngineOptions
+from server_example.pages import PAGE_TOKENS
+from server_example.sampling import likeliest
+from server_example.scheduler import Request, Scheduler
 from tests.demo_model import PROMPTS, demo_folder
 
 __all__ = ["demo_folder"]

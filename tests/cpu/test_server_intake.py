@@ -18,9 +18,9 @@ from tokenizers import Tokenizer
 from server_example import intake
 from server_example.app import Service, create_app
 from server_example.chat import ChatTemplateError
-from server_example.engine import EngineOptions
 from server_example.errors import ApiError
 from server_example.generation import Deadline
+from server_example.options import EngineOptions
 from server_example.protocol import CompletionRequest
 from server_example.serve import Process, listen
 from server_example.settings import Settings

@@ -23,10 +23,9 @@ from server_example.app import Service, create_app
 from server_example.client import EngineClient
 from server_example.engine import Engine
 from server_example.gate import Gate
-from server_example.host import Host, Job
+from server_example.host import Host
 from server_example.intake import Intake
-from server_example.sampling import SamplingParams
-from server_example.scheduler import RequestTooLongError
+from server_example.messages import Job, RequestTooLongError, SamplingParams
 from server_example.settings import Settings
 from server_example.stats import Stats
 from tests.demo_model import demo_folder

@@ -20,12 +20,11 @@ from starlette.types import ASGIApp
 
 from server_example.app import Service, create_app
 from server_example.client import Emit
-from server_example.engine import EngineUnavailableError
 from server_example.gate import Counted, Gate
-from server_example.host import Host, Job
+from server_example.host import Host
 from server_example.intake import Intake
+from server_example.messages import EngineUnavailableError, Job, TokenEvent, TokenLogprob
 from server_example.protocol import ChatResponse
-from server_example.scheduler import TokenEvent, TokenLogprob
 from server_example.settings import Settings
 from tests.demo_model import demo_folder
 from tests.engine_client import connected

@@ -22,7 +22,7 @@ import moe_fp8
 from server_example import stats as stats_module
 from server_example.app import Service, create_app
 from server_example.client import EngineClient
-from server_example.host import Reading
+from server_example.messages import Reading
 from server_example.model.transformer import Transformer
 from server_example.settings import Settings
 from server_example.stats import Stats

@@ -22,14 +22,9 @@ from tokenizers.processors import TemplateProcessing
 from server_example.answers import ChatForm, CompletionForm, Form, WholeChoice
 from server_example.client import Emit, EngineClient
 from server_example.generation import Deadline, Generation
-from server_example.host import Job
+from server_example.messages import Job, RequestTooLongError, SamplingParams, TokenEvent, TokenLogprob
 from server_example.protocol import ChatRequest, CompletionRequest, Message, Usage, field_of
-from server_example.sampling import Sampler, SamplingParams, log_probabilities
-from server_example.scheduler import (
-    RequestTooLongError,
-    TokenEvent,
-    TokenLogprob,
-)
+from server_example.sampling import Sampler, log_probabilities
 from server_example.settings import SHAKESPEARE
 from server_example.text import TextStream, TokenTexts, encode
 

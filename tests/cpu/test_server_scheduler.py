@@ -9,14 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server_example.cache import DUMMY_PAGE, PAGE_TOKENS, BlockTable, PagePool, pages_for
-from server_example.sampling import SamplingParams
-from server_example.scheduler import (
-    QueueFullError,
-    Request,
-    RequestTooLongError,
-    Scheduler,
-)
+from server_example.cache import BlockTable
+from server_example.messages import QueueFullError, RequestTooLongError, SamplingParams
+from server_example.pages import DUMMY_PAGE, PAGE_TOKENS, PagePool, pages_for
+from server_example.scheduler import Request, Scheduler
 
 
 def request(prompt: int, max_tokens: int) -> Request:

@@ -26,15 +26,18 @@ from moe_fp8.jit.build import BuildReport
 from server_example import demo
 from server_example.app import Service
 from server_example.backend import DeviceChoice, choose_backend, explained_memory
-from server_example.cache import PAGE_TOKENS, LayerCache
-from server_example.engine import Engine, EngineOptions, EngineUnavailableError, load_tokenizer
-from server_example.host import Job, run_engine
+from server_example.cache import LayerCache
+from server_example.engine import Engine
+from server_example.host import run_engine
+from server_example.messages import EngineUnavailableError, Job, SamplingParams, TokenEvent
 from server_example.model.batch import PrefillBatch
 from server_example.model.transformer import Transformer
-from server_example.sampling import SamplingParams
-from server_example.scheduler import Request, TokenEvent
+from server_example.options import EngineOptions
+from server_example.pages import PAGE_TOKENS
+from server_example.scheduler import Request
 from server_example.serve import Process, listen, read_settings
 from server_example.settings import Settings
+from server_example.text import load_tokenizer
 from tests.demo_model import demo_folder
 from tests.engine_client import connected
 from tests.live_server import children, environment

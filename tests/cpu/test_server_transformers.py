@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 
 import moe_fp8
 from moe_fp8.warmup import read_config
-from server_example.cache import PAGE_TOKENS, LayerCache
+from server_example.cache import LayerCache
 from server_example.model.batch import PrefillBatch, Run
 from server_example.model.config import ModelConfig
 from server_example.model.layers import Fp8Weight, Quantizer
 from server_example.model.transformer import Transformer
+from server_example.pages import PAGE_TOKENS
 from server_example.train.model import TrainedModel
 from tests.demo_model import demo_folder, load_model, model_run
 from tests.model_configs import CONFIGS

@@ -16,13 +16,14 @@ import moe_fp8
 from moe_fp8.graph import BatchBuckets, BufferSpec, GraphRunner
 from moe_fp8.ops.indexer import select
 from server_example.backend import choose_backend
-from server_example.engine import Engine, EngineOptions, prepare_engine
+from server_example.engine import Engine, prepare_engine
 from server_example.host import read_engine
+from server_example.messages import SamplingParams, TokenEvent
 from server_example.model.batch import PrefillBatch, Run
 from server_example.model.moe import Moe
 from server_example.model.transformer import Transformer
-from server_example.sampling import SamplingParams
-from server_example.scheduler import Request, TokenEvent
+from server_example.options import EngineOptions
+from server_example.scheduler import Request
 from tests.demo_model import PROMPTS, TIE, behind, demo_folder, demo_model, load_model, model_run
 
 __all__ = ["demo_folder", "demo_model"]

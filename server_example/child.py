@@ -1,0 +1,14 @@
+"""The engine's process from its start. The process that starts it imports no more than this module."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+
+from server_example.settings import Settings
+
+
+def run(settings: Settings, connection: Connection) -> None:
+    """As `run_engine` of `host.py`, which needs PyTorch."""
+    from server_example.host import run_engine
+
+    run_engine(settings, connection)
