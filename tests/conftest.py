@@ -95,10 +95,11 @@ def put_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calla
 
     Without rows it writes no table.
     """
+    from moe_fp8.heuristics import gemm
     from moe_fp8.heuristics.gemm import table as gemm_table
 
     def forget() -> None:
-        for cached in (gemm_table.devices, gemm_table._table):
+        for cached in (gemm_table.devices, gemm_table._table, gemm._config):
             cached.cache_clear()
 
     def put(rows: Sequence[dict[str, Any]], device: str = "h200") -> None:

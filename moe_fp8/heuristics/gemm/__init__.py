@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from moe_fp8.heuristics.gemm import costs, table
 from moe_fp8.heuristics.gemm.tiles import GemmConfig, parse_gemm_config
 from moe_fp8.problems import GemmProblem
@@ -12,7 +14,11 @@ def gemm_config(problem: GemmProblem) -> GemmConfig:
 
     Raises TileError if `problem.config` names no tile that the problem may use.
     """
-    problem = problem.for_selection()
+    return _config(problem.for_selection())
+
+
+@lru_cache(maxsize=1 << 16)  # planning asks for the same problems millions of times
+def _config(problem: GemmProblem) -> GemmConfig:
     if problem.config is not None:
         return parse_gemm_config(problem.config, problem)
     measured = table.lookup(problem)
