@@ -19,8 +19,8 @@ from moe_fp8.errors import BundleError, ToolchainError
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit import bundle as bundle_module
 from moe_fp8.jit.bundle import Bundle
-from moe_fp8.warmup import PlanOptions, load_model, plan
 from moe_fp8.warmup import __main__ as startup
+from moe_fp8.warmup import load_model, plan
 from tests.cpu.cli_runs import QWEN, SMALL, SMALL_OPTIONS, Json, no_gpu, run_json
 
 __all__ = ["no_gpu", "run_json"]
@@ -112,11 +112,11 @@ def test_build_replaces_a_damaged_bundle_by_force_only(copied: Path, cache: Path
 def test_adding_a_model_compiles_only_what_is_new(
     copied: Path, tmp_path: Path, run_json: Json, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ["--model", str(QWEN), "--max-tokens", "16", "--max-batch", "1", "--num-sms", "132"]
+    more = [*SMALL, "--max-tokens", "9"]
     code, told = run_json(
         ["build", *more, "--cache-dir", str(tmp_path / "cache"), "--bundle", str(copied), "--quiet"]
     )
-    wider = plan(load_model(QWEN), PlanOptions(max_tokens=16, max_batch=1))
+    wider = plan(load_model(QWEN), dataclasses.replace(SMALL_OPTIONS, max_tokens=9))
     assert code == 0
     assert told["compiled"] == len(set(wider.specs) - set(PLANNED.specs)) > 0
     assert told["bundle"]["kernels"] == len(set(wider.specs) | set(PLANNED.specs))
