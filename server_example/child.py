@@ -1,14 +1,16 @@
-"""The engine's process from its start. The process that starts it imports no more than this module."""
+"""The engine's process from its start. The process that starts it imports nothing else of it."""
 
 from __future__ import annotations
 
 from multiprocessing.connection import Connection
 
+from server_example.extra import server_extra
 from server_example.settings import Settings
 
 
 def run(settings: Settings, connection: Connection) -> None:
     """As `run_engine` of `host.py`, which needs PyTorch."""
-    from server_example.host import run_engine
+    with server_extra():
+        from server_example.host import run_engine
 
     run_engine(settings, connection)

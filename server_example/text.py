@@ -1,4 +1,4 @@
-"""Text to tokens; tokens to text as they come, in whole characters and without the begin of a stop string."""
+"""A model's tokenizer; text to tokens; tokens to whole characters as they come, up to a stop string."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -58,3 +59,13 @@ def eventually(condition: Callable[[], bool], seconds: float = 20) -> bool:
             return True
         time.sleep(0.05)
     return condition()
+
+
+def refused_start(*arguments: str, **variables: str) -> str:
+    """The message of a start that fails before the model is looked for."""
+    command = [sys.executable, "-m", "server_example", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(**variables))
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "config.json" not in done.stderr
+    return done.stderr

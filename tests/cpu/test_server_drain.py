@@ -15,7 +15,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -24,6 +27,8 @@ from server_example import serve
 from server_example.app import Service
 from server_example.client import Emit
 from server_example.demo import PROMPT, free_port, start_server, stop_server, wait_until_ready
+from server_example.engine import Engine
+from server_example.host import Host
 from server_example.messages import Job, TokenEvent
 from server_example.serve import Process, listen
 from server_example.settings import Settings
@@ -79,6 +84,21 @@ def test_after_the_grace_time_requests_get_an_error(demo_folder: Path) -> None:
         assert answer.status_code == 503
         assert "shutting down" in answer.json()["error"]["message"]
         assert process.wait(timeout=20) == 0
+
+
+def test_the_host_ends_once_its_last_message_is_sent() -> None:
+    """Its process ends with it, and requests that end then should be told why."""
+    sent: list[Any] = []
+
+    def send(messages: list[Any]) -> None:
+        time.sleep(0.1)
+        sent.extend(messages)
+
+    engine = SimpleNamespace(stop=lambda: host._send("events", 0, []), failure=None)
+    pipe = SimpleNamespace(recv=lambda: (1, "stop", ()), send=send)
+    host = Host(cast(Engine, engine), cast(Connection, pipe))
+    host.serve()
+    assert sent == [("events", 0, []), ("answer", 1, None)]
 
 
 def test_a_body_that_is_on_its_way_at_the_end_of_a_drain_is_refused(

@@ -125,6 +125,29 @@ def test_the_first_text_that_is_too_long_is_the_last(service: Service, slow: Slo
     assert [len(text) for text in slow.begun[:2]] == [5, 1200] and len(slow.begun) == 3
 
 
+def test_a_text_is_measured_in_bytes_before_it_is_tokenized(service: Service, slow: SlowTokens) -> None:
+    slow.may_end.set()
+    assert service.engine is not None
+    most = service.engine.served.max_context * service.engine.token_texts.most_bytes
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        for text in ("é" * (most // 2), "é" * (most // 2 + 1)):
+            assert (await posted(client, {"prompt": text})).status_code == 400
+
+    talk(service, slow, ask)
+    assert slow.begun == ["é" * (most // 2)]
+
+
+def test_a_body_may_have_as_many_prompts_as_the_queue_has_places(service: Service, slow: SlowTokens) -> None:
+    async def ask(client: httpx.AsyncClient) -> None:
+        fits = await posted(client, {"prompt": [[1]] * MANY, "max_tokens": 1})
+        assert fits.status_code == 200 and len(fits.json()["choices"]) == MANY
+        refused = await posted(client, {"prompt": [[1]] * (MANY + 1), "max_tokens": 1})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+    talk(service, slow, ask)
+
+
 def test_special_tokens_come_from_the_models_own_template_or_from_the_tokenizer(
     service: Service, slow: SlowTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:

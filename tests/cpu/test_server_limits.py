@@ -169,6 +169,17 @@ def test_a_failed_engine_is_told_by_every_route(demo_folder: Path) -> None:
         assert asyncio.run(statistics()) == [], "the stream ends in order"
 
 
+def test_a_drain_is_told_although_the_engine_is_silent(demo_folder: Path) -> None:
+    """Nobody should kill a server that ends by itself."""
+    service = Service(Settings.model_validate({"model": demo_folder}))
+    with connected(demo_folder) as (_, service.engine):
+        assert service.engine.stop(20)
+        service.draining = True
+        health = asyncio.run(ask(create_app(service), "GET", "/health"))
+    assert (health.status_code, health.json()["status"]) == (200, "draining")
+    assert "ended" in health.json()["failure"]
+
+
 def test_an_end_that_reader_and_sender_see_at_once_is_told_once(
     demo_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,6 +200,18 @@ def test_a_dtype_that_torch_lacks_is_named(demo_folder: Path, tmp_path: Path) ->
         load(folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_tensor_that_is_not_quantized_may_have_any_float(
+    demo_folder: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    name = "model.norm.weight"
+    shutil.copy(demo_folder / "config.json", tmp_path)
+    tensors = load_file(demo_folder / "model.safetensors")
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert load(tmp_path).norm.equal(tensors[name].float())
+
+
 def test_a_missing_tensor_is_named(demo_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(demo_folder, folder)
@@ -250,6 +262,13 @@ def test_random_weights_have_the_checkpoints_sizes(
     for cache in run.caches:
         mantissa, _ = cache.index_scales[run.pages].flatten()[:71].frexp()
         assert (mantissa == 0.5).all() == (scale_format == "ue8m0")
+
+
+def test_several_shared_experts_are_one_wide_mlp(demo_folder: Path) -> None:
+    config = ModelConfig.load(demo_folder, num_hidden_layers=2, n_shared_experts=2)
+    shared = load_weights(demo_folder, config, CPU, load_format="dummy").layers[1].feed_forward.shared
+    assert shared.down.weight.shape == (config.hidden_size, 2 * config.moe_intermediate_size)
+    assert shared.gate_up.weight.shape == (4 * config.moe_intermediate_size, config.hidden_size)
 
 
 @pytest.mark.parametrize("scale_format", [None, "ue8m0"])

@@ -240,6 +240,31 @@ def test_events_that_wait_for_a_slow_client_become_one_chunk() -> None:
     ]
 
 
+def test_a_token_whose_text_is_held_back_has_its_log_probability_in_the_stream() -> None:
+    async def first() -> str:
+        body = CompletionRequest(prompt="a", logprobs=0, stream=True)
+        emits: list[Emit] = []
+
+        async def submit(jobs: Sequence[Job], given: Sequence[Emit]) -> None:
+            emits.extend(given)
+
+        served = SimpleNamespace(max_context=99)
+        engine = SimpleNamespace(
+            job_number=lambda: 1, submit=submit, cancel=lambda numbers: None, served=served
+        )
+        generation = Generation(cast(EngineClient, engine), body, [[1]], Deadline(None, 504))
+        await generation.submit()
+        chunks = generation.stream(CompletionForm("m"))
+        emits[0](TokenEvent("", 1, logprob=TokenLogprob(b"e", -0.5, (), 0)))
+        chunk = asyncio.ensure_future(anext(chunks))
+        await asyncio.sleep(0.01)
+        emits[0](TokenEvent("en", 2, "length", logprob=TokenLogprob(b"n", -0.5, (), 1)))
+        return (await chunk)["data"]
+
+    (told,) = json.loads(asyncio.run(first()))["choices"]
+    assert (told["text"], told["logprobs"]["tokens"], told["finish_reason"]) == ("", ["e"], None)
+
+
 @pytest.mark.parametrize("form", [CompletionForm, ChatForm])
 @pytest.mark.parametrize("tops", [None, 0, 2])
 def test_a_whole_answer_in_pieces_is_that_of_all_events(form: type[Form], tops: int | None) -> None:

@@ -17,8 +17,6 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from pydantic import ValidationError
-from pydantic_settings import SettingsError
 from tokenizers.decoders import Metaspace
 
 from moe_fp8.errors import ConfigError
@@ -35,12 +33,12 @@ from server_example.model.transformer import Transformer
 from server_example.options import EngineOptions
 from server_example.pages import PAGE_TOKENS
 from server_example.scheduler import Request
-from server_example.serve import Process, listen, read_settings
+from server_example.serve import Process, listen
 from server_example.settings import Settings
 from server_example.text import load_tokenizer
 from tests.demo_model import demo_folder
 from tests.engine_client import connected
-from tests.live_server import children, environment
+from tests.live_server import children, environment, refused_start
 
 __all__ = ["demo_folder"]
 
@@ -96,20 +94,10 @@ def test_a_vocabulary_without_bytes_is_refused(demo_folder: Path, tmp_path: Path
         load_tokenizer(tmp_path, 1 << 20)
 
 
-def refused(*arguments: str, **variables: str) -> str:
-    """The message of a start that fails, before the model is even looked for."""
-    command = [sys.executable, "-m", "server_example", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(**variables))
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert "config.json" not in done.stderr
-    return done.stderr
-
-
 def test_a_port_in_use_ends_the_start_at_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert "Address already in use" in refused("--model", str(tmp_path), "--port", str(port))
+        assert "Address already in use" in refused_start("--model", str(tmp_path), "--port", str(port))
 
 
 def test_connections_may_use_all_files_that_the_system_allows() -> None:
@@ -131,74 +119,6 @@ def test_few_connections_are_accepted_at_once(tmp_path: Path) -> None:
     with listen("127.0.0.1", 0) as sock:
         process = Process(Service(Settings.model_validate({"model": tmp_path})), sock)
         assert process._server.config.backlog <= 256
-
-
-def test_what_is_no_option_or_has_no_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty variable is as none, but an empty key on the command line would open the server to all."""
-    for option in (["--api-key", ""], ["--api-key="], ["--host", ""]):
-        with pytest.raises(SettingsError, match=f"^{option[0].rstrip('=')}: expected a text"):
-            read_settings(option)
-    settings = read_settings(["--api-key=aHVzaA=="])
-    assert settings.api_key is not None and settings.api_key.get_secret_value() == "aHVzaA=="
-    monkeypatch.setenv("SERVER_EXAMPLE_SERVICE_HOST", "10.0.0.1")  # Kubernetes sets these
-    monkeypatch.setenv("SERVER_EXAMPLE_PORT_80_TCP", "tcp://10.0.0.1:80")
-    monkeypatch.setenv("SERVER_EXAMPLE_PORT", "tcp://10.0.0.1:80")
-    assert read_settings([]).port == 8000
-    assert "error: SERVER_EXAMPLE_APIKEY: no option" in refused(SERVER_EXAMPLE_APIKEY="hush")
-
-
-def test_options_come_from_the_environment_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = refused("--port", "99999", SERVER_EXAMPLE_MODEL=str(tmp_path), SERVER_EXAMPLE_MAX_BATCH="0")
-    assert "error: --port (or SERVER_EXAMPLE_PORT): " in said
-    assert "error: --max-batch (or SERVER_EXAMPLE_MAX_BATCH): " in said
-    monkeypatch.setenv("SERVER_EXAMPLE_MODEL", str(tmp_path))
-    monkeypatch.setenv("SERVER_EXAMPLE_API_KEY", "hush")
-    monkeypatch.setenv("SERVER_EXAMPLE_MAX_WAITING", "7")
-    monkeypatch.setenv("SERVER_EXAMPLE_PREFILL_CHUNK", "")
-    settings = read_settings(["--max-waiting", "9"])
-    assert (settings.model, settings.max_waiting, settings.host) == (tmp_path, 9, "127.0.0.1")
-    assert settings.api_key is not None and settings.api_key.get_secret_value() == "hush"
-    assert "hush" not in repr(settings)
-    assert settings.engine_options() == EngineOptions(max_waiting=9)
-
-
-@pytest.mark.parametrize("key", ["k\n", " k", "k ", "ä", "\udcff", "a\x7fb"])
-def test_a_key_that_no_header_carries_is_refused(key: str) -> None:
-    with pytest.raises(ValidationError, match="as a header has it"):
-        read_settings(["--api-key", key])
-
-
-def test_none_is_a_text_on_the_command_line_as_in_the_environment() -> None:
-    key = read_settings(["--api-key", "None"]).api_key
-    assert key is not None and key.get_secret_value() == "None"
-    with pytest.raises(ValidationError):
-        read_settings(["--num-hidden-layers", "None"])
-
-
-@pytest.mark.parametrize("option", ["--max-batch", "--cache-pages"])
-def test_a_size_beyond_all_memory_is_refused_by_its_name(option: str) -> None:
-    assert refused(option, "1000000000000000000000").startswith(f"error: {option} (or ")
-
-
-def test_the_wait_for_the_engine_has_an_end() -> None:
-    said = refused("--engine-seconds", "inf")
-    assert said.startswith("error: --engine-seconds (or SERVER_EXAMPLE_ENGINE_SECONDS): ")
-    for seconds in ("nan", "86401", "0"):
-        with pytest.raises(ValidationError):
-            read_settings(["--engine-seconds", seconds])
-    assert read_settings(["--engine-seconds", "86400"]).engine_seconds == 86400
-
-
-def test_origins_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
-    origins = ["https://a.example", "http://[::1]:80"]
-    assert read_settings(["--cors-origins", ",".join(origins)]).cors_origins == origins
-    for value, expected in ((", ".join(origins), origins), (origins[0], origins[:1]), ("*", ["*"]), ("", [])):
-        monkeypatch.setenv("SERVER_EXAMPLE_CORS_ORIGINS", value)
-        assert read_settings([]).cors_origins == expected
-    for wrong in ("https://a.example/", "a.example", '["https://a.example"]', "["):
-        said = refused(SERVER_EXAMPLE_CORS_ORIGINS=wrong)
-        assert said.startswith("error: --cors-origins (or SERVER_EXAMPLE_CORS_ORIGINS): ")
-        refused("--cors-origins", wrong)
 
 
 @pytest.mark.parametrize(
@@ -226,6 +146,18 @@ def test_the_command_names_a_missing_library_too() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr == "error: uvicorn is not installed; run: pip install -e '.[server]'\n"
+
+
+@pytest.mark.parametrize("lacking", ["torch", "safetensors"])
+def test_a_library_that_only_the_engine_needs_is_named_too(lacking: str, tmp_path: Path) -> None:
+    (tmp_path / f"{lacking}.py").write_text(f"raise ModuleNotFoundError(name={lacking!r})")
+    command = [sys.executable, "-m", "server_example", "--device", "cpu", "--port", "0"]
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        command, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr == f"error: {lacking} is not installed; run: pip install -e '.[server]'\n"
 
 
 def test_the_demo_asks_no_other_server() -> None:
