@@ -13,6 +13,7 @@ from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.problems import (
     GemmLayout,
     GemmProblem,
+    GemmSiluMulProblem,
     IndexerCacheProblem,
     IndexerTopkProblem,
     KGroupedGemmProblem,
@@ -234,6 +235,17 @@ def test_ragged_k_has_wide_tiles_where_experts_have_many_columns() -> None:
     ):
         problem = KGroupedGemmProblem(4096, 7168, 8 * mean, 8, accumulate, sms)
         assert str(heuristics.k_grouped_config(problem)) == tile
+        assert specs.kernel_spec(problem) == specs.kernel_spec(problem.for_selection())
+
+
+@pytest.mark.parametrize("rows, tile", [(1, 8), (4, 8), (5, 16), (8, 16), (20, 32), (23, 128), (500, 128)])
+def test_the_fused_gemm_has_a_tile_for_the_rows_of_an_expert(rows: int, tile: int) -> None:
+    mean = GemmSiluMulProblem(8 * rows, 4096, 7168, 8)
+    expected = replace(mean, m=8192, expected_m=rows)
+    beyond = replace(mean, m=rows, expected_m=8192)  # no expert has more rows than there are
+    for problem in (mean, expected, beyond):
+        assert specs.select_gemm_silu_mul(problem).config.block_m == tile
+        assert specs.kernel_spec(problem) == specs.kernel_spec(problem.for_selection())
 
 
 def test_terms_where_calls_are_large_unless_bits_may_not_depend_on_that() -> None:
@@ -286,10 +298,13 @@ def test_prefill_items_are_whole_where_blocks_are_few() -> None:
         (RouteTopkProblem(4, 128, 8), {"VALUES": 4, "IN_DTYPE": 0}),
         (RouteTopkProblem(4, 129, 8, "float32"), {"VALUES": 8, "IN_DTYPE": 2}),
         (IndexerCacheProblem(1, 64, "float16", True), {"HEAD_DIM": 64, "IN_DTYPE": 1, "POWER_OF_TWO": 1}),
+        (GemmSiluMulProblem(8, 256, 128, 2, None, True), {"LAYOUT": 3, "POWER_OF_TWO": 1, "ROUNDED": 0}),
+        (GemmSiluMulProblem(8, 256, 128, 2, 4, False, True), {"POWER_OF_TWO": 0, "ROUNDED": 1}),
     ],
 )  # fmt: skip
 def test_a_kernel_has_the_macros_of_its_problem(problem: Problem, macros: dict[str, int]) -> None:
-    assert macros.items() <= dict(specs.kernel_spec(problem).defines).items()
+    defines = specs.kernel_spec(problem).defines
+    assert macros.items() <= dict(defines).items() and list(defines) == sorted(defines)
 
 
 def test_shared_memory_grows_with_the_keys() -> None:
@@ -301,9 +316,13 @@ def test_shared_memory_grows_with_the_keys() -> None:
 def test_a_grid_covers_its_work_and_takes_no_more() -> None:
     assert specs.select_silu_mul_quantize(SiluMulQuantizeProblem(16, 256, 4)).grid == 8
     assert specs.select_indexer_cache(IndexerCacheProblem(1, 128)).grid == 1
+    route = [specs.select_route_topk(RouteTopkProblem(tokens, 64, 8)).grid for tokens in (1, 4, 5, 100_000)]
+    assert route == [1, 1, 2, 8 * 132]
     topk = specs.select_indexer_topk(IndexerTopkProblem(3, 1 << 20))
     assert topk.grid == 3 * topk.spec.cluster_size > 3
-    assert specs.select_paged_mqa_logits(PagedMqaLogitsProblem(1, 1, 64, 64, 32, num_workers=7)).grid == 7
+    paged = PagedMqaLogitsProblem(1, 1, 64, 64, 32, num_workers=7)
+    assert specs.select_paged_mqa_logits(paged).grid == 7
+    assert paged.for_selection() == replace(paged, num_workers=0), "workers choose no kernel"
     assert specs.select_moe_combine(MoeCombineProblem(1, 8, 7168)).grid == 7
     assert specs.select_moe_combine(MoeCombineProblem(100_000, 8, 7168)).grid == 16 * 132
     # Prefill over many queries has one block for each SM.

@@ -371,6 +371,7 @@ OP_CHANGES: list[tuple[str, str, Change]] = [
             _unaligned,
             lambda c: c[..., None],
             lambda c: torch.cat([c, c], 2),
+            lambda c: c.expand(-1, -1, 2, -1),
             lambda c: torch.nn.functional.pad(c, (0, 12))[..., :-12],
         )
     ],
@@ -380,6 +381,7 @@ OP_CHANGES: list[tuple[str, str, Change]] = [
         for change in (strided, lambda out: out[..., None], lambda out: out[0])
     ],
     ("mqa_logits_fp8", "out", lambda out: out[:, :8].contiguous()),
+    ("mqa_logits_fp8", "out", lambda out: out.new_zeros(4, 10)),
     ("mqa_logits_fp8", "q", _unaligned),
     ("mqa_logits_fp8", "k", _unaligned),
     ("mqa_logits_fp8", "k_scale", _unaligned),
@@ -411,6 +413,7 @@ SINGLE: list[tuple[str, tuple[str, ...], int, str]] = [
     ("mqa_logits_fp8", ("q", "weights", "ks", "ke", "out"), 0, "out"),
     ("paged_mqa_logits_fp8", ("block_table",), 1, "block_table"),
     ("paged_mqa_logits_fp8", ("out",), 1, "out"),
+    ("indexer_topk", ("logits",), 1, "logits"),
 ]
 
 

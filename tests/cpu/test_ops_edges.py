@@ -135,6 +135,9 @@ def test_scaling_factors_beyond_float32() -> None:
     for factor in (1e39, float("inf"), float("nan")):
         with pytest.raises(ArgumentError, match="scaling_factor"):
             moe_fp8.route_topk(torch.randn(2, 8), topk=2, scaling_factor=factor)
+    largest = -torch.finfo(torch.float32).max
+    weights, _ = moe_fp8.route_topk(torch.zeros(2, 1), topk=1, scaling_factor=largest)
+    assert weights.tolist() == [[largest]] * 2
 
 
 @pytest.mark.parametrize("scale", [torch.ones(4), torch.ones(1, 1, 4, 4), torch.ones(4, 4).double()])

@@ -67,7 +67,9 @@ def test_bf16_is_not_added_to(name: str, in_place: bool) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("change", [lambda c: c[:1], lambda c: c.double(), lambda c: c.bfloat16()])
+@pytest.mark.parametrize(
+    "change", [lambda c: c[:1], lambda c: c.mT, lambda c: c.double(), lambda c: c.bfloat16()]
+)
 def test_an_addend_has_the_form_of_the_output(name: str, change: Callable[[Tensor], Tensor]) -> None:
     case = named_case(name, (3, 2), 64, 128)
     with pytest.raises(ArgumentError) as caught:

@@ -36,6 +36,16 @@ def test_no_expert_has_columns() -> None:
     assert torch.equal(k_grouped_gemm_fp8(*case.operands(), c=addend), addend)
 
 
+def test_operands_without_columns_add_nothing() -> None:
+    a, b = (torch.zeros(rows, 0, dtype=torch.float8_e4m3fn) for rows in (5, 64))
+    offsets, out, addend = torch.zeros(3, dtype=torch.int32), torch.ones(2, 5, 64), torch.randn(2, 5, 64)
+    operands = a, torch.zeros(5, 0), b, torch.zeros(64, 0), offsets
+    before = jit.counters().scale_conversions
+    assert not k_grouped_gemm_fp8(*operands, out=out).any()
+    assert torch.equal(k_grouped_gemm_fp8(*operands, c=addend), addend)
+    assert jit.counters().scale_conversions == before
+
+
 @pytest.mark.parametrize("num_experts, m", [(0, 5), (3, 0)])
 def test_nothing_to_compute(num_experts: int, m: int) -> None:
     b = k_grouped_case((128,), 1, 64)
@@ -66,6 +76,12 @@ def test_wrong_operands_leave_the_output_as_it_was() -> None:
     with pytest.raises(ArgumentError, match="b: expected shape"):
         k_grouped_gemm_fp8(a[:, :256], *others, c=case.addend(), out=out)
     assert torch.equal(out, torch.ones_like(out))
+
+
+def test_b_without_rows_is_refused() -> None:
+    case = k_grouped_case((128, 256), 8, 64)
+    with pytest.raises(ArgumentError, match=r"b: expected shape .* N a positive multiple of 64"):
+        k_grouped_gemm_fp8(case.a, case.a_scale, case.b[:0], case.b_scale[:0], case.offsets)
 
 
 @pytest.mark.parametrize("change", [lambda c: c[:1], lambda c: c.double(), lambda c: c[0]])

@@ -216,6 +216,26 @@ def test_sizes_that_32_bits_do_not_hold(
     assert caught.value.argument == argument
 
 
+def test_a_token_goes_to_512_experts_at_most() -> None:
+    _permute(3, 512, 128)
+    _combine(3, 512, 8, 8)
+    with pytest.raises(ArgumentError, match=r"topk_ids: expected shape .* from 1 to 512"):
+        _permute(3, 513, 128)
+    with pytest.raises(ArgumentError, match=r"rows: expected shape .* from 1 to 512"):
+        _combine(3, 513, 8, 8)
+
+
+def test_a_rank_has_1024_experts_at_most() -> None:
+    def layer(experts: int) -> None:
+        w13, w2 = (_meta(experts, rows, 128, dtype=F8) for rows in (256, 128))
+        scales = _meta(experts, 2, 1), _meta(experts, 1, 1)
+        moe_checks.layer_weights(_meta(3, 128, dtype=BF16), w13, scales[0], w2, scales[1])
+
+    layer(1024)
+    with pytest.raises(ArgumentError, match=r"w13: expected shape .* at most 1024 experts"):
+        layer(1025)
+
+
 @pytest.mark.parametrize("heads, tile", [(64, 4), (32, 8), (8, 8)])
 @pytest.mark.parametrize("keys", [1 << 20, (1 << 20) + 1, 1 << 24])
 def test_stages_of_all_queries_fit_32_bits(heads: int, tile: int, keys: int) -> None:

@@ -138,6 +138,21 @@ def test_paged_without_requests() -> None:
     assert out.shape == (0, 8)
 
 
+@pytest.mark.parametrize("next_n", [1, 8])
+def test_one_worker_may_do_all_work(next_n: int) -> None:
+    case = cases.paged_case([70, 300], next_n, 8, 64)
+    operands = case.q, case.kv_cache, case.weights, case.context_lens, case.block_table
+    one, many = (
+        paged_mqa_logits_metadata(case.context_lens, block_size=64, num_sms=workers, next_n=next_n)
+        for workers in (1, 7)
+    )
+    assert one.tolist() == [[0, 0], [2, 0]]
+    outs = [torch.zeros(2 * next_n, 300) for _ in range(2)]
+    for metadata, out in zip((one, many), outs, strict=True):
+        paged_mqa_logits_fp8(*operands, metadata, max_context_len=300, out=out)
+    assert torch.equal(*outs)
+
+
 def _metadata_by_definition(lengths: list[int], num_sms: int) -> list[list[int]]:
     work = [(b, chunk) for b, length in enumerate(lengths) for chunk in range(math.ceil(length / 64))]
     work.append((len(lengths), 0))

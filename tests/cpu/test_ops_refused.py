@@ -186,6 +186,12 @@ def test_schedules_off_their_alignment_are_refused() -> None:
         REGISTERED["paged_mqa_logits_metadata"].call(lengths, 64, 1, shifted)
     with pytest.raises(ArgumentError, match="metadata: expected an 8-byte aligned address"):
         moe_fp8.paged_mqa_logits_fp8(**{**accepted.paged(), "metadata": shifted})
+    paged, room = accepted.paged(), torch.zeros(2 * 5, dtype=I32)
+    assert room.data_ptr() % 16 == 0
+    schedule, half = paged["metadata"], room[2:].view(4, 2)
+    REGISTERED["paged_mqa_logits_metadata"].call(paged["context_lens"], 64, 2, half)
+    assert torch.equal(half, schedule)
+    moe_fp8.paged_mqa_logits_fp8(**{**paged, "metadata": half})
 
 
 def test_shapes_no_kernel_serves() -> None:

@@ -82,6 +82,7 @@ WEIGHTS, IDS = torch.zeros(4, 8), torch.zeros(4, 8, dtype=torch.int32)
         ("topk", {"num_expert_group": 16, "topk_group": 1}),
         ("scoring", {"scoring": "tanh"}),
         ("correction_bias", {"correction_bias": BIAS[:63]}),
+        ("correction_bias", {"correction_bias": BIAS[None]}),
         ("correction_bias", {"correction_bias": BIAS.bfloat16()}),
         ("correction_bias", {"correction_bias": torch.zeros(128)[::2]}),
         ("num_expert_group", {"num_expert_group": 0}),

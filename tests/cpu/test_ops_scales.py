@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_fp8 import gemm_fp8, grouped_gemm_fp8_masked, jit, to_mn_major
-from moe_fp8.ops import scales
+from moe_fp8.ops import registry, scales
 from moe_fp8.ops.gemm import checks
 from tests import cases
 from tests.cpu.op_arguments import OPS
@@ -94,3 +94,30 @@ def test_mn_major_scales_are_not_counted() -> None:
     grouped_gemm_fp8_masked(case.a, case.a_scale, case.b, case.b_scale, case.index)
     to_mn_major(case.a_scale.contiguous())
     assert jit.counters().scale_conversions == before
+
+
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize(
+    "op",
+    [
+        "gemm_fp8",
+        "grouped_gemm_fp8_contiguous",
+        "grouped_gemm_fp8_masked",
+        "grouped_gemm_silu_mul_fp8",
+        "k_grouped_gemm_fp8",
+    ],
+)
+def test_a_conversion_keeps_all_other_arguments(op: str, flag: bool) -> None:
+    registered, given = registry.OPS[op], OPS[op]()
+    options = {"expected_m": 3, "config": "128x128", "limit": 7.0, "power_of_two": flag, "rounded": not flag}
+    options |= {"constant_weights": flag, "accumulate": flag}
+    given |= {name: value for name, value in options.items() if name in given}
+    given["a_scale"] = given["a_scale"].contiguous()
+    if "out" in given:
+        given["out"] = given["out"].float()  # only fp32 is added to
+    found = registered.check(*(given[name] for name in registered.arguments))
+    assert found is not None
+    kept = {name: one is given[name] for name, one in zip(registered.arguments, found, strict=True)}
+    assert kept == {name: name != "a_scale" for name in registered.arguments}
+    assert scales.is_mn_major(found[1])
+    torch.testing.assert_close(found[1], given["a_scale"], rtol=0, atol=0, equal_nan=True)

@@ -82,6 +82,12 @@ def test_columns_behind_the_last_key_need_no_name() -> None:
         topk_chunk_op(logits, 4, None, None, True, got, None, -1, None)
 
 
+def test_all_columns_may_be_carried() -> None:
+    carried, got = torch.tensor([[40, 30, 20]], dtype=I32), torch.empty(1, 2, dtype=I32)
+    topk_chunk_op(torch.tensor([[1.0, 3.0, 2.0]]), 2, None, None, True, got, None, 700, carried)
+    assert got.tolist() == [[30, 20]]
+
+
 def test_equal_values_go_to_the_lower_columns() -> None:
     logits = torch.tensor([[1.0, 0.0, -0.0, 2.0, 0.0, -0.0]])
     assert indexer_topk(logits, topk=4).tolist() == [[0, 1, 2, 3]]
@@ -107,6 +113,12 @@ def test_no_rows_and_no_columns() -> None:
     values = torch.zeros(2, 3)
     assert indexer_topk(torch.empty(2, 0), topk=3, values=values).tolist() == [[-1] * 3] * 2
     assert (values == -math.inf).all()
+
+
+def test_the_most_columns_that_can_be_chosen() -> None:
+    columns = torch.randperm(5000)
+    chosen = indexer_topk(columns[None].float(), topk=4096)
+    assert torch.equal(chosen[0].long(), (columns >= 5000 - 4096).nonzero()[:, 0])
 
 
 def test_a_given_out_is_returned() -> None:

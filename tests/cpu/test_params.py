@@ -36,6 +36,7 @@ def test_fields_lie_where_a_compiler_of_c_puts_them() -> None:
     made = params.ParamStruct("Some", "int a", "TensorMap map", "int b", "pointer p", "int c")
     assert made.offsets == {"a": 0, "map": 64, "b": 192, "p": 200, "c": 208}
     assert made.size == 256
+    assert (made.maps, made.pointers, made.addresses) == (((1, 8),), ((3, 25),), (8, 25))
     buffer = bytearray(made.size)
     made.pack_into(buffer, 0, 1, b"m" * 128, 2, 3, 4)
     assert struct.unpack("=i60x128si4xQi", buffer[:212]) == (1, b"m" * 128, 2, 3, 4)
