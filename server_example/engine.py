@@ -21,7 +21,7 @@ from moe_fp8 import jit
 from moe_fp8.graph import BatchBuckets, BufferSpec, GraphRunner
 from server_example.backend import Backend, load_kernels, plan_kernels
 from server_example.cache import BlockTable, LayerCache
-from server_example.messages import ENDINGS, EngineUnavailableError, FinishReason, TokenEvent, TokenLogprob
+from server_example.messages import ENDINGS, Ending, EngineUnavailableError, TokenEvent, TokenLogprob
 from server_example.metrics import Metrics
 from server_example.model.batch import PrefillBatch, Run
 from server_example.model.config import ModelConfig
@@ -199,7 +199,7 @@ class Engine:
             logger.exception("the engine failed")
             self.failure = f"{type(error).__name__}: {error}"
         finally:
-            last: FinishReason = "error" if self.failure else "shutdown"
+            last: Ending = "error" if self.failure else "shutdown"
             with self._wake:
                 for request in list(self._open):
                     self._finish(request, "", last, self.failure or ENDINGS[last])
@@ -330,7 +330,7 @@ class Engine:
             return
         piece += text.finish()
         with self._wake:
-            reason: FinishReason = "stop" if is_end or text.stopped else "length"
+            reason: Ending = "stop" if is_end or text.stopped else "length"
             self._finish(request, piece, reason, logprob=logprob)
 
     def _logprob(
@@ -350,7 +350,7 @@ class Engine:
         self,
         request: Request,
         text: str,
-        reason: FinishReason,
+        reason: Ending,
         error: str | None = None,
         logprob: TokenLogprob | None = None,
     ) -> None:

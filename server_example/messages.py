@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-FinishReason = Literal["stop", "length", "cancelled", "timeout", "shutdown", "error"]
+#: How a request ends. In OpenAI's interface, answers name only the first two; the others are errors.
+Ending = Literal["stop", "length", "cancelled", "timeout", "shutdown", "error"]
 
 #: What is said of a request that ends without its answer.
-ENDINGS: dict[FinishReason, str] = {
+ENDINGS: dict[Ending, str] = {
     "cancelled": "the client closed the connection",
     "timeout": "the request did not finish in its time",
     "shutdown": "the server is shutting down",
@@ -71,7 +72,7 @@ class TokenEvent(NamedTuple):
 
     text: str
     completion_tokens: int
-    finish_reason: FinishReason | None = None
+    finish_reason: Ending | None = None
     error: str | None = None
     logprob: TokenLogprob | None = None
 

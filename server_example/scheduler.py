@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from server_example.messages import (
-    FinishReason,
+    Ending,
     QueueFullError,
     RequestTooLongError,
     SamplingParams,
@@ -158,10 +158,10 @@ class Scheduler:
         pages, request.pages = request.pages, []
         self.pool.give_back(pages)
 
-    def drop_ended(self) -> list[tuple[Request, FinishReason]]:
+    def drop_ended(self) -> list[tuple[Request, Ending]]:
         """Releases the requests that are cancelled or past their deadline, and says which is which."""
         now = time.monotonic()
-        ended: list[tuple[Request, FinishReason]] = []
+        ended: list[tuple[Request, Ending]] = []
         for request in (*self.waiting, *self.running):
             if request.cancelled:
                 ended.append((request, "cancelled"))
