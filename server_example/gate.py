@@ -202,7 +202,7 @@ class TimedProtocol(H11Protocol):
     def _unread(self) -> int:
         """The bytes of answers in asyncio's buffer, and in the kernel's until the client confirms them."""
         unsent = array("i", [0])
-        with suppress(OSError, ValueError):  # of a socket that is closed
+        with suppress(OSError, ValueError):  # the socket is closed
             fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, unsent)
         return int(self.transport.get_write_buffer_size()) + unsent[0]
 

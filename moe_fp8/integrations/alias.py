@@ -83,7 +83,7 @@ def install(serve: Iterable[str] = KINDS) -> ModuleType:
         sys.modules[NAME].__path__ = []
         sys.meta_path.insert(0, _submodules)
         if origin is not None:
-            _tell(origin)
+            _set_origin(origin)
     return sys.modules[NAME]
 
 
@@ -96,8 +96,8 @@ def _origin() -> str | None:
     return None if spec is None else spec.origin
 
 
-def _tell(origin: str | None) -> None:
-    """Make `importlib.util.find_spec` tell `origin` as our module's file. The module's `repr` shows it, too.
+def _set_origin(origin: str | None) -> None:
+    """Make `importlib.util.find_spec` give `origin` as our module's file. The module's `repr` shows it, too.
 
     SGLang looks for DeepGEMM's C++ headers beside this file.
     """
@@ -115,7 +115,7 @@ def uninstall() -> None:
     if _before:
         kinds.serve(KINDS)
         home: Any = importlib.import_module(HOME)
-        _tell(home.__file__)
+        _set_origin(home.__file__)
         home.__path__ = home.__spec__.submodule_search_locations
         sys.meta_path.remove(_submodules)
         _submodules.forget()

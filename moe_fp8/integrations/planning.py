@@ -44,7 +44,7 @@ class LoadedEngine:
 
         (Weights of batched products have three dimensions, and are not ours.)
         """
-        if weight.dim() == 2 and _served(*weight.shape):
+        if weight.dim() == 2 and _sizes_served(*weight.shape):
             self.dense.add((weight.shape[0], weight.shape[1]))
 
     def add_experts(self, module: Any, otherwise: int = 1) -> None:
@@ -62,11 +62,11 @@ class LoadedEngine:
         """
         for weight in weights:
             experts, n, k = weight.shape
-            if _served(n, k):
+            if _sizes_served(n, k):
                 self.experts.add((experts, n, k))
 
 
-def _served(n: int, k: int) -> bool:
+def _sizes_served(n: int, k: int) -> bool:
     return not refuse_n(n) and not refuse_k(k)
 
 
@@ -92,7 +92,7 @@ def plan_loaded(loaded: LoadedEngine) -> Plan:
         mlp_tp=loaded.data_parallel,
         max_tokens=loaded.max_tokens,
         max_batch=loaded.max_batch,
-        # Longer drafts are no calls of the indexer's kernels.
+        # The indexer's kernels serve no longer drafts.
         next_n=min(loaded.next_n, MAX_NEXT_N),
         num_sms=loaded.num_sms,
         engine=loaded.engine,

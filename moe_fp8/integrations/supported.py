@@ -10,7 +10,7 @@ ENTRY_POINT = "moe_fp8"
 
 @dataclass(frozen=True)
 class Switch:
-    """A variable of the engine's that, at one of the values `off`, keeps the calls of `kinds` from us."""
+    """A variable of the engine that, at one of the values `off`, keeps the calls of `kinds` from us."""
 
     variable: str
     off: tuple[str, ...]

@@ -4,7 +4,7 @@
   launch    the kernels of a call with their parameters; `repeat` makes it again for an equal call
   form      what calls have in common that differ only in the addresses of their tensors (`form_of`)
   template  the launch of one call of a form; `move` copies its parameters and writes other addresses there
-  places    where in the parameters the address of which tensor stands
+  places    the words of the parameters that hold addresses, and the tensor of each address
 
 A call tries `repeat`, then `move`, and then, after its checks, `first`, which prepares it. A `sequence`
 remembers the kernels of its ops as one launch. Nothing here waits for the device, reads device data or
@@ -44,9 +44,10 @@ def _same_device(device: int) -> int:
     return device
 
 
-# They make a device current, and return the device that was current. (torch.cuda.current_device may tell a
-# device that torch would only make current at its next use.) Asking takes 2 to 5% of a repeated call, so
-# nothing asks if the process sees one GPU. The first CUDA call imports this module; then the number is final.
+# Both functions make a device current, and return the device that was current. (torch.cuda.current_device may
+# tell a device that torch would only make current at its next use.) Asking takes 2 to 5% of a repeated call,
+# so nothing asks if the process sees one GPU. The first CUDA call imports this module; then the number is
+# final.
 _exchange_device = torch.cuda._exchange_device if torch.cuda.device_count() > 1 else _same_device
 _restore_device = torch.cuda._maybe_exchange_device
 
@@ -81,8 +82,8 @@ class Launched(NamedTuple):
 class _Template:
     """Launches whose blocks can be copied for tensors that differ only in their addresses.
 
-    `addresses`: of the tensors that the launches were made for. `low`: their lowest four bits, since checks
-    and kernels may depend on alignment. `prepared`: what was prepared for each kernel.
+    `addresses` are those of the tensors that the launches were made for. `low` are their lowest four bits,
+    since checks and kernels may depend on alignment. `prepared` is what was prepared for each kernel.
     `places` is empty if calls cannot be moved, and None before the second call.
     """
 
@@ -113,7 +114,7 @@ class _Template:
                     continue
                 begin = address - added.get(word, 0)
                 number = numbers.get(begin)
-                if number is None:  # a view's
+                if number is None:  # it is the address of a view
                     spans = spans or _Spans(self.addresses, tensors)
                     number = spans.holder(begin)
                 if number is None:
@@ -124,7 +125,7 @@ class _Template:
 
 
 class _Spans:
-    """The memory of tensors that lie at other addresses than their own."""
+    """The memory that tensors like `tensors` would have at `addresses`."""
 
     def __init__(self, addresses: tuple[int, ...], tensors: tuple[Tensor, ...]) -> None:
         ends = [begin + end_of(one) - one.data_ptr() for begin, one in zip(addresses, tensors, strict=True)]
@@ -149,7 +150,7 @@ _Remembered = TypeVar("_Remembered")
 class _Memory(OrderedDict[Key, _Remembered]):
     """What is remembered, the youngest last. When its kernels are too many, it drops the oldest.
 
-    `kernels` counts those of an entry.
+    `kernels` counts the kernels of an entry.
     """
 
     def __init__(self, kernels: Callable[[_Remembered], int]) -> None:
@@ -210,6 +211,7 @@ _scratch = _Scratch()
 
 
 def _kernels_of_templates(templates: tuple[_Template, ...]) -> int:
+    # Forms that were given up have no template, but must not grow without end either.
     return sum(len(template.prepared) for template in templates) or 1
 
 
@@ -332,7 +334,10 @@ def move(call: Call, form: Key, check: Callable[[], None]) -> bool:
 
 
 def movable(call: Call, form: Key) -> bool:
-    """Whether it is of use to remember the launches of this call of a sequence together."""
+    """Whether it is of use to remember the launches of this call of a sequence together.
+
+    It is not if tensors share an address, or if the form was given up or has all its templates.
+    """
     key, tensors = call
     templates = _templates.get(form)
     apart = len(set(key[-len(tensors) :])) == len(tensors)

@@ -41,7 +41,7 @@ _library: Any = torch.library.Library("moe_fp8", "DEF")
 class Op(NamedTuple):
     """A registered op: the package calls `call`, and torch's dispatcher calls `run` for the CPU and for CUDA.
 
-    `fresh` checks and runs a call without what is remembered of others. Given the arguments alone, it
+    `fresh` checks and runs a call without using a remembered launch. Given the arguments alone, it
     remembers nothing of the call. It returns the launch, or None if the call is not the launch of one kernel
     with these arguments. With `own_memory`, outputs are known to share no memory with other arguments.
     `arguments` are the argument names of the schema, in order; `cuda` names the function that prepares the
@@ -122,9 +122,10 @@ _shape, _data_ptr = attrgetter("shape"), Tensor.data_ptr
 def past_dispatcher(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether a call on these tensors may skip torch's dispatcher, which costs 1.5 us a call.
 
-    The result is the same for plain CUDA tensors with gradients off, as engines run, and if nothing traces,
-    transforms or profiles the call. Callers ask for `tracing` first, since torch.compile cannot trace this
-    function. The first tensor is not None. A call that is not remembered must also ask `needs_dispatcher`.
+    The result is the same if all are plain CUDA tensors, gradients are off, as in engines, and nothing
+    traces, transforms or profiles the call. Callers ask for `tracing` first, since torch.compile cannot trace
+    this function. The first tensor is not None. A call that is not remembered must also ask
+    `needs_dispatcher`.
     """
     return (
         _plain(map(type, tensors))
@@ -141,7 +142,7 @@ def needs_dispatcher(tensors: tuple[Tensor, ...]) -> bool:
 
     What is remembered never matches such a call: functional tensors, zero tensors and tensors with a negative
     bit have other dispatch keys, and the sizes of tensors that `torch.jit.trace` traces are tensors. Within a
-    transform of `torch.func`, layers allocate otherwise.
+    transform of `torch.func`, a layer allocates other tensors than an eager layer (`traced`).
     """
     return (
         traced()
@@ -194,7 +195,7 @@ def register(
     `check` raises an error for invalid arguments. It may return other arguments to run with, such as
     converted scales; the launch of this call is then not remembered.
     `contract` is called in checked mode, before the launch, and raises ContractError for invalid contents of
-    tensors. It is plain torch, on either device. A failed one leaves a replay file (`examine`).
+    tensors. It is plain torch, on either device. A failed check leaves a replay file (`examine`).
     `empty` returns whether there is nothing for a kernel to compute; it has then done any remaining work.
     `reference` is the CPU implementation.
     `cuda`, "module:function", prepares the launch: it returns `Prepared` (`parameters`). Apart from the

@@ -32,13 +32,13 @@ def run(
 ) -> None:
     """Run the ops of `steps` one after another.
 
-    name: the function's. tensors: all that its caller gave or gets, with their `names`; the first is not
-    None. scalars: its other arguments, hashable. check: raises ArgumentError if outputs share memory that
-    they may not share; it comes before every launch that is not the repetition of an equal call.
+    name: the function's name. tensors: all tensors that its caller gave or gets, with their `names`; the
+    first is not None. scalars: its other arguments, hashable. check: raises ArgumentError if outputs share
+    memory that they may not share; it comes before every launch that is not the repetition of an equal call.
     steps: the ops and their arguments. Arguments that are tensors are `tensors`, or views into tensors that
-    `check` keeps apart from all others. Nothing else depends on addresses; it depends on the scalars and the
-    tensors' attributes alone. It raises ArgumentError for other invalid arguments. An op's error about one of
-    `tensors`, or about a number, names the function and its argument.
+    `check` keeps apart from all others. Addresses affect nothing else: the steps depend on the scalars and on
+    the tensors' attributes alone. `steps` raises ArgumentError for other invalid arguments. An op's error
+    about one of `tensors`, or about a number, names the function and its argument.
     """
     given = tuple([tensor for tensor in tensors if tensor is not None])
     work = name, names, tensors, steps
@@ -53,7 +53,7 @@ def run(
         try:
             try:  # noqa: SIM105 - torch.compile traces this
                 check()
-            except RuntimeError:  # such tensors again, which cannot be checked
+            except RuntimeError:  # such tensors again: they cannot be checked
                 pass
             _each(*work, fresh=False)
         except (AttributeError, TypeError):  # as in `registry`: what is no tensor always comes here
@@ -93,21 +93,21 @@ def _each(
     It is None if the dispatcher has converted arguments: a call of equal arguments would not be converted.
     """
     launched: list[Any] | None = []
-    op, arguments = "", ()
+    op_name, arguments = "", ()
     try:
-        for op, arguments in steps():
-            one = OPS[op]
-            if not fresh or one.converts(arguments):
-                one.call(*arguments)
+        for op_name, arguments in steps():
+            op = OPS[op_name]
+            if not fresh or op.converts(arguments):
+                op.call(*arguments)
                 launched = None
             else:
-                made = one.fresh(arguments, own_memory=True)
+                made = op.fresh(arguments, own_memory=True)
                 if launched is not None:
                     launched.append(made)
     except ArgumentError as error:
-        if op:
-            wrong = dict(zip(OPS[op].arguments, arguments, strict=True)).get(error.argument)
-            known = [known for tensor, known in zip(tensors, names, strict=True) if tensor is wrong]
+        if op_name:
+            wrong = dict(zip(OPS[op_name].arguments, arguments, strict=True)).get(error.argument)
+            known = [own_name for tensor, own_name in zip(tensors, names, strict=True) if tensor is wrong]
             if not isinstance(wrong, Tensor) or error.argument in known:
                 error.rename(name, error.argument)
             elif known:

@@ -60,7 +60,7 @@ class EngineCalls:
         return -(-decoded // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
 
     def builds(self, engine: str) -> bool:
-        """Whether it builds a layer that only `engine` builds, or all if `engine` is "".
+        """Whether it builds a layer that only `engine` builds; "" stands for a layer that all engines build.
 
         If no engine is named, the server may have the layers of all engines.
         """
@@ -94,8 +94,8 @@ _COMPRESSED = Logits(True, False, "float32")
 
 _ENGINES = (
     # vLLM serves with psum and compressed logits (0.24: with m_indices and full rows). Its indexer multiplies
-    # wk and weights_proj together, in bf16. Our plug-in quantizes inputs of dense layers and has own experts.
-    # With low-latency dispatch, its masked layout serves prefill too.
+    # wk and weights_proj together, in bf16. Our plug-in quantizes inputs of dense layers and has experts of
+    # its own. With low-latency dispatch, vLLM's masked layout serves prefill too.
     EngineCalls(
         "vllm",
         ("m_indices", "psum", "offsets"),

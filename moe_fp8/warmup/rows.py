@@ -46,8 +46,8 @@ from moe_fp8.warmup.shapes import GemmShape, experts_per_token, local_experts
 
 Ranges = tuple[tuple[int, int], ...]
 
-#: Engines project the cached latents of the requests of a prefill up together: of 8 contexts at least (vLLM),
-#: but of no more tokens. (SGLang's 131,072 tokens need no other kernel.)
+#: In a prefill, engines project the cached latents of several requests up together: of 8 whole contexts at
+#: least (vLLM), but not of more tokens than this. (SGLang's 131,072 tokens need no other kernel.)
 _CONTEXTS, _MOST_PROJECTED = 8, 65536
 
 
@@ -133,7 +133,8 @@ def _round_up(value: int, multiple: int) -> int:
 def _runs(limit: int, reduced: Callable[[int], int]) -> Iterator[tuple[int, int]]:
     """The runs (first, last) of 1..limit whose numbers `reduced` maps to the same value.
 
-    `reduced` rounds up, or to the most that it distinguishes: then the last run has all larger numbers.
+    `reduced` rounds up to the next number that it distinguishes. It may map all larger numbers to the last of
+    these: the last run has them all.
     """
     first = 1
     while first <= limit:
@@ -205,7 +206,7 @@ def _gemm_problems(
 
     def problems_at(rows: int) -> Iterator[GemmProblem]:
         # As expected_m, `rows` takes every number that fits in a buffer. The means of calls without it are
-        # among these numbers. (Of two experts or more, so few rows do not tell how many blocks they fill.)
+        # among these numbers. (With two experts or more, these calls never have `blocks`.)
         calls = [(rows, None if experts is None else rows)]
         calls += [(m, None) for m in aligned.get(selection_rows(rows), ())]
         for (m, hint), (device, sms, invariant, dtype) in product(calls, servers):
@@ -269,9 +270,7 @@ def gemm_silu_mul_rows(
 
         def problems_at(rows: int, n: int = n, k: int = k, experts: int = experts) -> Iterable[Problem]:
             for power_of_two, rounded, sms in product((False, True), (False, True), options.sm_budgets):
-                yield GemmSiluMulProblem(
-                    bounds.contiguous, n, k, experts, rows, power_of_two, rounded, sms
-                )  # fmt: skip
+                yield GemmSiluMulProblem(bounds.contiguous, n, k, experts, rows, power_of_two, rounded, sms)
 
         op, runs = "grouped_gemm_silu_mul_fp8", _runs(bounds.contiguous, selection_rows)
         yield from _rows(op, [shape.what], runs, problems_at, n=n, k=k, num_experts=experts)
@@ -280,7 +279,7 @@ def gemm_silu_mul_rows(
 def weight_gradient_rows(
     shapes: Iterable[GemmShape], bounds: Bounds, options: PlanOptions
 ) -> Iterator[PlanRow]:
-    """The rows of `k_grouped_gemm_fp8` for the weights of each GEMM; their ranges are of the mean tokens.
+    """The rows of `k_grouped_gemm_fp8` for the weights of each GEMM; they count an expert's mean tokens.
 
     `gemm_fp8` with scales of 1 x 128 on both operands has the kernels of one expert, and more for bf16. It
     may be called for each expert on its own, and one expert may get the tokens of all ranks.

@@ -170,7 +170,7 @@ def work(config: GemmConfig, counts: Counts, n: int, k: int, sms: int, grouped: 
         elements=config.block_m * config.block_n,
         parts=config.parts,
         grouped=float(grouped),
-        # The CTAs of a grouped kernel are always as many as there are SMs.
+        # A grouped kernel always has as many CTAs as there are SMs, so configs do not differ in this.
         crowded=0.0 if grouped else 1 - min(1.0, max(0.0, (sms - most) / most)),
     )
 
@@ -179,7 +179,7 @@ def work(config: GemmConfig, counts: Counts, n: int, k: int, sms: int, grouped: 
 #: skewed router.
 _SPREADS = (0.2, 0.7)
 
-#: Experts that are drawn for each spread, in as many draws as these make.
+#: At least so many experts are drawn for each spread: few experts have several draws.
 _DRAWN_EXPERTS = 64
 
 

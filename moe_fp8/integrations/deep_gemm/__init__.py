@@ -44,7 +44,7 @@ _SERVED: dict[str, tuple[str, Any]] = {
     for name in names
 }
 
-#: Names that belong to no kind: settings, and layouts of scales.
+#: Names that belong to no kind: settings, and layouts of scales. (`utils.layout` has one more name.)
 _SHARED: dict[str, Any] = {
     name: getattr(module, name)
     for module, names in (

@@ -60,9 +60,9 @@ def fp8_gemm_nt(
     a: (fp8 `[M, K]`, fp32 scales `[M, K/128]` of any stride). b: (fp8 `[N, K]`, fp32 `[ceil(N/128), K/128]`).
     With the recipe (1, 1, 128), the scales of b are fp32 `[N, K/128]` of any stride too.
     d: bf16 or fp32 `[M, N]`. c: fp32 `[M, N]`, or d itself; d is then fp32. The other options have no meaning
-    on Hopper, but for further recipes, `alpha` and `epilogue`: such calls, and a K that 128 does not divide,
-    go to the engine's own copy. With K = 0, d is c, or zeros.
-    Safe to capture.
+    on Hopper, but for further recipes, `alpha` and `epilogue`: such calls go to the engine's own copy. So do
+    operands that are not FP8, a K that 128 does not divide, an N that 64 does not divide, and with c any c or
+    d that is not fp32. With K = 0, d is c, or zeros. Safe to capture.
     """
     if d is None:  # the op would allocate it, and nobody would see the result
         demand_tensors("fp8_gemm_nt", {"d": d})
@@ -124,8 +124,10 @@ def m_grouped_fp8_gemm_nt_contiguous(
     if alignment % SEGMENT_ALIGNMENT or (use_psum_layout and alignment != SEGMENT_ALIGNMENT):
         m, num_experts = a_values.shape[0], b_values.shape[0]
         _demand_layout(grouped_layout, num_experts if use_psum_layout else m)
-        ranges = _psum_ranges if use_psum_layout else _index_ranges
-        layout = {"offsets": ranges(grouped_layout, m, num_experts, alignment)}
+        if use_psum_layout:
+            layout = {"offsets": _psum_ranges(grouped_layout, m, alignment)}
+        else:
+            layout = {"offsets": _index_ranges(grouped_layout, num_experts)}
     grouped_gemm_fp8_contiguous(
         a_values,
         a_scale,
@@ -150,7 +152,7 @@ def _demand_layout(grouped_layout: Tensor, length: int) -> None:
         )  # fmt: skip
 
 
-def _index_ranges(m_indices: Tensor, rows: int, num_experts: int, alignment: int) -> Tensor:
+def _index_ranges(m_indices: Tensor, num_experts: int) -> Tensor:
     """The ranges of rows of each expert, int32 `[E + 1]`; padding belongs to the expert before it."""
     if checked(m_indices):
         examine(
@@ -171,8 +173,8 @@ def _demand_ascending(m_indices: Tensor, num_experts: int) -> None:
         raise ContractError(_CONTIGUOUS, "grouped_layout", expected, got, expert=expert, row=row)
 
 
-def _psum_ranges(psum: Tensor, rows: int, num_experts: int, alignment: int) -> Tensor:
-    """The same from the experts' ends."""
+def _psum_ranges(psum: Tensor, rows: int, alignment: int) -> Tensor:
+    """The ranges of rows of each expert, int32 `[E + 1]`; each has the expert's own padding."""
     if checked(psum):
         check = partial(psum_starts, _CONTIGUOUS, "grouped_layout", psum.long(), rows, alignment)
         examine(_CONTIGUOUS, {"grouped_layout": psum}, check)
@@ -243,7 +245,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     ks_cpu: K of each expert, on the host, in multiples of 128; 0 is allowed. `grouped_layout`, the same on
     the device, is not read.
     Other recipes, `use_psum_layout`, `epilogue`, no `ks_cpu`, an N that 64 does not divide, a K that 128 does
-    not divide, and any other c and d go to the engine's own copy.
+    not divide, a c or d of another dtype, and a d of another rank go to the engine's own copy.
     Raises ArgumentError. Safe to capture; a replay has the same `ks_cpu`.
     """
     if tuple(recipe or ()) != _OF_ROWS or use_psum_layout or ks_cpu is None or epilogue is not None:
@@ -333,21 +335,16 @@ def _demand(
     a: Pair, b: Pair, recipe: Recipe, recipe_a: Recipe, recipe_b: Recipe, alpha: Any, epilogue: Any
 ) -> None:
     """Raise NotServed unless the operands are FP8 with scales of 1 x 128 and 128 x 128."""
-    if (
-        recipe is None and recipe_a is None and recipe_b is None and alpha is None and epilogue is None
-        and a[0].dtype is b[0].dtype is torch.float8_e4m3fn and not a[0].shape[-1] % 128
-        and not b[0].shape[-2] % N_MULTIPLE
-    ):  # fmt: skip
-        return
     if alpha is not None or epilogue is not None:
         raise NotServed("no kernel of ours has `alpha` or an epilogue")
     if not (a[0].dtype is b[0].dtype is torch.float8_e4m3fn):
         raise NotServed(f"the operands are float8_e4m3fn, got {a[0].dtype} and {b[0].dtype}")
-    given = tuple(recipe or (1, 128, 128)), tuple(recipe_a or (1, 128)), tuple(recipe_b or (128, 128))
-    if given != ((1, 128, 128), (1, 128), (128, 128)):
-        raise NotServed(
-            f"scales of a are of 1 x 128, those of b of 128 x 128 (dense: or 1 x 128), got {given}"
-        )
+    if recipe is not None or recipe_a is not None or recipe_b is not None:
+        given = tuple(recipe or (1, 128, 128)), tuple(recipe_a or (1, 128)), tuple(recipe_b or (128, 128))
+        if given != ((1, 128, 128), (1, 128), (128, 128)):
+            raise NotServed(
+                f"scales of a are of 1 x 128, those of b of 128 x 128 (dense: or 1 x 128), got {given}"
+            )
     if a[0].shape[-1] % 128:
         raise NotServed(f"K is a multiple of 128, got {a[0].shape[-1]}")
     if b[0].shape[-2] % N_MULTIPLE:

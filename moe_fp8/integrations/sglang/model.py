@@ -111,7 +111,7 @@ def _sms_of_indexer(indexer: Any, dense: bool, logits: bool) -> Iterator[int]:
 
 
 def _dense_calls_deep_gemm() -> bool:
-    """Whether linear layers call `deep_gemm`: by default they do, `--fp8-gemm-backend` may choose another.
+    """Whether linear layers call `deep_gemm`: by default they do; `--fp8-gemm-backend` may name another.
 
     "flashinfer_deepgemm" calls it from 32 rows on.
     """
@@ -132,7 +132,7 @@ def _is_in_blocks(module: torch.nn.Module, weight: torch.Tensor) -> bool:
 
 
 def _most_chosen(model: torch.nn.Module) -> int:
-    """The most experts that a router chooses; the experts of Llama 4, Hunyuan and OLMoE do not know it."""
+    """The most experts that a router chooses. (Modules of experts of Llama 4, Hunyuan and OLMoE lack it.)"""
     routers = (getattr(module, "topk_config", None) for module in model.modules())
     return max((router.top_k for router in routers if router is not None), default=1)
 

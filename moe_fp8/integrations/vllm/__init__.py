@@ -162,7 +162,7 @@ def _register_linear_kernel() -> None:
 
 
 def _register_experts() -> None:
-    """Offer our experts before vLLM's where vLLM would call DeepGEMM for them, or Triton."""
+    """Offer our experts before vLLM's where vLLM would call DeepGEMM or Triton for them."""
     from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
 
     from moe_fp8.integrations.vllm.experts import MoeFp8Experts

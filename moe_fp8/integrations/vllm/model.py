@@ -53,7 +53,7 @@ def describe_loaded(model: torch.nn.Module, vllm_config: Any, model_config: Any)
 def _groups(parallel: Any) -> int:
     """The groups of ranks with tokens of their own: as many as elastic expert parallelism may reach.
 
-    With prefill context parallelism, each rank of a group may have as many tokens as a whole pass: decode
+    With prefill context parallelism, each rank of a group may have as many tokens as a whole pass has: decode
     context parallelism gives all ranks the tokens of a decode step.
     """
     most = getattr(parallel, "elastic_ep_max_dp_size", None)  # vLLM 0.33 has it

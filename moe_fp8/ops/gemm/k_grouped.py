@@ -32,9 +32,7 @@ k_grouped_op = register(
         offsets, a_scale, b_scale
     ),
     empty=lambda a, a_scale, b, b_scale, offsets, out, accumulate: _empty(a, out, accumulate),
-    reference=lambda a, a_scale, b, b_scale, offsets, out, accumulate: reference.k_grouped_gemm(
-        a, a_scale, b, b_scale, offsets, out, accumulate
-    ),
+    reference=reference.k_grouped_gemm,
     cuda="moe_fp8.ops.gemm.cuda:k_grouped",
 )
 

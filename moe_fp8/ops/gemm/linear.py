@@ -56,7 +56,7 @@ def linear_fp8(
 def _steps(
     tensors: tuple[Tensor, ...], power_of_two: bool, constant_weights: bool
 ) -> tuple[sequence.Step, sequence.Step]:
-    """`tensors`: in the order of _TENSORS."""
+    """The ops of the layer, and their arguments. `tensors` are in the order of _TENSORS."""
     x, weight, weight_scale, out, q, scale = tensors
     arguments.demand_tensors("linear_fp8", {"weight_scale": weight_scale})
     if x.shape[1] != weight.shape[1]:

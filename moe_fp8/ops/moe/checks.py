@@ -37,7 +37,7 @@ from moe_fp8.ops.arguments import (
     unaligned,
 )
 
-#: CTAs that divide the columns of `moe_permute` count them times their own number in 32 bits.
+#: The kernel of `moe_permute` multiplies groups of 128 columns by the number of a CTA in 32 bits.
 _MOST_COLUMNS = 1 << 24
 
 
@@ -255,7 +255,7 @@ def route(
 
 
 def _groups(op: str, num_experts: int, topk: int, groups: int, kept: int) -> None:
-    """The groups divide the experts, and those that are kept have experts enough."""
+    """The groups divide the experts, and those that are kept have enough experts."""
     if not 1 <= groups <= MAX_EXPERT_GROUPS or num_experts % groups:
         expected = f"a divisor of {num_experts} experts, 1 to {MAX_EXPERT_GROUPS}"
         raise ArgumentError(op, "num_expert_group", expected, groups)

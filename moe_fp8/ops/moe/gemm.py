@@ -69,8 +69,8 @@ def grouped_gemm_silu_mul_fp8(
 
     a: float8_e4m3fn `[M, K]`, contiguous; a_scale: fp32 `[M, K/128]`, MN-major, or of any strides for one
     more kernel. offsets, expected_m: as in `grouped_gemm_fp8_contiguous`.
-    w13: float8_e4m3fn `[E, 2I, K]`, contiguous, of `interleave_gate_up`; w13_scale: fp32
-    `[E, 2I/128, K/128]`, contiguous, of the weights before. K and I are multiples of 128.
+    w13: float8_e4m3fn `[E, 2I, K]`, contiguous, as `interleave_gate_up` returns it; w13_scale: fp32
+    `[E, 2I/128, K/128]`, contiguous, which interleaving leaves as it is. K and I are multiples of 128.
     limit, power_of_two, rounded: as in `silu_mul_quantize`.
     out: tensors `(q, scale)` to write to, as returned, or None.
 

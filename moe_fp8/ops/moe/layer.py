@@ -227,7 +227,7 @@ def _steps(
     rounded: bool,
     interleaved: bool,
 ) -> list[sequence.Step]:
-    """`tensors`: those of _TENSORS."""
+    """The ops of the layer, and their arguments. `tensors` are in the order of _TENSORS."""
     x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, x_scale, expert_map, out = tensors
     checks.layer_weights(x, w13, w13_scale, w2, w2_scale)
     num_experts, rows = w13.shape[0], topk_ids.numel()
@@ -252,7 +252,7 @@ def _steps(
         silu = wide[None], offsets[num_experts:], values[None], scales[None]
         steps += [("silu_mul_quantize", (*silu, power_of_two, limit, rounded))]
     # Each kernel between `moe_permute` and this kernel lets the next begin only after its own wait, so the
-    # offsets are written when this kernel begins. (A compiler may copy them, and later.)
+    # offsets are written when this kernel begins. (A compiler may copy them, and run the copy later.)
     early = not arguments.traced()
     steps += [gemm(values, scales, w2, w2_scale, out=y, constant_weights=early)]
     return [*steps, ("moe_combine", (y, places, topk_weights, out))]

@@ -123,7 +123,7 @@ def moe_combine(
 ) -> Tensor:
     """The sum of each token's rows of y, times the router's weights.
 
-    y: bf16 `[R, N]`, N a positive multiple of 8; rows as of x in `moe_permute`. rows: int32 `[T, k]`,
+    y: bf16 `[R, N]`, N a positive multiple of 8; rows as those of x in `moe_permute`. rows: int32 `[T, k]`,
     contiguous, as `moe_permute` returns them: the rows of y for each token; a row below 0, or one that y does
     not have, is left out.
     weights: fp32 `[T, k]`, rows contiguous and any distance apart, or None if every weight is 1.
@@ -186,7 +186,7 @@ def route_topk(
     groups they come in descending order of logits, so that the ids do not depend on rounding. Among equal
     experts, and groups, the smaller number comes first. The same logits give the same bits in any batch.
     The CUDA kernel's sigmoid, softmax and sums may differ from the CPU's in their last bits, and therefore
-    ids may differ where scores with bias are as near.
+    ids may differ where scores with bias differ by so little.
 
     An infinite logit counts as the largest finite number of its sign, and NaN as the lowest; the sum of a
     score and the bias does too. So ids are always distinct and from 0 to E - 1, and weights are finite, if
