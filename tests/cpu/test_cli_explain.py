@@ -12,6 +12,7 @@ import pytest
 
 from moe_fp8 import cli
 from moe_fp8.errors import ConfigError
+from moe_fp8.heuristics.gemm import costs as gemm_costs
 from moe_fp8.heuristics.gemm import table as gemm_table
 from moe_fp8.jit.key import kernel_key
 from moe_fp8.problems import GemmLayout, GemmProblem
@@ -50,7 +51,10 @@ def test_explain_says_what_the_selector_does(argv: list[str], problem: GemmProbl
     for choice in told["choices"]:
         spec = kernel_spec(replace(problem, device=choice["device"]))
         assert keys[choice["config"]] == kernel_key(spec)
-        assert choice["reason"]
+        assert choice["reason"].startswith("least predicted cost")
+        assert ("batch-invariant results use no table" in choice["reason"]) == problem.batch_invariant
+    for config, key in keys.items():
+        assert key == kernel_key(kernel_spec(replace(problem, config=config)))
     costs = [one["microseconds"] for one in told["candidates"]]
     assert costs == sorted(costs) and costs[0] > 0
     assert told["choices"][0]["config"] == told["candidates"][0]["config"]
@@ -68,15 +72,17 @@ def test_explain_looks_into_the_store_that_is_named(tmp_path: Path, run_json: Js
 def test_explain_names_the_row_of_a_table(
     put_table: Callable[..., None], run_json: Json, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = {"layout": "dense", "n": 512, "k": 4096, "num_experts": 1, "rows": 64, "above": 8}
+    row = {"layout": "dense", "n": 512, "k": 4096, "num_experts": 1, "rows": 4096, "above": 8}
     put_table([{**row, "config": "8x128"}])
-    argv = ["plan", "--explain", "33", "512", "4096", "--num-sms", "132"]
+    argv = ["plan", "--explain", "4000", "512", "4096", "--num-sms", "132"]
     _, told = run_json(argv)
     (other, here) = told["choices"]
     assert (here["device"], here["config"]) == ("h200", "8x128")
-    assert "9 to 64 rows" in here["reason"]
+    assert "9 to 4096 rows" in here["reason"]
     assert other["config"] != "8x128" and "least predicted cost" in other["reason"]
-    # The cost model would not try a tile of 8 tokens for 33 rows, but the chosen tile is listed anyway.
+    # The cost model would not try a tile of 8 tokens for 4000 rows, but the chosen tile is listed anyway.
+    considered = gemm_costs.ranked(GemmProblem("dense", 4000, 512, 4096))
+    assert "8x128" not in {str(config) for config, _ in considered}
     assert "8x128" in {one["config"] for one in told["candidates"]}
     capsys.readouterr()
     assert cli.main(argv) == 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe_fp8 import cli
-from moe_fp8.errors import JitMissError
+from moe_fp8.errors import ConfigError, JitMissError
 from moe_fp8.warmup import PlanOptions, load_model, misses, plan
 from moe_fp8.warmup.misses import Difference, explain_miss
 from moe_fp8.warmup.options import every
@@ -36,6 +36,7 @@ def test_a_miss_is_explained_by_the_option_that_plans_it(
     code, told = run_json(["explain", MISSING, *V32, *IN_SGLANG])
     assert (code, told["uses"]) == (0, [])
     assert [remedy["options"] for remedy in told["remedies"]] == ["--next-n 8"]
+    assert told["nearest"] == "", "a remedy needs no other kernel"
     # The remedy is right: the plan that it names has the kernel.
     code, told = run_json(["explain", MISSING, *V32, "--next-n", "8"])
     assert told["uses"] and not told["remedies"]
@@ -53,6 +54,8 @@ def test_a_miss_is_explained_by_the_option_that_plans_it(
         ("next_n", 1, 8, "--next-n 8"),  # one number stands for all up to it
         ("batch_invariant", False, True, "--batch-invariant on"),
         ("batch_invariant", True, False, "--batch-invariant off"),
+        ("redundant_experts", 0, 8, "--redundant-experts 8"),
+        ("redundant_experts", 0, 16, "--redundant-experts 16"),
     ],
 )
 def test_a_remedy_keeps_the_values_that_the_plan_has(
@@ -65,7 +68,7 @@ def test_a_remedy_keeps_the_values_that_the_plan_has(
         return SimpleNamespace(rows=[SimpleNamespace(spec=kernel, use="a use")] if has else [])
 
     monkeypatch.setattr(misses, "plan", planned)
-    options = PlanOptions(**{name: given})
+    options = PlanOptions(**{"ep": 8, name: given})
     told = explain_miss(kernel, load_model(CONFIGS / "qwen3_30b.json"), options)
     assert told.remedies == ((remedy, "a use"),)
 
@@ -137,6 +140,24 @@ def test_the_nearest_kernel_has_the_layout_that_was_called(monkeypatch: pytest.M
     grouped = next(row.spec for row in plan(model, options).rows if row.config.startswith("64x96"))
     told = explain_miss(re.sub("layout=[1-4]", "layout=0", str(grouped)), model, options)
     assert not told.uses and "layout=" not in told.nearest and "for gemm_fp8 dense" in told.nearest
+
+
+def test_the_nearest_kernel_differs_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        SimpleNamespace(spec=f"quantize_fp8[a={a},b={b},c={c}]", use=f"use {a}{b}{c}")
+        for a, b, c in ((1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 1, 1))
+    ]
+    monkeypatch.setattr(misses, "plan", lambda *_, **__: SimpleNamespace(rows=rows))
+    told = explain_miss("quantize_fp8[a=2,b=2,c=2]", load_model(CONFIGS / "qwen3_30b.json"), PlanOptions())
+    assert told.nearest == "a=1, for use 122"
+
+
+@pytest.mark.parametrize(
+    "text", ["gemm_fp8", "gemm_fp8[]", "gemm_fp8[block_m=128", "gemm_fp8[block_m=128] was missed"]
+)
+def test_text_that_is_no_kernel_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"kernel: expected name\[macro=value,\.\.\.\]"):
+        explain_miss(text, load_model(CONFIGS / "qwen3_30b.json"), PlanOptions())
 
 
 def test_two_plans_are_compared(tmp_path: Path, run_json: Json, capsys: pytest.CaptureFixture[str]) -> None:

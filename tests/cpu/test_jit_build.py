@@ -65,6 +65,7 @@ def test_failures_are_reported_after_the_rest_is_done(tmp_path: Path, sources: S
     with pytest.raises(CompileError, match="static assertion") as caught:
         build([*broken, *_SPECS], store, jobs, False)
     assert all(str(each) in str(caught.value) for each in broken)
+    assert str(caught.value).count("failed to compile") == 1, "the log of each kernel has no heading"
     assert all(KernelStore(tmp_path / "cache", sources).get(store.key(each)) for each in _SPECS)
 
 
@@ -223,7 +224,9 @@ def test_ctrl_c_is_left_to_the_process_that_builds(tmp_path: Path, sources: Sour
         compiler.close()
 
 
-@pytest.mark.parametrize(("count", "given", "default"), [(1, 4, 4), (1, None, 4), (3, 1, 4), (3, None, 1)])
+@pytest.mark.parametrize(
+    ("count", "given", "default"), [(1, 4, 4), (1, None, 4), (3, 0, 4), (3, 1, 4), (3, None, 1)]
+)
 def test_one_kernel_or_one_job_needs_no_process_and_no_slot(
     sources: SourceTree, monkeypatch: pytest.MonkeyPatch, count: int, given: int | None, default: int
 ) -> None:
@@ -328,6 +331,15 @@ def test_what_an_interpreter_prints_at_its_start_is_no_reply(
     assert capfd.readouterr().out == "", "stdout is the caller's, such as for --json"
 
 
+def test_replies_do_not_take_the_place_of_a_standard_stream_that_is_closed() -> None:
+    """A compiler has a stream of its own there, to which the interpreter or a warning may print."""
+    program = (
+        "import os; from moe_fp8.jit.build import _reply_pipe; "
+        "[os.close(number) for number in (0, 1, 2)]; os._exit(_reply_pipe()[1] < 3)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_sources_that_change_while_a_process_runs_are_an_error(tmp_path: Path, sources: SourceTree) -> None:
     store = KernelStore(tmp_path / "cache", sources)
     keys = [store.key(each) for each in _SPECS]
@@ -376,6 +388,13 @@ def test_a_message_that_is_cut_off_is_no_message() -> None:
     whole = stream.getvalue()
     assert read_frame(io.BytesIO(whole)) == ({"spec": "tiny"}, b"payload")
     assert not any(read_frame(io.BytesIO(whole[:size])) for size in range(len(whole)))
+
+
+def test_a_worker_without_a_first_message_ends_in_silence() -> None:
+    """The process that started it has died."""
+    command = [sys.executable, "-c", "from moe_fp8.jit.worker import main; main(1)"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    assert (done.stdout, done.stderr) == (b"", b"")
 
 
 def test_a_worker_whose_replies_nobody_reads_ends(tmp_path: Path, sources: SourceTree) -> None:

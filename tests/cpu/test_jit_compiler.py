@@ -7,12 +7,14 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from moe_fp8.errors import CompileError
+from moe_fp8.jit import compiler, toolchain
 from moe_fp8.jit.compiler import _STACK, _largest, _warnings, compile_kernel
-from moe_fp8.jit.key import digest, kernel_key
+from moe_fp8.jit.key import compile_options, digest, kernel_key
 from moe_fp8.jit.sources import SourceTree, _digest, package_sources
 from moe_fp8.jit.store import KernelStore
 from tests.cpu.jit_kernels import spec, write_kernels
@@ -110,6 +112,38 @@ def test_errors_carry_the_log(kernels: Path) -> None:
         compile_kernel(spec(), sources=SourceTree(kernels))
     assert caught.value.name == "tiny"
     assert "undeclared" in caught.value.log
+
+
+@pytest.mark.parametrize(
+    ("log", "told"), [(b"", "NVRTC_ERROR_COMPILATION"), (b"\xff is no UTF-8", "\ufffd is no UTF-8")]
+)
+def test_a_failure_is_told_whatever_the_log_holds_and_leaves_no_program(
+    kernels: Path, monkeypatch: pytest.MonkeyPatch, log: bytes, told: str
+) -> None:
+    results = toolchain.nvrtc().nvrtcResult
+    freed: list[int] = []
+
+    def fill(program: int, buffer: bytearray) -> tuple[object]:
+        buffer[:] = log + b"\0"
+        return (results.NVRTC_SUCCESS,)
+
+    api = SimpleNamespace(
+        nvrtcResult=results,
+        nvrtcCreateProgram=lambda *_: (results.NVRTC_SUCCESS, 7),
+        nvrtcCompileProgram=lambda *_: (results.NVRTC_ERROR_COMPILATION,),
+        nvrtcGetProgramLogSize=lambda program: (results.NVRTC_SUCCESS, len(log) + 1),
+        nvrtcGetProgramLog=fill,
+        nvrtcDestroyProgram=freed.append,
+    )
+    monkeypatch.setattr(compiler, "nvrtc", lambda: api)
+    with pytest.raises(CompileError, match=told):
+        compile_kernel(spec(), sources=SourceTree(kernels))
+    assert freed == [7]
+
+
+def test_no_kernel_comes_from_the_cache_of_nvrtc() -> None:
+    """It has no report of registers and spills. Only machines with a driver have this cache."""
+    assert "--no-cache" in compile_options(spec())
 
 
 def test_static_assert_sees_the_launch_facts(kernels: Path) -> None:

@@ -311,12 +311,14 @@ def test_a_map_that_starts_with_its_address(
     ("argument", "change"),
     [
         ("ptr", {"ptr": 0x1008}),
+        ("ptr", {"ptr": 0.5}),
         ("dtype", {"dtype": "float64"}),
         ("swizzle", {"swizzle": 100}),
         ("l2_promotion", {"l2_promotion": 1}),
         ("box", {"box": (128, 300)}),
         ("box", {"box": (144, 64)}),
         ("dims", {"dims": (7168,)}),
+        ("dims", {"strides_bytes": ()}),
         ("strides_bytes", {"strides_bytes": (-16,)}),
     ],
 )
@@ -331,6 +333,37 @@ def test_refusals_name_the_argument(fake: FakeDriver, argument: str, change: dic
     tensor_map.encode_tiled(**arguments)
     with pytest.raises(ArgumentError) as caught:
         tensor_map.encode_tiled(**{**arguments, **change})
+    assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize(
+    ("argument", "within", "beyond"),
+    [
+        ("ptr", 16, 0),
+        ("dims", (1, 2**32), (1, 2**32 + 1)),
+        ("dims", (1, 1), (0, 1)),
+        ("strides_bytes", (16,), (0,)),
+        ("strides_bytes", (2**40 - 16,), (2**40,)),
+        ("box", (16, 1), (16, 0)),
+        ("box", (128, 256), (128, 257)),
+        ("box", (128, 64), (144, 64)),
+    ],
+)
+def test_a_refusal_names_a_limit_that_is_passed_and_none_that_is_kept(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, argument: str, within: Any, beyond: Any
+) -> None:
+    arguments: dict[str, Any] = {
+        "ptr": 0x1000,
+        "dtype": "uint8",
+        "dims": (7168, 64),
+        "strides_bytes": (7168,),
+        "box": (128, 64),
+    }
+    monkeypatch.setattr(fake, "encode", lambda *arguments: 1)
+    with pytest.raises(DriverError):
+        tensor_map.encode_tiled(**{**arguments, argument: within})
+    with pytest.raises(ArgumentError) as caught:
+        tensor_map.encode_tiled(**{**arguments, argument: beyond})
     assert caught.value.argument == argument
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from moe_fp8.jit.artifact import Artifact
 from moe_fp8.jit.runtime import JitCounters, KernelRuntime
 from moe_fp8.jit.sources import SourceTree
 from moe_fp8.jit.store import KernelStore
-from moe_fp8.settings import Settings
+from moe_fp8.settings import MissPolicy, Settings
 from moe_fp8.specs import KernelSpec
 from tests.cpu.jit_kernels import spec, write_kernels
 
@@ -113,12 +114,19 @@ def test_lenient_freeze_loads_and_counts(
     assert len(messages) == warned
 
 
-def test_freeze_defaults_to_the_setting(runtime: KernelRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = Settings(None, False, False, 1, "strict")
+@pytest.mark.parametrize("miss", ["strict", "warn", "compile"])
+def test_freeze_defaults_to_the_setting(
+    runtime: KernelRuntime,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    miss: MissPolicy,
+) -> None:
+    chosen = Settings(None, False, False, 1, miss)
     monkeypatch.setattr("moe_fp8.jit.runtime.settings", lambda: chosen)
     runtime.freeze()
-    with pytest.raises(JitMissError):
+    with pytest.raises(JitMissError) if miss == "strict" else nullcontext():
         runtime.get_kernel(spec())
+    assert ("was not loaded before freeze()" in caplog.text) == (miss == "warn")
 
 
 def test_unknown_mode(runtime: KernelRuntime) -> None:
@@ -150,6 +158,28 @@ def test_concurrent_requests_load_once(runtime: KernelRuntime, loader: Loader) -
     assert len(kernels) == 8
     assert len(set(map(id, kernels))) == 1
     assert len(loader.loaded) == 1
+
+
+@pytest.mark.parametrize("during", ["a load", "a look-up"])
+def test_a_request_within_a_request_does_not_wait_for_itself(store: KernelStore, during: str) -> None:
+    """A finalizer or a signal handler may ask for the same kernel in the same thread."""
+    kernels: list[Any] = []
+
+    def load(artifact: Artifact, smem_bytes: int, num_threads: int) -> Any:
+        if during == "a load" and not kernels:
+            kernels.append(object())
+            kernels.append(asked.get_kernel(spec()))
+        return object()
+
+    def ask() -> None:
+        with asked._lock if during == "a look-up" else nullcontext():
+            kernels.append(asked.get_kernel(spec()))
+
+    asked = KernelRuntime(store, load)
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive() and asked.get_kernel(spec()) is kernels[-1]
 
 
 def test_a_failed_load_can_be_tried_again(store: KernelStore, loader: Loader) -> None:

@@ -188,14 +188,27 @@ def test_a_kernel_outlives_a_crash_of_the_machine(tmp_path: Path, monkeypatch: p
     real, synced = os.fsync, []
 
     def note(descriptor: int) -> None:
-        synced.append(
-            (Path(f"/proc/self/fd/{descriptor}").resolve().suffix, len(list(tmp_path.glob("*.kernel"))))
-        )
+        path = Path(f"/proc/self/fd/{descriptor}").resolve()
+        size = os.fstat(descriptor).st_size if path.is_file() else None
+        synced.append((path.suffix, size, len(list(tmp_path.glob("*.kernel")))))
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", note)
     KernelStore(tmp_path).put(_ARTIFACT)
-    assert synced == [(".tmp", 0), ("", 1)]
+    assert synced == [(".tmp", len(encode(_ARTIFACT)), 0), ("", None, 1)]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_file_that_is_not_finished_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(error):
+        files.publish(tmp_path / "kernel", b"bytes")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_pipe_is_not_read_though_somebody_writes_to_it(tmp_path: Path) -> None:

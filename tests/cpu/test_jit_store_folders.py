@@ -17,6 +17,7 @@ from moe_fp8.jit import store as store_module
 from moe_fp8.jit.artifact import Artifact
 from moe_fp8.jit.sources import SourceTree
 from moe_fp8.jit.store import KernelStore
+from moe_fp8.settings import Settings
 from tests.cpu.jit_kernels import spec, write_kernels
 
 
@@ -273,3 +274,16 @@ def test_a_folder_that_cannot_be_synced_keeps_kernels(
     _use(KernelStore(tmp_path / "cache", sources))
     assert len(list((tmp_path / "cache").glob("*.kernel"))) == 2
     assert _warnings(caplog) == []
+
+
+def test_a_process_without_a_home_is_told_that_it_keeps_no_kernel(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "settings", lambda: Settings(None, False, False, 1, "strict"))
+    store_module.default_store.cache_clear()
+    try:
+        assert store_module.default_store().root is None
+    finally:
+        store_module.default_store.cache_clear()
+    (message,) = _warnings(caplog)
+    assert "kept in memory only; set MOE_FP8_CACHE_DIR" in message

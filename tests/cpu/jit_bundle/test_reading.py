@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from moe_fp8.jit.files import decode
 from moe_fp8.jit.runtime import JitCounters, KernelRuntime
 from moe_fp8.jit.sources import SourceTree
 from moe_fp8.jit.store import KernelStore
+from moe_fp8.settings import settings
 from tests.cpu.bundles import Make, keys, told
 from tests.cpu.jit_kernels import spec, write_kernels
 
@@ -193,6 +195,18 @@ def test_a_missing_bundle_is_an_error(tmp_path: Path, sources: SourceTree) -> No
     for name in ("nowhere", "empty", "file"):
         with pytest.raises(BundleError, match=f"{name}: the folder: expected a readable folder with"):
             Bundle.open(tmp_path / name, sources)
+
+
+def test_a_bundle_that_is_named_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server must not go on to compile instead."""
+    chosen = replace(settings(), bundle=tmp_path / "nowhere")
+    monkeypatch.setattr(bundle_module, "settings", lambda: chosen)
+    bundle_module.bundle_in_use.cache_clear()
+    try:
+        with pytest.raises(BundleError, match="nowhere: the folder: expected a readable folder with"):
+            bundle_module.bundle_in_use()
+    finally:
+        bundle_module.bundle_in_use.cache_clear()
 
 
 def test_other_sources_are_refused(make: Make, tmp_path: Path) -> None:
