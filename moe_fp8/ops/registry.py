@@ -293,6 +293,7 @@ def register(
         fresh(arguments, call, form)
 
     def eager(*arguments: Any) -> None:
+        # It repeats some steps of `run`, since a function for them would cost each call time.
         try:
             if not tracing() and past_dispatcher(given := tensors_of(arguments)):
                 try:

@@ -24,6 +24,7 @@ from moe_fp8.problems import (
     GemmSiluMulProblem,
     IndexerCacheProblem,
     IndexerTopkProblem,
+    InDtype,
     KGroupedGemmProblem,
     MoeCombineProblem,
     MoePermuteProblem,
@@ -313,13 +314,14 @@ def moe_rows(
     """The rows of `moe_permute` and `moe_combine`, around the routed experts of each hidden size."""
     topk = experts_per_token(model, options)
     down = [shape for shape in shapes if shape.num_experts is not None and shape.what.endswith(".down")]
+    # Rows that are quantized already come without a dtype, and others in bf16 only.
+    in_dtypes: tuple[InDtype | None, ...] = (None, "bfloat16") if model.dtype == "bfloat16" else (None,)
     for hidden in dict.fromkeys(shape.n for shape in down):
 
         def permute(tokens: int, hidden: int = hidden) -> Iterable[Problem]:
-            kinds = product((None, model.dtype), (False, True), (False, True), options.sm_budgets)
+            kinds = product(in_dtypes, (False, True), (False, True), options.sm_budgets)
             for in_dtype, power_of_two, wide_ids, sms in kinds:
-                if in_dtype in (None, "bfloat16"):
-                    yield MoePermuteProblem(tokens, topk, hidden, in_dtype, power_of_two, wide_ids, sms)
+                yield MoePermuteProblem(tokens, topk, hidden, in_dtype, power_of_two, wide_ids, sms)
 
         def combine(tokens: int, hidden: int = hidden) -> Iterable[Problem]:
             for sms in options.sm_budgets:

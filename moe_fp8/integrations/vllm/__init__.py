@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from moe_fp8 import __version__
@@ -26,7 +26,7 @@ _COPIED_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 _PREFIX = "MOE_FP8_"
 
 #: How to undo each change, in order.
-_undo: list[Any] = []
+_undo: list[Callable[[], None]] = []
 
 
 def register() -> None:

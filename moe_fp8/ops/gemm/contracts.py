@@ -5,8 +5,6 @@ Each error names the first wrong entry.
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 from torch import Tensor
 
@@ -62,17 +60,13 @@ def k_grouped(offsets: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
     contents.finite(op, "b_scale", b_scale.masked_fill(unused, 0))
 
 
-def _fail(op: str, argument: str, expected: str, got: object, remedy: str, expert: int, row: int) -> NoReturn:
-    raise ContractError(op, argument, expected, got, remedy, expert=expert, row=row)
-
-
 def _m_indices(op: str, index: Tensor, m: int, num_experts: int) -> Tensor:
     """Check the expert of each row; returns it."""
     at = contents.first((index < -1) | (index >= num_experts))
     if at is not None:
         expert, row = int(index[at]), at[0]
         expected = f"experts from 0 to {num_experts - 1}, or -1 for padding"
-        _fail(op, "m_indices", expected, f"{expert} at row {row}", "", expert, row)
+        raise ContractError(op, "m_indices", expected, f"{expert} at row {row}", expert=expert, row=row)
     # An aligned block of rows may hold one expert and padding. The kernel would multiply two experts in one
     # block with the weights of a single expert.
     blocks = torch.nn.functional.pad(index, (0, -m % SEGMENT_ALIGNMENT), value=-1).view(-1, SEGMENT_ALIGNMENT)
@@ -81,14 +75,14 @@ def _m_indices(op: str, index: Tensor, m: int, num_experts: int) -> Tensor:
     if at is not None:
         start, expert, owner = at[0] * SEGMENT_ALIGNMENT, int(blocks[at]), int(leader[at[0]])
         row = start + at[1]
-        _fail(
+        raise ContractError(
             op,
             "m_indices",
             f"segments that start at multiples of {SEGMENT_ALIGNMENT} rows",
             f"expert {expert} starting at row {row}, where rows from {start} are expert {owner}'s",
             "pad each expert's rows with -1, or use offsets, which need no alignment",
-            expert,
-            row,
+            expert=expert,
+            row=row,
         )
     return index
 
@@ -103,14 +97,14 @@ def psum_starts(op: str, argument: str, ends: Tensor, m: int, alignment: int) ->
     at = contents.first((ends < starts) | ((ends > m) & (ends > starts)))
     if at is not None:
         expert, end = at[0], int(ends[at])
-        _fail(
+        raise ContractError(
             op,
             argument,
             f"an end from {int(starts[at])} (where the expert's rows start) to {m} (rows of a)",
             f"{end} for expert {expert}",
             f"{argument}[e] = align({argument}[e-1], {alignment}) + rows of e",
-            expert,
-            end,
+            expert=expert,
+            row=end,
         )
     return starts
 
@@ -127,19 +121,20 @@ def _psum(op: str, ends: Tensor, m: int, num_experts: int) -> Tensor:
 def _offsets(op: str, offsets: Tensor, m: int, num_experts: int) -> Tensor:
     """Check the start of each expert's rows; returns the expert of each row."""
     if int(offsets[0]) < 0:
-        _fail(op, "offsets", "a first row of at least 0", int(offsets[0]), "", 0, int(offsets[0]))
+        first = int(offsets[0])
+        raise ContractError(op, "offsets", "a first row of at least 0", first, expert=0, row=first)
     starts, ends = offsets[:-1], offsets[1:]
     at = contents.first((ends < starts) | (ends > m))
     if at is not None:
         expert, end = at[0], int(ends[at])
-        _fail(
+        raise ContractError(
             op,
             "offsets",
             f"non-decreasing rows of at most {m} (rows of a)",
             f"{int(starts[at])} to {end} for expert {expert}",
             "offsets are a prefix sum of the rows of each expert",
-            expert,
-            end,
+            expert=expert,
+            row=end,
         )
     owner = torch.searchsorted(offsets, torch.arange(m, device=offsets.device), right=True) - 1
     return torch.where(owner < num_experts, owner, -1)
