@@ -169,3 +169,13 @@ def run(op: str, arguments: dict[str, Any]) -> None:
     """Run the op as torch calls it, with its arguments given by name."""
     registered = registry.OPS[op]
     registered.run(*(arguments[name] for name in registered.arguments))
+
+
+#: The ops whose `a_scale` is converted if it is not MN-major.
+SCALED_GEMMS = (
+    "gemm_fp8",
+    "grouped_gemm_fp8_contiguous",
+    "grouped_gemm_fp8_masked",
+    "grouped_gemm_silu_mul_fp8",
+    "k_grouped_gemm_fp8",
+)

@@ -307,6 +307,16 @@ def test_a_map_that_starts_with_its_address(
     assert tensor_map.starts_with_address() == (form == "leads")
 
 
+#: A tensor map that the driver takes.
+LEGAL: dict[str, Any] = {
+    "ptr": 0x1000,
+    "dtype": "uint8",
+    "dims": (7168, 64),
+    "strides_bytes": (7168,),
+    "box": (128, 64),
+}
+
+
 @pytest.mark.parametrize(
     ("argument", "change"),
     [
@@ -323,16 +333,9 @@ def test_a_map_that_starts_with_its_address(
     ],
 )
 def test_refusals_name_the_argument(fake: FakeDriver, argument: str, change: dict[str, Any]) -> None:
-    arguments: dict[str, Any] = {
-        "ptr": 0x1000,
-        "dtype": "uint8",
-        "dims": (7168, 64),
-        "strides_bytes": (7168,),
-        "box": (128, 64),
-    }
-    tensor_map.encode_tiled(**arguments)
+    tensor_map.encode_tiled(**LEGAL)
     with pytest.raises(ArgumentError) as caught:
-        tensor_map.encode_tiled(**{**arguments, **change})
+        tensor_map.encode_tiled(**{**LEGAL, **change})
     assert caught.value.argument == argument
 
 
@@ -352,18 +355,11 @@ def test_refusals_name_the_argument(fake: FakeDriver, argument: str, change: dic
 def test_a_refusal_names_a_limit_that_is_passed_and_none_that_is_kept(
     fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, argument: str, within: Any, beyond: Any
 ) -> None:
-    arguments: dict[str, Any] = {
-        "ptr": 0x1000,
-        "dtype": "uint8",
-        "dims": (7168, 64),
-        "strides_bytes": (7168,),
-        "box": (128, 64),
-    }
     monkeypatch.setattr(fake, "encode", lambda *arguments: 1)
     with pytest.raises(DriverError):
-        tensor_map.encode_tiled(**{**arguments, argument: within})
+        tensor_map.encode_tiled(**{**LEGAL, argument: within})
     with pytest.raises(ArgumentError) as caught:
-        tensor_map.encode_tiled(**{**arguments, argument: beyond})
+        tensor_map.encode_tiled(**{**LEGAL, argument: beyond})
     assert caught.value.argument == argument
 
 

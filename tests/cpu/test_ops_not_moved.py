@@ -7,22 +7,13 @@ import torch
 
 from moe_fp8.errors import ContractError
 from moe_fp8.ops import registry
-from tests.cpu.op_arguments import OPS
+from tests.cpu.op_arguments import OPS, SCALED_GEMMS
 from tests.cpu.test_ops_moved import _call, _Launches, launches
 
 __all__ = ["launches"]
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
-        "gemm_fp8",
-        "grouped_gemm_fp8_contiguous",
-        "grouped_gemm_fp8_masked",
-        "grouped_gemm_silu_mul_fp8",
-        "k_grouped_gemm_fp8",
-    ],
-)
+@pytest.mark.parametrize("op", SCALED_GEMMS)
 def test_a_launch_on_converted_scales_is_not_remembered(op: str, launches: _Launches) -> None:
     """Their memory is given up when the call returns."""
     given = OPS[op]()

@@ -11,7 +11,7 @@ from moe_fp8 import gemm_fp8, grouped_gemm_fp8_masked, jit, to_mn_major
 from moe_fp8.ops import registry, scales
 from moe_fp8.ops.gemm import checks
 from tests import cases
-from tests.cpu.op_arguments import OPS
+from tests.cpu.op_arguments import OPS, SCALED_GEMMS
 
 
 @pytest.mark.parametrize("m", [1, 2, 4, 5, 129])
@@ -97,16 +97,7 @@ def test_mn_major_scales_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize("flag", [False, True])
-@pytest.mark.parametrize(
-    "op",
-    [
-        "gemm_fp8",
-        "grouped_gemm_fp8_contiguous",
-        "grouped_gemm_fp8_masked",
-        "grouped_gemm_silu_mul_fp8",
-        "k_grouped_gemm_fp8",
-    ],
-)
+@pytest.mark.parametrize("op", SCALED_GEMMS)
 def test_a_conversion_keeps_all_other_arguments(op: str, flag: bool) -> None:
     registered, given = registry.OPS[op], OPS[op]()
     options = {"expected_m": 3, "config": "128x128", "limit": 7.0, "power_of_two": flag, "rounded": not flag}

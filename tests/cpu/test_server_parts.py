@@ -208,20 +208,24 @@ def test_the_models_tokenizer_ends_with_token_0(tokenizer: Tokenizer) -> None:
     assert tokenizer.token_to_id("<|endoftext|>") == 0
 
 
+async def submitted(body: CompletionRequest) -> tuple[Generation, list[Emit]]:
+    """The choices of `body`, and what an engine would call with the events of each."""
+    emits: list[Emit] = []
+
+    async def submit(jobs: Sequence[Job], given: Sequence[Emit]) -> None:
+        emits.extend(given)
+
+    served = SimpleNamespace(max_context=99)
+    engine = SimpleNamespace(job_number=lambda: 1, submit=submit, cancel=lambda numbers: None, served=served)
+    generation = Generation(cast(EngineClient, engine), body, [[1]], Deadline(None, 504))
+    await generation.submit()
+    return generation, emits
+
+
 def test_events_that_wait_for_a_slow_client_become_one_chunk() -> None:
     async def chunks() -> list[str]:
         body = CompletionRequest(prompt="a", n=2, stream=True)
-        emits: list[Emit] = []
-
-        async def submit(jobs: Sequence[Job], given: Sequence[Emit]) -> None:
-            emits.extend(given)
-
-        served = SimpleNamespace(max_context=99)
-        engine = SimpleNamespace(
-            job_number=lambda: 1, submit=submit, cancel=lambda numbers: None, served=served
-        )
-        generation = Generation(cast(EngineClient, engine), body, [[1]], Deadline(None, 504))
-        await generation.submit()
+        generation, emits = await submitted(body)
         first, second = emits
         for emit, text in ((first, "a\u2028"), (second, "x"), (first, "b\x85"), (first, "c")):
             emit(TokenEvent(text, 1))
@@ -243,17 +247,7 @@ def test_events_that_wait_for_a_slow_client_become_one_chunk() -> None:
 def test_a_token_whose_text_is_held_back_has_its_log_probability_in_the_stream() -> None:
     async def first() -> str:
         body = CompletionRequest(prompt="a", logprobs=0, stream=True)
-        emits: list[Emit] = []
-
-        async def submit(jobs: Sequence[Job], given: Sequence[Emit]) -> None:
-            emits.extend(given)
-
-        served = SimpleNamespace(max_context=99)
-        engine = SimpleNamespace(
-            job_number=lambda: 1, submit=submit, cancel=lambda numbers: None, served=served
-        )
-        generation = Generation(cast(EngineClient, engine), body, [[1]], Deadline(None, 504))
-        await generation.submit()
+        generation, emits = await submitted(body)
         chunks = generation.stream(CompletionForm("m"))
         emits[0](TokenEvent("", 1, logprob=TokenLogprob(b"e", -0.5, (), 0)))
         chunk = asyncio.ensure_future(anext(chunks))
